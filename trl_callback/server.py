@@ -68,11 +68,7 @@ def check(args: Any, model: torch.nn.Module, url: str, *, compares: bool, name: 
             return False
         raise ConfigError(f"The vLLM server at {url} does not answer GET /deltasync/status after {wait_s:g} s.")
     if "state" not in status:
-        raise ConfigError(
-            f"The vLLM server at {url} does not follow a channel, so it would go on to answer with the weights that it has: "
-            "GET /deltasync/status is not answered as deltasync does. Start the server with DELTASYNC_CHANNEL and "
-            "--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension, and let that path through proxies."
-        )
+        raise ConfigError(heartbeat.follows_nothing(url))
     served = heartbeat.ask_models(url)
     if name is not None and served and name not in served:
         raise ConfigError(

@@ -229,12 +229,12 @@ class DeltaWeightTransfer:
         heartbeat.wake([*{*urls, *required}], receipt.version)
         ack = ("all" if self.on_policy else "any") if config.ack is None else config.ack
 
-        def wait(ack: str, urls: Sequence[str]) -> None:
+        def wait(ack: str, urls: Sequence[str], required: bool = False) -> None:
             left_s = max(0.0, config.ack_timeout_s - (time.perf_counter() - before))
-            heartbeat.wait_for(self._store, run_id, receipt.version, published, ack, left_s, urls, self._heard)
+            heartbeat.wait_for(self._store, run_id, receipt.version, published, ack, left_s, urls, self._heard, required)
 
         if required:
-            wait("all", required)
+            wait("all", required, True)
             if heartbeat.check_ack(ack) == 1:
                 return  # which that server is
         if self._heard is None:

@@ -43,9 +43,13 @@ EXPIRED_S = 3600.0
 STOPPED = "stopped"
 """State in the last heartbeat of a replica that ended in order. It serves nothing, and nobody waits for it."""
 
+UNKNOWN = "unknown"
+"""State of a server that answers 404 when it is asked for its status: it does not follow."""
+
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.5
 _ANSWER_S = 5.0
+_CONFIRM_S = 3.0  # how long a server has to answer 404, which a proxy may do while the server starts
 _LOOK_S = 1.0  # least time for one look at all replicas, also for the last one
 
 _COARSE_S = 2.0  # stores tell times in whole seconds
@@ -178,8 +182,10 @@ def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list
     """
 
     def ask_one(url: str) -> Heartbeat:
-        answer, error, _ = _call(f"{url}/{_STATUS}")
-        return heartbeat_of(url, answer, run_id) if error is None else _unreachable(url, error)
+        answer, error, code = _call(f"{url}/{_STATUS}")
+        if error is None:
+            return heartbeat_of(url, answer, run_id)
+        return dataclasses.replace(_unreachable(url, error), state=UNKNOWN if code == 404 else "unreachable")
 
     answers = each(urls, ask_one, time.monotonic() + 2 * _ANSWER_S if deadline is None else deadline)
     return [found or _unreachable(url, f"{url} does not answer in time") for url, found in zip(urls, answers, strict=True)]
@@ -250,6 +256,7 @@ def wait_for(
     timeout_s: float,
     urls: Sequence[str] = (),
     known: Heartbeats | None = None,
+    required: bool = False,
 ) -> list[Heartbeat]:
     """Block until the fleet serves a version. Wait for its upload first (`Receipt.wait`): a failed one never arrives.
 
@@ -264,18 +271,21 @@ def wait_for(
         timeout_s: How long to wait. The last look may take a second more.
         urls: Servers to ask instead of reading heartbeats; `all` then means each of them.
         known: What the last call has read, to read what has changed since.
+        required: Whether the caller cannot go on without each of `urls`, so that one which does not follow is not waited for.
 
     Returns:
         The heartbeats of the replicas that serve it.
 
     Raises:
         AckTimeoutError: time is up; it names the live replicas that lag, with their errors.
+        ConfigError: a required server does not follow; it has answered 404 for three seconds.
         StoreError: the heartbeats cannot be read. A transient error is tried again until time is up.
     """
     needed = check_ack(ack)
     deadline = time.monotonic() + timeout_s
     poll_s = _FIRST_POLL_S
     known = Heartbeats(store, run_id) if known is None else known
+    followed_s = time.monotonic()
     while True:
         look_until = max(deadline, time.monotonic() + _LOOK_S)
         try:
@@ -287,6 +297,10 @@ def wait_for(
             if time.monotonic() >= deadline:
                 raise
         else:
+            lost = [beat.replica_id for beat in heartbeats if required and beat.state == UNKNOWN]
+            followed_s = followed_s if lost else time.monotonic()
+            if time.monotonic() - followed_s > _CONFIRM_S:
+                raise ConfigError(f"{follows_nothing(lost[0])} Version {version} is published, and not served there.")
             live = [beat for beat in heartbeats if is_live(beat) and beat.pin is None]
             serving = [beat for beat in live if _serves(beat, version, published)]
             lagging = [beat for beat in live if not _serves(beat, version, published)]
@@ -297,6 +311,15 @@ def wait_for(
                 raise AckTimeoutError(f"Version {version} is published to {store.url}, but after {timeout_s:g} s {reason}.")
         time.sleep(max(0.0, min(poll_s, deadline - time.monotonic())))
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+
+
+def follows_nothing(url: str) -> str:
+    """Say that a vLLM server does not follow, and what to do."""
+    return (
+        f"The vLLM server at {url} does not follow a channel, so it would go on to answer with the weights that it has: "
+        "GET /deltasync/status is not answered as deltasync does. Start the server with DELTASYNC_CHANNEL and "
+        "--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension, and let that path through proxies."
+    )
 
 
 def is_live(heartbeat: Heartbeat) -> bool:

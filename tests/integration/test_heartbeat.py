@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 import http.server
+import itertools
 import json
 import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -248,6 +250,35 @@ def test_a_look_reads_only_what_has_changed_and_who_does_not_serve(memory_url: s
     assert store.read_keys == ["replicas/straggler.json"]
 
 
+def test_a_thousand_replicas_and_one_straggler_are_a_listing_and_a_few_reads_a_look(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FaultyStore(open_store(memory_url))
+    for number in range(1000):
+        beat(store.inner, f"replica-{number:04d}", 1 if number == 500 else 2)
+    known = heartbeat.Heartbeats(store, RUN)
+    counts, again, look = list[Counter[str]](), iter(range(1000)), known.look
+
+    def counted(*arguments: Any) -> list[Heartbeat]:
+        store.calls.clear()
+        found = look(*arguments)
+        counts.append(Counter(verb for verb, _ in store.calls))
+        for number in itertools.islice(again, 100):  # each goes on to report
+            beat(store.inner, f"replica-{number:04d}", 1 if number == 500 else 2)
+        return found
+
+    monkeypatch.setattr(known, "look", counted)
+    with pytest.raises(AckTimeoutError, match=r"lag: replica-0500 \(serves version 1 [^;]*$"):
+        heartbeat.wait_for(store, RUN, 2, PUBLISHED, "all", 6.0, known=known)
+    assert counts[0] == {"list": 1, "read": 1000}
+    assert len(counts) > 8 and all(count["list"] == 1 and count["read"] <= 1 for count in counts[1:])
+    monkeypatch.undo()
+    beat(store.inner, "replica-0500", 2)
+    store.calls.clear()
+    assert len(heartbeat.wait_for(store, RUN, 2, PUBLISHED, "all", 6.0, known=known)) == 1000
+    assert Counter(verb for verb, _ in store.calls) == {"list": 1, "read": 1}
+
+
 def test_the_number_of_heartbeats_is_bounded(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_MOST_HEARTBEATS", 3)
     store = SlowStore(open_store(memory_url), 0)
@@ -351,6 +382,7 @@ class StatusServer:
             "error": None,
         }
         self.token: str | None = None
+        self.found = True  # whether it has deltasync's routes
         self.asked_for: list[int] = []
         status_server = self
 
@@ -361,7 +393,7 @@ class StatusServer:
                     status = {name: status[name] for name in ("state", "version")}
                 elif status_server.token is not None:
                     assert self.headers["authorization"] == f"Bearer {status_server.token}"
-                self.reply(200, status)
+                self.reply(200 if status_server.found else 404, status)
 
             def do_POST(self) -> None:
                 status_server.asked_for.append(json.loads(self.rfile.read(int(self.headers["content-length"])))["version"])
@@ -410,6 +442,19 @@ def test_all_means_every_server_on_the_list(store: Store, server: StatusServer) 
     with pytest.raises(AckTimeoutError, match=rf"lag: {nobody} .serves no version, unreachable"):
         wait(store, 2, "all", urls=[server.url, nobody])
     heartbeat.wake([nobody], 2)  # nothing to wake, nothing raised
+
+
+def test_a_required_server_that_does_not_follow_is_not_waited_for(store: Store, server: StatusServer) -> None:
+    server.found = False
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"^The vLLM server at {server.url} does not follow a channel, .* Version 3 is"):
+        heartbeat.wait_for(store, RUN, 3, PUBLISHED, "all", 60.0, [server.url], required=True)
+    assert 3.0 < time.monotonic() - began < 10.0
+    with pytest.raises(AckTimeoutError, match="answered 404"):  # one of many servers, which may be a proxy that starts
+        heartbeat.wait_for(store, RUN, 3, PUBLISHED, "all", 4.0, [server.url])
+    back = threading.Timer(1.5, setattr, (server, "found", True))
+    back.start()
+    assert heartbeat.wait_for(store, RUN, 2, PUBLISHED, "all", 60.0, [server.url], required=True)
 
 
 def test_a_server_that_follows_another_run_lags(store: Store, server: StatusServer) -> None:
