@@ -271,7 +271,7 @@ def wait_for(
         timeout_s: How long to wait. The last look may take a second more.
         urls: Servers to ask instead of reading heartbeats; `all` then means each of them.
         known: What the last call has read, to read what has changed since.
-        required: Whether the caller cannot go on without each of `urls`, so that one which does not follow is not waited for.
+        required: Whether the caller cannot go on without each of `urls`, so that one that follows nothing ends the wait.
 
     Returns:
         The heartbeats of the replicas that serve it.

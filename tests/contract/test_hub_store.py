@@ -1,20 +1,25 @@
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
 import itertools
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
 import httpx
 import huggingface_hub
 import pytest
+from packaging.requirements import Requirement
 
+from deltasync.channel import checkpoint
 from deltasync.errors import ConfigError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores import ObjectInfo, Store, hub_api, xet
 from deltasync.stores.base import REQUEST_S
@@ -638,6 +643,59 @@ def test_what_is_used_of_the_clients_beside_their_interface_is_what_it_was() -> 
     with pytest.raises(Exception, match="no_such"):
         xet.hf_xet.XetConfig().with_config({"client.no_such": 1})
     # The feed is closed through the socket of a response; test_hub_watch.py closes it.
+
+
+PRIVATE = {
+    "huggingface_hub": {"get_session", "constants"},
+    "huggingface_hub.utils": {"parse_ratelimit_headers", "build_hf_headers"},
+    "huggingface_hub.errors": {"HfHubHTTPError", "OfflineModeIsEnabled", "HFValidationError", "LocalEntryNotFoundError"},
+    "hf_xet": {"SKIP_SHA256", "XetConfig", "XetFileInfo", "XetSession"},
+}
+"""What stores and checkpoints use of the Hub's clients. Only the errors, `get_session` and `build_hf_headers` are in
+huggingface_hub's reference; hf_xet has none. Beside these: the base class of `HfHubHTTPError`, the settings of `CONFIG`, and
+the socket in a response's `network_stream`."""
+
+
+def test_each_thing_that_is_used_of_the_clients_is_known_and_there_and_bounded() -> None:
+    """A new use belongs into the list, and only where the client's own calls will not do (decision 3)."""
+    used: dict[str, set[str]] = {name: set() for name in PRIVATE}
+    public = {"snapshot_download"}
+    for path in [*Path(xet.__file__).parent.glob("*.py"), Path(checkpoint.__file__)]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("huggingface_hub"):
+                used.setdefault(str(node.module), set()).update(
+                    alias.name for alias in node.names if alias.name not in public
+                )
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hf_xet":
+                used["hf_xet"].add(node.attr)
+    assert used == PRIVATE
+    for module, names in PRIVATE.items():
+        assert all(hasattr(importlib.import_module(module), name) for name in names)
+    bounds = {wanted.name: wanted.specifier for wanted in map(Requirement, metadata.requires("deltasync") or [])}
+    for name in ("huggingface_hub", "hf_xet"):
+        assert not bounds[name].contains("99"), f"{name} has no upper bound"
+
+
+@pytest.mark.parametrize(
+    "call", ["list_bucket_tree", "get_bucket_paths_info", "get_bucket_file_metadata", "batch_bucket_files"]
+)
+def test_the_clients_own_calls_sleep_through_a_rate_limit(hub: HubServer, hub_channel: HubStore, call: str) -> None:
+    """Why they are not used: nothing ends such a wait, of up to five minutes. If this fails, think again (decision 3)."""
+    api, bucket = huggingface_hub.HfApi(endpoint=hub.endpoint), _bucket(hub_channel)
+    if not hasattr(api, call):
+        pytest.skip("this huggingface_hub is too old")
+    hub_channel.put("a", b"1")
+    calls: dict[str, tuple[str, Callable[[], object]]] = {
+        "list_bucket_tree": ("tree", lambda: list(api.list_bucket_tree(bucket, recursive=True))),
+        "get_bucket_paths_info": ("paths_info", lambda: list(api.get_bucket_paths_info(bucket, ["run/a/a"]))),
+        "get_bucket_file_metadata": ("resolve", lambda: api.get_bucket_file_metadata(bucket, "run/a/a")),
+        "batch_bucket_files": ("batch", lambda: api.batch_bucket_files(bucket, delete=["run/a/a"])),
+    }
+    step, action = calls[call]
+    hub.arm(step, status=429, headers={"RateLimit": '"api";r=0;t=1'})
+    before = time.monotonic()
+    action()
+    assert time.monotonic() - before > 1.0
 
 
 def test_a_connection_that_the_hub_has_closed_is_no_error(
