@@ -93,8 +93,13 @@ def translate(error: BaseException, place: str, operation: Operation, answered: 
 
 def may_be_renewed(error: BaseException) -> bool:
     """Whether other credentials may help: then the next attempt reads them again."""
-    _, status, code = _answer(*str(error).partition("\n\nDebug source")[::2])
-    return status in RENEWABLE or code in _RENEW
+    _, status, _ = _answer(*str(error).partition("\n\nDebug source")[::2])
+    return status in RENEWABLE or has_expired(error)
+
+
+def has_expired(error: BaseException) -> bool:
+    """Whether the store knows the credentials, or knew them, and takes them no more."""
+    return _answer(*str(error).partition("\n\nDebug source")[::2])[2] in _RENEW
 
 
 def _answer(message: str, internals: str) -> tuple[str, int, str]:

@@ -13,9 +13,9 @@ import obstore
 from obstore.exceptions import InvalidPathError
 from obstore.store import LocalStore, MemoryStore
 
-from deltasync.errors import ObjectMissingError, StoreError
+from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, check_key, check_size
-from deltasync.stores.client_errors import CLIENT_ERRORS, may_be_renewed, translate
+from deltasync.stores.client_errors import CLIENT_ERRORS, has_expired, may_be_renewed, translate
 from deltasync.stores.replies import Operation, is_panic
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class ObstoreStore:
     can_create = True
     is_scarce = False
     _answered = False
+    _login, _accepted = 0, -1  # how often credentials were read again; with which of them a request went well last
 
     def __init__(self, url: str, client: ObjectStore) -> None:
         self.url = url
@@ -55,14 +56,13 @@ class ObstoreStore:
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
         self._check_size(key, len(data))
-        with self._mapped(key, "put"):
-            client = self.client(len(data), once=guard is not None)
+        once = guard is not None
         if guard is not None:
             with contextlib.suppress(StoreError), self._mapped("probe", "list"):
-                obstore.list(client, prefix="probe").collect()  # connects, and fetches credentials
+                obstore.list(self.client(len(data), once), prefix="probe").collect()  # connects, and fetches credentials
             guard()
         with self._mapped(key, "put"):
-            obstore.put(client, key, data, mode="overwrite", use_multipart=False)
+            obstore.put(self.client(len(data), once), key, data, mode="overwrite", use_multipart=False)
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         """See `Store.read`. Both the announced size and the bytes that arrive are checked."""
@@ -144,13 +144,18 @@ class ObstoreStore:
 
     @contextlib.contextmanager
     def _mapped(self, key: str, operation: Operation) -> Iterator[None]:
+        login = self._login
         try:
             yield
-            self._answered = True
+            self._answered, self._accepted = True, login
         except CLIENT_ERRORS as error:
-            if may_be_renewed(error):
+            found = translate(error, self._place(key), operation, self._answered)
+            if has_expired(error) and (login < self._login or self._accepted == login):
+                found = TransientStoreError(str(found))  # they were taken before, and others may be there by now
+            if may_be_renewed(error) and login == self._login:
+                self._login += 1
                 self.forget_credentials()
-            raise translate(error, self._place(key), operation, self._answered) from None
+            raise found from None
         except BaseException as error:
             if not is_panic(error):
                 raise

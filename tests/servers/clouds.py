@@ -174,7 +174,11 @@ class _ShimHandler(BaseHTTPRequestHandler):
         pass
 
     def _pass_on(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        size = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(size)
+        if len(body) < size:  # the client is gone, and nothing is stored
+            self.close_connection = True
+            return
         parts = urlsplit(self.path)
         bucket, _, key = parts.path.lstrip("/").partition("/")
         key = unquote(key)
@@ -211,8 +215,8 @@ class _ShimHandler(BaseHTTPRequestHandler):
             etag = json.loads(data).get("etag", "0").strip('"')
             self.send_header("ETag", f'"{etag}"')
             data = b""
-        size = reply.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
-        self.send_header("Content-Length", size or "0")
+        length = reply.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
+        self.send_header("Content-Length", length or "0")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
