@@ -3,7 +3,8 @@
     next chain -> fetch, check and decode in a thread -> a directory as PEFT writes it -> load NAME-v7; NAME now means it too
 
 A request keeps the version that it began with, so nothing is paused, and vLLM's prefix cache tells the versions apart. The
-last versions can be requested by name. Older ones are unloaded once no request uses them.
+last versions can be requested by name. Older ones are unloaded once no request uses them. An adapter of another base model
+than the one that vLLM has loaded is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 
+from deltasync.channel import adapter_base
+from deltasync.channel.adapter_base import AdapterBase
+from deltasync.channel.checkpoint import find, first_five, load
 from deltasync.channel.documents import Version, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
@@ -30,6 +34,7 @@ from deltasync.errors import (
     ConfigError,
     CorruptDataError,
     MissingVersionError,
+    ModelMismatchError,
     SleepingError,
 )
 from deltasync.following import Commit, Follower, Identify, StagedVersion
@@ -37,6 +42,7 @@ from deltasync.kernels import cpu
 from deltasync.live import LiveMemory
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
+from vllm_plugin import logger
 from vllm_plugin.metrics import generated_tokens, running_requests
 from vllm_plugin.target import OnLoop, Run, unique_name
 
@@ -77,6 +83,7 @@ class AdapterTarget:
         self._adapter = settings.adapter
         self._last: Stored | None = None  # of `version`
         self._config = b""
+        self._refusals: dict[bytes | None, str | None] = {}  # of each base that the channel named
         self._names: OrderedDict[int, str] = OrderedDict()
         self._root = tempfile.TemporaryDirectory(prefix="deltasync-adapter-")
         self._retired: dict[str, float] = {}  # when each version that is not served by name any more was last in use
@@ -120,27 +127,65 @@ class AdapterTarget:
         self.version = self._follower.version
 
     def stage(self, chain: Sequence[Stored]) -> _Staged:
-        """As `Target.stage`."""
+        """As `Target.stage`; refuse an adapter of another base model."""
         tokens_before, begun_s, config = generated_tokens(), time.perf_counter(), self._config
-        for stored in chain:
-            if stored.use_anchor:
-                config = self._read_config(stored)
+        if chain[0].use_anchor:
+            found = self._companion(chain[0], _CONFIG)
+            if found is None:
+                raise ConfigError(
+                    f"{self._reader.store.url} holds no {_CONFIG}, so it is not the channel of an adapter. Publish with "
+                    "adapter_only=True, or start the server without --adapter."
+                )
+            config, base = found, self._companion(chain[0], adapter_base.FILE)
+            if base not in self._refusals:
+                self._refusals[base] = self._refusal(base)
+            if (refusal := self._refusals[base]) is not None:
+                raise ModelMismatchError(refusal)
         return _Staged(self._follower.stage(chain), config, tokens_before, begun_s)
 
-    def _read_config(self, stored: Stored) -> bytes:
+    def _refusal(self, base: bytes | None) -> str | None:
+        """Return why the adapter of this base model cannot be served over what vLLM has loaded, or None if it can.
+
+        A warning says what cannot be compared.
+        """
+        url, config = self._reader.store.url, self._engine.vllm_config.model_config
+        if base is None:
+            logger.warning(
+                "%s does not say which base model its adapter was trained on; %s is taken for it.", url, config.model
+            )
+            return None
+        trained_on = AdapterBase.decode(base)
+        is_on_hub = config.revision is not None and not Path(config.model).is_dir()
+        try:
+            compared = trained_on.compare(load(find(f"{config.model}@{config.revision}" if is_on_hub else config.model)))
+        except (ConfigError, CorruptDataError) as error:
+            logger.warning("The base model of the adapter, %s, cannot be compared: %s", trained_on.name, error)
+            return None
+        if compared.different:
+            return (
+                f"The adapter of {url} was trained on {trained_on.name or 'another model'}, and {config.model}, which is "
+                f"served here, has other weights: {first_five(compared.different)}. Serve the model that it was trained on."
+            )
+        if compared.unknown:
+            logger.warning(
+                "%d of %d tensors of the adapter's base model were not compared, as they have other names or are quantized "
+                "in %s: %s.",
+                *(len(compared.unknown), len(trained_on.tensors), config.model, first_five(compared.unknown)),
+            )
+        return None
+
+    def _companion(self, stored: Stored, name: str) -> bytes | None:
+        """Read a file beside an anchor's weights; None if there is none."""
         anchor = stored.record.anchor
         assert anchor is not None
         for file in anchor.companions:
-            if file.key == f"{anchor.directory}/{_CONFIG}":
+            if file.key == f"{anchor.directory}/{name}":
                 try:
                     return self._reader.fetch(file)
                 except (CorruptDataError, MissingVersionError) as error:
                     error.key = stored.key
                     raise
-        raise ConfigError(
-            f"{self._reader.store.url} holds no {_CONFIG}, so it is not the channel of an adapter. Publish with "
-            "adapter_only=True, or start the server without --adapter."
-        )
+        return None
 
     def commit(self, staged: _Staged) -> Commit:
         """Write the tensors, have vLLM load them, and serve them under the adapter's name too."""
