@@ -117,6 +117,7 @@ test-vllm: .venv-vllm-$(VLLM)/.ready
 	  tests/integration/test_vllm_shards.py tests/integration/test_vllm_starts.py \
 	  tests/integration/test_trl_server.py tests/unit/test_salt.py tests/unit/test_vllm_plugin.py
 	LONG_TESTS=1 $(<D)/bin/pytest -p no:cacheprovider tests/integration/test_vllm_acceptance.py \
+	  tests/integration/test_vllm_pooling.py \
 	  tests/integration/test_vllm_trainer_side.py tests/integration/test_vllm_backend.py
 
 .venv-vllm-$(VLLM)/.ready: pyproject.toml Makefile requirements/vllm_python.py

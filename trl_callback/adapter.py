@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any
 import torch
 
 from deltasync.errors import ConfigError
-from deltasync.publish.stream import unwrapped
+from deltasync.publish.stream import module_tensors, unwrapped
+
+_AROUND_BASE = re.compile(r"\.((token_adapter\.)?base_layer|original_module)\b")
+"""Names under which layers of PEFT hold the one that they replace."""
 
 
 def check(model: torch.nn.Module) -> None:
@@ -117,6 +121,19 @@ def base_of(model: torch.nn.Module) -> torch.nn.Module:
     """Return the base model of a PEFT model, its layers still adapted; any other model as it is, without wrappers."""
     found: Any = unwrapped(model)
     return unwrapped(found.get_base_model()) if hasattr(found, "get_base_model") else found
+
+
+def base_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of the base model, which no adapter has changed, by the names they have without adapters."""
+    base = base_of(model)
+    layers, found = _adapted_layers(base), {}
+    for name, tensor in module_tensors(base).items():
+        layer = _layer_of(name, layers)
+        inner = "" if layer is None else name.removeprefix(layer)
+        own = _AROUND_BASE.sub("", inner)
+        if layer is None or own != inner:
+            found[f"{layer or name}{own}"] = tensor
+    return found
 
 
 def unloaded(model: torch.nn.Module) -> Any:

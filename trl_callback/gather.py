@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from deltasync.channel import anchors
+from deltasync.channel import adapter_base, anchors
+from deltasync.channel.adapter_base import AdapterBase
 from deltasync.errors import ConfigError
 from deltasync.publish.quantize import QUANTIZATION
 from deltasync.publish.stream import TensorRange, module_tensors, plain_names, range_of, unwrapped
@@ -271,6 +272,14 @@ def _merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     saved = as_saved(base, held)
     check_form(base, held, saved)
     yield from saved.items()
+
+
+def adapter_base_file(model: torch.nn.Module) -> dict[str, bytes]:
+    """Return what tells the base model of an adapter from others, by file name."""
+    base, tensors = adapter.base_of(model), adapter.base_tensors(model)
+    name = "" if not getattr(getattr(base, "config", None), "_name_or_path", None) else loaded_from(model)
+    saved = tensors if _is_quantized(base) else as_saved(base, tensors)
+    return {adapter_base.FILE: AdapterBase.of(name, saved.items()).encode()}
 
 
 def loaded_from(model: torch.nn.Module) -> str:

@@ -112,7 +112,7 @@ class DeltaWeightTransfer:
         settings = PublisherSettings.from_env(dtype=config.served_dtype)
         dtype = gather.served_dtypes(self._model, settings.dtype)
         if config.adapter_only:
-            files = adapter.files(self._model)
+            files = adapter.files(self._model) | gather.adapter_base_file(self._model)
         else:
             files = gather.checkpoint_files(self._model, self._processing_class, dtype)
         with self._store.within(min(OPEN_S, config.ack_timeout_s)):

@@ -3,7 +3,8 @@
     next chain -> fetch, check and decode in a thread -> a directory as PEFT writes it -> load NAME-v7; NAME now means it too
 
 A request keeps the version that it began with, so nothing is paused, and vLLM's prefix cache tells the versions apart. The
-last versions can be requested by name. Older ones are unloaded once no request uses them.
+last versions can be requested by name. Older ones are unloaded once no request uses them. An adapter of another base model
+than the one that vLLM has loaded is refused.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+import msgspec
 from safetensors.torch import load_file, save_file
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 
+from deltasync.channel import adapter_base
+from deltasync.channel.adapter_base import AdapterBase
+from deltasync.channel.checkpoint import find, first_five, load
 from deltasync.channel.documents import Version, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
@@ -30,13 +34,14 @@ from deltasync.errors import (
     ConfigError,
     CorruptDataError,
     MissingVersionError,
+    ModelMismatchError,
     SleepingError,
 )
-from deltasync.following import Commit, Follower, Identify, StagedVersion
+from deltasync.following import Commit, Identify, MemoryTarget, StagedVersion
 from deltasync.kernels import cpu
-from deltasync.live import LiveMemory
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
+from vllm_plugin import logger
 from vllm_plugin.metrics import generated_tokens, running_requests
 from vllm_plugin.target import OnLoop, Run, unique_name
 
@@ -47,16 +52,16 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _GRACE_S = 60.0  # for requests that have looked up a version's name and do not run yet
 
 
-class _Staged(NamedTuple):
-    """A version that is ready to be loaded, and what was noted when staging it began."""
+class _Staging(NamedTuple):
+    """What was noted when staging a chain began, and the config that its adapter has."""
 
-    staged: StagedVersion
+    chain: Sequence[Stored]
     config: bytes
     tokens_before: int
     begun_s: float
 
 
-class AdapterTarget:
+class AdapterTarget(MemoryTarget):
     """The adapter that vLLM's served `models` have under the name `settings.adapter`. Workers take no part.
 
     Attributes:
@@ -67,26 +72,23 @@ class AdapterTarget:
         ConfigError: the adapter has the name of a served model.
     """
 
+    version: Version | None = None
+
     def __init__(self, engine: Any, reader: ChannelReader, settings: ReplicaSettings, models: Any, run: Run) -> None:
         assert settings.adapter is not None
         if models.is_base_model(settings.adapter):
             raise ConfigError(f"The adapter cannot be named {settings.adapter}, as a model that vLLM serves.")
-        self.version: Version | None = None
+        super().__init__(reader)
         self.served: list[str] = []
-        self._engine, self._reader, self._models, self._run = engine, reader, models, run
+        self._engine, self._models, self._run = engine, models, run
         self._adapter = settings.adapter
         self._last: Stored | None = None  # of `version`
         self._config = b""
+        self._staging: _Staging
+        self._refusals: dict[bytes | None, str | None] = {}  # of each base that the channel named
         self._names: OrderedDict[int, str] = OrderedDict()
         self._root = tempfile.TemporaryDirectory(prefix="deltasync-adapter-")
         self._retired: dict[str, float] = {}  # when each version that is not served by name any more was last in use
-        self._follower: Follower  # of what vLLM has loaded, in host memory
-        self._tensors: dict[str, torch.Tensor]
-
-    @property
-    def progressed_s(self) -> float:
-        """As `Target.progressed_s`."""
-        return self._follower.progressed_s if hasattr(self, "_follower") else 0.0
 
     @property
     def models(self) -> list[str]:
@@ -94,17 +96,15 @@ class AdapterTarget:
         return [self._adapter, *reversed(self.served)] if self.served else []
 
     def open(self, identify: Identify) -> None:
-        """Make host memory for the adapter's tensors."""
+        """Make host memory for what vLLM will have loaded."""
         self._refuse_asleep()
-        memory, self._tensors = LiveMemory.on_host(self._reader.specs)
-        memory.audit()
-        self._follower = Follower(self._reader, memory)
+        super().open(identify)
 
     def is_settled(self, asked: bool) -> bool:
         """Whether the host memory holds what vLLM has loaded. Also unloads versions that nobody uses."""
         self._refuse_asleep()
         self._run(self._retire())
-        return self._follower.settled and self._follower.version == self.version
+        return super().is_settled(asked) and self._opened.version == self.version
 
     def _refuse_asleep(self) -> None:
         if self._run(self._engine.is_sleeping()):
@@ -114,51 +114,88 @@ class AdapterTarget:
         """Bring the host memory back to the version that vLLM has loaded, from the file that it was loaded from."""
         if self._last is not None:
             for name, tensor in load_file(self._folder(self._versioned(self._last.version)) / _WEIGHTS).items():
-                bits_of(self._tensors[name])[:] = bits_of(tensor)
-        self._follower.identified(self._last)
-        self._follower.settle()
-        self.version = self._follower.version
+                bits_of(self.tensors[name])[:] = bits_of(tensor)
+        self._opened.identified(self._last)
+        super().settle()
+        self.version = self._opened.version
 
-    def stage(self, chain: Sequence[Stored]) -> _Staged:
-        """As `Target.stage`."""
+    def stage(self, chain: Sequence[Stored]) -> StagedVersion | Sequence[Stored]:
+        """As `Target.stage`; refuse an adapter of another base model."""
         tokens_before, begun_s, config = generated_tokens(), time.perf_counter(), self._config
-        for stored in chain:
-            if stored.use_anchor:
-                config = self._read_config(stored)
-        return _Staged(self._follower.stage(chain), config, tokens_before, begun_s)
+        if chain[0].use_anchor:
+            found = self._companion(chain[0], _CONFIG)
+            if found is None:
+                raise ConfigError(
+                    f"{self.reader.store.url} holds no {_CONFIG}, so it is not the channel of an adapter. Publish with "
+                    "adapter_only=True, or start the server without --adapter."
+                )
+            config, base = found, self._companion(chain[0], adapter_base.FILE)
+            if base not in self._refusals:
+                self._refusals[base] = self._refusal(base)
+            if (refusal := self._refusals[base]) is not None:
+                raise ModelMismatchError(refusal)
+        self._staging = _Staging(chain, config, tokens_before, begun_s)
+        return super().stage(chain)
 
-    def _read_config(self, stored: Stored) -> bytes:
+    def _refusal(self, base: bytes | None) -> str | None:
+        """Return why the adapter of this base model cannot be served over what vLLM has loaded, or None if it can.
+
+        A warning says what cannot be compared.
+        """
+        url, config = self.reader.store.url, self._engine.vllm_config.model_config
+        if base is None:
+            logger.warning(
+                "%s does not say which base model its adapter was trained on; %s is taken for it.", url, config.model
+            )
+            return None
+        trained_on = AdapterBase.decode(base)
+        is_on_hub = config.revision is not None and not Path(config.model).is_dir()
+        try:
+            compared = trained_on.compare(load(find(f"{config.model}@{config.revision}" if is_on_hub else config.model)))
+        except (ConfigError, CorruptDataError) as error:
+            logger.warning("The base model of the adapter, %s, cannot be compared: %s", trained_on.name, error)
+            return None
+        if compared.different:
+            return (
+                f"The adapter of {url} was trained on {trained_on.name or 'another model'}, and {config.model}, which is "
+                f"served here, has other weights: {first_five(compared.different)}. Serve the model that it was trained on."
+            )
+        if compared.unknown:
+            logger.warning(
+                "%d of %d tensors of the adapter's base model were not compared, as they have other names or are quantized "
+                "in %s: %s.",
+                *(len(compared.unknown), len(trained_on.tensors), config.model, first_five(compared.unknown)),
+            )
+        return None
+
+    def _companion(self, stored: Stored, name: str) -> bytes | None:
+        """Read a file beside an anchor's weights; None if there is none."""
         anchor = stored.record.anchor
         assert anchor is not None
         for file in anchor.companions:
-            if file.key == f"{anchor.directory}/{_CONFIG}":
+            if file.key == f"{anchor.directory}/{name}":
                 try:
-                    return self._reader.fetch(file)
+                    return self.reader.fetch(file)
                 except (CorruptDataError, MissingVersionError) as error:
                     error.key = stored.key
                     raise
-        raise ConfigError(
-            f"{self._reader.store.url} holds no {_CONFIG}, so it is not the channel of an adapter. Publish with "
-            "adapter_only=True, or start the server without --adapter."
-        )
+        return None
 
-    def commit(self, staged: _Staged) -> Commit:
+    def commit(self, staged: StagedVersion | Sequence[Stored]) -> Commit:
         """Write the tensors, have vLLM load them, and serve them under the adapter's name too."""
-        running, chain = running_requests(), staged.staged.way
-        version = self._follower.confirm(self._follower.commit(staged.staged))
+        running, done, staging = running_requests(), super().commit(staged), self._staging
+        version = staging.chain[-1].version
         name = self._versioned(version)
-        self._write(self._folder(name), staged.config)
+        self._write(self._folder(name), staging.config)
         written_s = time.perf_counter()
         self._run(self._load(name))
-        self.version, self._last, self._config = version, chain[-1], staged.config
-        return Commit(
-            version=version.version,
-            sha256=version.sha256,
-            anchor=chain[0].use_anchor,
-            changed=staged.staged.staged.changed,
-            stage_s=written_s - staged.begun_s,
+        self.version, self._last, self._config = version, staging.chain[-1], staging.config
+        return msgspec.structs.replace(
+            done,
+            stage_s=written_s - staging.begun_s,
+            pause_s=0.0,
             reload_s=time.perf_counter() - written_s,
-            tokens_during_sync=generated_tokens() - staged.tokens_before,
+            tokens_during_sync=generated_tokens() - staging.tokens_before,
             running_requests=running,
         )
 
@@ -177,11 +214,11 @@ class AdapterTarget:
         """Write the tensors as a PEFT directory, and compare the files with them."""
         folder.mkdir(exist_ok=True)
         (folder / _CONFIG).write_bytes(config)
-        save_file(self._tensors, folder / _WEIGHTS, {"format": "pt"})
+        save_file(self.tensors, folder / _WEIGHTS, {"format": "pt"})
         tensors = load_file(folder / _WEIGHTS)
         written = {name: cpu.fingerprint(tensor_key(name), bits_of(tensor)) for name, tensor in tensors.items()}
-        if written != self._follower.memory.fingerprints:
-            raise ApplyError(f"{folder} does not hold the bits of version {self._follower.version} that were written.")
+        if written != self._opened.memory.fingerprints:
+            raise ApplyError(f"{folder} does not hold the bits of version {self._opened.version} that were written.")
 
     async def _retire(self) -> None:
         """Unload versions older than those that are kept, and remove their directories, once no request uses them."""

@@ -174,6 +174,14 @@ def _live_arguments(use: Use) -> Sequence[str] | None:
     return None if use.arguments is None else list(inspect.signature(inspect.unwrap(found)).parameters)
 
 
+# Caches that no salt keeps apart by version: their place in the configuration, what they keep, and the option.
+_CACHES = (
+    ("kv_transfer_config", "kv_connector", "keys", "--kv-transfer-config and --kv-offloading-size"),
+    ("ec_transfer_config", "ec_connector", "encoder outputs", "EC transfer"),
+    ("ec_manager_config", "encoder_cache_manager_cls", "encoder outputs", "encoder_cache_manager_cls"),
+)
+
+
 def refusal(vllm_config: Any, args: Any) -> str | None:
     """Return why a server with this configuration and these arguments cannot follow, in one sentence, or None if it can.
 
@@ -181,23 +189,10 @@ def refusal(vllm_config: Any, args: Any) -> str | None:
         vllm_config: vLLM's whole configuration.
         args: A server's arguments; None without a server.
     """
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
-    if transfer is not None and transfer.kv_connector is not None:
-        return (
-            f"{transfer.kv_connector} may hand prompts keys that other weights computed: leave --kv-transfer-config and "
-            "--kv-offloading-size out."
-        )
-    transfer = getattr(vllm_config, "ec_transfer_config", None)
-    if transfer is not None and transfer.ec_connector is not None:
-        return (
-            f"{transfer.ec_connector} may hand requests encoder outputs that other weights computed: leave EC transfer out."
-        )
-    manager = getattr(vllm_config, "ec_manager_config", None)
-    if manager is not None and manager.encoder_cache_manager_cls is not None:
-        return (
-            f"{manager.encoder_cache_manager_cls} may keep encoder outputs that other weights computed: leave "
-            "encoder_cache_manager_cls out."
-        )
+    for config, name, what, option in _CACHES:
+        cache = getattr(getattr(vllm_config, config, None), name, None)
+        if cache is not None:
+            return f"{cache} may hand requests {what} that other weights computed: leave {option} out."
     if getattr(getattr(vllm_config, "speculative_config", None), "draft_lm_head_quantization", None) is not None:
         return (
             "draft_lm_head_quantization keeps a copy of lm_head for the drafter, which deltas do not reach: leave it out of "

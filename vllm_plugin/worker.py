@@ -44,23 +44,8 @@ from vllm_plugin.load import copies, fallback, plan, proof
 from vllm_plugin.load.layers import is_complete, note_loaded
 from vllm_plugin.messages import Audit, CommitReply, Failure, Handed, Live, Work
 
-CALLS = frozenset(
-    (
-        "settled",
-        "poll",
-        "verify",
-        "audit",
-        "prove",
-        "settle",
-        "identified",
-        "stage",
-        "complete",
-        "commit",
-        "confirm",
-        "undo",
-        "read",
-    )
-)
+CALLS = frozenset({"settled", "poll", "verify", "audit", "prove", "settle", "identified"})
+CALLS |= {"stage", "complete", "commit", "confirm", "undo", "read"}
 """Methods of `WorkerReplica` that the target may call."""
 
 _Place = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]

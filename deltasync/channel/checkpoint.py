@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,27 @@ class Checkpoint:
             ModelMismatchError: a tensor is missing, or has another shape or dtype.
             CorruptDataError: a file is damaged.
         """
-        tied = self.reference.tied
-        source = {name: name if name in self.files else tied.get(name, name) for name in specs}
-        if missing := sorted(name for name in specs if source[name] not in self.files):
+        if missing := sorted(name for name in specs if self._source(name) not in self.files):
             raise ModelMismatchError(f"{self.reference} lacks {first_five(missing)}, which the model has.")
-        names: dict[Path, list[str]] = {}
-        for name in specs:
-            names.setdefault(self.files[source[name]], []).append(name)
-        for file, held in names.items():
-            with _opened(file) as tensors:
+        for name, tensor in self.tensors(specs):
+            yield name, bits_of(self._served(tensor, specs[name]))
+
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read these tensors, which the checkpoint has, file by file, as they are stored.
+
+        Raises:
+            CorruptDataError: a file is damaged.
+        """
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.files[self._source(name)], []).append(name)
+        for file, held in by_file.items():
+            with _opened(file) as opened:
                 for name in held:
-                    yield name, bits_of(self._served(tensors.get_tensor(source[name]), specs[name]))
+                    yield name, opened.get_tensor(self._source(name))
+
+    def _source(self, name: str) -> str:
+        return name if name in self.files else self.reference.tied.get(name, name)
 
     def alike(self, specs: Mapping[str, TensorSpec], bits: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
         """For each tensor that the checkpoint lacks: the tensors it has that are the same bits in the model."""

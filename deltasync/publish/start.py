@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from deltasync.channel import checkpoint, documents, plan, signing
+from deltasync.channel import adapter_base, checkpoint, documents, plan, signing
 from deltasync.channel.checkpoint import Checkpoint
 from deltasync.channel.documents import Channel, Reference, Version
 from deltasync.channel.reading import ChannelReader
@@ -71,9 +71,7 @@ def open_first(store: Store, settings: PublisherSettings, resume: bool, files: M
             put.reread(settings, lambda: reader.record(tip))
             way = [dataclasses.replace(stored, data=None) for stored in plan.find_way(reader, None, tip)]
             if _has_other_adapter(way[0], files):
-                logger.info(
-                    "%s is another one than that of version %s. The next version has full weights.", ADAPTER_CONFIG, tip
-                )
+                logger.info("The adapter of version %s has another config or base. The next version has full weights.", tip)
                 way = []
         except (CorruptDataError, ChainError) as error:
             logger.warning("Version %s cannot be read: %s The next version has full weights.", tip, error)
@@ -82,11 +80,11 @@ def open_first(store: Store, settings: PublisherSettings, resume: bool, files: M
 
 
 def _has_other_adapter(stored: Stored, files: Mapping[str, bytes]) -> bool:
-    """Whether these files change the config of an adapter, which replicas learn with full weights only."""
+    """Whether these files change the config or the base of an adapter, which replicas learn with full weights only."""
     anchor = stored.record.anchor
     known = {} if anchor is None else {file.key.rpartition("/")[2]: file.sha256 for file in anchor.companions}
-    both = ADAPTER_CONFIG in known and ADAPTER_CONFIG in files
-    return both and known[ADAPTER_CONFIG] != documents.sha256_hex(files[ADAPTER_CONFIG])
+    changed = {name for name, data in files.items() if known.get(name) != documents.sha256_hex(data)}
+    return ADAPTER_CONFIG in known and not changed.isdisjoint((ADAPTER_CONFIG, adapter_base.FILE))
 
 
 class Begun(NamedTuple):

@@ -35,11 +35,22 @@ _SMALL |= dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_d
 _SMALL |= {"head_dim": 16, "moe_intermediate_size": 16, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8}
 _SMALL |= {"qk_nope_head_dim": 8, "v_head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
+# Where sizes depend on each other.
+_OWN: dict[str, dict[str, Any]] = {
+    "cosmos3_edge": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+    "glm5_next": {"qk_rope_head_dim": 0},
+    "gpt_neo": {"attention_layers": ["global", "local"], "attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "laguna": {"num_attention_heads_per_layer": [2, 2]},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
 CASES = [(AutoModelForCausalLM, name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 CASES += [(AutoModelForImageTextToText, name) for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
 
 
-def shrunk(config: Any) -> Any:
+def shrunk(config: Any, own: dict[str, Any]) -> Any:
     for name, value in _SMALL.items():
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, value)
@@ -48,14 +59,17 @@ def shrunk(config: Any) -> Any:
             setattr(config, name, getattr(config, name)[:2])
     for name in ("text_config", "vision_config", "audio_config"):
         if getattr(config, name, None) is not None:
-            shrunk(getattr(config, name))
+            shrunk(getattr(config, name), own)
+    for name, value in own.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value)
     return config
 
 
 def built(auto: Any, name: str) -> Any:
     """A model with random weights; what cannot be made small is left out, and said."""
     try:
-        config = shrunk(CONFIG_MAPPING[name]())
+        config = shrunk(CONFIG_MAPPING[name](), _OWN.get(name, {}))
         with torch.device("meta"):
             elements = sum(param.numel() for param in auto.from_config(config).parameters())
         if elements > _MOST_ELEMENTS:
@@ -81,7 +95,7 @@ def test_what_is_published_is_what_would_be_saved(auto: Any, name: str, adapted:
     if adapted:
         try:
             model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)).eval()
-        except ValueError:
+        except (ValueError, NotImplementedError):
             pytest.skip("PEFT finds nothing to adapt")
     merged = copy.deepcopy(model).merge_and_unload() if adapted else model
     merged.save_pretrained(tmp_path / "saved")
@@ -91,5 +105,11 @@ def test_what_is_published_is_what_would_be_saved(auto: Any, name: str, adapted:
         (tmp_path / "saved" / file_name).write_bytes(data)
     save_file(published, tmp_path / "saved" / "model.safetensors", {"format": "pt"})
     wanted = logits_of(merged)
-    if wanted is not None:
-        torch.testing.assert_close(logits_of(auto.from_pretrained(tmp_path / "saved").eval()), wanted)
+    if wanted is None:
+        return
+    found = logits_of(type(merged).from_pretrained(tmp_path / "saved").eval())
+    if not torch.allclose(found, wanted, atol=1e-5, rtol=1e-5):
+        merged.save_pretrained(tmp_path / "own")
+        own = logits_of(type(merged).from_pretrained(tmp_path / "own").eval())
+        assert not torch.allclose(own, wanted, atol=1e-5, rtol=1e-5)
+        pytest.skip(f"transformers does not load what it saved of {name}")

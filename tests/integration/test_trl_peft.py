@@ -14,6 +14,8 @@ from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, VeraConfig, get_p
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from deltasync.channel.adapter_base import FILE, AdapterBase
+from deltasync.channel.checkpoint import find, load
 from deltasync.errors import ConfigError
 from tests.conftest import assert_same_bits
 from tests.integration.trainers import (
@@ -153,7 +155,40 @@ def test_the_adapter_alone_is_published_as_peft_saves_it(dtype: str, tmp_path: P
     assert json.loads((anchor / "adapter_config.json").read_bytes()) == json.loads(
         (tmp_path / "saved" / "adapter_config.json").read_bytes()
     )
-    assert sorted(path.name for path in anchor.iterdir()) == ["adapter_config.json", "model.safetensors"]
+    names = ["adapter_base.json", "adapter_config.json", "model.safetensors"]
+    assert sorted(path.name for path in anchor.iterdir()) == names
+
+
+def changed(model: PeftModel) -> PeftModel:
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data += 0.1
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")
+@pytest.mark.parametrize("name", MERGES)
+def test_the_base_of_an_adapter_is_what_was_loaded_whatever_the_adapter_learned(name: str) -> None:
+    make, config, _ = MERGES[name]
+    torch.manual_seed(0)
+    base = make()
+    own = AdapterBase.of("", as_saved(base, gather.held_tensors(base)).items())
+    model = get_peft_model(base, copy.deepcopy(config))
+    (before,) = gather.adapter_base_file(model).values()
+    (after,) = gather.adapter_base_file(changed(model)).values()
+    assert before == after
+    assert AdapterBase.decode(after).tensors == own.tensors
+    base.get_parameter(next(name for name, param in base.named_parameters() if not param.requires_grad)).data *= 2
+    assert gather.adapter_base_file(model) != {FILE: after}
+
+
+def test_a_base_that_was_loaded_from_a_checkpoint_equals_it_in_any_dtype(tmp_path: Path) -> None:
+    tiny_model(tied=False).to(torch.bfloat16).save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype), LoraConfig(**LORA))
+        base = AdapterBase.decode(gather.adapter_base_file(changed(model))[FILE])
+        assert base.name == str(tmp_path)
+        assert base.compare(load(find(tmp_path))) == ([], [])
 
 
 def test_the_active_adapter_of_several_is_published(tmp_path: Path) -> None:

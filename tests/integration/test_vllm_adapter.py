@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, TrainerCallback
 
 from deltasync import Publisher
 from deltasync.channel import heartbeat
+from deltasync.channel.adapter_base import FILE, AdapterBase
 from deltasync.tensors.bits import bits_of
 from tests.integration.expected_tokens import greedy, shortfall
 from tests.integration.trainers import make_trainer, run_id
@@ -144,6 +145,27 @@ def test_a_request_keeps_the_version_that_it_began_with(server: Server, checkpoi
     assert greedy(server, "policy", 900) != undisturbed
     names = ["policy", f"policy-v{first + 3}", f"policy-v{first + 2}"]
     server.wait(lambda status: status["adapters"] == names)
+
+
+def test_an_adapter_of_another_base_leaves_the_one_before(server: Server, checkpoint: Path) -> None:
+    status, before = server.status(), greedy(server, "policy")
+    folder = written(checkpoint)[f"policy-v{status['version']}"]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    config = {"adapter_config.json": (folder / "adapter_config.json").read_bytes()}
+    last = max(server.weights)
+    other = server.weights | {last: server.weights[last] + 1}
+    for name, weights in (("another-model", other), ("this-model", server.weights)):
+        files = config | {FILE: AdapterBase.of(name, weights.items()).encode()}
+        with Publisher(server.channel, resume=True, model_files=files) as publisher:
+            version = publisher.publish(tensors.items()).wait(PATIENCE_S).version
+        if weights is other:
+            failed = server.wait(lambda status: status["state"] == "failed")
+            assert f"was trained on another-model, and {checkpoint}, which is served here, has other" in failed["error"]
+            assert f"weights: {last}." in failed["error"]
+            assert (failed["version"], failed["newest_version"]) == (status["version"], version)
+        else:
+            server.wait(lambda status, version=version: status["version"] == version)
+        assert greedy(server, "policy") == before
 
 
 def test_an_adapter_that_vllm_cannot_load_leaves_the_one_before(server: Server, checkpoint: Path) -> None:

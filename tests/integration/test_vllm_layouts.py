@@ -84,7 +84,7 @@ def marked(*cases: str) -> list[Any]:
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     cases = [case for case in (*RELOADED, *IN_PLACE, *REFUSED, *SWEPT) if "LONG_TESTS" in os.environ or case not in SLOW]
     command = [sys.executable, "-m", "tests.integration.vllm_layouts", str(tmp_path_factory.mktemp("layouts")), *cases]
-    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command,
         env=environ,

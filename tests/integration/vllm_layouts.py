@@ -180,6 +180,18 @@ _SWEPT: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_alone": ("Glm4MoeConfig", {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 32}),
     "deepseek_v3": ("DeepseekV3Config", {**_DEEPSEEK, "first_k_dense_replace": 1, "topk_method": "noaux_tc"}),
     "mixtral": ("MixtralConfig", {**_EXPERTS, "num_local_experts": 4}),
+    "minimax": (
+        "MiniMaxM2Config",
+        {
+            **_EXPERTS,
+            "intermediate_size": 64,
+            "num_local_experts": 4,
+            "head_dim": 32,
+            "rotary_dim": 32,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
+    ),
     "qwen2_moe": ("Qwen2MoeConfig", {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}),
     "olmoe": ("OlmoeConfig", {**_EXPERTS, "num_experts": 4}),
     "granite_moe": ("GraniteMoeConfig", {**_EXPERTS, "num_local_experts": 4}),

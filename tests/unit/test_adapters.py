@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from deltasync import Publisher
+from deltasync.channel.adapter_base import FILE, AdapterBase
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.following import Follow, Status
@@ -33,6 +34,7 @@ class VLLM:
         self.refuses: str | None = None
         self.asleep = False
         self.output_processor = SimpleNamespace(request_states={})
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="the-model", revision=None))
 
     def use(self, *names: str) -> None:
         """Requests for these run, and no others."""
@@ -139,12 +141,14 @@ def test_a_version_that_vllm_does_not_load_is_tried_again(memory_url: str) -> No
         assert bench.look().version == 1
 
 
-def test_a_trainer_that_resumes_with_another_config_publishes_full_weights_with_it(memory_url: str) -> None:
-    other = {"adapter_config.json": b'{"r": 2, "lora_alpha": 64}'}
+def test_a_trainer_that_resumes_with_another_config_or_base_publishes_full_weights_with_it(memory_url: str) -> None:
+    config = {"adapter_config.json": b'{"r": 2, "lora_alpha": 64}'}
+    other = config | {FILE: AdapterBase(name="another", tensors={}).encode()}
     with Bench(memory_url) as bench:
         bench.publish()
         bench.look()
-        for files, kinds in ((CONFIG, ["delta"]), (other, ["anchor", "delta"]), (other, ["delta"])):
+        anew = ["anchor", "delta"]
+        for files, kinds in ((CONFIG, ["delta"]), (config, anew), (config, ["delta"]), (other, anew), (other, ["delta"])):
             bench.publisher.close()
             bench.publisher = Publisher(memory_url, dtype="keep", model_files=files, resume=True)
             for kind in kinds:
@@ -154,6 +158,81 @@ def test_a_trainer_that_resumes_with_another_config_publishes_full_weights_with_
                 folder = bench.vllm.lora_requests["policy"]
                 assert_same_bits(load_file(folder / "adapter_model.safetensors"), tensors)
                 assert (folder / "adapter_config.json").read_bytes() == files["adapter_config.json"]
+
+
+BASE = {
+    "embed.weight": torch.randn(6, 8),
+    "norm.weight": torch.ones(8),
+    "q.weight": torch.randn(8, 8),
+    "steps": torch.arange(3),
+}
+
+
+def based_on(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return CONFIG | {FILE: AdapterBase.of("the-base", tensors.items()).encode()}
+
+
+def serve(bench: Bench, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """vLLM has loaded this base."""
+    bench.vllm.vllm_config.model_config.model = str(folder)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_is_served_over_its_base(
+    dtype: torch.dtype, memory_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in BASE.items()}
+    with Bench(memory_url, model_files=based_on(trained)) as bench:
+        serve(bench, tmp_path, {name: tensor.bfloat16() for name, tensor in BASE.items()} | {"extra": torch.ones(1)})
+        for version in (1, 2):
+            bench.publish()
+            assert bench.look().version == version
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "norm.weight", "q.weight"])
+def test_an_adapter_of_another_base_is_refused(name: str, memory_url: str, tmp_path: Path) -> None:
+    with Bench(memory_url, model_files=based_on(BASE)) as bench:
+        serve(bench, tmp_path, BASE | {name: BASE[name].clone().index_put_((torch.tensor(3),), torch.tensor(0.5))})
+        bench.publish()
+        for _ in range(2):
+            status = bench.look()
+            assert (status.state, status.version) == ("failed", None)
+            assert status.error == (
+                f"ModelMismatchError: The adapter of {memory_url} was trained on the-base, and {tmp_path}, which is served "
+                f"here, has other weights: {name}. Serve the model that it was trained on."
+            )
+        assert bench.vllm.loads == []
+
+
+def test_what_a_base_cannot_be_compared_with_is_named_once(
+    memory_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Bench(memory_url, model_files=based_on(BASE)) as bench:
+        quantized = BASE | {"q.weight": BASE["q.weight"].to(torch.float8_e4m3fn)}
+        serve(bench, tmp_path, {name: tensor for name, tensor in quantized.items() if name != "norm.weight"})
+        for version in (1, 2):
+            bench.publish()
+            assert bench.look().version == version
+        (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert warning.startswith("2 of 3 tensors of the adapter's base model were not compared")
+        assert warning.endswith(f"in {tmp_path}: norm.weight, q.weight.")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [(CONFIG, "does not say which base model"), (based_on(BASE), "cannot be compared: the-model is neither a directory")],
+)
+def test_a_base_that_nobody_knows_is_warned_of(
+    files: dict[str, bytes], said: str, memory_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Bench(memory_url, model_files=files) as bench:
+        bench.vllm.vllm_config.model_config.model = "the-model/of/nobody"
+        bench.publish()
+        assert bench.look().version == 1
+        (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert said.replace("the-model", "the-model/of/nobody") in warning
 
 
 def test_nothing_is_loaded_while_vllm_sleeps(memory_url: str) -> None:

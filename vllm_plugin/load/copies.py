@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deltasync.errors import ModelMismatchError
-from vllm_plugin.load.layers import held_tensors, holders, is_made, may_be_made
+from vllm_plugin.load.layers import held_tensors, holders, is_made, is_object, may_be_made
 
 LATER = {
     "_combined_gate_weight": "_fse_fuse_gate",  # experts whose router and shared expert have one gate: Qwen3-Next on AMD's
@@ -65,7 +65,7 @@ def find(model: torch.nn.Module, covered: Set[int], reloaded: Set[torch.nn.Modul
             by_start.setdefault(_start(parameter.data), []).append(parameter.data)
     copies = []
     for module in model.modules():
-        for holder in (module, *(value for value in vars(module).values() if _has_later(value))):
+        for holder in (module, *filter(is_object, vars(module).values())):
             for name in LATER.keys() & vars(holder).keys():
                 asked = LATER[name]
                 if asked is None or getattr(holder, asked, True):
@@ -87,11 +87,6 @@ def _refusal(copy: DerivedCopy) -> ModelMismatchError:
         f"vLLM keeps what it made from a weight in {copy} and does not make it anew in place, so this model cannot be "
         "updated."
     )
-
-
-def _has_later(value: object) -> bool:
-    is_object = not isinstance(value, torch.nn.Module | torch.Tensor | type) and hasattr(value, "__dict__")
-    return is_object and not LATER.keys().isdisjoint(vars(value))
 
 
 def _start(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -166,8 +166,12 @@ def holders(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _processes(value: object) -> bool:
-    is_object = not isinstance(value, torch.nn.Module | torch.Tensor | type) and hasattr(value, "__dict__")
-    return is_object and callable(getattr(value, "process_weights_after_loading", None))
+    return is_object(value) and callable(getattr(value, "process_weights_after_loading", None))
+
+
+def is_object(value: object) -> bool:
+    """Whether a module's attribute may hold tensors in attributes of its own, without being a module."""
+    return not isinstance(value, torch.nn.Module | torch.Tensor | type) and hasattr(value, "__dict__")
 
 
 def keep_weights_addressable() -> None:

@@ -1,0 +1,87 @@
+"""The base model that an adapter was trained on: published beside the adapter, and compared with what a server has loaded.
+
+Weights are compared in bfloat16, which is what trainer and server have in common if one of them holds more bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Annotated, NamedTuple
+
+import msgspec
+import torch
+
+from deltasync.channel.checkpoint import Checkpoint
+from deltasync.channel.documents import Fingerprint
+from deltasync.errors import UNREADABLE_JSON, CorruptDataError, describe
+from deltasync.kernels import cpu
+from deltasync.tensors import fingerprint
+from deltasync.tensors.bits import bits_of, cast
+
+FILE = "adapter_base.json"
+"""The companion file of an adapter's anchors."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterBase:
+    """A base model.
+
+    Attributes:
+        name: What the trainer loaded it from, a directory or a model on the Hub; for people. Empty if that is not known.
+        tensors: Fingerprint in bfloat16 of each tensor of floats that is not quantized, by its name in a checkpoint.
+    """
+
+    name: Annotated[str, msgspec.Meta(max_length=4096)]
+    tensors: dict[str, Fingerprint]
+
+    @classmethod
+    def of(cls, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> AdapterBase:
+        """Read the tensors of a base model."""
+        found = ((key, _fingerprint(key, tensor)) for key, tensor in tensors)
+        return cls(name=name, tensors={key: digest for key, digest in found if digest is not None})
+
+    @classmethod
+    def decode(cls, data: bytes) -> AdapterBase:
+        """Parse the file.
+
+        Raises:
+            CorruptDataError: it is not valid.
+        """
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except UNREADABLE_JSON as error:
+            raise CorruptDataError(f"{FILE} is not valid: {error}.") from error
+
+    def encode(self) -> bytes:
+        """Return the content of the file."""
+        return msgspec.json.encode(self) + b"\n"
+
+    def compare(self, checkpoint: Checkpoint) -> Compared:
+        """Compare this base with a checkpoint, tensor by tensor.
+
+        Raises:
+            CorruptDataError: a file of the checkpoint is damaged.
+        """
+        common = [name for name in self.tensors if name in checkpoint.files]
+        found = {name: _fingerprint(name, tensor) for name, tensor in checkpoint.tensors(common)}
+        return Compared(
+            [name for name in common if found[name] not in (None, self.tensors[name])],
+            [name for name in self.tensors if found.get(name) is None],
+        )
+
+
+class Compared(NamedTuple):
+    """The names of tensors that differ, and of those that the checkpoint lacks or holds quantized."""
+
+    different: list[str]
+    unknown: list[str]
+
+
+describe(AdapterBase)
+
+
+def _fingerprint(name: str, tensor: torch.Tensor) -> str | None:
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        return None
+    return fingerprint.to_hex(cpu.fingerprint(fingerprint.tensor_key(name), bits_of(cast(tensor, "bfloat16"))))
