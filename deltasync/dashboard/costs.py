@@ -151,10 +151,10 @@ def estimate(
     for what, found in (
         ("deltas", deltas := [record for record in records if record.kind == "delta"]),
         ("anchors", [record for record in records if record.anchor is not None]),
-        ("folds", [record for record in records if record.kind == "fold" and record.delta is not None]),
+        ("folds", [record for record in records if record.kind == "fold"]),
     ):
         if found:
-            puts = sum(len(record.files) + (record.kind == "fold") for record in found)
+            puts = sum(len(record.files) + (not record.is_version) for record in found)
             payload_bytes = sum(record.payload_bytes for record in found if record.reference is None)
             add(f"{what}, upload", len(found), [(puts, rates.put)], S3_PUT_USD, up=payload_bytes)
     versions = sum(record.is_version for record in records)

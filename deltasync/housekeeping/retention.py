@@ -53,7 +53,7 @@ class Forgetting:
         leading: Versions that those are built on.
         recent: Versions that were still needed within the grace period.
         versions: Versions to forget.
-        folds: Keys of folds to forget: one of their ends is not kept.
+        folds: Keys of folds and announcements to forget: one of their ends is not kept.
         keys: All objects to delete, in this order, so that the versions that are left can be read at any moment.
     """
 
@@ -75,7 +75,7 @@ class Holding:
     """What a channel holds.
 
     Attributes:
-        stored_s: When each record and each fold was stored, by key; 0 if the store does not tell.
+        stored_s: When each record, fold and announcement was stored, by key; 0 if the store does not tell.
         announced: When each version's anchor was announced; only anchors whose files are all there.
     """
 
@@ -169,10 +169,10 @@ def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
     }
     versions = {slot for slot, record in records.items() if record is not None and record.is_version} & kept
     numbers = {slot.version for slot in kept}
-    folds = {  # by version numbers, because a fold may be damaged; where epochs fork, more are kept than necessary
+    folds = {  # by version numbers, because one may be damaged; where epochs fork, more are kept than necessary
         key: span
         for key, stored_s in holding.stored_s.items()
-        if (span := keys.fold_of(key)) is not None
+        if (span := keys.beside_of(key)) is not None
         and span.version <= max(numbers, default=0)
         and not {span.base or span.version, span.version} <= numbers
         and was_stored(stored_s, since_s)
@@ -206,21 +206,21 @@ def _asked(holding: Holding, keep: Keep) -> set[Slot]:
 
 
 class References:
-    """Which files are named by records and folds (None where damaged), and which may still be named by their author."""
+    """Which files records, folds and announcements name (None where damaged), and which their author may still name."""
 
-    def __init__(self, records: Records, folds: Mapping[str, Record | None]) -> None:
-        found = [record for record in (*records.values(), *folds.values()) if record is not None]
+    def __init__(self, records: Records, beside: Mapping[str, Record | None]) -> None:
+        found = [record for record in (*records.values(), *beside.values()) if record is not None]
         self._keys = {file.key for record in found for file in record.files}
         self._folders = {record.anchor.directory for record in found if record.anchor is not None}
         self._damaged = {slot for slot, record in records.items() if record is None}
         versions = {slot: record for slot, record in records.items() if record is not None and record.is_version}
         anchored = [slot for slot, record in versions.items() if record.anchor is not None]
-        for key, fold in folds.items():
-            span = keys.fold_of(key)
+        for key, found_there in beside.items():
+            span = keys.beside_of(key)
             assert span is not None
-            if fold is None:
+            if found_there is None:
                 self._damaged.add(Slot(span.version, span.author))
-            elif fold.anchor is not None:
+            elif found_there.anchor is not None:
                 anchored.append(Slot(span.version, span.author))
         self._last = {slot.epoch: slot.version for slot in sorted(versions)}  # newest version of each epoch
         self._anchors = {slot.epoch: slot.version for slot in sorted(anchored)}  # newest anchor of each author

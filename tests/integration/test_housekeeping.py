@@ -311,7 +311,7 @@ def test_the_files_of_a_damaged_record_are_not_pruned(store: AgedStore, version:
 
 
 def test_the_files_of_a_damaged_fold_are_not_pruned(store: AgedStore) -> None:
-    (key,) = [info.key for _, info in _reader(store).folds() if "-0000000005" in info.key]
+    (key,) = [info.key for span, info in _reader(store).announcements() if span.version == 5]
     store.put(key, b"")
     assert not _prune(store).objects
 
@@ -506,7 +506,7 @@ def test_a_sound_channel_has_no_problems(copied: Store) -> None:
     assert (report.newest, report.versions, report.anchors, report.folds) == (_reader(copied).numbered(10).version, 10, 3, 2)
     assert (report.garbage_objects, report.publishing, report.unproven, report.unreachable) == (0, 0, [], [])
     assert report.proven == list(range(1, 11))
-    folders = (keys.VERSIONS, keys.FOLDS, keys.PARTS, keys.ANCHORS)
+    folders = (keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS, keys.PARTS, keys.ANCHORS)
     assert report.data_bytes == sum(info.bytes for prefix in folders for info in copied.list(prefix))
 
 

@@ -91,7 +91,7 @@ def stored(store: Store) -> list[str]:
 
 def anchors(store: Store) -> list[int]:
     """Versions that have an anchor beside the log."""
-    return [span.version for span, _ in ChannelReader(store).folds() if span.base == 0]
+    return [span.version for span, _ in ChannelReader(store).announcements()]
 
 
 def assert_bits(channel: str | Store, expected: Weights, version: int) -> None:

@@ -34,7 +34,7 @@ def store(memory_url: str) -> FaultyStore:
 
 
 def spans(store: FaultyStore) -> list[tuple[int, int]]:
-    return [(span.base, span.version) for span, _ in ChannelReader(store).folds() if span.base]
+    return [(span.base, span.version) for span, _ in ChannelReader(store).folds()]
 
 
 def versions(store: FaultyStore) -> list[int]:

@@ -26,6 +26,7 @@ from click.testing import CliRunner
 import deltasync
 from deltasync import codec, errors, open_store
 from deltasync.channel import heartbeat, keys
+from deltasync.channel.reading import ChannelReader
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.cli import main
@@ -155,7 +156,7 @@ def _channel(url: str) -> Store:
 
 
 def _documents(store: Store) -> list[str]:
-    folds = [info.key for info in store.list(keys.FOLDS)]
+    folds = [info.key for _, info in ChannelReader(store).beside()]
     return [keys.CHANNEL, keys.HEAD, keys.slot(1, EPOCH), keys.slot(2, EPOCH), *folds, keys.replica("r")]
 
 

@@ -85,7 +85,7 @@ def _versions(store: Store) -> list[int]:
 
 def _anchors(store: Store) -> list[int]:
     """Versions that have an anchor beside the log."""
-    return [span.version for span, _ in ChannelReader(store).folds() if span.base == 0]
+    return [span.version for span, _ in ChannelReader(store).announcements()]
 
 
 @pytest.fixture
