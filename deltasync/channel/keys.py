@@ -138,6 +138,11 @@ def part(rank: int, number: int) -> str:
     return f"{rank:03d}-{number:05d}.safetensors"
 
 
+def fold_part(base: int, number: int) -> str:
+    """File name of a part of a fold, among the parts of the version that it leads to; numbered from 1."""
+    return f"fold-{base:010d}-{number:05d}.safetensors"
+
+
 def anchor_folder(version: int, author: str, attempt: int = 0) -> str:
     """Folder of the files of an anchor."""
     return f"{ANCHORS}{version:010d}.{author}.{attempt}"

@@ -1,8 +1,8 @@
 """Plan the way from the version that a replica has to the one it wants.
 
-A way is a list of records, folds and announcements. Each leads from its base to its version; anchors lead from nothing. The cheapest way is
-estimated from listings, where versions are numbers. Then its objects are read from the end back. Each must have the identity
-by which the one after it names its base, down to the identity that the replica has, or to full weights.
+A way is a list of records, folds and announcements. Each leads from its base to its version; anchors lead from nothing. The
+cheapest way is estimated from listings, where versions are numbers. Then its objects are read from the end back. Each must
+have the identity by which the one after it names its base, down to the identity that the replica has, or to full weights.
 
 A way back has the records to undo, newest first, and then the record of the older version that is wanted.
 """
@@ -37,7 +37,10 @@ _HELD_BYTES = 1 << 28  # most bytes of records that are kept for staging
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hop:
-    """A record, or an object beside the log, by its listing: from number to number; `base` is 0 for nothing, `key` None for a version's record."""
+    """A record, or an object beside the log, by its listing.
+
+    It leads from number to number; `base` is 0 for nothing, `key` None for a version's record.
+    """
 
     base: int
     version: int

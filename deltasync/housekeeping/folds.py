@@ -102,16 +102,14 @@ def encode_beside(
 ) -> Stored:
     """Encode a fold from `base`, or the announcement of an anchor, of `version`, whose tensors have these fingerprints.
 
-    `content` is the fold's `delta`, with a `payload` unless nothing changes, or the announced `anchor`. The result was decoded
-    again as a reader does.
+    `content` is the fold's `delta`, with a `payload` unless nothing changes, or the announced `anchor`. The result was
+    decoded again as a reader does.
 
     Raises:
         CorruptDataError: it cannot be decoded, or is larger than a fold may be.
     """
-    if base is None:
-        key = keys.announcement(version.version, author)
-    else:
-        key = keys.fold(base.version, version.version, author)
+    number = version.version
+    key = keys.announcement(number, author) if base is None else keys.fold(base.version, number, author)
     document = Record(
         kind="announcement" if base is None else "fold",
         run_id=reader.channel().run_id,

@@ -102,7 +102,7 @@ class _Copies:
         )
 
     def _copy(self, stored: Stored) -> bool:
-        """Copy the files of an object beside the log, then the object itself; return whether none of its files is damaged."""
+        """Copy the files of an object beside the log, then the object; return whether none of its files is damaged."""
         if is_whole := self._copy_files(stored):
             self._copy_record(stored)
         return is_whole

@@ -83,7 +83,7 @@ class Pruned:
 
 
 def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = False, progress: Progress = quiet) -> Pruned:
-    """Delete the files under `parts/` and `anchors/` that no record, fold or announcement names, if they are older than `grace_s`.
+    """Delete the files under `parts/` and `anchors/` that nothing in the channel names, if they are older than `grace_s`.
 
     The order of its steps makes it safe beside a publisher, a `forget` or another tool:
 

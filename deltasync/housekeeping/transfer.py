@@ -74,9 +74,9 @@ class Copied:
 def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) -> Copied:
     """Copy a channel as it is now, object by object. Damaged objects are left out and reported.
 
-    The order is files, folds and announcements, records by number, epochs, channel.json, head: a record may need an anchor
-    that is only announced. So the target can be read after an interruption at any point, and running it again goes on. The source may be
-    published to meanwhile; the target must not be pruned. Holds a few objects in memory at a time.
+    The order is files, what lies beside the log, records by number, epochs, channel.json, head: a record may need an anchor
+    that is only announced. So the target can be read after an interruption at any point, and running it again goes on. The
+    source may be published to meanwhile; the target must not be pruned. Holds a few objects in memory at a time.
 
     Raises:
         RunMismatchError: the target holds another run.

@@ -83,7 +83,7 @@ class Survey:
 
 
 def digests(records: Collection[Record]) -> dict[Slot, str]:
-    """Digests of records, as those that build on them name them; where none does, as an object beside the log that leads there."""
+    """Digests of records, as those that build on them name them; where none does, as one beside the log that leads there."""
     ends = {record.slot: record.sha256 for record in records if record.sha256 is not None}
     return ends | {record.base.slot: record.base.sha256 for record in records if record.base is not None}
 

@@ -26,9 +26,9 @@ from click.testing import CliRunner
 import deltasync
 from deltasync import codec, errors, open_store
 from deltasync.channel import heartbeat, keys
-from deltasync.channel.reading import ChannelReader
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.codec.base import RECORD, body, load_tensors, read_metadata
 from deltasync.errors import CorruptDataError, DeltaSyncError, get_logger, printable, printable_in, redacted
