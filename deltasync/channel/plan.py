@@ -198,14 +198,16 @@ class _Search:
         """All hops by listings. A record with none before it may be full weights, or a fold may lead to its base."""
         full_bytes = weight_bytes(self._reader.specs.values())
         slots = {slot.version: (slot, info) for slot, info in self._reader.slots() if slot.epoch <= self._target.epoch}
+        beside = self._reader.beside()
+        folded = {span.version for span, _ in beside if span.base}
         hops = []
         for version, (slot, info) in slots.items():
             self._epochs[version], self._known[info.key] = slot.epoch, info
             if version > 1:
                 hops.append(Hop(version - 1, version, info.bytes))
-            if version - 1 not in slots:
-                hops.append(Hop(0, version, info.bytes + full_bytes))
-        for span, info in self._reader.beside():
+            if version - 1 not in slots:  # where a fold leads to it, it most likely is a delta whose base was forgotten
+                hops.append(Hop(0, version, info.bytes + full_bytes * (2 if version in folded else 1)))
+        for span, info in beside:
             self._known[info.key] = info
             if info.key not in self._avoid:
                 hops.append(Hop(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key))

@@ -77,17 +77,24 @@ class Holding:
     Attributes:
         stored_s: When each record, fold and announcement was stored, by key; 0 if the store does not tell.
         announced: When each version's anchor was announced; only anchors whose files are all there.
+        folded: For each version the versions that folds lead from, and when these were stored; only folds whose files are
+            all there.
     """
 
     records: Records
     stored_s: Mapping[str, float]
     announced: Mapping[Slot, float]
+    folded: Mapping[Slot, Mapping[Slot, float]] = dataclasses.field(default_factory=dict)
 
     def before(self, time_s: float) -> Holding:
         """The part of it that was stored before a time."""
         records = {slot: record for slot, record in self.records.items() if was_stored(self.stored_s[slot.key], time_s)}
         announced = {slot: stored_s for slot, stored_s in self.announced.items() if was_stored(stored_s, time_s)}
-        return dataclasses.replace(self, records=records, announced=announced)
+        folded = {
+            slot: {base: stored_s for base, stored_s in bases.items() if was_stored(stored_s, time_s)}
+            for slot, bases in self.folded.items()
+        }
+        return dataclasses.replace(self, records=records, announced=announced, folded=folded)
 
     def has_anchor(self, slot: Slot) -> bool:
         """Whether a reader can start at this version."""
@@ -96,6 +103,8 @@ class Holding:
 
     def leading_to(self, slot: Slot, passed: Collection[Slot] = ()) -> Iterator[Slot]:
         """Yield a version and those that it is built on, back to the nearest anchor or to one in `passed`.
+
+        A fold from a version with an anchor leaves out the versions between.
 
         Raises:
             MissingVersionError: a version on the way is missing.
@@ -109,6 +118,10 @@ class Holding:
                 )
             yield at
             if self.has_anchor(at):
+                return
+            folded = [base for base in self.folded.get(at, ()) if self.has_anchor(base)]
+            if folded:
+                yield max(folded)
                 return
             at = _base(self.records, at)
 
@@ -155,7 +168,7 @@ def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
     for slot in asked:
         needed.update(holding.leading_to(slot, needed))
     before = holding.before(since_s)
-    past = dataclasses.replace(holding, announced=before.announced)
+    past = dataclasses.replace(holding, announced=before.announced, folded=before.folded)
     was_needed: set[Slot] = set()
     for slot in {*_asked(before, keep), *(records.keys() - before.records.keys())}:
         with contextlib.suppress(MissingVersionError):

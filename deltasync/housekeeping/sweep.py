@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from deltasync.channel import keys
 from deltasync.channel.documents import Record
@@ -39,9 +39,9 @@ def forget(
         StoreError: the store failed; some may have been forgotten.
     """
     since_s = math.inf if grace_s <= 0 else _store_time(reader.store, dry_run) - grace_s
-    held = survey(reader, progress, anchors_only=True)
+    held = survey(reader, progress)
     stored_s = {info.key: info.modified_s for info in (*held.slots.values(), *held.beside_infos.values())}
-    holding = Holding(records=held.records, stored_s=stored_s, announced=_announced(reader.store, held))
+    holding = _holding(reader.store, held, stored_s)
     found = retention.forgetting(holding, keep, since_s)
     if dry_run:
         return found
@@ -53,16 +53,22 @@ def forget(
     return found
 
 
-def _announced(store: Store, held: Survey) -> dict[Slot, float]:
-    """When each version's anchor was announced; only anchors whose files are all there."""
-    anchors = {key: record for key, record in held.beside.items() if record is not None and record.anchor is not None}
-    sizes = {info.key: info.bytes for info in store.list(keys.ANCHORS)} if anchors else {}
-    found: dict[Slot, float] = {}
-    for key, record in anchors.items():
-        if all(sizes.get(file.key) == file.bytes for file in record.files):
-            stored_s = held.beside_infos[key].modified_s
-            found[record.slot] = min(stored_s, found.get(record.slot, stored_s))
-    return found
+def _holding(store: Store, held: Survey, stored_s: Mapping[str, float]) -> Holding:
+    """What the channel holds; of what lies beside the log, only what has all of its files."""
+    beside = {key: record for key, record in held.beside.items() if record is not None}
+    prefixes = {file.key.split("/")[0] for record in beside.values() for file in record.files}
+    sizes = {info.key: info.bytes for prefix in sorted(prefixes) for info in store.list(f"{prefix}/")}
+    announced: dict[Slot, float] = {}
+    folded: dict[Slot, dict[Slot, float]] = {}
+    for key, record in beside.items():
+        if not all(sizes.get(file.key) == file.bytes for file in record.files):
+            continue
+        if record.base is None:
+            announced[record.slot] = min(stored_s[key], announced.get(record.slot, stored_s[key]))
+        else:
+            bases, base = folded.setdefault(record.slot, {}), record.base.slot
+            bases[base] = min(stored_s[key], bases.get(base, stored_s[key]))
+    return Holding(records=held.records, stored_s=stored_s, announced=announced, folded=folded)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,7 +65,7 @@ class Survey:
         slots: What the listing says of each record, ascending.
         records: Document of each record, None where it is damaged.
         beside_infos: What the listing says of each fold and announcement, by key.
-        beside: Document of each of them, None where it is damaged, by key.
+        beside: Document of each of them that was read, None where it is damaged, by key.
         problems: What is wrong with each damaged object, by key.
         stored: Objects that were read as a whole, by key, without their bytes.
     """
@@ -109,8 +109,8 @@ def survey(
 ) -> Survey:
     """List records, folds and announcements, and read their documents.
 
-    `wanted` picks from all slots, ascending, those whose documents to read; `anchors_only` leaves out
-    folds. With `whole` each object is read as a whole; otherwise only the document at its end, without checking its digest.
+    `wanted` picks from all slots, ascending, those whose documents to read. With `anchors_only` folds are only listed. With
+    `whole` each object is read as a whole; otherwise only the document at its end, without checking its digest.
 
     Raises:
         NotPublishedError: there is no channel.
@@ -123,8 +123,8 @@ def survey(
     reader.channel()
     listed = retried(lambda: _listed(reader), 2, _LISTED_DELAY_S)
     slots = {slot: listed[slot] for slot in wanted(listed)}
-    spans = reader.announcements() if anchors_only else reader.beside()
-    beside = [info for _, info in spans]
+    listed_beside = reader.beside()
+    beside = [info for span, info in listed_beside if not anchors_only or span.base == 0]
     infos = [*slots.values(), *beside]
     results = in_parallel(lambda info: attempt(read, info), infos, "records", progress, WHOLE if whole else THREADS)
     read_of = {info.key: found for info, found in zip(infos, results, strict=True)}
@@ -139,7 +139,7 @@ def survey(
     return Survey(
         slots={slot: info for slot, info in slots.items() if info.key not in gone},
         records={slot: documents.get(slot.key) for slot in slots if slot.key not in gone},
-        beside_infos={info.key: info for info in beside if info.key not in gone},
+        beside_infos={info.key: info for _, info in listed_beside if info.key not in gone},
         beside={info.key: documents.get(info.key) for info in beside if info.key not in gone},
         problems={key: found for key, found in read_of.items() if isinstance(found, FormatError)},
         stored=stored,

@@ -153,9 +153,8 @@ class Uploader:
         due = keeper.failed or self._log.emptied or asked or (every is not None and since >= every)
         if not self._signals.others:
             return due
-        return (
-            due or chain.bytes > full_bytes or (every is None and not chain.by_reference and since >= _SHARDED_ANCHOR_EVERY)
-        )
+        is_long = every is None and not chain.by_reference and since >= _SHARDED_ANCHOR_EVERY
+        return due or is_long or chain.bytes > full_bytes
 
     def resume(self) -> None:
         """Build the next version on the newest one, whose bits are known."""

@@ -243,10 +243,8 @@ def test_folds_save_requests(memory_url: str) -> None:
     store.calls.clear()
     assert replica.sync() == 40
     _holds(replica, channel)
-    reads = [
-        key for operation, key in store.calls if operation == "read" and key.startswith((keys.VERSIONS, keys.ANNOUNCEMENTS))
-    ]
-    assert len(set(reads)) == 4 + 6 + 2, "announcements, records but the newest, which is at hand, and the slots after them"
+    reads = [key for operation, key in store.calls if operation == "read" and key.startswith((keys.VERSIONS, keys.FOLDS))]
+    assert len(set(reads)) == 4 + 6 + 2, "folds, records but the newest, which is at hand, and the slots after them"
 
 
 def test_without_head_and_with_a_wrong_one(store: Store) -> None:

@@ -97,7 +97,7 @@ def test_a_version_that_declares_more_than_its_tensors_take_is_not_fetched(
     _append(channel, None, "packed", parts=[dataclasses.replace(part, bytes=size)])
     _refused(channel, "more than the channel's tensors take", caplog)
     channel.announce(channel.tip)
-    (fold,) = (info.key for info in channel.store.list(keys.FOLDS))
+    (fold,) = (info.key for info in channel.store.list(keys.ANNOUNCEMENTS))
     stored = ChannelReader(channel.store).stored(fold)
     assert stored.record.anchor is not None
     (file,) = stored.record.anchor.files

@@ -115,6 +115,21 @@ def test_at_any_moment_those_that_are_left_can_be_read() -> None:
         assert _forgetting(holding, Keep(last=99)).kept == sorted(left)
 
 
+def test_a_fold_from_full_weights_takes_the_place_of_the_versions_between() -> None:
+    folds = [keys.fold(1, 5, ONE), keys.fold(1, 8, ONE)]
+    folded = {Slot(5, ONE): {Slot(1, ONE): 1.0}, Slot(8, ONE): {Slot(1, ONE): 1.0}}
+    holding = dataclasses.replace(_holding(_log(1, 10), (), folds), folded=folded)
+    found = _forgetting(holding, Keep(last=2))
+    assert (_numbers(found.kept), found.folds) == ([1, 8, 9, 10], folds[:1])
+    left = dict(holding.records)
+    for slot in reversed(found.versions):  # at any moment what is left can be read
+        del left[slot]
+        assert {*_slots(1, 8, 9, 10)} <= {*_forgetting(dataclasses.replace(holding, records=left), Keep(last=2)).kept}
+    # It is no way without the full weights that it begins with, nor one that is too new to rely on, for what was needed.
+    without = dataclasses.replace(holding, folded={Slot(8, ONE): {Slot(3, ONE): 1.0}})
+    assert _numbers(_forgetting(without, Keep(last=2)).kept) == list(range(1, 11))
+
+
 def test_an_announced_anchor_stays_with_what_relies_on_it() -> None:
     folds = [keys.announcement(4, ONE), keys.announcement(8, ONE)]
     found = _forgetting(_holding(_log(1, 10), _slots(4, 8), folds), Keep(last=1))
