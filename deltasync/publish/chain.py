@@ -8,7 +8,7 @@ at any rate of change: the next fold is written once it fits. Full weights take 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -62,6 +62,36 @@ class Sample:
         return float(-(share * np.log2(share)).sum()) * self._element_count / 8
 
 
+class Budget:
+    """What folds and anchors may cost, and which of them is next. `deltasync cost` computes with it, too."""
+
+    def __init__(self, folded: int = 0) -> None:
+        self.folded = folded  # the version where the newest fold ends, or that has the full weights
+        self._earned = self._spent = self._needed = 0.0
+
+    def earn(self, delta_bytes: float) -> None:
+        """Note the bytes of a delta."""
+        self._earned += SHARE * delta_bytes
+
+    def choose(self, version: int, full_bytes: float, fold_bytes: Callable[[], float], *, folds: bool) -> str | None:
+        """Return `fold` or `anchor` if the budget pays for that now.
+
+        `fold_bytes` estimates the next fold; it is called only where that may decide. Without `folds` there is none.
+        """
+        left = self._earned - self._spent
+        if version - self.folded < LEAST_FOLDED or left < self._needed:
+            return None
+        size = fold_bytes() if folds else float(full_bytes)
+        is_fold = folds and size <= LARGE * full_bytes
+        self._needed = size if is_fold else float(full_bytes)
+        return None if left < self._needed else "fold" if is_fold else "anchor"
+
+    def end(self, version: int, paid_bytes: float = 0.0) -> None:
+        """Note that a version has the newest fold or full weights, for which the budget paid so many bytes."""
+        self.folded, self._needed = version, 0.0
+        self._spent += paid_bytes
+
+
 class Chain:
     """The way of a late joiner to the newest version, and the budget to shorten it. Several threads use it.
 
@@ -76,8 +106,8 @@ class Chain:
         self.bytes = sum(_bytes_of(stored) for stored in way[1:])
         self.foldable = True
         self._before_bytes = self.bytes  # what led from the base to the version that was resumed
-        self._folded = way[-1].record.version if way else 0  # where the newest fold ends
-        self._earned = self._spent = self._needed = self._estimated = 0.0
+        self._budget = Budget(way[-1].record.version if way else 0)
+        self._estimated = 0.0
         self._factor = 1.0  # actual by estimated size of the last fold
         self._sample: Sample | None = None
         self._lock = threading.Lock()
@@ -99,14 +129,14 @@ class Chain:
         """
         with self._lock:
             self.base, self.bytes, self.foldable, self._sample = base, later_bytes, True, sample
-            self._before_bytes, self._folded, self._needed = 0, base.record.version, 0.0
-            self._spent += base.record.payload_bytes if paid else 0
+            self._before_bytes = 0
+            self._budget.end(base.record.version, base.record.payload_bytes if paid else 0)
 
     def add(self, stored: Stored) -> None:
         """Add the next delta."""
         with self._lock:
             self.bytes += _bytes_of(stored)
-            self._earned += SHARE * _bytes_of(stored)
+            self._budget.earn(_bytes_of(stored))
 
     def is_due(self, version: int, bits: Mapping[str, np.ndarray], full_bytes: int, *, folds: bool) -> str | None:
         """Return `fold` or `anchor` if that is to be stored with a version, whose bits these are.
@@ -120,27 +150,27 @@ class Chain:
         with self._lock:
             if self._sample is None:
                 self._sample = Sample(bits)
-            left = self._earned - self._spent
-            if self.base is None or version - self._folded < LEAST_FOLDED or left < self._needed:
+            sample = self._sample
+
+            def fold_bytes() -> float:
+                self._estimated = self._before_bytes + sample.fold_bytes(bits)
+                return self._factor * self._estimated
+
+            if self.base is None:
                 return None
-            self._estimated = self._before_bytes + self._sample.fold_bytes(bits)
-            size = self._factor * self._estimated
-            is_fold = folds and self.foldable and size <= LARGE * full_bytes
-            self._needed = size if is_fold else float(full_bytes)
-            return None if left < self._needed else "fold" if is_fold else "anchor"
+            return self._budget.choose(version, full_bytes, fold_bytes, folds=folds and self.foldable)
 
     def follows(self, version: int, every: int) -> bool:
         """Whether a version comes so many versions after the newest fold, or after the full weights."""
-        return self.base is not None and version - self._folded >= every
+        return self.base is not None and version - self._budget.folded >= every
 
     def is_folded(self, version: int, stored: Stored | None) -> None:
         """Note a fold to a version; None if it could not be stored."""
         with self._lock:
-            self._folded, self._needed = version, 0.0
-            if stored is not None:
-                size = _bytes_of(stored)
-                self._spent += size
-                self._factor = size / self._estimated if self._estimated else 1.0
+            size = 0 if stored is None else _bytes_of(stored)
+            self._budget.end(version, size)
+            if size and self._estimated:
+                self._factor = size / self._estimated
 
 
 def _bytes_of(stored: Stored) -> int:

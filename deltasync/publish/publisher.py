@@ -102,7 +102,7 @@ class Publisher:
         **options: Unpack[PublisherOptions],
     ) -> None:
         given = PublisherSettings.from_env(**options)
-        retention = Retention.from_env() if retention is None else retention
+        says_retention, retention = retention is None, Retention.from_env() if retention is None else retention
         if not isinstance(retention, Retention):
             raise ConfigError(f"retention must be a Retention, not {retention!r}.")
         if group is not None and shadow is not None:
@@ -129,6 +129,12 @@ class Publisher:
         self._serial, self._closed, self._process = 0, False, os.getpid()
         self._uploader: Uploader | PartUploader
         if self._log is not None:
+            if says_retention and retention.keep_last is None and retention.keep_anchors is None:
+                logger.warning(
+                    "Nothing is ever deleted from %s: it keeps all versions. DELTASYNC_KEEP_LAST=1000, say, bounds it; "
+                    "`deltasync cost` computes its size.",
+                    self.store.url,
+                )
             keeper = Keeper(reader, self._log, retention, files, Chain(start.way))
             self._uploader = Uploader(self._log, keeper, start.settings, self._peers.signals)
         else:
