@@ -2,7 +2,7 @@
 
 It steps through the versions with the publisher's own budget (`publish.chain.Budget`), so that folds and anchors come where
 the publisher writes them. Sizes are entropies. A delta takes `h(p) / p` bits for the place of a changed element, and
-`STEP_BITS` for its step. A fold is that of a random walk in which each version moves a share `p` of the elements by one step.
+`STEP_BITS` for its step. A fold is that of a random walk: each version moves a share `p` of the elements by one step.
 """
 
 from __future__ import annotations
