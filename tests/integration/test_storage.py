@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import textwrap
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,6 +48,14 @@ def test_what_is_computed_is_what_a_run_stores() -> None:
     printed = json.loads(shown.stdout)
     assert printed["versions"] == 2880 and printed["delta_bytes"] == computed.delta_bytes
     assert printed["stored_per_delta"] <= 1.34
+
+
+def test_the_week_in_the_manual_is_what_the_command_prints() -> None:
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    command, _, rest = page.partition("    deltasync cost ")[2].partition("\n")
+    shown = CliRunner().invoke(main, ["cost", *command.split()])
+    assert shown.exit_code == 0
+    assert rest.lstrip("\n").startswith(textwrap.indent(shown.stdout, "    "))
 
 
 def test_the_size_of_a_fold_is_computed_and_estimated_as_it_is() -> None:
