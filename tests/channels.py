@@ -225,8 +225,9 @@ class Made:
     def _fold(
         self, base: Version | None, version: Version, model: Weights, payload: Encoded | None, **rest: object
     ) -> Stored:
-        key = keys.fold(0 if base is None else base.version, version.version, self.epoch)
-        made = self.record("fold", version.version, model, **rest)
+        number, kind = version.version, "announcement" if base is None else "fold"
+        key = keys.announcement(number, self.epoch) if base is None else keys.fold(base.version, number, self.epoch)
+        made = self.record(kind, number, model, **rest)
         made = dataclasses.replace(made, epoch=version.epoch, base=base, sha256=version.sha256)
         stored = record.encode(made, key, payload, self.signer)
         self._put(key, stored.data)

@@ -117,8 +117,7 @@ class Channel:
 
     def record(self, key: str) -> tuple[Record, str]:
         """The document of a record, with the object as `object`, and the digest of the object."""
-        is_fold = key.startswith("folds/") and not key.startswith("folds/0000000000-")
-        data = self.bounded(key, self.record_bytes + self.payload_bytes * is_fold)
+        data = self.bounded(key, self.record_bytes + self.payload_bytes * key.startswith("folds/"))
         check(len(data) >= 8, "record", key)
         (size,) = struct.unpack("<Q", data[-8:])
         check(0 < size <= len(data) - 8, "record", key)
@@ -141,7 +140,8 @@ class Channel:
         wanted = {
             "delta": {"fingerprint", "delta"},
             "anchor": {"fingerprint", "anchor"},
-            "fold": {"fingerprint", "sha256", "delta" if base else "anchor"},
+            "fold": {"fingerprint", "sha256", "delta"},
+            "announcement": {"fingerprint", "sha256", "anchor"},
             "seal": {"next_epoch"},
         }
         check(has == wanted[kind], "fields of", kind, key)
@@ -149,7 +149,10 @@ class Channel:
         if kind == "fold":
             named = re.fullmatch(rf"folds/([0-9]{{10}})-([0-9]{{10}})\.{EPOCH}\.safetensors", key)
             check(named is not None and (int(named[1]), int(named[2])) == (before, version), "span of", key)
-            check(before < version, "base of", key)
+            check(0 < before < version, "base of", key)
+        elif kind == "announcement":
+            named = re.fullmatch(rf"announcements/([0-9]{{10}})\.{EPOCH}\.safetensors", key)
+            check(named is not None and int(named[1]) == version and base is None, "version of", key)
         else:
             check(key == slot(version, found["epoch"]) and before == version - 1, "slot of", key)
             check(kind != "delta" or base is not None, "base of", key)
@@ -187,14 +190,19 @@ class Channel:
     # 7: planning
 
     def ways(self, target: Identity) -> list[Record]:
-        """The records and folds that lead to a version, whatever starts from nothing first."""
+        """The records, folds and announcements that lead to a version, those with an anchor first."""
         number, epoch, _ = target
-        keys = [str(path.relative_to(self.folder)) for path in sorted((self.folder / "folds").glob(f"*-{number:010}.*"))]
+        beside = [*self.folder.glob(f"folds/*-{number:010}.*"), *self.folder.glob(f"announcements/{number:010}.*")]
+        keys = [str(path.relative_to(self.folder)) for path in sorted(beside)]
         found = []
         for key in [slot(number, epoch), *keys]:
             try:
                 record, sha = self.record(key)
-                here = identity(record) if record["kind"] == "fold" else (record["version"], record["epoch"], sha)
+                here = (
+                    identity(record)
+                    if record["kind"] in ("fold", "announcement")
+                    else (record["version"], record["epoch"], sha)
+                )
                 check(here == target, "digest of", key)
             except Damaged as error:
                 self.problems.append(error)

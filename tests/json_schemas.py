@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from deltasync.channel.documents import Version
+from deltasync.dashboard.forecast import Forecast
 from deltasync.dashboard.snapshot import FoldRow, ReplicaRow, VersionRow
 from deltasync.housekeeping.doctor import Finding
 from deltasync.housekeeping.mend import Repaired
@@ -65,6 +66,20 @@ class Shown(TypedDict):
     sha256: str
     bytes: int
     document: dict[str, Any]
+
+
+class Asked(TypedDict):
+    """The answer of the publisher.
+
+    Attributes:
+        asked: The newest version when it was asked.
+        version: The version that has the anchor; null if nobody waited for it.
+        key: What announces it, or the version's record.
+    """
+
+    asked: int
+    version: int | None
+    key: str | None
 
 
 class Problem(TypedDict):
@@ -293,11 +308,13 @@ SCHEMAS: dict[str, tuple[str, tuple[type, ...]]] = {
     "repair": (ONE, (RepairDone,)),
     "forget": (ONE, (Forgot,)),
     "prune": (ONE, (Pruned,)),
+    "anchor": (ONE, (Asked,)),
     "fold": (ONE, (Shown,)),
     "export": (ONE, (ExportedFiles,)),
     "cp": (ONE, (CopiedObjects,)),
     "relay": (LINES, (CopiedObjects,)),
     "follow": (LINES, (Followed,)),
+    "cost": (ONE, (Forecast,)),
     "doctor": (LIST, (Finding,)),
     "sync": (ONE, (Served,)),
     "pin": (ONE, (Served,)),

@@ -23,6 +23,9 @@ REFERENCE = "reference"
 COMPRESSED = "zstd"
 """The compression of weight files, and the feature that a record with such an anchor requires."""
 
+BESIDE = ("fold", "announcement")
+"""Kinds of the objects beside the log, which are other ways to a version."""
+
 FEATURES = frozenset({REFERENCE, COMPRESSED})
 """Features that this reader knows."""
 
@@ -140,11 +143,12 @@ class Record:
     """The document of a record; `docs/format.md` describes each field.
 
     Attributes:
-        kind: `delta` or `anchor` for a version; `seal` for the end of a log; `fold` for another way to a version.
-        version, epoch: The slot; of a fold, that of the version it leads to.
-        base: The version that it follows; of a fold, where it starts. None in version 1 and in folds from nothing.
+        kind: `delta` or `anchor` for a version; `seal` for the end of a log; `fold` and `announcement` for other ways
+            to a version, by a delta or by an anchor beside the log.
+        version, epoch: The slot; of a fold or an announcement, that of the version it leads to.
+        base: The version that it follows; of a fold, where it starts. None in version 1 and in announcements.
         fingerprint: Fingerprint of the model at `version`; None in a seal.
-        sha256: Digest of the record of `version`; in folds only.
+        sha256: Digest of the record of `version`; in folds and announcements only.
         token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens trained for its last publish.
     """
 
@@ -169,7 +173,7 @@ class Record:
 
     @property
     def is_version(self) -> bool:
-        """Whether it is a version, not a seal or a fold."""
+        """Whether it is a version, not a seal and not beside the log."""
         return self.kind in ("delta", "anchor")
 
     @property
@@ -179,7 +183,7 @@ class Record:
 
     @property
     def slot(self) -> Slot:
-        """The slot; of a fold, that of the version it leads to."""
+        """The slot; of a fold or an announcement, that of the version it leads to."""
         return Slot(self.version, self.epoch)
 
     @property
@@ -329,10 +333,10 @@ def _channel_problems(document: Channel) -> Iterator[str]:
 
 def _record_problems(document: Record, key: str) -> Iterator[str]:
     base_number = 0 if document.base is None else document.base.version
-    if document.kind == "fold":
-        span = keys.fold_of(key)
+    if document.kind in BESIDE:
+        span = keys.beside_of(key)
         if span is None or (span.base, span.version) != (base_number, document.version):
-            yield f"it is a fold to version {document.version}"
+            yield f"its kind is {document.kind} and it leads to version {document.version}"
         if base_number >= document.version:
             yield f"base version {base_number} is not before version {document.version}"
     elif keys.slot_of(key) != document.slot:
@@ -363,7 +367,8 @@ def _kind_problems(document: Record) -> Iterator[str]:
         "delta": {"base", "fingerprint", "delta"},
         "anchor": {"fingerprint", "anchor"} | base,
         "seal": {"next_epoch"} | base,
-        "fold": {"fingerprint", "sha256", "delta" if base else "anchor"} | base,
+        "fold": {"base", "fingerprint", "sha256", "delta"},
+        "announcement": {"fingerprint", "sha256", "anchor"},
     }
     if document.kind not in wanted:
         yield f"kind is {document.kind!r:.50}"

@@ -15,7 +15,9 @@ VERSIONS = "versions/"
 PARTS = "parts/"
 ANCHORS = "anchors/"
 FOLDS = "folds/"
+ANNOUNCEMENTS = "announcements/"
 REPLICAS = "replicas/"
+ANCHOR_REQUEST = "requests/anchor.json"
 TOOL = "000000-"
 """Prefix of the author names of tools, which have no epoch."""
 
@@ -25,6 +27,7 @@ _EPOCH = r"[0-9]{6}-[0-9a-f]{8}"
 _VERSION = r"[0-9]{10}"
 _SLOT = re.compile(rf"versions/([0-9]{{7}})/({_VERSION})\.({_EPOCH})\.safetensors")
 _FOLD = re.compile(rf"folds/({_VERSION})-({_VERSION})\.({_EPOCH})\.safetensors")
+_ANNOUNCEMENT = re.compile(rf"announcements/({_VERSION})\.({_EPOCH})\.safetensors")
 _EPOCH_DOCUMENT = re.compile(rf"epochs/({_EPOCH})\.json")
 _FILE = re.compile(rf"(?:parts|anchors)/({_VERSION})\.({_EPOCH})\.([0-9]{{1,9}})/.+")
 
@@ -49,7 +52,10 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """What a fold's key says: it leads from version `base` (0: from nothing) to `version`, and `author` wrote it."""
+    """What the key of an object beside the log says: it leads to `version`, and `author` wrote it.
+
+    A fold leads there from version `base`, which is 0 for an announcement: its anchor needs no other version.
+    """
 
     base: int
     version: int
@@ -90,14 +96,25 @@ def slot_of(key: str) -> Slot | None:
 
 
 def fold(base: int, version: int, author: str) -> str:
-    """Key of a fold; `base` is 0 for one from nothing, which announces an anchor."""
+    """Key of a fold from version `base`, at least 1."""
     return f"{FOLDS}{base:010d}-{version:010d}.{author}.safetensors"
 
 
 def fold_of(key: str) -> Span | None:
     """The span that a fold's key names, None for any other key."""
     match = _FOLD.fullmatch(key)
-    return Span(int(match[1]), int(match[2]), match[3]) if match else None
+    return Span(int(match[1]), int(match[2]), match[3]) if match and int(match[1]) else None
+
+
+def announcement(version: int, author: str) -> str:
+    """Key of the announcement of an anchor beside the log."""
+    return f"{ANNOUNCEMENTS}{version:010d}.{author}.safetensors"
+
+
+def beside_of(key: str) -> Span | None:
+    """The span that the key of a fold or an announcement names, None for any other key."""
+    match = _ANNOUNCEMENT.fullmatch(key)
+    return Span(0, int(match[1]), match[2]) if match else fold_of(key)
 
 
 def epoch_document(epoch: str) -> str:
@@ -119,6 +136,11 @@ def parts_folder(version: int, author: str, attempt: int = 0) -> str:
 def part(rank: int, number: int) -> str:
     """File name of a part; each rank numbers its parts from 1."""
     return f"{rank:03d}-{number:05d}.safetensors"
+
+
+def fold_part(base: int, number: int) -> str:
+    """File name of a part of a fold, among the parts of the version that it leads to; numbered from 1."""
+    return f"fold-{base:010d}-{number:05d}.safetensors"
 
 
 def anchor_folder(version: int, author: str, attempt: int = 0) -> str:

@@ -1,8 +1,8 @@
 """Plan the way from the version that a replica has to the one it wants.
 
-A way is a list of records and folds. Each leads from its base to its version; anchors lead from nothing. The cheapest way is
-estimated from listings, where versions are numbers. Then its objects are read from the end back. Each must have the identity
-by which the one after it names its base, down to the identity that the replica has, or to full weights.
+A way is a list of records, folds and announcements. Each leads from its base to its version; anchors lead from nothing. The
+cheapest way is estimated from listings, where versions are numbers. Then its objects are read from the end back. Each must
+have the identity by which the one after it names its base, down to the identity that the replica has, or to full weights.
 
 A way back has the records to undo, newest first, and then the record of the older version that is wanted.
 """
@@ -37,7 +37,10 @@ _HELD_BYTES = 1 << 28  # most bytes of records that are kept for staging
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hop:
-    """A record or fold by its listing, from number to number; `base` is 0 for nothing, `key` None for a version's record."""
+    """A record, or an object beside the log, by its listing.
+
+    It leads from number to number; `base` is 0 for nothing, `key` None for a version's record.
+    """
 
     base: int
     version: int
@@ -195,14 +198,16 @@ class _Search:
         """All hops by listings. A record with none before it may be full weights, or a fold may lead to its base."""
         full_bytes = weight_bytes(self._reader.specs.values())
         slots = {slot.version: (slot, info) for slot, info in self._reader.slots() if slot.epoch <= self._target.epoch}
+        beside = self._reader.beside()
+        folded = {span.version for span, _ in beside if span.base}
         hops = []
         for version, (slot, info) in slots.items():
             self._epochs[version], self._known[info.key] = slot.epoch, info
             if version > 1:
                 hops.append(Hop(version - 1, version, info.bytes))
-            if version - 1 not in slots:
-                hops.append(Hop(0, version, info.bytes + full_bytes))
-        for span, info in self._reader.folds():
+            if version - 1 not in slots:  # where a fold leads to it, it most likely is a delta whose base was forgotten
+                hops.append(Hop(0, version, info.bytes + full_bytes * (2 if version in folded else 1)))
+        for span, info in beside:
             self._known[info.key] = info
             if info.key not in self._avoid:
                 hops.append(Hop(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key))
@@ -222,11 +227,11 @@ class _Search:
                 found = read if key == guess else self._try_to_read(key)
                 if not isinstance(found, str) and (found.version != at or found.record.kind == "seal"):
                     found = f"{key} does not lead to version {at}."
-                if not way and not isinstance(found, str) and found.is_fold and not self._has_fingerprint_of_record(found):
+                if not way and not isinstance(found, str) and found.is_beside and not self._has_fingerprint_of_record(found):
                     found = f"{key} promises other bits than the record of version {at}."
                 if isinstance(found, str):
                     # The fold after it may name a base that does not exist.
-                    raise _UnreadableError(found, back[len(way) - 1] if way and way[-1].is_fold else hop)
+                    raise _UnreadableError(found, back[len(way) - 1] if way and way[-1].is_beside else hop)
                 held_bytes += found.size
                 way.append(found if held_bytes <= _HELD_BYTES else dataclasses.replace(found, data=None))
                 at = found.record.base
@@ -238,10 +243,14 @@ class _Search:
                     raise _ForkedError(f"{have} is not on the way to {target}.")
         raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 
-    def _has_fingerprint_of_record(self, fold: Stored) -> bool:
-        """Whether a fold has the fingerprint of the record that it leads to, if that can be read. Nothing else checks it."""
-        found = self._try_to_read(fold.version.key)
-        return isinstance(found, str) or found.version != fold.version or found.record.fingerprint == fold.record.fingerprint
+    def _has_fingerprint_of_record(self, beside: Stored) -> bool:
+        """Whether an object beside the log has the fingerprint of the record that it leads to, if that can be read.
+
+        Nothing else checks it.
+        """
+        found = self._try_to_read(beside.version.key)
+        other = not isinstance(found, str) and found.version == beside.version and found
+        return not other or other.record.fingerprint == beside.record.fingerprint
 
     def _try_to_read(self, key: str) -> Stored | str:
         """The object, or why it cannot be used."""

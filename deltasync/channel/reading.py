@@ -149,7 +149,7 @@ class ChannelReader:
         return found
 
     def stored(self, key: str, sha256: str | None = None, known: ObjectInfo | None = None) -> Stored:
-        """Read and check a record or a fold.
+        """Read and check a record, a fold or an announcement.
 
         Args:
             key: Its key.
@@ -175,7 +175,7 @@ class ChannelReader:
         return self._decoded(data, key)
 
     def document(self, info: ObjectInfo) -> Record:
-        """Read only the document of a record or fold, by its entry in a listing.
+        """Read only the document of a record, fold or announcement, by its entry in a listing.
 
         The signature is checked, the digest and the payload are not: use it to see what there is, not to apply it.
 
@@ -277,7 +277,18 @@ class ChannelReader:
 
     def folds(self) -> list[tuple[Span, ObjectInfo]]:
         """List the folds."""
-        return [(span, info) for info in self.store.list(keys.FOLDS) if (span := keys.fold_of(info.key)) is not None]
+        return self._beside(keys.FOLDS)
+
+    def announcements(self) -> list[tuple[Span, ObjectInfo]]:
+        """List the announcements of anchors beside the log."""
+        return self._beside(keys.ANNOUNCEMENTS)
+
+    def beside(self) -> list[tuple[Span, ObjectInfo]]:
+        """List folds and announcements."""
+        return [*self.folds(), *self.announcements()]
+
+    def _beside(self, prefix: str) -> list[tuple[Span, ObjectInfo]]:
+        return [(span, info) for info in self.store.list(prefix) if (span := keys.beside_of(info.key)) is not None]
 
     def epochs(self) -> list[str]:
         """List the epochs that have a document, ascending."""

@@ -37,7 +37,7 @@ class Stored:
 
     @property
     def version(self) -> Version:
-        """Identity of the version that it is, or that the fold leads to."""
+        """Identity of the version that it is or, beside the log, leads to."""
         record = self.record
         return Version(record.version, record.epoch, self.sha256 if record.sha256 is None else record.sha256)
 
@@ -53,8 +53,13 @@ class Stored:
 
     @property
     def is_fold(self) -> bool:
-        """Whether it is a fold, which lies beside the log."""
+        """Whether it is a delta over several versions, which lies beside the log."""
         return self.record.kind == "fold"
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it lies beside the log: it is another way to a version, a fold or an announcement."""
+        return self.record.kind in documents.BESIDE
 
 
 def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | None) -> Stored:
@@ -122,11 +127,10 @@ def signed_by(data: bytes) -> str | None:
 
 
 def most_bytes(key: str, specs: Mapping[str, TensorSpec]) -> int:
-    """Most bytes that the record or fold at this key may have."""
+    """Most bytes that the record, fold or announcement at this key may have."""
     names = sum(len(name.encode()) for name in specs)
     most = (5 << 20) + (len(specs) << 10) + 32 * names
-    span = keys.fold_of(key)
-    return most if span is None or span.base == 0 else most + most_payload_bytes(specs)
+    return most if keys.fold_of(key) is None else most + most_payload_bytes(specs)
 
 
 def most_payload_bytes(specs: Mapping[str, TensorSpec]) -> int:

@@ -43,7 +43,7 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
         "epoch": record.epoch,
         "sha256": sha256,
         "key": key,
-        "kind": "announced" if record.kind == "fold" and anchor is not None else record.kind,
+        "kind": "announced" if record.kind == "announcement" else record.kind,
         "reference": None if reference is None else str(reference),
         "base_version": None if delta is None or record.base is None else record.base.version,
         "step": record.step,
@@ -120,9 +120,9 @@ def _read(
         record = held.records[slot]
         if record is not None:
             rows.append(row(slot.key, record, digests.get(slot), total))
-        for key, fold in held.folds.items():
-            if fold is not None and (fold.version, fold.epoch) == (slot.version, slot.epoch):
-                rows.append(row(key, fold, fold.sha256, total))
+        for key, beside in held.beside.items():
+            if beside is not None and beside.slot == slot:
+                rows.append(row(key, beside, beside.sha256, total))
     newest_version = f"{shown[-1].version} ({(digests.get(shown[-1]) or '')[:12]})" if shown else "none"
     return rows, newest_version, [*held.problems.values()]
 
@@ -198,7 +198,7 @@ def _find(reader: ChannelReader, what: str) -> Stored:
             reader.channel()
             raise NotPublishedError(f"{reader.store.url} holds no version yet.")
         return stored
-    if keys.slot_of(what) is None and keys.fold_of(what) is None:
+    if keys.slot_of(what) is None and keys.beside_of(what) is None:
         raise ConfigError(f"{what!r} is neither a version, nor `latest`, nor the key of a record or fold.")
     return reader.stored(what)
 
@@ -214,9 +214,9 @@ def _around(reader: ChannelReader, stored: Stored, progress: Progress) -> tuple[
 
     record, ways, changed = stored.record, {}, Counter[str]()
     if record.is_version:
-        infos = [info for span, info in reader.folds() if span.version == record.version]
-        folds = in_parallel(reader.document, infos, "folds", progress)
-        ways = {info.key: fold for info, fold in zip(infos, folds, strict=True) if fold.sha256 == stored.sha256}
+        infos = [info for span, info in reader.beside() if span.version == record.version]
+        beside = in_parallel(reader.document, infos, "folds", progress)
+        ways = {info.key: found for info, found in zip(infos, beside, strict=True) if found.sha256 == stored.sha256}
     if record.delta is not None and record.base is not None:
         files = [File(key=stored.key, bytes=stored.size, sha256=stored.sha256), *record.delta.parts]
         for counts in in_parallel(lambda file: read_changed(reader.store, file), files, "payload headers", progress):

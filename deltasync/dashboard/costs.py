@@ -19,7 +19,7 @@ HEARTBEATS_PER_HOUR = 360
 S3_PUT_USD, S3_GET_USD = 0.005 / 1000, 0.0004 / 1000
 S3_GB_MONTH_USD, S3_TRAFFIC_GB_USD = 0.023, 0.09
 """AWS list prices, S3 Standard in us-east-1; traffic that leaves the region for the internet."""
-_HOURS_PER_MONTH = 730
+HOURS_PER_MONTH = 730
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,10 +152,10 @@ def estimate(
     for what, found in (
         ("deltas", deltas := [record for record in records if record.kind == "delta"]),
         ("anchors", [record for record in records if record.anchor is not None]),
-        ("folds", [record for record in records if record.kind == "fold" and record.delta is not None]),
+        ("folds", [record for record in records if record.kind == "fold"]),
     ):
         if found:
-            puts = sum(len(record.files) + (record.kind == "fold") for record in found)
+            puts = sum(len(record.files) + (not record.is_version) for record in found)
             payload_bytes = sum(record.payload_bytes for record in found if record.reference is None)
             add(f"{what}, upload", len(found), [(puts, rates.put)], S3_PUT_USD, up=payload_bytes)
     versions = sum(record.is_version for record in records)
@@ -176,7 +176,7 @@ def estimate(
         add("heartbeats", heartbeats, [(heartbeats, rates.heartbeat)], S3_PUT_USD)
 
     byte_s = sum(info.bytes * max(0.0, now_s - (info.modified_s or created_s)) for info in held)
-    gb_months = byte_s / 1e9 / 3600 / _HOURS_PER_MONTH
+    gb_months = byte_s / 1e9 / 3600 / HOURS_PER_MONTH
     down_gb = sum(row.down_bytes for row in rows) / 1e9
     return Costs(
         rows=rows,

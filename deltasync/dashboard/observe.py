@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from deltasync.channel import heartbeat, keys
-from deltasync.channel.documents import File, Record, Version
+from deltasync.channel.documents import BESIDE, File, Record, Version
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.keys import Slot, Span
 from deltasync.channel.reading import ChannelReader
@@ -81,7 +81,7 @@ class Observer:
         self._layers = self._layers or by_layer((spec.name, spec.element_count) for spec in self._reader.specs.values())
         slots = dict(self._reader.slots())
         last = max((slot.version for slot in slots), default=0)
-        documents: list[tuple[Slot | Span, ObjectInfo]] = [*slots.items(), *self._reader.folds()]
+        documents: list[tuple[Slot | Span, ObjectInfo]] = [*slots.items(), *self._reader.beside()]
         files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in self._reader.store.list(prefix)]
         self._held = {info.key: info for info in (*(info for _, info in documents), *files)}
         recent = [info for of, info in documents if of.version > last - self._last - 1]
@@ -163,7 +163,7 @@ class Observer:
         specs = self._reader.specs.values()
         head = {} if self._head is None else {self._head.slot: self._head.sha256}  # a hint, good enough to show
         named = head | digests(self._documents.values())
-        beside = [found for key in self._held if (found := self._documents.get(key)) is not None and found.kind == "fold"]
+        beside = [found for key in self._held if (found := self._documents.get(key)) is not None and found.kind in BESIDE]
         announced = {each.slot: each for each in beside if each.anchor is not None}
         folds = [fold_row(each) for each in beside if each.delta is not None]
         shown = list(self._line.values())[-self._last :]

@@ -293,7 +293,7 @@ class ChannelCursor:
         newest = self.reader.back_from(self.newest)
         for stored in itertools.chain(itertools.islice(newest, _IDENTIFY), self._from_nothing()):
             if stored.record.fingerprint == f"{total:016x}":
-                return self.reader.record(stored.version) if stored.is_fold else stored
+                return self.reader.record(stored.version) if stored.is_beside else stored
         return None
 
     def tied(self) -> dict[str, str]:
@@ -303,7 +303,7 @@ class ChannelCursor:
 
     def _from_nothing(self) -> Iterator[Stored]:
         """Yield the newest announced anchors, then the first record."""
-        announced = sorted(((span.version, info.key) for span, info in self.reader.folds() if span.base == 0), reverse=True)
+        announced = sorted(((span.version, info.key) for span, info in self.reader.announcements()), reverse=True)
         first = [info.key for _, info in self.reader.slots(keys.folder(1))[:1]]
         for key in [*(key for _, key in announced[:_IDENTIFY]), *first]:
             with contextlib.suppress(MissingVersionError, FormatError):
@@ -429,14 +429,14 @@ class ChannelCursor:
             self._note(named, self.reader.record(named))
         except (MissingVersionError, FormatError) as error:
             logger.info("deltasync: head names %s: %s", named, error)
-            if not is_new or not self._has_fold(named):
+            if not is_new or not self._is_led_to(named):
                 return False, is_new or newest is None
             self._note(named)
         return True, False
 
-    def _has_fold(self, version: Version) -> bool:
+    def _is_led_to(self, version: Version) -> bool:
         """Whether a fold or an announced anchor leads to a version whose record cannot be read: it names the record."""
-        for span, info in self.reader.folds():
+        for span, info in self.reader.beside():
             with contextlib.suppress(MissingVersionError, FormatError):
                 if span.version == version.version and self.reader.stored(info.key, known=info).version == version:
                     return True

@@ -82,7 +82,7 @@ def write_fold(
         progress("tensors", done, len(reader.specs))
     payload = encoder.finish(version, base) if changed else None
     delta = Delta(codec=codec_name, changed=changed)
-    stored = encode_fold(reader, start, end, payload, replica.fingerprints, signer, keys.new_author(), delta=delta)
+    stored = encode_beside(reader, start, end, payload, replica.fingerprints, signer, keys.new_author(), delta=delta)
     for patch, _ in payloads.patches(reader, stored, lambda name: old[name].copy()):  # as a replica does
         patch.apply(old[patch.name])
     if wrong := [name for name, tensor in replica.state_dict().items() if not np.array_equal(old[name], bits_of(tensor))]:
@@ -90,7 +90,7 @@ def write_fold(
     return store(reader, stored)
 
 
-def encode_fold(
+def encode_beside(
     reader: ChannelReader,
     base: Version | None,
     version: Version,
@@ -100,17 +100,18 @@ def encode_fold(
     author: str,
     **content: Any,
 ) -> Stored:
-    """Encode a fold from `base`, None for nothing, to `version`, whose tensors have these fingerprints.
+    """Encode a fold from `base`, or the announcement of an anchor, of `version`, whose tensors have these fingerprints.
 
-    `content` is the `anchor` that it announces, or the `delta`, with a `payload` unless nothing changes. The result was
+    `content` is the fold's `delta`, with a `payload` unless nothing changes, or the announced `anchor`. The result was
     decoded again as a reader does.
 
     Raises:
         CorruptDataError: it cannot be decoded, or is larger than a fold may be.
     """
-    key = keys.fold(0 if base is None else base.version, version.version, author)
+    number = version.version
+    key = keys.announcement(number, author) if base is None else keys.fold(base.version, number, author)
     document = Record(
-        kind="fold",
+        kind="announcement" if base is None else "fold",
         run_id=reader.channel().run_id,
         version=version.version,
         epoch=version.epoch,
@@ -128,7 +129,7 @@ def encode_fold(
 
 
 def store(reader: ChannelReader, stored: Stored) -> Stored:
-    """Store an encoded fold. If this raises, the fold may have been stored; that does no harm."""
+    """Store an object beside the log. If this raises, it may have been stored; that does no harm."""
     assert stored.data is not None
     reader.store.put(stored.key, stored.data)
     logger.info("stored key=%s bytes=%d", stored.key, stored.size)
@@ -144,10 +145,10 @@ def write_anchor(
     shard_bytes: int = 1 << 30,
     progress: Progress = quiet,
 ) -> Stored:
-    """Store the weights of a replica as an anchor, with `companions` beside them, and the fold that announces it.
+    """Store the weights of a replica as an anchor, with `companions` beside them, and its announcement.
 
     Raises:
-        CorruptDataError: what was encoded does not decode to the weights; the fold was not stored.
+        CorruptDataError: what was encoded does not decode to the weights; the announcement was not stored.
     """
     version, author = replica.identity, keys.new_author()
     assert version is not None
@@ -165,4 +166,4 @@ def write_anchor(
         (files if weights else beside).append(File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)))
         progress("files", len(files) + len(beside), len(files) + len(beside))
     anchor = Anchor(directory=folder, files=files, companions=beside)
-    return store(reader, encode_fold(reader, None, version, None, replica.fingerprints, signer, author, anchor=anchor))
+    return store(reader, encode_beside(reader, None, version, None, replica.fingerprints, signer, author, anchor=anchor))

@@ -181,7 +181,7 @@ def _may_be(reader: ChannelReader, key: str, data: bytes) -> bool:
     """Whether bytes whose digest nothing names can be those of the object: only head ever changes."""
     run_id = reader.channel().run_id
     with contextlib.suppress(FormatError):
-        if keys.slot_of(key) is not None or keys.fold_of(key) is not None:
+        if keys.slot_of(key) is not None or keys.beside_of(key) is not None:
             return record.decode(data, key, reader.trusted).record.run_id == run_id
         if keys.epoch_of(key) is not None:
             return documents.decode(data, documents.Opening, key).run_id == run_id
@@ -206,7 +206,7 @@ class _Bypass:
         return Repaired(key=damage.key, problem=str(damage.problem), outcome=outcome, how=how)
 
     def _around(self, damage: Damage) -> tuple[str, str]:
-        examined, slot, span = self._examined, keys.slot_of(damage.of), keys.fold_of(damage.of)
+        examined, slot, span = self._examined, keys.slot_of(damage.of), keys.beside_of(damage.of)
         if damage.key == keys.HEAD:
             if self._newest is None:
                 return "not needed", "there is no version to name"
@@ -216,7 +216,7 @@ class _Bypass:
             return "bypassed", f"it names version {version} now"
         if keys.epoch_of(damage.key) is not None:
             return "not needed", "records also tell who opened the channel"
-        edge = examined.folds.get(damage.of) or (examined.records.get(slot) if slot is not None else None)
+        edge = examined.beside.get(damage.of) or (examined.records.get(slot) if slot is not None else None)
         if edge is not None and examined.usable(edge) and damage.key != damage.of:
             return "left", "the weights can be read without it; a copy of the channel (--from) may have it"
         if span is not None:
@@ -244,7 +244,7 @@ class _Bypass:
         if examined.reached([whole[slot.version - 1]], nothing=False) & {whole[number] for number in after}:
             return "not needed", "a fold leads around it"
         fold = write_fold(self._reader, slot.version - 1, after[0], signer=self._signer, progress=self._progress)
-        examined.folds[fold.key] = fold
+        examined.beside[fold.key] = fold
         return "bypassed", f"by {fold.key}"
 
     def _around_anchor(self, version: int) -> tuple[str, str]:
@@ -262,5 +262,5 @@ class _Bypass:
         assert replica.identity is not None
         beside = companions(self._reader, replica.identity)
         made = write_anchor(self._reader, replica, beside, signer=self._signer, progress=self._progress)
-        examined.folds[made.key] = made
+        examined.beside[made.key] = made
         return "bypassed", f"by {made.key}, an anchor of version {made.record.version}"

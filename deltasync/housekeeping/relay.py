@@ -37,7 +37,7 @@ class _Copies:
         self._source, self._targets = source, stores
         self._behind = True  # unless the last step ended well
         self._head_due = False
-        self._folds: set[str] = set()  # keys of those that the stores have
+        self._beside: set[str] = set()  # keys of those that the stores have
         self._refresh_due_s = 0.0
 
     def open(self, identify: Identify) -> None:
@@ -47,14 +47,14 @@ class _Copies:
         return not self._behind and time.monotonic() < self._refresh_due_s
 
     def settle(self) -> None:
-        """Copy what the stores lack: all of it, or only new folds if nothing failed."""
+        """Copy what the stores lack: all of it, or only what is new beside the log if nothing failed."""
         if self._behind:
             self._catch_up()
             return
         self._behind = True
-        for stored in self._new_folds():
+        for stored in self._new_beside():
             self._behind = not self._copy(stored)
-            self._folds.add(stored.key)
+            self._beside.add(stored.key)
         self._behind, self._refresh_due_s = False, time.monotonic() + _REFRESH_S
 
     def stage(self, chain: Sequence[Stored]) -> Sequence[Stored] | None:
@@ -62,7 +62,7 @@ class _Copies:
         have, self._behind = self.version, True  # unless the commit ends well
         for stored in chain:
             # A new epoch also has a seal and a document to copy.
-            if have is None or stored.is_fold or stored.record.base != have or stored.record.epoch != have.epoch:
+            if have is None or stored.is_beside or stored.record.base != have or stored.record.epoch != have.epoch:
                 return None
             have = stored.version
         return chain if all([self._copy_files(stored) for stored in chain]) else None
@@ -81,10 +81,10 @@ class _Copies:
         """Do nothing."""
 
     def _catch_up(self) -> None:
-        folds = {info.key for _, info in self._source.folds()}
+        beside = {info.key for _, info in self._source.beside()}
         each = [copy(self._source, target, progress=self.progress) for target in self._targets]
         oldest = min(each, key=lambda copied: ("", 0) if copied.version is None else copied.version.slot.newness)
-        self.version, self._folds, self._head_due, self._behind = oldest.version, folds, True, False
+        self.version, self._beside, self._head_due, self._behind = oldest.version, beside, True, False
         self._refresh_due_s = time.monotonic() + _REFRESH_S
         problems = {str(problem): problem for copied in each for problem in copied.problems}
         skipped = sum(copied.skipped for copied in each)
@@ -102,7 +102,7 @@ class _Copies:
         )
 
     def _copy(self, stored: Stored) -> bool:
-        """Copy the files of a fold, then the object itself; return whether none of its files is damaged."""
+        """Copy the files of an object beside the log, then the object; return whether none of its files is damaged."""
         if is_whole := self._copy_files(stored):
             self._copy_record(stored)
         return is_whole
@@ -121,10 +121,10 @@ class _Copies:
             raise done
         self._add(objects=int(done is not None), bytes_=done or 0, skipped=int(done is None))
 
-    def _new_folds(self) -> list[Stored]:
+    def _new_beside(self) -> list[Stored]:
         """Folds and announced anchors that the targets lack, of versions that they have."""
         assert self.version is not None
-        new = [(span, info) for span, info in self._source.folds() if info.key not in self._folds]
+        new = [(span, info) for span, info in self._source.beside() if info.key not in self._beside]
         found = [self._source.stored(info.key, known=info) for span, info in new if span.version <= self.version.version]
         return [stored for stored in found if stored.version.slot.newness <= self.version.slot.newness]
 

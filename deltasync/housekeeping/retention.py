@@ -53,7 +53,7 @@ class Forgetting:
         leading: Versions that those are built on.
         recent: Versions that were still needed within the grace period.
         versions: Versions to forget.
-        folds: Keys of folds to forget: one of their ends is not kept.
+        folds: Keys of folds and announcements to forget: one of their ends is not kept.
         keys: All objects to delete, in this order, so that the versions that are left can be read at any moment.
     """
 
@@ -75,19 +75,26 @@ class Holding:
     """What a channel holds.
 
     Attributes:
-        stored_s: When each record and each fold was stored, by key; 0 if the store does not tell.
+        stored_s: When each record, fold and announcement was stored, by key; 0 if the store does not tell.
         announced: When each version's anchor was announced; only anchors whose files are all there.
+        folded: For each version the versions that folds lead from, and when these were stored; only folds whose files are
+            all there.
     """
 
     records: Records
     stored_s: Mapping[str, float]
     announced: Mapping[Slot, float]
+    folded: Mapping[Slot, Mapping[Slot, float]] = dataclasses.field(default_factory=dict)
 
     def before(self, time_s: float) -> Holding:
         """The part of it that was stored before a time."""
         records = {slot: record for slot, record in self.records.items() if was_stored(self.stored_s[slot.key], time_s)}
         announced = {slot: stored_s for slot, stored_s in self.announced.items() if was_stored(stored_s, time_s)}
-        return dataclasses.replace(self, records=records, announced=announced)
+        folded = {
+            slot: {base: stored_s for base, stored_s in bases.items() if was_stored(stored_s, time_s)}
+            for slot, bases in self.folded.items()
+        }
+        return dataclasses.replace(self, records=records, announced=announced, folded=folded)
 
     def has_anchor(self, slot: Slot) -> bool:
         """Whether a reader can start at this version."""
@@ -96,6 +103,8 @@ class Holding:
 
     def leading_to(self, slot: Slot, passed: Collection[Slot] = ()) -> Iterator[Slot]:
         """Yield a version and those that it is built on, back to the nearest anchor or to one in `passed`.
+
+        A fold from a version with an anchor leaves out the versions between.
 
         Raises:
             MissingVersionError: a version on the way is missing.
@@ -109,6 +118,10 @@ class Holding:
                 )
             yield at
             if self.has_anchor(at):
+                return
+            folded = [base for base in self.folded.get(at, ()) if self.has_anchor(base)]
+            if folded:
+                yield max(folded)
                 return
             at = _base(self.records, at)
 
@@ -155,7 +168,7 @@ def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
     for slot in asked:
         needed.update(holding.leading_to(slot, needed))
     before = holding.before(since_s)
-    past = dataclasses.replace(holding, announced=before.announced)
+    past = dataclasses.replace(holding, announced=before.announced, folded=before.folded)
     was_needed: set[Slot] = set()
     for slot in {*_asked(before, keep), *(records.keys() - before.records.keys())}:
         with contextlib.suppress(MissingVersionError):
@@ -169,10 +182,10 @@ def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
     }
     versions = {slot for slot, record in records.items() if record is not None and record.is_version} & kept
     numbers = {slot.version for slot in kept}
-    folds = {  # by version numbers, because a fold may be damaged; where epochs fork, more are kept than necessary
+    folds = {  # by version numbers, because one may be damaged; where epochs fork, more are kept than necessary
         key: span
         for key, stored_s in holding.stored_s.items()
-        if (span := keys.fold_of(key)) is not None
+        if (span := keys.beside_of(key)) is not None
         and span.version <= max(numbers, default=0)
         and not {span.base or span.version, span.version} <= numbers
         and was_stored(stored_s, since_s)
@@ -206,21 +219,21 @@ def _asked(holding: Holding, keep: Keep) -> set[Slot]:
 
 
 class References:
-    """Which files are named by records and folds (None where damaged), and which may still be named by their author."""
+    """Which files records, folds and announcements name (None where damaged), and which their author may still name."""
 
-    def __init__(self, records: Records, folds: Mapping[str, Record | None]) -> None:
-        found = [record for record in (*records.values(), *folds.values()) if record is not None]
+    def __init__(self, records: Records, beside: Mapping[str, Record | None]) -> None:
+        found = [record for record in (*records.values(), *beside.values()) if record is not None]
         self._keys = {file.key for record in found for file in record.files}
         self._folders = {record.anchor.directory for record in found if record.anchor is not None}
         self._damaged = {slot for slot, record in records.items() if record is None}
         versions = {slot: record for slot, record in records.items() if record is not None and record.is_version}
         anchored = [slot for slot, record in versions.items() if record.anchor is not None]
-        for key, fold in folds.items():
-            span = keys.fold_of(key)
+        for key, found_there in beside.items():
+            span = keys.beside_of(key)
             assert span is not None
-            if fold is None:
+            if found_there is None:
                 self._damaged.add(Slot(span.version, span.author))
-            elif fold.anchor is not None:
+            elif found_there.anchor is not None:
                 anchored.append(Slot(span.version, span.author))
         self._last = {slot.epoch: slot.version for slot in sorted(versions)}  # newest version of each epoch
         self._anchors = {slot.epoch: slot.version for slot in sorted(anchored)}  # newest anchor of each author

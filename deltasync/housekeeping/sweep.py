@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from deltasync.channel import keys
 from deltasync.channel.documents import Record
@@ -39,9 +39,9 @@ def forget(
         StoreError: the store failed; some may have been forgotten.
     """
     since_s = math.inf if grace_s <= 0 else _store_time(reader.store, dry_run) - grace_s
-    held = survey(reader, progress, anchors_only=True)
-    stored_s = {info.key: info.modified_s for info in (*held.slots.values(), *held.fold_infos.values())}
-    holding = Holding(records=held.records, stored_s=stored_s, announced=_announced(reader.store, held))
+    held = survey(reader, progress)
+    stored_s = {info.key: info.modified_s for info in (*held.slots.values(), *held.beside_infos.values())}
+    holding = _holding(reader.store, held, stored_s)
     found = retention.forgetting(holding, keep, since_s)
     if dry_run:
         return found
@@ -53,16 +53,22 @@ def forget(
     return found
 
 
-def _announced(store: Store, held: Survey) -> dict[Slot, float]:
-    """When each version's anchor was announced; only anchors whose files are all there."""
-    anchors = {key: record for key, record in held.folds.items() if record is not None and record.anchor is not None}
-    sizes = {info.key: info.bytes for info in store.list(keys.ANCHORS)} if anchors else {}
-    found: dict[Slot, float] = {}
-    for key, record in anchors.items():
-        if all(sizes.get(file.key) == file.bytes for file in record.files):
-            stored_s = held.fold_infos[key].modified_s
-            found[record.slot] = min(stored_s, found.get(record.slot, stored_s))
-    return found
+def _holding(store: Store, held: Survey, stored_s: Mapping[str, float]) -> Holding:
+    """What the channel holds; of what lies beside the log, only what has all of its files."""
+    beside = {key: record for key, record in held.beside.items() if record is not None}
+    prefixes = {file.key.split("/")[0] for record in beside.values() for file in record.files}
+    sizes = {info.key: info.bytes for prefix in sorted(prefixes) for info in store.list(f"{prefix}/")}
+    announced: dict[Slot, float] = {}
+    folded: dict[Slot, dict[Slot, float]] = {}
+    for key, record in beside.items():
+        if not all(sizes.get(file.key) == file.bytes for file in record.files):
+            continue
+        if record.base is None:
+            announced[record.slot] = min(stored_s[key], announced.get(record.slot, stored_s[key]))
+        else:
+            bases, base = folded.setdefault(record.slot, {}), record.base.slot
+            bases[base] = min(stored_s[key], bases.get(base, stored_s[key]))
+    return Holding(records=held.records, stored_s=stored_s, announced=announced, folded=folded)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +89,7 @@ class Pruned:
 
 
 def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = False, progress: Progress = quiet) -> Pruned:
-    """Delete the files under `parts/` and `anchors/` that no record and no fold names, if they are older than `grace_s`.
+    """Delete the files under `parts/` and `anchors/` that nothing in the channel names, if they are older than `grace_s`.
 
     The order of its steps makes it safe beside a publisher, a `forget` or another tool:
 
@@ -123,28 +129,28 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
 def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Progress) -> References:
     """What names these files. For those that nothing listed names, also the records that a listing may not show yet."""
     held = survey(reader, progress)
-    references = References(held.records, held.folds)
+    references = References(held.records, held.beside)
     places: set[str] = set()
     for key in (info.key for info in files if info.key not in references):
         of = keys.file_of(key)
         assert of is not None
-        places |= {of.key, keys.fold(0, of.version, of.epoch)} if key.startswith(keys.ANCHORS) else {of.key}
-    unlisted = sorted(places.difference((slot.key for slot in held.records), held.folds))
+        places |= {of.key, keys.announcement(of.version, of.epoch)} if key.startswith(keys.ANCHORS) else {of.key}
+    unlisted = sorted(places.difference((slot.key for slot in held.records), held.beside))
 
     def read(key: str) -> Record:
         return reader.stored(key).record
 
     results = in_parallel(lambda key: attempt(read, key), unlisted, "unlisted records", progress)
-    records, folds = dict(held.records), dict(held.folds)
+    records, beside = dict(held.records), dict(held.beside)
     for key, found in zip(unlisted, results, strict=True):
         if isinstance(found, MissingVersionError):
             continue
         slot, document = keys.slot_of(key), found if isinstance(found, Record) else None
         if slot is None:
-            folds[key] = document
+            beside[key] = document
         else:
             records[slot] = document
-    return References(records, folds)
+    return References(records, beside)
 
 
 def _store_time(store: Store, dry_run: bool) -> float:

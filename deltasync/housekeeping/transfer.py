@@ -74,9 +74,9 @@ class Copied:
 def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) -> Copied:
     """Copy a channel as it is now, object by object. Damaged objects are left out and reported.
 
-    The order is files, folds, records by number, epochs, channel.json, head: a record may need an anchor that only a fold
-    announces. So the target can be read after an interruption at any point, and running it again goes on. The source may be
-    published to meanwhile; the target must not be pruned. Holds a few objects in memory at a time.
+    The order is files, what lies beside the log, records by number, epochs, channel.json, head: a record may need an anchor
+    that is only announced. So the target can be read after an interruption at any point, and running it again goes on. The
+    source may be published to meanwhile; the target must not be pruned. Holds a few objects in memory at a time.
 
     Raises:
         RunMismatchError: the target holds another run.
@@ -94,11 +94,11 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     one = functools.partial(_copy_object, source, target, there)
     named = digests(held.whole())
     files = {file.key: file for found in held.whole() for file in found.files}
-    folds = [_file(held.fold_infos[key]) for key, found in held.folds.items() if found]
+    beside = [_file(held.beside_infos[key]) for key, found in held.beside.items() if found]
     records = [_file(held.slots[slot], named.get(slot, "")) for slot, found in held.records.items() if found]
     parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
     done = in_parallel(one, parts_first, "files", progress, WHOLE)
-    done += in_parallel(one, folds, "folds", progress, WHOLE)
+    done += in_parallel(one, beside, "folds", progress, WHOLE)
     done += in_parallel(one, records, "records", progress, 1)  # one by one: what the newest one builds on is always there
     small = [_file(info) for info in source.store.list(keys.EPOCHS)]
     openings = {keys.epoch_document(slot.epoch) for slot in held.slots}
@@ -162,7 +162,7 @@ def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int],
 
 def read_object(source: ChannelReader, item: File) -> bytes:
     """Read an object of the source, and check it against its digest or its signature if it has one."""
-    if keys.slot_of(item.key) or keys.fold_of(item.key):
+    if keys.slot_of(item.key) or keys.beside_of(item.key):
         data = source.stored(item.key, item.sha256 or None).data
         assert data is not None
         return data
@@ -224,7 +224,7 @@ def companions(reader: ChannelReader, version: Version) -> dict[str, bytes]:
         return list({slot.epoch: slot for slot in sorted(slots, reverse=True)}.values())
 
     def distance(record: Record) -> tuple[bool, bool, int]:
-        return record.kind != "fold", record.version > version.version, abs(record.version - version.version)
+        return record.kind != "announcement", record.version > version.version, abs(record.version - version.version)
 
     for wanted in (first_of_epochs, list):
         held = survey(reader, wanted=wanted, anchors_only=True)

@@ -95,10 +95,10 @@ def check(reader: ChannelReader, *, read_data: bool = False, progress: Progress 
 
 
 class Examined:
-    """A channel whose records and folds were read, and whose files were listed.
+    """A channel whose records, folds and announcements were read, and whose files were listed.
 
     Attributes:
-        records, folds: Those that are whole, without their bytes.
+        records, beside: Records, and folds and announcements, that are whole, without their bytes.
         damages: What is wrong with each damaged object, by key.
         proven: Versions that were replayed; None if `replay` did not run.
     """
@@ -111,7 +111,7 @@ class Examined:
         head = reader.head()
         held = self._held = survey(reader, progress, whole=True)
         self.records = {slot: held.stored[slot.key] for slot in held.slots if slot.key in held.stored}
-        self.folds = {key: held.stored[key] for key in held.folds if key in held.stored}
+        self.beside = {key: held.stored[key] for key in held.beside if key in held.stored}
         self._sizes = {info.key: info.bytes for info in reader.store.list("")}
         self._digests = digests(held.whole())
         if head is not None and head.newest.slot not in self._digests:
@@ -142,7 +142,7 @@ class Examined:
 
     def edges(self) -> list[Stored]:
         """All records and folds that lead to a version."""
-        return [*self.versions.values(), *self.folds.values()]
+        return [*self.versions.values(), *self.beside.values()]
 
     def documents(self) -> dict[Slot, Record | None]:
         """The documents of records, None where one is damaged."""
@@ -185,10 +185,10 @@ class Examined:
             if stored is not None and stored.sha256 != sha256:
                 self.note(slot.key, f"{slot.key} does not have the sha256 that others name it by.", sha256)
                 del self.records[slot]
-        for key, fold in self.folds.items():
-            for end in (fold.version, fold.base):
+        for key, stored in self.beside.items():
+            for end in (stored.version, stored.base):
                 if end is not None and self._digests[end.slot] != end.sha256:
-                    self.note(key, f"{key} is a fold of another version {end.version}.")
+                    self.note(key, f"{key} names another version {end.version}.")
         for slot, stored in self.records.items():
             base, following = stored.record.base, stored.record.next_epoch
             if following is None:
@@ -233,11 +233,11 @@ class Examined:
         proven = self.proven = set[Slot]()
         ways = {slot: [stored] for slot, stored in self.versions.items()}
         folds: dict[Slot, list[Stored]] = {}
-        for fold in self.folds.values():
-            if fold.base is None:
-                ways.setdefault(fold.version.slot, []).append(fold)
+        for found_beside in self.beside.values():
+            if found_beside.base is None:
+                ways.setdefault(found_beside.version.slot, []).append(found_beside)
             else:
-                folds.setdefault(fold.base.slot, []).append(fold)
+                folds.setdefault(found_beside.base.slot, []).append(found_beside)
         for done, (slot, found) in enumerate(sorted(ways.items()), start=1):
             for stored in found:
                 if self._apply(follower, stored) is not None:
@@ -297,8 +297,8 @@ class Examined:
                 )
                 self.note(base.key, problem, base.sha256)
         newest = max(versions, key=lambda slot: slot.newness, default=None)
-        folders = (keys.VERSIONS, keys.FOLDS, keys.PARTS, keys.ANCHORS)
-        references = References(self.documents(), self._held.folds)
+        folders = (keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS, keys.PARTS, keys.ANCHORS)
+        references = References(self.documents(), self._held.beside)
         files = [key for key in self._sizes if key.startswith((keys.PARTS, keys.ANCHORS)) and keys.file_of(key)]
         unnamed = [key for key in files if key not in references]
         garbage = [key for key in unnamed if not references.under_way(key)]
@@ -307,7 +307,7 @@ class Examined:
             newest=None if newest is None else versions[newest].version,
             versions=len(self._held.slots) - (len(self.records) - len(versions)),
             anchors=sum(stored.use_anchor for stored in self.edges()),
-            folds=sum(fold is None or fold.anchor is None for fold in self._held.folds.values()),
+            folds=sum(keys.fold_of(key) is not None for key in self._held.beside),
             data_bytes=sum(size for key, size in self._sizes.items() if key.startswith(folders)),
             publishing=len(unnamed) - len(garbage),
             garbage_objects=len(garbage),

@@ -1,4 +1,4 @@
-"""Survey a channel: list its records and folds, and read their documents with a few threads."""
+"""Survey a channel: list its records, folds and announcements, and read their documents with a few threads."""
 
 from __future__ import annotations
 
@@ -59,31 +59,31 @@ def in_parallel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """Records and folds of a channel. Those that were forgotten during the survey are left out.
+    """Records, folds and announcements of a channel. Those that were forgotten during the survey are left out.
 
     Attributes:
         slots: What the listing says of each record, ascending.
         records: Document of each record, None where it is damaged.
-        fold_infos: What the listing says of each fold, by key.
-        folds: Document of each fold that was read, None where it is damaged, by key.
+        beside_infos: What the listing says of each fold and announcement, by key.
+        beside: Document of each of them that was read, None where it is damaged, by key.
         problems: What is wrong with each damaged object, by key.
         stored: Objects that were read as a whole, by key, without their bytes.
     """
 
     slots: dict[Slot, ObjectInfo]
     records: dict[Slot, Record | None]
-    fold_infos: dict[str, ObjectInfo]
-    folds: dict[str, Record | None]
+    beside_infos: dict[str, ObjectInfo]
+    beside: dict[str, Record | None]
     problems: dict[str, DeltaSyncError]
     stored: dict[str, Stored]
 
     def whole(self) -> list[Record]:
         """All documents that can be read."""
-        return [record for record in (*self.folds.values(), *self.records.values()) if record is not None]
+        return [record for record in (*self.beside.values(), *self.records.values()) if record is not None]
 
 
 def digests(records: Collection[Record]) -> dict[Slot, str]:
-    """Digests of records, as those that build on them name them; where none does, as a fold that leads there names it."""
+    """Digests of records, as those that build on them name them; where none does, as one beside the log that leads there."""
     ends = {record.slot: record.sha256 for record in records if record.sha256 is not None}
     return ends | {record.base.slot: record.base.sha256 for record in records if record.base is not None}
 
@@ -107,10 +107,10 @@ def survey(
     anchors_only: bool = False,
     whole: bool = False,
 ) -> Survey:
-    """List records and folds, and read their documents.
+    """List records, folds and announcements, and read their documents.
 
-    `wanted` picks from all slots, ascending, those whose documents to read; `anchors_only` those folds that announce an
-    anchor. With `whole` each object is read as a whole; otherwise only the document at its end, without checking its digest.
+    `wanted` picks from all slots, ascending, those whose documents to read. With `anchors_only` folds are only listed. With
+    `whole` each object is read as a whole; otherwise only the document at its end, without checking its digest.
 
     Raises:
         NotPublishedError: there is no channel.
@@ -123,9 +123,9 @@ def survey(
     reader.channel()
     listed = retried(lambda: _listed(reader), 2, _LISTED_DELAY_S)
     slots = {slot: listed[slot] for slot in wanted(listed)}
-    spans = reader.folds()
-    folds = [info for span, info in spans if not anchors_only or span.base == 0]
-    infos = [*slots.values(), *folds]
+    listed_beside = reader.beside()
+    beside = [info for span, info in listed_beside if not anchors_only or span.base == 0]
+    infos = [*slots.values(), *beside]
     results = in_parallel(lambda info: attempt(read, info), infos, "records", progress, WHOLE if whole else THREADS)
     read_of = {info.key: found for info, found in zip(infos, results, strict=True)}
     gone = {key for key, found in read_of.items() if isinstance(found, MissingVersionError)}
@@ -139,8 +139,8 @@ def survey(
     return Survey(
         slots={slot: info for slot, info in slots.items() if info.key not in gone},
         records={slot: documents.get(slot.key) for slot in slots if slot.key not in gone},
-        fold_infos={info.key: info for _, info in spans if info.key not in gone},
-        folds={info.key: documents.get(info.key) for info in folds if info.key not in gone},
+        beside_infos={info.key: info for _, info in listed_beside if info.key not in gone},
+        beside={info.key: documents.get(info.key) for info in beside if info.key not in gone},
         problems={key: found for key, found in read_of.items() if isinstance(found, FormatError)},
         stored=stored,
     )

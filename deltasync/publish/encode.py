@@ -28,24 +28,20 @@ class Payloads(NamedTuple):
     files: list[Future[File]]  # parts, which are being stored
     inline: Encoded | None  # the payload that goes into the record
     bytes: int  # of all payloads
-    patches: dict[str, Patch]  # all steps, if they were asked for
     codec: str
 
 
-def encode_groups(
-    job: Job, choice: Choice, put: Callable[[int, bytes], Future[File]], *, inline: bool = True, keep: bool = False
-) -> Payloads:
+def encode_groups(job: Job, choice: Choice, put: Callable[[int, bytes], Future[File]], *, inline: bool = True) -> Payloads:
     """Encode and prove a delta group by group, while its parts are stored.
 
     Of the job's shadow only tensors that come later may change meanwhile. `put` begins to store a part, by its number from 1
-    on. With `inline` the last group may go into the record; with `keep` the patches are returned.
+    on. With `inline` the last group may go into the record.
 
     Raises:
         AbortedError: the stream failed.
         CorruptDataError: a payload does not decode to what was encoded.
     """
     files: list[Future[File]] = []
-    kept: dict[str, Patch] = {}
     in_record: Encoded | None = None
     payload_bytes, codec_name = 0, ""
     for group, last in job.groups():
@@ -63,9 +59,8 @@ def encode_groups(
             files.append(put(len(files) + 1, data))
         _timed_prove(job, codec_name, group, data, encode_s, choice)  # while it is on its way, which takes longer
         payload_bytes += len(data)
-        kept |= {patch.name: patch for patch in group} if keep else {}
     choice.groups = len(files) + (in_record is not None) or 1
-    return Payloads(files, in_record, payload_bytes, kept, codec_name or choice.best())
+    return Payloads(files, in_record, payload_bytes, codec_name or choice.best())
 
 
 def _timed_encode(job: Job, codec_name: str, group: Group) -> tuple[Encoded, bytes, float]:

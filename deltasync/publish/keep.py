@@ -1,33 +1,40 @@
-"""KEEP: store and announce anchors, write folds, forget and prune, in a thread that neither training nor uploads wait for.
+"""KEEP: store and announce anchors, store folds, forget and prune, in a thread that neither training nor uploads wait for.
 
 No version depends on this thread. What fails is logged, and tried again with a later version.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from deltasync import housekeeping, kernels
-from deltasync.channel import anchors, keys
-from deltasync.channel.documents import Anchor, Delta, File, Version
+from deltasync.channel import anchors, keys, requests
+from deltasync.channel.documents import Anchor, Delta, File
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import INLINE_BYTES, Stored
 from deltasync.channel.threads import Workers
 from deltasync.codec.base import Encoded
 from deltasync.config import Retention
-from deltasync.errors import DeltaSyncError, get_logger
+from deltasync.errors import ChainError, DeltaSyncError, FormatError, get_logger
 from deltasync.housekeeping import Keep
+from deltasync.publish import fold
+from deltasync.publish.chain import Chain, Sample
 from deltasync.publish.collect import Weights
 from deltasync.publish.log import Log
+from deltasync.publish.shadow import Snapshot
 
 logger = get_logger(__name__)
 
 _LEAST_BETWEEN = 16
 """Versions from one sweep to the next, which reads all records."""
 
+_LOOK_S = 15.0
+"""From one look for a request to the next, at least."""
+
 _STORED_AT_ONCE = 2
-"""Weight files that are stored at once, so that the disk or the line is never idle while one begins or ends."""
+"""Weight files, or parts of a fold, stored at once, so that the disk or the line is never idle while one begins or ends."""
 
 _MOST_BESIDE_BYTES = 1 << 27
 """A larger weight file is stored before the next one is made."""
@@ -37,14 +44,21 @@ class Keeper:
     """Looks after one channel as `retention` says. `model_files`, by name, are stored beside the weights of an anchor.
 
     Attributes:
-        announcing: Whether an anchor is being stored and announced.
-        failed: Whether that failed for the last one.
+        chain: What a late joiner fetches.
+        storing: Whether an anchor or a fold is being stored.
+        failed: Whether the last anchor could not be stored, or the one that a fold needs cannot be read.
+        asked: The newest version when somebody asked for an anchor, 0 if nobody did.
     """
 
-    def __init__(self, reader: ChannelReader, log: Log, retention: Retention, model_files: Mapping[str, bytes]) -> None:
+    def __init__(
+        self, reader: ChannelReader, log: Log, retention: Retention, model_files: Mapping[str, bytes], chain: Chain
+    ) -> None:
         self.reader = reader
         self.retention = retention
-        self.announcing = self.failed = False
+        self.chain = chain
+        self.storing = self.failed = False
+        self.asked = 0
+        self._looked_s = time.monotonic()
         self._log = log
         self._model_files = model_files
         self._swept = 0
@@ -74,18 +88,24 @@ class Keeper:
             companions.append(files.pop())
         return Anchor(directory=folder, files=files, companions=companions)
 
-    def announce(self, stored: Stored, weights: Weights, requires: list[str]) -> None:
-        """Store the weights of a version and announce them as another way to it; returns at once."""
-        self.announcing = True
-        self._workers.submit(self._announce, stored.version, str(stored.record.fingerprint), weights, requires)
+    def announce(self, stored: Stored, weights: Weights, requires: list[str], sample: Sample | None, *, paid: bool) -> None:
+        """Store the weights of a version and announce them as another way to it; returns at once.
 
-    def fold(self, base: Version, stored: Stored, delta: Delta, payload: Encoded | None) -> None:
-        """Store a fold from one version to another; returns at once."""
-        digest = str(stored.record.fingerprint)
-        self._workers.submit(self._guarded, lambda: self._log.fold(stored.version, digest, payload, base=base, delta=delta))
+        `sample` and `paid` are as in `Chain.begin`.
+        """
+        self.storing = True
+        self._workers.submit(self._announce, stored, weights, requires, sample, self.chain.bytes, paid)
+
+    def fold(self, stored: Stored, snapshot: Snapshot) -> None:
+        """Store a fold from the chain's base to a version, whose bits a snapshot has; returns at once."""
+        self.storing = True
+        self._workers.submit(self._fold, stored, snapshot)
 
     def published(self, version: int) -> None:
-        """Forget and prune if that is due now that a version is visible."""
+        """Look after the channel now that a version is visible: forget and prune if that is due, and see what is asked."""
+        if time.monotonic() - self._looked_s >= _LOOK_S and not self._workers.busy:
+            self._looked_s = time.monotonic()
+            self._workers.submit(self._guarded, self._look)
         keep_last = self.retention.keep_last
         due = max(_LEAST_BETWEEN, (keep_last or 0) // 2)
         if (keep_last is not None or self.retention.keep_anchors is not None) and version >= self._swept + due:
@@ -101,14 +121,69 @@ class Keeper:
         """Finish what is under way."""
         self._workers.close()
 
-    def _announce(self, version: Version, digest: str, weights: Weights, requires: list[str]) -> None:
-        self.failed = not self._guarded(
-            lambda: self._log.announce(version, digest, self.store(weights, version.version), requires)
-        )
+    def _announce(
+        self, stored: Stored, weights: Weights, requires: list[str], sample: Sample | None, before_bytes: int, paid: bool
+    ) -> None:
+        version, digest = stored.version, str(stored.record.fingerprint)
+
+        def announce() -> None:
+            announced = self._log.announce(version, digest, self.store(weights, version.version), requires)
+            self.chain.begin(announced, sample, self.chain.bytes - before_bytes, paid=paid)
+
+        self.failed = not self._guarded(announce)
         weights.close()
         if self.failed:
             self._log.give_up(version.version)
-        self.announcing = False
+        self.storing = False
+
+    def _fold(self, stored: Stored, snapshot: Snapshot) -> None:
+        chain, base = self.chain, self.chain.base
+        assert base is not None
+        folded: Stored | None = None
+
+        def store() -> None:
+            nonlocal folded
+            try:
+                folded = self._store_fold(base, stored, snapshot)
+            except (FormatError, ChainError) as error:
+                chain.foldable = False
+                self.failed = not chain.by_reference  # the next version gets an anchor
+                logger.warning("The full weights of version %d cannot be read: %s", base.record.version, error)
+
+        self._guarded(store)
+        snapshot.close()
+        chain.is_folded(stored.record.version, folded)
+        self.storing = False
+
+    def _store_fold(self, base: Stored, stored: Stored, snapshot: Snapshot) -> Stored:
+        """Store the parts of a fold, two at a time, while the next one is encoded; then the fold."""
+        log, number = self._log, stored.record.version
+        folder = keys.parts_folder(number, log.epoch, log.attempt(number))
+        puts, parts = Workers(_STORED_AT_ONCE, "deltasync-fold"), list[Future[File]]()
+        inline: Encoded | None = None
+        total = 0
+        with kernels.cpu.beside(_STORED_AT_ONCE):
+            for encoded, changed in fold.payloads_of(self.reader, base, number, snapshot):
+                if inline is not None:
+                    parts.append(self._put_part(puts, folder, base, parts, inline))
+                inline, total = encoded, total + changed
+        if inline is not None and (parts or len(inline.to_bytes()) > INLINE_BYTES):
+            parts.append(self._put_part(puts, folder, base, parts, inline))
+            inline = None
+        files = [part.result() for part in parts]
+        delta = Delta(codec=fold.CODEC, changed=total, parts=files)
+        return log.fold(stored.version, str(stored.record.fingerprint), inline, base=base.version, delta=delta)
+
+    def _put_part(
+        self, puts: Workers, folder: str, base: Stored, parts: list[Future[File]], payload: Encoded
+    ) -> Future[File]:
+        if len(parts) >= _STORED_AT_ONCE:
+            parts[-_STORED_AT_ONCE].result()  # so that no more are in memory
+        name = keys.fold_part(base.record.version, len(parts) + 1)
+        return puts.submit(self._log.put_file, folder, name, payload.to_bytes())
+
+    def _look(self) -> None:
+        self.asked = max(self.asked, requests.asked(self.reader.store))
 
     def _sweep(self) -> None:
         grace_s = self.retention.prune_grace_s

@@ -240,7 +240,7 @@ class Log:
         self._check()
         document = Record(
             run_id=self.run_id,
-            kind="fold",
+            kind="announcement" if "anchor" in fields else "fold",
             version=version.version,
             epoch=version.epoch,
             sha256=version.sha256,
@@ -248,7 +248,10 @@ class Log:
             fingerprint=fingerprint,
             **fields,
         )
-        key = keys.fold(0 if document.base is None else document.base.version, version.version, self.epoch)
+        if document.base is None:
+            key = keys.announcement(version.version, self.epoch)
+        else:
+            key = keys.fold(document.base.version, version.version, self.epoch)
         with self._lock:
             stored = self._folds.get(key)
             if stored is None:

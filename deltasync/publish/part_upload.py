@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from deltasync.channel import keys
-from deltasync.channel.documents import File, Version
+from deltasync.channel.documents import File
 from deltasync.channel.threads import Workers
 from deltasync.config import PublisherSettings
 from deltasync.errors import PublishError, PublishPendingError, error_of
@@ -67,7 +67,7 @@ class PartUploader:
         if job is not None:
             self.submit(job)
 
-    def resume(self, tip: Version) -> None:
+    def resume(self) -> None:
         """Do nothing: the first rank decides what the next version builds on."""
 
     def submit(self, job: Job) -> None:

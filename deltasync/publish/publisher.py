@@ -26,6 +26,7 @@ from deltasync.channel.signing import Trusted
 from deltasync.channel.threads import Home, let_go
 from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
 from deltasync.errors import ConfigError, get_logger
+from deltasync.publish.chain import Chain
 from deltasync.publish.collect import Weights, collect_weights
 from deltasync.publish.job import Job, Receipt
 from deltasync.publish.keep import Keeper
@@ -102,7 +103,7 @@ class Publisher:
     ) -> None:
         self._home = Home("publisher")
         given = PublisherSettings.from_env(**options)
-        retention = Retention.from_env() if retention is None else retention
+        says_retention, retention = retention is None, Retention.from_env() if retention is None else retention
         if not isinstance(retention, Retention):
             raise ConfigError(f"retention must be a Retention, not {retention!r}.")
         if group is not None and shadow is not None:
@@ -129,15 +130,21 @@ class Publisher:
         self._serial, self._closed = 0, False
         self._uploader: Uploader | PartUploader
         if self._log is not None:
-            keeper = Keeper(reader, self._log, retention, files)
-            self._uploader = Uploader(self._log, keeper, start.settings, start.since, self._peers.signals)
+            if says_retention and retention.keep_last is None and retention.keep_anchors is None:
+                logger.warning(
+                    "Nothing is ever deleted from %s: it keeps all versions. DELTASYNC_KEEP_LAST=1000, say, bounds it; "
+                    "`deltasync cost` computes its size.",
+                    self.store.url,
+                )
+            keeper = Keeper(reader, self._log, retention, files, Chain(start.way))
+            self._uploader = Uploader(self._log, keeper, start.settings, self._peers.signals)
         else:
             self._uploader = PartUploader(self.store, start.settings, self._peers.signals)
         self._first = FirstStream(self._peers, reader, start, initial, shadow)
         if start.channel is not None and group is None:
             self._shadow = self._first.resumed({name: (0, spec.element_count) for name, spec in self._specs.items()})
             if self._shadow is not None:
-                self._uploader.resume(start.end)
+                self._uploader.resume()
 
     @property
     def run_id(self) -> str | None:
@@ -334,7 +341,7 @@ class Publisher:
             number, full = uploader.next() if waiting is None else (waiting.version, waiting.full)
             full = full or self._starts_over
             uploader.warm_up()
-            collects = self._peers.size > 1 and (full or uploader.is_due(number, 0, self._weight_bytes))
+            collects = self._peers.size > 1 and (full or uploader.is_due(number, self._weight_bytes))
             return number, full, collects, waiting is not None
 
         try:
@@ -353,7 +360,7 @@ class Publisher:
         """Take the first stream. Return what its version builds on, the steps from there, and the reference if it is one."""
         begun = self._first.compare(named_tensors, self._channel, self.settings.dtype, may_refer=base.version == 1)
         if begun.resumed:
-            self._uploader.resume(self._first.start.end)
+            self._uploader.resume()
             base = base._replace(full=False, collects=False)
         self._channel, self._specs, self._held, self._shadow = begun.channel, begun.channel.specs, begun.held, begun.shadow
         self._starts_over = False

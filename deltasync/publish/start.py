@@ -21,7 +21,6 @@ from deltasync.publish.log import Log
 from deltasync.publish.opening import open_channel
 from deltasync.publish.shadow import Shadow, check_coverage
 from deltasync.publish.stream import Stream
-from deltasync.publish.upload import Since
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store
 from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint
@@ -46,15 +45,6 @@ class Start(NamedTuple):
     def end(self) -> Version:
         """The newest version, which the next one builds on."""
         return self.way[-1].version
-
-    @property
-    def since(self) -> Since:
-        """What a late joiner fetches."""
-        if not self.way:
-            return Since()
-        first, *others = self.way
-        by_reference = first.record.reference is not None
-        return Since(first.version.version, by_reference, sum(stored.record.payload_bytes for stored in others))
 
 
 def open_first(store: Store, settings: PublisherSettings, resume: bool, files: Mapping[str, bytes]) -> tuple[Start, Log]:

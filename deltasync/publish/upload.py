@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import sys
@@ -16,21 +15,20 @@ from types import FrameType
 import msgspec
 
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import Anchor, Delta, Record, Version
+from deltasync.channel.documents import Anchor, Delta, Record
 from deltasync.channel.record import Stored
 from deltasync.channel.threads import Workers, let_go
-from deltasync.codec.base import Encoded
 from deltasync.config import PublisherSettings
 from deltasync.errors import DeltaSyncError, FencedError, PublishError, PublishLostError, PublishPendingError, get_logger
+from deltasync.publish.chain import Sample
 from deltasync.publish.choose import Choice
 from deltasync.publish.collect import Weights, requires_of
-from deltasync.publish.encode import Payloads, compile_ahead, encode, encode_groups
+from deltasync.publish.encode import compile_ahead, encode_groups
 from deltasync.publish.job import AbortedError, Job, without_frames
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
-from deltasync.publish.shadow import fold_changes
 from deltasync.ranks.peers import Signals
-from deltasync.tensors import Patch, fingerprint, weight_bytes
+from deltasync.tensors import fingerprint, weight_bytes
 
 logger = get_logger(__name__)
 
@@ -40,17 +38,8 @@ PUTS = 4
 EXIT_S = 30.0
 """The process ends before everything is stored if the store has taken nothing for so long."""
 
-_ANCHOR_EVERY = 100
+_SHARDED_ANCHOR_EVERY = 100
 _IDLE_S = 5.0  # after which a connection is opened again before it is needed
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Since:
-    """What a late joiner fetches: the newest full weights, and the deltas after them."""
-
-    version: int = 0  # of the full weights, 0 if there are none
-    by_reference: bool = False  # whether they are a checkpoint elsewhere
-    bytes: int = 0  # of the deltas
 
 
 class Uploader:
@@ -60,15 +49,13 @@ class Uploader:
         full: Whether the next version needs full weights, because there is no base whose bits are known.
     """
 
-    def __init__(self, log: Log, keeper: Keeper, settings: PublisherSettings, since: Since, signals: Signals) -> None:
+    def __init__(self, log: Log, keeper: Keeper, settings: PublisherSettings, signals: Signals) -> None:
         self.full = True
         self.settings = settings
         self._log = log
         self._keeper = keeper
-        self._since = since
         self._signals = signals
         self._choice = Choice(settings.codec, None if signals.others else log.store)
-        self._fold: tuple[Version, dict[str, Patch]] | None = None
         self._lock = threading.RLock()
         self._waiting: list[Job] = []
         self._running: Job | None = None
@@ -152,19 +139,26 @@ class Uploader:
             self._used_s = time.monotonic()
             self._puts.submit(self._keeper.reader.head)
 
-    def is_due(self, version: int, payload_bytes: int, full_bytes: int) -> bool:
-        """Whether an anchor is to be stored beside a version.
+    def is_due(self, version: int, full_bytes: int) -> bool:
+        """Whether an anchor is to be stored beside a version, whatever it costs.
 
-        By default no number of versions after a reference makes one due: a late joiner has the reference's weights already,
-        and fetches the deltas alone. Once these are more bytes than the weights, an anchor is cheaper for it too.
+        No rank of a sharded trainer could write a fold. There an anchor is also due after a number of versions, unless they
+        follow a reference, and once the deltas are more bytes than the weights.
         """
-        every = self.settings.anchor_every or (sys.maxsize if self._since.by_reference else _ANCHOR_EVERY)
-        due = version - self._since.version >= every or self._since.bytes + payload_bytes > full_bytes
-        return (due or self._keeper.failed or self._log.emptied) and not self._keeper.announcing
+        keeper, chain = self._keeper, self._keeper.chain
+        if keeper.storing:
+            return False
+        since, every = version - chain.base_version, self.settings.anchor_every
+        asked = keeper.asked > chain.base_version or (keeper.asked > 0 and chain.by_reference)
+        due = keeper.failed or self._log.emptied or asked or (every is not None and since >= every)
+        if not self._signals.others:
+            return due
+        is_long = every is None and not chain.by_reference and since >= _SHARDED_ANCHOR_EVERY
+        return due or is_long or chain.bytes > full_bytes
 
-    def resume(self, tip: Version) -> None:
-        """Build the next version on this one, whose bits are known."""
-        self.full, self._fold = False, (tip, {})
+    def resume(self) -> None:
+        """Build the next version on the newest one, whose bits are known."""
+        self.full = False
 
     def close(self) -> None:
         """Finish what was submitted, and the work of the keeper and the log. Ctrl-C ends waits for a retry."""
@@ -263,7 +257,9 @@ class Uploader:
                 self._fenced = error
                 lost = self._drop_waiting()
         elif pending is not None and pending.version.version == version:
-            self._builds_on(job, pending.version)
+            self.full = False
+            if job.full:
+                self._keeper.chain.begin(pending, None)
             if not isinstance(error, PublishError):
                 error = PublishPendingError(f"Version {version} is not visible yet; the next publish puts it again. {error}")
                 error.__cause__ = cause
@@ -274,7 +270,7 @@ class Uploader:
                 error.__cause__ = cause
             # At once, so that a publish that learns of the loss cannot fold anything into what builds on it.
             with self._lock:
-                self.full, self._fold, self._running = True, None, None
+                self.full, self._running = True, None
                 lost = self._drop_waiting()
         logger.error("%s", error, exc_info=None if isinstance(cause, DeltaSyncError) else cause)
         self._end(job, error)
@@ -286,14 +282,6 @@ class Uploader:
         lost = [job for job in self._waiting if job is not self._held]
         self._waiting = [job for job in self._waiting if job is self._held]
         return lost
-
-    def _builds_on(self, job: Job, version: Version) -> None:
-        """Build the next version on this one."""
-        self.full = False
-        if job.full:
-            self._since = Since(job.version, job.reference is not None)
-        if job.full or self._fold is None:
-            self._fold = (version, {})
 
     def _store_delta(self, job: Job) -> Stored:
         """Store the parts, then the record. After return: visible as a whole.
@@ -309,12 +297,12 @@ class Uploader:
             job,
             self._choice,
             lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
-            keep=keeper.retention.fold_every > 0,
         )
-        fold = self._folded(job, encoded)
-        full_bytes = weight_bytes(job.shadow.specs.values())
-        if not self._signals.others and self.is_due(job.version, encoded.bytes, full_bytes):
+        wanted = self._wanted(job)
+        sample = None
+        if wanted is not None:
             job.weights = Weights.of(job.shadow, self.settings)
+            sample = Sample(job.shadow.bits) if wanted != "fold" else None
         job.released.set()
         others = self._signals.collect(job.serial)
         payload_bytes = encoded.bytes + sum(file.bytes for file in others)
@@ -322,16 +310,15 @@ class Uploader:
         job.end_encoding(payload_bytes)
         delta = Delta(codec=encoded.codec, changed=job.changed, parts=parts)
         stored = log.append(self._record(job, delta=delta), encoded.inline)
-        self._since = dataclasses.replace(self._since, bytes=self._since.bytes + payload_bytes)
-        self._builds_on(job, stored.version)
+        self.full = False
+        keeper.chain.add(stored)
         if job.weights is not None:
-            weights, job.weights, self._since = job.weights, None, Since(job.version)
-            keeper.announce(stored, weights, requires_of(self.settings))
-        if fold is not None and self._fold is not None:
-            base, patches = self._fold
-            delta = Delta(codec=encoded.codec, changed=sum(patch.changed for patch in patches.values()))
-            keeper.fold(base, stored, delta, fold if patches else None)
-            self._fold = (stored.version, {})
+            weights, job.weights = job.weights, None
+            if wanted == "fold":
+                assert weights.snapshot is not None
+                keeper.fold(stored, weights.snapshot)
+            else:
+                keeper.announce(stored, weights, requires_of(self.settings), sample, paid=wanted == "anchor")
         return stored
 
     def _store_full(self, job: Job) -> Stored:
@@ -340,6 +327,7 @@ class Uploader:
         if job.reference is None:
             requires = requires_of(self.settings)
             job.weights = job.weights or Weights.of(job.shadow, self.settings)
+        sample = None if self._signals.others else Sample(job.shadow.bits)
         job.released.set()
         if log.channel is None:
             log.create_channel(job.channel)
@@ -347,8 +335,23 @@ class Uploader:
         if job.weights is not None and job.weights.snapshot is not None:
             job.fingerprints = job.shadow.learn(job.weights.snapshot, job.version)
         stored = log.append(self._record(job, anchor=anchor, requires=requires), None)
-        self._builds_on(job, stored.version)
+        self.full = False
+        self._keeper.chain.begin(stored, sample)
         return stored
+
+    def _wanted(self, job: Job) -> str | None:
+        """Return what to store beside a version: a `fold`, an `anchor` from the budget, or a `due` one; None for nothing."""
+        keeper, shadow, every = self._keeper, job.shadow, self._keeper.retention.fold_every
+        if self._signals.others:
+            return None if job.weights is None else "due"
+        full_bytes = weight_bytes(shadow.specs.values())
+        if self.is_due(job.version, full_bytes):
+            return "due"
+        if keeper.storing:
+            return None
+        if every:
+            return "fold" if keeper.chain.foldable and keeper.chain.follows(job.version, every) else None
+        return keeper.chain.is_due(job.version, shadow.bits, full_bytes, folds=every is None)
 
     def _record(
         self, job: Job, *, delta: Delta | None = None, anchor: Anchor | None = None, requires: Sequence[str] = ()
@@ -367,17 +370,6 @@ class Uploader:
             token_lag=msgspec.UNSET if job.token_lag is None else job.token_lag,
             requires=[*requires],
         )
-
-    def _folded(self, job: Job, encoded: Payloads) -> Encoded | None:
-        """Add a delta to the fold; return the fold's payload if it is complete with this version."""
-        every = self._keeper.retention.fold_every
-        if not every or self._fold is None:
-            return None
-        base, before = self._fold
-        patches = fold_changes(before, encoded.patches)
-        self._fold = (base, patches)
-        complete = job.version - base.version >= every
-        return encode(job, encoded.codec, list(patches.values()), base.version) if complete else None
 
 
 _ENDING_S = 2.0  # how long threads may take to end once they were told to

@@ -140,7 +140,7 @@ def _announced(prefix: str, open_: Open) -> Seen:
 def _fold(open_: Open) -> Seen:
     run = _Run(open_, Retention(fold_every=4))
     run.publish(_FOLDED)
-    folds = [info.key for info in run.store.list(keys.FOLDS) if (span := keys.fold_of(info.key)) and span.base]
+    folds = [info.key for info in run.store.list(keys.FOLDS) if keys.fold_of(info.key)]
     spoil(run.store, max(folds))
     with listening() as warned:
         assert run.replica.sync() == _FOLDED
@@ -186,7 +186,7 @@ _ROWS: dict[str, tuple[Callable[[Open], Seen], str, tuple[str, ...]]] = {
     "a part": (functools.partial(_on_the_way, keys.PARTS), _NEXT_ANCHOR, PLACES),
     "a file of the first anchor": (_first_anchor, _NEXT_ANCHOR, PLACES),
     "a file of an announced anchor": (functools.partial(_announced, f"{keys.ANCHORS}0000000005"), _AT_ONCE, PLACES),
-    "the announcement of an anchor": (functools.partial(_announced, keys.FOLDS), _AT_ONCE, PLACES),
+    "the announcement of an anchor": (functools.partial(_announced, keys.ANNOUNCEMENTS), _AT_ONCE, PLACES),
     "a fold": (_fold, _AT_ONCE, PLACES),
     "an epoch's document": (_opening, "nothing to come back from", PLACES),
     "head": (_head, "the next publish", PLACES),

@@ -121,7 +121,7 @@ def referring() -> Made:
 def records() -> Iterator[bytes]:
     for channel in (made("packed"), made("raw"), referring()):
         for info in channel.store.list(""):
-            if info.key.startswith((keys.VERSIONS, keys.FOLDS)):
+            if info.key.startswith((keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS)):
                 yield channel.store.read(info.key, 1 << 30)
 
 

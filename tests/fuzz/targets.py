@@ -360,10 +360,10 @@ def channel_document() -> bytes:
 def seal(parts: Parts) -> Parts:
     """The objects with sizes and digests that agree, wherever a document is whole enough to hold one."""
     sealed = dict(parts)
-    order = sorted(parts, key=lambda key: (key == keys.HEAD, keys.fold_of(key) is not None, key))
+    order = sorted(parts, key=lambda key: (key == keys.HEAD, keys.beside_of(key) is not None, key))
     for key in order:
         with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            if key.startswith((keys.VERSIONS, keys.FOLDS)):
+            if key.startswith((keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS)):
                 header, body, says = containers.split_record(sealed[key])
                 _seal_record(says, sealed)
                 sealed[key] = containers.join_record(header, body, says)

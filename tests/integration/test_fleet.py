@@ -102,7 +102,7 @@ class TestForgotten:
         states: list[Weights] = []
         with Publisher(store, anchor_every=8) as publisher:
             publish(publisher, states, 12)
-        assert [span.version for span, _ in ChannelReader(store).folds() if span.base == 0] == [9]
+        assert [span.version for span, _ in ChannelReader(store).announcements()] == [9]
         return states
 
     def test_what_is_forgotten_is_passed_by_on_the_anchor(self, store: FaultyStore, states: list[Weights]) -> None:

@@ -171,7 +171,7 @@ def test_an_altered_signed_document_is_refused_by_both_readers(tmp_path: Path) -
     (tmp_path / "keys").write_text("\n".join(keys))
     source = GOLDEN / "signed/channel"
     record, other = _records(source, 4, 5)
-    (fold,) = (str(path.relative_to(source)) for path in source.glob("folds/0000000001-*"))
+    (fold,) = (str(path.relative_to(source)) for path in source.glob("folds/*"))
     for key in ("channel.json", record, fold):
         original = (source / key).read_bytes()
         for number, altered in enumerate(
@@ -264,7 +264,7 @@ def test_golden_channels_cover_the_format(codec: str) -> None:
     assert [len(records[version]["delta"]["parts"]) for version in VERSIONS[1:]] == [0, 0, 2, 0, 0]
     seal, _ = channel.record(independent_reader.slot(6, make.EPOCH))
     assert (seal["kind"], seal["next_epoch"]) == ("seal", make.SECOND)
-    (announced,) = folder.glob("folds/0000000000-*")
+    (announced,) = folder.glob("announcements/*")
     assert channel.record(str(announced.relative_to(folder)))[0]["anchor"]["files"]
 
     assert list(patches(records[4])) != [name for name in channel.table if name in patches(records[4])]  # another order
@@ -281,7 +281,7 @@ def patches(record: independent_reader.Record) -> dict[str, Any]:
 
 
 def test_other_channels_cover_the_format() -> None:
-    (announced,) = (GOLDEN / "compressed/channel").glob("folds/*")
+    (announced,) = (GOLDEN / "compressed/channel").glob("announcements/*")
     compressed = Channel(GOLDEN / "compressed/channel")
     record, _ = compressed.record(str(announced.relative_to(compressed.folder)))
     metadata, _ = independent_reader.safetensors(compressed.file(record["anchor"]["files"][0]))
@@ -297,7 +297,7 @@ def test_other_channels_cover_the_format() -> None:
     reader = ChannelReader(open_store(f"file://{GOLDEN}/detour/channel"))
     newest = reader.newest()
     assert newest is not None
-    assert [stored.record.kind for stored in find_way(reader, None, newest.version)] == ["fold", "fold", "delta"]
+    assert [stored.record.kind for stored in find_way(reader, None, newest.version)] == ["announcement", "fold", "delta"]
 
 
 def test_fingerprint_example_of_the_page_holds() -> None:

@@ -152,7 +152,7 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> Channel:
 
 
 def signed(objects: Objects) -> list[str]:
-    return [key for key in objects if key.startswith((keys.VERSIONS, keys.FOLDS)) or key == keys.CHANNEL]
+    return [key for key in objects if key.startswith((keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS)) or key == keys.CHANNEL]
 
 
 def test_the_honest_channel_is_taken(channel: Channel) -> None:
@@ -390,7 +390,7 @@ def test_a_fold_between_forks_leads_to_the_version_that_it_names_and_to_no_other
     made.announce(end)
     objects = objects_of(made.store)
     known = {version: made.bits[version.sha256] for version in [*versions, late, end]}
-    folds = [key for key in objects if key.startswith(keys.FOLDS)]
+    folds = [key for key in objects if key.startswith((keys.FOLDS, keys.ANNOUNCEMENTS))]
     for missing in [[], [late.key], [late.key, end.key], [versions[3].key], *([fold] for fold in folds)]:
         for head in (None, versions[-1], end):
             store = new_store()

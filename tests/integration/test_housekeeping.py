@@ -215,7 +215,9 @@ def test_no_payload_is_read_to_forget_and_to_prune(memory_url: str) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("place", ["folds/", *(f"versions/0000000/000000000{version}." for version in (8, 5, 3, 1))])
+@pytest.mark.parametrize(
+    "place", ["folds/", "announcements/", *(f"versions/0000000/000000000{version}." for version in (8, 5, 3, 1))]
+)
 def test_forget_can_be_cut_short_anywhere(store: AgedStore, place: str, after: bool) -> None:
     housekeeping.write_fold(_reader(store), 2, 6)
     store.fail_at("delete", place, after=after, error=StoreError)
@@ -311,7 +313,7 @@ def test_the_files_of_a_damaged_record_are_not_pruned(store: AgedStore, version:
 
 
 def test_the_files_of_a_damaged_fold_are_not_pruned(store: AgedStore) -> None:
-    (key,) = [info.key for _, info in _reader(store).folds() if "-0000000005" in info.key]
+    key = _announcement(store, 5)
     store.put(key, b"")
     assert not _prune(store).objects
 
@@ -434,7 +436,7 @@ def _wrong_fold(store: Store) -> None:
     two, six = reader.numbered(2).version, reader.numbered(6)
     delta = Delta(codec="packed", changed=index_K.size - 1)
     prints, author = {"w": 0, "ids": 0}, keys.new_author()
-    made = folds.encode_fold(reader, two, six.version, encoder.finish(6, 2), prints, None, author, delta=delta)
+    made = folds.encode_beside(reader, two, six.version, encoder.finish(6, 2), prints, None, author, delta=delta)
     assert made.data is not None
     right = dataclasses.replace(made.record, fingerprint=six.record.fingerprint)
     payload = encoder.finish(6, 2)
@@ -443,6 +445,11 @@ def _wrong_fold(store: Store) -> None:
 
 def _fold_key(store: Store, base: int, version: int) -> str:
     (key,) = [info.key for span, info in _reader(store).folds() if (span.base, span.version) == (base, version)]
+    return key
+
+
+def _announcement(store: Store, version: int) -> str:
+    (key,) = [info.key for span, info in _reader(store).announcements() if span.version == version]
     return key
 
 
@@ -506,7 +513,7 @@ def test_a_sound_channel_has_no_problems(copied: Store) -> None:
     assert (report.newest, report.versions, report.anchors, report.folds) == (_reader(copied).numbered(10).version, 10, 3, 2)
     assert (report.garbage_objects, report.publishing, report.unproven, report.unreachable) == (0, 0, [], [])
     assert report.proven == list(range(1, 11))
-    folders = (keys.VERSIONS, keys.FOLDS, keys.PARTS, keys.ANCHORS)
+    folders = (keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS, keys.PARTS, keys.ANCHORS)
     assert report.data_bytes == sum(info.bytes for prefix in folders for info in copied.list(prefix))
 
 
@@ -535,9 +542,9 @@ def test_check_without_data_reads_records_only_and_is_told_of_garbage(store: Age
     report = housekeeping.check(_reader(store))
     assert (report.garbage_objects, report.garbage_bytes, report.exit_code, report.proven) == (1, 4, 0, None)
     assert not [key for operation, key in store.calls if operation == "read" and key.startswith(("parts/", "anchors/"))]
-    # channel, head three times, the record that it names and the next one, an epoch, 10 versions and a seal, 2 folds;
-    # listings of records, folds and everything
-    assert len(store.calls) == 1 + 3 + 2 + 1 + 11 + 2 + 3
+    # channel, head three times, the record that it names and the next one, an epoch, 10 versions and a seal, 2
+    # announcements; listings of records, folds, announcements and everything
+    assert len(store.calls) == 1 + 3 + 2 + 1 + 11 + 2 + 4
 
 
 def test_files_of_the_next_version_are_being_published(store: AgedStore) -> None:
@@ -720,7 +727,7 @@ def test_more_than_files_beside_weights_have_is_refused_unread(
 ) -> None:
     store = FaultyStore(open_store(memory_url))
     filled(store.inner, STATES[:3], anchors=(2,))
-    key = _fold_key(store.inner, 0, 2)
+    key = _announcement(store.inner, 2)
     anchor = record.decode(store.inner.read(key, 1 << 30), key, None).record.anchor
     assert anchor is not None
     files = [
@@ -780,13 +787,13 @@ def test_a_copy_leaves_garbage_and_heartbeats_behind(store: AgedStore, tmp_path:
     assert {info.key.split("/")[0] for info in target.list("")} == {
         "channel.json",
         "head.json",
-        *("versions", "parts", "anchors", "folds", "epochs"),
+        *("versions", "parts", "anchors", "announcements", "epochs"),
     }
 
 
 CUTS = (
-    *("parts/0000000006", "anchors/0000000005", "versions/0000000/0000000006", "versions/0000000/0000000009", "folds/"),
-    *("epochs/", "channel", "head"),
+    *("parts/0000000006", "anchors/0000000005", "versions/0000000/0000000006", "versions/0000000/0000000009"),
+    *("announcements/", "epochs/", "channel", "head"),
 )
 
 
@@ -1018,7 +1025,7 @@ def test_fold_log_and_show_as_commands(url: str) -> None:
     assert document["document"]["base"]["version"] == 5 and document["sha256"] == reader.numbered(6).sha256
     for what, said in ((again["key"], "of record"), (keys.slot(7, EPOCH), "next_epoch"), ("latest", "since version 9")):
         assert said in _deltasync("show", url, what).stdout
-    assert f"anchor           {_fold_key(reader.store, 0, 9)}" in _deltasync("show", url, 9).stdout
+    assert f"anchor           {_announcement(reader.store, 9)}" in _deltasync("show", url, 9).stdout
 
 
 def test_log_goes_on_past_a_damaged_record(url: str) -> None:

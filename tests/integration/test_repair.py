@@ -46,7 +46,7 @@ OBJECTS: dict[str, str] = {
     "the first anchor's weights": _files(1)[1],
     "an announced anchor's weights": _files(5)[1],
     "an announced anchor's config": f"{keys.anchor_folder(5, EPOCH)}/config.json",
-    "an announcement": keys.fold(0, 5, EPOCH),
+    "an announcement": keys.announcement(5, EPOCH),
     "a fold": keys.fold(2, 6, EPOCH),
     "head": keys.HEAD,
 }
@@ -222,10 +222,10 @@ def test_a_damaged_anchor_is_replaced_by_one_of_the_newest_version(memory_url: s
     store = open_store(memory_url)
     _fill(store)
     _damage(store, OBJECTS["an announced anchor's weights"])
-    _damage(store, keys.fold(0, 5, EPOCH), halved)
+    _damage(store, keys.announcement(5, EPOCH), halved)
     found = _repair(store)
     assert [done.outcome for done in found.objects] == ["bypassed"] and found.exit_code == 0
-    (span,) = [span for span, _ in ChannelReader(store).folds() if span.author.startswith(keys.TOOL)]
+    (span,) = [span for span, _ in ChannelReader(store).announcements() if span.author.startswith(keys.TOOL)]
     assert (span.base, span.version) == (0, 8)
     for key in (keys.slot(1, EPOCH), keys.slot(3, EPOCH)):  # it is really another way
         store.delete(key)

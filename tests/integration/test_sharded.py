@@ -74,7 +74,7 @@ def records(folder: Path) -> dict[int, Record]:
 def anchors(folder: Path) -> dict[int, Record]:
     """Those beside the log."""
     reader = ChannelReader(open_store(f"file://{folder}/channel"))
-    return {span.version: reader.stored(info.key).record for span, info in reader.folds() if span.base == 0}
+    return {span.version: reader.stored(info.key).record for span, info in reader.announcements()}
 
 
 def prove(folder: Path, size: int) -> Told:

@@ -20,7 +20,7 @@ from deltasync.tensors.bits import bits_of
 from tests.channels import Made, made, trained
 from tests.conftest import assert_same_bits
 
-_LOG = (keys.VERSIONS, keys.PARTS, keys.FOLDS, keys.ANCHORS)
+_LOG = (keys.VERSIONS, keys.PARTS, keys.FOLDS, keys.ANNOUNCEMENTS, keys.ANCHORS)
 
 
 class Histories(RuleBasedStateMachine):

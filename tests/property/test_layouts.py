@@ -106,7 +106,7 @@ def chain(data: st.DataObject, reader: ChannelReader, have: Version | None, targ
     """A chain between two versions without some objects; empty if none is left."""
     if have is not None and have.version > target.version and data.draw(st.booleans()):
         return find_way_back(reader, have, reader.record(target))
-    known = [info.key for _, info in (*reader.slots(), *reader.folds())]
+    known = [info.key for _, info in (*reader.slots(), *reader.beside())]
     avoid = dict.fromkeys(data.draw(st.sets(st.sampled_from(known))), "left out")
     try:
         return find_way(reader, have, target, avoid)

@@ -388,7 +388,7 @@ def test_costs_add_up() -> None:
     part, file = (File(key=key, bytes=size, sha256="0" * 64) for key, size in (("p", gigabyte), ("f", 10 * gigabyte)))
     stored = [record_of("delta", version, Delta(codec="packed", changed=1, parts=[part])) for version in (2, 3)]
     stored.append(record_of("delta", 1, Delta(codec="packed", changed=1), body_bytes=gigabyte))  # in its record
-    stored.append(record_of("fold", 1, anchor=Anchor(files=[file])))
+    stored.append(record_of("announcement", 1, anchor=Anchor(files=[file])))
     stored.append(record_of("fold", 3, Delta(codec="packed", changed=1), body_bytes=2 * gigabyte))
     stored.append(record_of("seal", 4))
     held = [ObjectInfo("a", 13 * gigabyte, hour_ago), ObjectInfo("b", gigabyte)]  # of the last the store tells no time
@@ -423,7 +423,7 @@ def test_costs_add_up() -> None:
 
 def test_what_is_stored_counts_what_was_not_read_too(store: RangeStore) -> None:
     filled(store.inner, states_of(50, 6), parts=(3, 6), anchors=(4,), folds=((2, 5),))
-    payload = ("versions/", "folds/", "parts/", "anchors/")
+    payload = ("versions/", "folds/", "announcements/", "parts/", "anchors/")
     held = sum(info.bytes for info in store.inner.list("") if info.key.startswith(payload))
     found = Observer(store, last=2).look()
     assert found.unread == 4 and found.costs is not None

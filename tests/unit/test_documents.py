@@ -49,13 +49,15 @@ def _record(**fields: Any) -> Record:
 
 def _key(document: Any) -> str:
     if isinstance(document, Record):
+        if document.kind == "announcement":
+            return keys.announcement(document.version, EPOCH)
         if document.kind == "fold":
-            return keys.fold(0 if document.base is None else document.base.version, document.version, EPOCH)
+            return keys.fold(BASE.version, document.version, EPOCH)
         return keys.slot(document.version, document.epoch)
     return keys.epoch_document(document.epoch) if isinstance(document, Opening) else "key"
 
 
-HEAD = Head(run_id="run", version=2, epoch=EPOCH, sha256="b" * 64, anchor=keys.fold(0, 2, EPOCH))
+HEAD = Head(run_id="run", version=2, epoch=EPOCH, sha256="b" * 64, anchor=keys.announcement(2, EPOCH))
 CHANNEL = Channel(
     run_id="run",
     created_at="2026-01-01T00:00:00+00:00",
@@ -74,7 +76,7 @@ RECORDS = {
     "seal": _record(kind="seal", delta=None, fingerprint=None, next_epoch=NEXT),
     "empty seal": _record(kind="seal", version=1, base=None, delta=None, fingerprint=None, next_epoch=NEXT),
     "fold": _record(kind="fold", version=9, sha256="c" * 64),
-    "announced": _record(kind="fold", version=9, base=None, sha256="c" * 64, delta=None, anchor=ANCHOR),
+    "announced": _record(kind="announcement", version=9, base=None, sha256="c" * 64, delta=None, anchor=ANCHOR),
 }
 DOCUMENTS = [*RECORDS.values(), HEAD, CHANNEL, OPENING, dataclasses.replace(OPENING, continues=None)]
 
@@ -174,7 +176,7 @@ def test_a_line_break_behind_a_name_or_a_digest_is_corrupt(name: str) -> None:
 def test_a_record_is_good_at_its_own_place_only(name: str) -> None:
     document = RECORDS[name]
     version = document.version
-    other = [keys.slot(version, NEXT), keys.slot(version + 1, EPOCH), keys.fold(0, version + 1, EPOCH), keys.HEAD, "x"]
+    other = [keys.slot(version, NEXT), keys.slot(version + 1, EPOCH), keys.announcement(version + 1, EPOCH), keys.HEAD, "x"]
     for key in [*other, keys.fold(1, version, EPOCH) if document.kind != "fold" else keys.slot(version, EPOCH)]:
         with pytest.raises(CorruptDataError):
             _decode(document, documents.encode(document), key)
@@ -196,12 +198,8 @@ def test_a_record_has_what_its_kind_has_and_nothing_else(name: str, field: str) 
             document["version"] = 2
     else:
         document[field] = None
-    if (name, field) in (("fold", "base"), ("announced", "base")):
-        key = keys.fold(0 if document["base"] is None else 1, document["version"], EPOCH)
-    else:
-        key = _key(RECORDS[name])
     with pytest.raises(CorruptDataError):
-        documents.decode(json.dumps(document).encode(), Record, key)
+        documents.decode(json.dumps(document).encode(), Record, _key(RECORDS[name]))
 
 
 @pytest.mark.parametrize("field", ["run_id", "version", "kind", "created_at", "epoch"])
@@ -376,7 +374,7 @@ def test_bounds_follow_from_the_table() -> None:
     specs = CHANNEL.specs
     names = len("w") + len("scale")
     most = (5 << 20) + 2 * 1024 + 32 * names
-    assert record.most_bytes(keys.slot(7, EPOCH), specs) == record.most_bytes(keys.fold(0, 7, EPOCH), specs) == most
+    assert record.most_bytes(keys.slot(7, EPOCH), specs) == record.most_bytes(keys.announcement(7, EPOCH), specs) == most
     payloads = 32 * 7 + 2 * 4096 + 64 * names + (1 << 20)
     assert record.most_payload_bytes(specs) == payloads
     assert record.most_bytes(keys.fold(3, 7, EPOCH), specs) == most + payloads

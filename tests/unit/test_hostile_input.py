@@ -97,7 +97,7 @@ def test_a_version_that_declares_more_than_its_tensors_take_is_not_fetched(
     _append(channel, None, "packed", parts=[dataclasses.replace(part, bytes=size)])
     _refused(channel, "more than the channel's tensors take", caplog)
     channel.announce(channel.tip)
-    (fold,) = (info.key for info in channel.store.list(keys.FOLDS))
+    (fold,) = (info.key for info in channel.store.list(keys.ANNOUNCEMENTS))
     stored = ChannelReader(channel.store).stored(fold)
     assert stored.record.anchor is not None
     (file,) = stored.record.anchor.files
@@ -149,7 +149,7 @@ def test_every_object_is_asked_for_with_a_bound(memory_url: str) -> None:
         keys.HEAD: 4096,
         channel.tip.key: record.most_bytes(channel.tip.key, specs),
         keys.fold(1, 3, EPOCH): record.most_bytes(keys.fold(1, 3, EPOCH), specs),
-        keys.fold(0, 3, EPOCH): record.most_bytes(keys.fold(0, 3, EPOCH), specs),
+        keys.announcement(3, EPOCH): record.most_bytes(keys.announcement(3, EPOCH), specs),
     }
     for key, bound in bounds.items():
         store = _Endless(channel.store, key)
@@ -158,7 +158,7 @@ def test_every_object_is_asked_for_with_a_bound(memory_url: str) -> None:
             reader.head()
             reader.newest()
             reader.stored(keys.fold(1, 3, EPOCH))
-            reader.stored(keys.fold(0, 3, EPOCH))
+            reader.stored(keys.announcement(3, EPOCH))
         assert store.asked and set(store.asked) == {bound}
         assert bound < 8 << 20 or key == keys.CHANNEL
     store = FaultyStore(channel.store)
@@ -173,7 +173,7 @@ def test_a_listing_of_100_000_strange_keys_costs_a_bounded_number_of_reads(memor
     replica = Replica(channel.store)
     assert replica.sync(2) == 2
     flood = [ObjectInfo(keys.slot(1 + at, "999999-ffffffff"), 5 << 20, time.time()) for at in range(50_000)]
-    flood += [ObjectInfo(keys.fold(0, 3, f"000000-{at:08x}"), 1, time.time()) for at in range(50_000)]
+    flood += [ObjectInfo(keys.announcement(3, f"000000-{at:08x}"), 1, time.time()) for at in range(50_000)]
 
     class Flooded(FaultyStore):
         def list(self, prefix: str) -> Iterator[ObjectInfo]:

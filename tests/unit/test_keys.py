@@ -29,7 +29,11 @@ def test_what_a_key_tells_is_what_it_was_made_of(version: int) -> None:
     assert keys.slot_of(keys.slot(version, EPOCH)) == Slot(version, EPOCH)
     assert Slot(version, EPOCH).key == keys.slot(version, EPOCH)
     assert keys.slot(version, EPOCH).startswith(keys.folder(version))
-    assert keys.fold_of(keys.fold(version - 1, version, EPOCH)) == Span(version - 1, version, EPOCH)
+    announced = keys.announcement(version, EPOCH)
+    assert (keys.beside_of(announced), keys.fold_of(announced)) == (Span(0, version, EPOCH), None)
+    if version > 1:
+        fold = keys.fold(version - 1, version, EPOCH)
+        assert keys.fold_of(fold) == keys.beside_of(fold) == Span(version - 1, version, EPOCH)
     assert keys.file_of(f"{keys.parts_folder(version, EPOCH, 7)}/{keys.part(12, 3)}") == Slot(version, EPOCH)
     assert keys.file_of(f"{keys.anchor_folder(version, EPOCH)}/config.json") == Slot(version, EPOCH)
     assert keys.epoch_of(keys.epoch_document(EPOCH)) == EPOCH
@@ -57,6 +61,9 @@ DIGITS = "1" * 5000, "\N{ARABIC-INDIC DIGIT ONE}" * 10, "9" * 20
         "versions/0000000/0000000001.000001-00000001.safetensors\n",
         "versions/0000000/a/0000000001.000001-00000001.safetensors",
         "folds/0000000001.000001-00000001.safetensors",
+        "folds/0000000000-0000000001.000001-00000001.safetensors",
+        "announcements/0000000000-0000000001.000001-00000001.safetensors",
+        *(f"announcements/{digits}.000001-00000001.safetensors" for digits in DIGITS),
         "epochs/000001.json",
         "parts/0000000001.000001-00000001/x",
         "parts/0000000001.000001-00000001.0/",
@@ -67,7 +74,7 @@ DIGITS = "1" * 5000, "\N{ARABIC-INDIC DIGIT ONE}" * 10, "9" * 20
     ],
 )
 def test_other_keys_tell_nothing(key: str) -> None:
-    assert [keys.slot_of(key), keys.fold_of(key), keys.epoch_of(key), keys.file_of(key)] == [None] * 4
+    assert [keys.slot_of(key), keys.beside_of(key), keys.epoch_of(key), keys.file_of(key)] == [None] * 4
 
 
 def test_no_two_epochs_have_one_name() -> None:

@@ -345,7 +345,7 @@ class TestFolds:
         for each, base, version in ((fold, found[0].version, found[2].version), (announced, None, found[0].version)):
             read = reader.stored(each.key, each.sha256)
             assert (read.record, read.version, read.record.base) == (each.record, version, base)
-        assert {info.key for _, info in reader.folds()} == {fold.key, announced.key}
+        assert {info.key for _, info in reader.beside()} == {fold.key, announced.key}
 
     @pytest.mark.parametrize("after", [True, False])
     def test_one_that_got_no_answer_is_put_again_with_the_same_bytes(self, quick: Place, after: bool) -> None:
@@ -354,7 +354,7 @@ class TestFolds:
         first = a.publish()
         anchor = first.record.anchor
         assert anchor is not None
-        store.fail_at("put", keys.FOLDS, after=after)
+        store.fail_at("put", keys.ANNOUNCEMENTS, after=after)
         with pytest.raises(TransientStoreError):
             a.log.announce(first.version, "0" * 16, anchor, [])
         folder = keys.anchor_folder(1, a.log.epoch, 1)
@@ -372,7 +372,7 @@ class TestFolds:
             a.publish()
         with pytest.raises(FencedError):
             a.log.announce(first.version, "0" * 16, Anchor(), [])
-        assert not list(quick.store.list(keys.FOLDS))
+        assert not list(quick.store.list(keys.ANNOUNCEMENTS))
 
 
 class TestBounds:

@@ -186,7 +186,7 @@ def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_versi
             publisher.publish(weights.items()).wait(60)
         gate.opened.set()
     reader = ChannelReader(store)
-    (info,) = [info for span, info in reader.folds() if span.version == 4]
+    (info,) = [info for span, info in reader.announcements() if span.version == 4]
     record = reader.stored(info.key).record
     assert record.anchor is not None and len(record.anchor.files) == MANY
     assert record.requires == ([] if compression == "none" else [documents.COMPRESSED])
@@ -198,7 +198,7 @@ def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_versi
     assert found.keys() == versions[3].keys()
     for name, tensor in versions[3].items():
         np.testing.assert_array_equal(found[name], bits_of(tensor))
-    assert [span.version for span, _ in reader.folds()] == [4]  # none was begun while one was under way
+    assert [span.version for span, _ in reader.announcements()] == [4]  # none was begun while one was under way
     assert_holds(store, 24, versions[-1])
 
 
@@ -256,7 +256,7 @@ def test_an_anchor_that_reads_a_tensor_holds_no_publish_and_has_the_bits_of_its_
         publisher.publish(versions[3].items()).wait(60)
         opened.set()
     reader = ChannelReader(store)
-    (info,) = [info for span, info in reader.folds() if span.version == 3]
+    (info,) = [info for span, info in reader.announcements() if span.version == 3]
     found = {name: bits_N for name, bits_N, _ in payloads.weights(reader, reader.stored(info.key))}
     assert found.keys() == versions[2].keys()
     for name, tensor in versions[2].items():
@@ -273,7 +273,7 @@ def test_an_anchor_of_which_a_file_is_not_stored_is_not_announced(store: FaultyS
         assert gate.entered.wait(60)
         gate.opened.set()
     assert fault.hits == 1
-    assert not ChannelReader(store).folds()
+    assert not ChannelReader(store).announcements()
     assert_holds(store, 3, versions[-1])
 
 
@@ -285,7 +285,7 @@ def test_an_anchor_that_cannot_be_stored_is_tried_again_with_the_next_version(st
             publisher.publish(weights.items()).wait(60)
             publisher._uploader._keeper._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
     assert fault.hits == 1
-    assert [span.version for span, _ in ChannelReader(store).folds()] == [4]
+    assert [span.version for span, _ in ChannelReader(store).announcements()] == [4]
     assert_holds(store, 5, versions[-1])
 
 

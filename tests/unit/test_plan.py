@@ -52,9 +52,9 @@ def test_a_cold_start_reads_few_documents_before_weights(store: FaultyStore) -> 
     assert replica.sync() == 60
     calls = asked(store)
     before = calls[: [key.startswith(keys.ANCHORS) for key in calls].index(True)]
-    folds = keys.fold(0, 59, channel.epoch)
+    announcement = keys.announcement(59, channel.epoch)
     assert sorted(before[:3]) == sorted([keys.CHANNEL, keys.HEAD, keys.slot(60, channel.epoch)])
-    assert sorted(before[3:]) == sorted([keys.VERSIONS, keys.FOLDS, folds])
+    assert sorted(before[3:]) == sorted([keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS, announcement])
     assert holds(replica, channel)
 
 

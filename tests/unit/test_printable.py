@@ -28,6 +28,7 @@ from deltasync import codec, errors, open_store
 from deltasync.channel import heartbeat, keys
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.codec.base import RECORD, body, load_tensors, read_metadata
 from deltasync.errors import CorruptDataError, DeltaSyncError, get_logger, printable, printable_in, redacted
@@ -155,7 +156,7 @@ def _channel(url: str) -> Store:
 
 
 def _documents(store: Store) -> list[str]:
-    folds = [info.key for info in store.list(keys.FOLDS)]
+    folds = [info.key for _, info in ChannelReader(store).beside()]
     return [keys.CHANNEL, keys.HEAD, keys.slot(1, EPOCH), keys.slot(2, EPOCH), *folds, keys.replica("r")]
 
 

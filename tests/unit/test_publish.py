@@ -85,7 +85,7 @@ def _versions(store: Store) -> list[int]:
 
 def _anchors(store: Store) -> list[int]:
     """Versions that have an anchor beside the log."""
-    return [span.version for span, _ in ChannelReader(store).folds() if span.base == 0]
+    return [span.version for span, _ in ChannelReader(store).announcements()]
 
 
 @pytest.fixture
@@ -286,23 +286,6 @@ def test_anchor_every_counts_versions(memory_url: str) -> None:
 
 def _wait_for_keeper(publisher: Publisher) -> None:
     publisher._uploader._keeper._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
-
-
-def test_an_anchor_is_written_when_replaying_the_chain_costs_more(memory_url: str) -> None:
-    weights = _weights()
-    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-    receipts = []
-    with Publisher(memory_url, anchor_every=1000) as publisher:
-        for seed in range(9):
-            receipts.append(_publish(publisher, weights := _trained(weights, seed, fraction=0.9)))
-            _wait_for_keeper(publisher)
-    chain_bytes, expected = 0, []
-    for receipt in receipts[1:]:
-        chain_bytes += receipt.payload_bytes
-        if chain_bytes > weight_bytes:
-            expected.append(receipt.version)
-            chain_bytes = 0
-    assert _anchors(open_store(memory_url)) == expected != []
 
 
 def test_a_used_channel_is_refused_without_resume(channel_url: str) -> None:
@@ -762,7 +745,7 @@ def test_objects_are_written_parts_first_then_the_record_and_head_last(store: Fa
     assert written.index("versions") > max(at for at, key in enumerate(written) if key == "parts")
     assert written[-1] == "head.json"
     assert written.index("anchors") > written.index("versions")  # no version waits for it
-    assert written.index("folds") > written.index("anchors")
+    assert written.index("announcements") > written.index("anchors")
 
 
 def test_a_closed_publisher_refuses(memory_url: str) -> None:

@@ -176,7 +176,7 @@ class TestIdentify:
         assert payloads.unlike(follower.reader, reference, follower.memory.fingerprints) == (
             f"The weights here are not those of {base}: 1 of 5 tensors differ: model.norm.weight."
         )
-        store.delete(*(info.key for info in store.list(keys.FOLDS)))  # which announce full weights, once deltas are larger
+        store.delete(*(info.key for info in store.list(keys.ANNOUNCEMENTS)))
         moved = base.rename(base.parent / "moved")
         with pytest.raises(MissingVersionError, match="which this machine cannot load"):
             self.advance(follower, cursor)

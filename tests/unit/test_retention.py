@@ -64,7 +64,7 @@ def _holding(
     return Holding(
         records=records,
         stored_s=times,
-        announced={slot: times.get(keys.fold(0, slot.version, slot.epoch), 1.0) for slot in announced},
+        announced={slot: times.get(keys.announcement(slot.version, slot.epoch), 1.0) for slot in announced},
     )
 
 
@@ -115,8 +115,23 @@ def test_at_any_moment_those_that_are_left_can_be_read() -> None:
         assert _forgetting(holding, Keep(last=99)).kept == sorted(left)
 
 
+def test_a_fold_from_full_weights_takes_the_place_of_the_versions_between() -> None:
+    folds = [keys.fold(1, 5, ONE), keys.fold(1, 8, ONE)]
+    folded = {Slot(5, ONE): {Slot(1, ONE): 1.0}, Slot(8, ONE): {Slot(1, ONE): 1.0}}
+    holding = dataclasses.replace(_holding(_log(1, 10), (), folds), folded=folded)
+    found = _forgetting(holding, Keep(last=2))
+    assert (_numbers(found.kept), found.folds) == ([1, 8, 9, 10], folds[:1])
+    left = dict(holding.records)
+    for slot in reversed(found.versions):  # at any moment what is left can be read
+        del left[slot]
+        assert {*_slots(1, 8, 9, 10)} <= {*_forgetting(dataclasses.replace(holding, records=left), Keep(last=2)).kept}
+    # It is no way without the full weights that it begins with, nor one that is too new to rely on, for what was needed.
+    without = dataclasses.replace(holding, folded={Slot(8, ONE): {Slot(3, ONE): 1.0}})
+    assert _numbers(_forgetting(without, Keep(last=2)).kept) == list(range(1, 11))
+
+
 def test_an_announced_anchor_stays_with_what_relies_on_it() -> None:
-    folds = [keys.fold(0, 4, ONE), keys.fold(0, 8, ONE)]
+    folds = [keys.announcement(4, ONE), keys.announcement(8, ONE)]
     found = _forgetting(_holding(_log(1, 10), _slots(4, 8), folds), Keep(last=1))
     assert found.folds == folds[:1]
     assert found.keys.index(folds[0]) > found.keys.index(Slot(4, ONE).key)
@@ -127,7 +142,7 @@ def test_an_announced_anchor_stays_with_what_relies_on_it() -> None:
 
 
 def test_an_announced_anchor_that_is_not_complete_is_not_relied_on() -> None:
-    folds = [keys.fold(0, 4, ONE), keys.fold(0, 8, ONE)]
+    folds = [keys.announcement(4, ONE), keys.announcement(8, ONE)]
     found = _forgetting(_holding(_log(1, 10), _slots(4), folds), Keep(last=1))
     assert _numbers(found.kept) == [4, 5, 6, 7, 8, 9, 10] and not found.folds
 
@@ -227,7 +242,7 @@ def test_what_became_dispensable_just_now_stays() -> None:
 
 
 def test_what_an_anchor_made_dispensable_just_now_stays() -> None:
-    announced = keys.fold(0, 8, ONE)
+    announced = keys.announcement(8, ONE)
     holding = _holding(_log(1, 10), _slots(4, 8), [announced], {announced: 1000})
     assert _numbers(_forgetting(holding, Keep(last=1), 1000).kept) == [8, 9, 10]
     assert _numbers(_forgetting(holding, Keep(last=1), 999).recent) == [4, 5, 6, 7]
@@ -257,7 +272,7 @@ def _references(epochs: int = 1, damaged: Slot | None = None) -> References:
     if damaged is not None:
         records[damaged] = None
     folds = {
-        keys.fold(0, 8, ONE): _record(8, anchor=True),
+        keys.announcement(8, ONE): _record(8, anchor=True),
         keys.fold(4, 9, TOOL): dataclasses.replace(_record(9, epoch=TOOL), kind="fold"),
     }
     return References(records, folds)

@@ -1,0 +1,177 @@
+"""What a late joiner of a channel fetches, and when to shorten it: by a fold from the full weights, or by new full weights.
+
+A late joiner takes the newest full weights (an anchor, or the reference), the newest fold from them, and the deltas since.
+Folds and anchors are paid from a budget, `SHARE` of the bytes of deltas, so that they stay a small part of what is stored
+at any rate of change: the next fold is written once it fits. Full weights take a fold's place where it is no longer small.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from deltasync.channel.record import Stored
+from deltasync.errors import get_logger
+
+logger = get_logger(__name__)
+
+SHARE = 0.33
+"""Bytes of folds and anchors that may be stored for each byte of delta."""
+
+LARGE = 0.5
+"""A fold of more than this part of the weights is not written; full weights are, once they fit into the budget."""
+
+LEAST_FOLDED = 16
+"""Versions that the next fold covers at least: fewer are read about as soon without it."""
+
+SAMPLED = 1 << 20
+"""Elements by which the size of a fold is estimated."""
+
+_WINDOWS = 64
+
+
+class Sample:
+    """Some of a model's elements as they were, to estimate how large a delta from then to now would be."""
+
+    def __init__(self, bits: Mapping[str, np.ndarray]) -> None:
+        self._element_count = sum(held.size for held in bits.values())
+        length = -(-min(SAMPLED, self._element_count) // _WINDOWS)
+        at = -(-self._element_count // _WINDOWS)
+        self._old: list[tuple[str, int, np.ndarray]] = []
+        first = 0
+        for name, held in bits.items():
+            for window in range(first // at if at else 0, _WINDOWS):
+                start, stop = max(window * at, first) - first, min(window * at + length, first + held.size) - first
+                if start >= held.size:
+                    break
+                if start < stop:
+                    self._old.append((name, start, held[start:stop].copy()))
+            first += held.size
+
+    def fold_bytes(self, bits: Mapping[str, np.ndarray]) -> float:
+        """Return the estimated size of a delta to these bits, by the entropy of the steps of the sample, zeros included."""
+        steps = [
+            (bits[name][start : start + old.size] - old).astype(np.int64) for name, start, old in self._old if name in bits
+        ]
+        if not steps:
+            return 0.0
+        _, count = np.unique(np.concatenate(steps), return_counts=True)
+        share = count / count.sum()
+        return float(-(share * np.log2(share)).sum()) * self._element_count / 8
+
+
+class Budget:
+    """What folds and anchors may cost, and which of them is next. `deltasync cost` computes with it, too."""
+
+    def __init__(self, folded: int = 0) -> None:
+        self.folded = folded  # the version where the newest fold ends, or that has the full weights
+        self._earned = self._spent = self._needed = 0.0
+
+    def earn(self, delta_bytes: float) -> None:
+        """Note the bytes of a delta."""
+        self._earned += SHARE * delta_bytes
+
+    def choose(self, version: int, full_bytes: float, fold_bytes: Callable[[], float], *, folds: bool) -> str | None:
+        """Return `fold` or `anchor` if the budget pays for that now.
+
+        `fold_bytes` estimates the next fold; it is called only where that may decide. Without `folds` there is none.
+        """
+        left = self._earned - self._spent
+        if version - self.folded < LEAST_FOLDED or left < self._needed:
+            return None
+        size = fold_bytes() if folds else float(full_bytes)
+        is_fold = folds and size <= LARGE * full_bytes
+        self._needed = size if is_fold else float(full_bytes)
+        return None if left < self._needed else "fold" if is_fold else "anchor"
+
+    def end(self, version: int, paid_bytes: float = 0.0) -> None:
+        """Note that a version has the newest fold or full weights, for which the budget paid so many bytes."""
+        self.folded, self._needed = version, 0.0
+        self._spent += paid_bytes
+
+
+class Chain:
+    """The way of a late joiner to the newest version, and the budget to shorten it. Several threads use it.
+
+    Attributes:
+        base: The newest full weights that are stored, None if there are none.
+        bytes: Of the deltas since then.
+        foldable: Whether the base's weights could be read when a fold was last made of them.
+    """
+
+    def __init__(self, way: Sequence[Stored] = ()) -> None:
+        self.base = way[0] if way else None
+        self.bytes = sum(_bytes_of(stored) for stored in way[1:])
+        self.foldable = True
+        self._before_bytes = self.bytes  # what led from the base to the version that was resumed
+        self._budget = Budget(way[-1].record.version if way else 0)
+        self._estimated = 0.0
+        self._factor = 1.0  # actual by estimated size of the last fold
+        self._sample: Sample | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def base_version(self) -> int:
+        """Number of the version with the newest full weights, 0 if there is none."""
+        return 0 if self.base is None else self.base.record.version
+
+    @property
+    def by_reference(self) -> bool:
+        """Whether these weights are a checkpoint elsewhere."""
+        return self.base is not None and self.base.record.reference is not None
+
+    def begin(self, base: Stored, sample: Sample | None, later_bytes: int = 0, *, paid: bool = False) -> None:
+        """Start from new full weights, after which there are deltas of `later_bytes`.
+
+        `sample` is of these weights, `paid` whether the budget pays for them.
+        """
+        with self._lock:
+            self.base, self.bytes, self.foldable, self._sample = base, later_bytes, True, sample
+            self._before_bytes = 0
+            self._budget.end(base.record.version, base.record.payload_bytes if paid else 0)
+
+    def add(self, stored: Stored) -> None:
+        """Add the next delta."""
+        with self._lock:
+            self.bytes += _bytes_of(stored)
+            self._budget.earn(_bytes_of(stored))
+
+    def is_due(self, version: int, bits: Mapping[str, np.ndarray], full_bytes: int, *, folds: bool) -> str | None:
+        """Return `fold` or `anchor` if that is to be stored with a version, whose bits these are.
+
+        Args:
+            version: The version; its own delta does not count yet.
+            bits: Of the whole model.
+            full_bytes: Of an anchor.
+            folds: Whether folds are wanted.
+        """
+        with self._lock:
+            if self._sample is None:
+                self._sample = Sample(bits)
+            sample = self._sample
+
+            def fold_bytes() -> float:
+                self._estimated = self._before_bytes + sample.fold_bytes(bits)
+                return self._factor * self._estimated
+
+            if self.base is None:
+                return None
+            return self._budget.choose(version, full_bytes, fold_bytes, folds=folds and self.foldable)
+
+    def follows(self, version: int, every: int) -> bool:
+        """Whether a version comes so many versions after the newest fold, or after the full weights."""
+        return self.base is not None and version - self._budget.folded >= every
+
+    def is_folded(self, version: int, stored: Stored | None) -> None:
+        """Note a fold to a version; None if it could not be stored."""
+        with self._lock:
+            size = 0 if stored is None else _bytes_of(stored)
+            self._budget.end(version, size)
+            if size and self._estimated:
+                self._factor = size / self._estimated
+
+
+def _bytes_of(stored: Stored) -> int:
+    return stored.size + sum(file.bytes for file in stored.record.payload_files)

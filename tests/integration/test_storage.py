@@ -1,0 +1,194 @@
+"""What a channel stores for each byte of delta, what a late joiner fetches, and what `deltasync cost` computes for it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmarks import storage
+from deltasync import Publisher, Replica, open_store
+from deltasync.channel import keys, requests
+from deltasync.channel.reading import ChannelReader
+from deltasync.cli import main
+from deltasync.dashboard.forecast import delta_bits, fold_bits, forecast
+from deltasync.publish.chain import LEAST_FOLDED, Budget, Sample
+from tests.conftest import assert_same_bits
+from tests.faults import FaultyStore
+
+
+@pytest.mark.parametrize(("changed", "versions"), [(0.01, 60), (0.001, 130)])
+def test_folds_stay_a_third_of_the_deltas_and_shorten_a_late_join(changed: float, versions: int) -> None:
+    found = storage.measure(1_000_000, changed, versions)
+    assert found["folds"] and {base for base, _ in found["folds"]} == {1}
+    assert found["anchor_bytes"] == 0 < found["fold_bytes"]
+    assert found["stored_per_delta"] <= 1.35
+    unfolded = 1 + found["delta_bytes"] / found["full_bytes"]
+    assert 1 < found["joiner_of_full"] < unfolded - 0.05
+    assert found["joiner_of_full"] <= 1.3
+    assert found["computed_stored_per_delta"] == pytest.approx(found["stored_per_delta"], abs=0.15)
+
+
+def test_what_is_computed_is_what_a_run_stores() -> None:
+    found = storage.measure(4_000_000, 0.01, 30)
+    computed = forecast(4_000_000, 0.01, 30.0, versions=30, by_reference=False)
+    assert found["full_bytes"] == pytest.approx(computed.full_bytes, rel=0.01)
+    assert found["delta_bytes"] == pytest.approx(30 * computed.delta_bytes, rel=0.15)
+    shown = CliRunner().invoke(
+        main, ["cost", "--params", "4e6", "--changed", "0.01", "--every", "30", "--days", "1", "--json"]
+    )
+    assert shown.exit_code == 0
+    printed = json.loads(shown.stdout)
+    assert printed["versions"] == 2880 and printed["delta_bytes"] == computed.delta_bytes
+    assert printed["stored_per_delta"] <= 1.34
+
+
+def test_the_week_in_the_manual_is_what_the_command_prints() -> None:
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    command, _, rest = page.partition("    deltasync cost ")[2].partition("\n")
+    shown = CliRunner().invoke(main, ["cost", *command.split()])
+    assert shown.exit_code == 0
+    assert rest.lstrip("\n").startswith(textwrap.indent(shown.stdout, "    "))
+
+
+def test_the_size_of_a_fold_is_computed_and_estimated_as_it_is() -> None:
+    random, weights = np.random.default_rng(1), storage.model(1_000_000)
+    bits = {name: tensor.view(torch.int16).numpy().view(np.uint16) for name, tensor in weights.items()}
+    sample = Sample(bits)
+    assert sample.fold_bytes(bits) == 0
+    for _ in range(40):
+        storage.move(random, weights, 0.01)
+    elements = sum(held.size for held in bits.values())
+    assert sample.fold_bytes(bits) == pytest.approx(elements * fold_bits(0.01, 40) / 8, rel=0.02)
+    assert delta_bits(0.01) == pytest.approx(9.88, abs=0.01)
+
+
+def test_full_weights_take_the_place_of_a_fold_that_is_no_longer_small() -> None:
+    budget = Budget(1)
+    kinds = []
+    for version in range(2, 400):
+        budget.earn(10.0)
+        found = budget.choose(version, 100.0, lambda: 60.0, folds=True)
+        if found:
+            kinds.append((version, found))
+            budget.end(version, 100.0)
+    assert {kind for _, kind in kinds} == {"anchor"}
+    assert len(kinds) == pytest.approx(398 * 10 * 0.33 / 100, abs=1)
+    assert min(after - before for (before, _), (after, _) in itertools.pairwise(kinds)) >= LEAST_FOLDED
+
+
+def test_a_joiner_of_a_channel_that_forgets_takes_the_fold(memory_url: str) -> None:
+    random, weights, store = np.random.default_rng(2), storage.model(200_000), open_store(memory_url)
+    with Publisher(store) as publisher:
+        for _ in range(90):
+            publisher.publish(weights).wait(60)
+            storage.move(random, weights, 0.02)
+        last = {name: tensor.clone() for name, tensor in weights.items()}
+        publisher.publish(last).wait(60)
+    forgot = CliRunner().invoke(main, ["forget", memory_url, "--keep-last", "5", "--grace", "0", "--json"])
+    assert forgot.exit_code == 0, forgot.output
+    reader = ChannelReader(store)
+    (fold,) = [span for span, _ in reader.folds()]
+    assert json.loads(forgot.stdout)["kept"] == [1, *range(min(fold.version, 87), 92)]
+    replica = Replica(store)
+    assert replica.sync() == 91
+    assert_same_bits(replica.state_dict(), last)
+    checked = CliRunner().invoke(main, ["check", memory_url, "--read-data"])
+    assert checked.exit_code == 0, checked.output
+
+
+def test_a_fold_is_stored_in_parts_one_group_of_tensors_each(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.publish.fold.GROUP_ELEMENTS", 20_000)
+    random, weights, store = np.random.default_rng(3), storage.model(200_000), open_store(memory_url)
+    states = []
+    with Publisher(store) as publisher:
+        for _ in range(60):
+            states.append({name: tensor.clone() for name, tensor in weights.items()})
+            publisher.publish(weights).wait(60)
+            storage.move(random, weights, 0.02)
+    parts = [info.key for info in store.list(keys.PARTS)]
+    ends = [span.version for span, _ in ChannelReader(store).folds()]
+    assert ends and parts and all(storage.is_fold_part(key) for key in parts)
+    replica = Replica(store)
+    assert replica.sync(max(ends)) == max(ends)
+    assert_same_bits(replica.state_dict(), states[max(ends) - 1])
+
+
+def test_full_weights_that_cannot_be_read_get_new_ones_in_their_place(memory_url: str) -> None:
+    random, weights, store = np.random.default_rng(4), storage.model(200_000), FaultyStore(open_store(memory_url))
+    with Publisher(store) as publisher:
+        publisher.publish(weights).wait(60)
+        for info in [*store.list(keys.ANCHORS)]:
+            store.inner.put(info.key, b"damaged")
+        for _ in range(60):
+            storage.move(random, weights, 0.02)
+            publisher.publish(weights).wait(60)
+    reader = ChannelReader(store)
+    assert not [span for span, _ in reader.folds() if span.base == 1]
+    assert len(reader.announcements()) == 1
+    replica = Replica(store)
+    assert replica.sync() == 61
+    assert_same_bits(replica.state_dict(), weights)
+
+
+def test_somebody_asks_a_running_publisher_for_an_anchor(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.publish.keep._LOOK_S", 0.0)
+    monkeypatch.setattr("deltasync.cli.anchor._LOOK_S", 0.05)
+    random, weights, store = np.random.default_rng(5), storage.model(20_000), open_store(memory_url)
+    answered, ended = [], threading.Event()
+
+    def ask() -> None:
+        answered.append(CliRunner().invoke(main, ["anchor", memory_url, "--timeout", "60", "--json"]))
+        ended.set()
+
+    with Publisher(store) as publisher:
+        for _ in range(3):
+            publisher.publish(weights).wait(60)
+            storage.move(random, weights, 0.02)
+        assert not ChannelReader(store).announcements()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        for _ in range(600):
+            publisher.publish(weights).wait(60)
+            storage.move(random, weights, 0.02)
+            if ended.wait(0.05):
+                break
+        thread.join(60)
+    (result,) = answered
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["version"] > printed["asked"] >= 3
+    (span,) = [span for span, info in ChannelReader(store).announcements() if info.key == printed["key"]]
+    assert span.version == printed["version"]
+    assert len(ChannelReader(store).announcements()) == 1, "a request is answered once"
+
+
+def test_nobody_answers(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.cli.anchor._LOOK_S", 0.05)
+    assert CliRunner().invoke(main, ["anchor", memory_url]).exit_code == 5
+    with Publisher(memory_url) as publisher:
+        publisher.publish(storage.model(20_000)).wait(60)
+    result = CliRunner().invoke(main, ["anchor", memory_url, "--timeout", "0.2s"])
+    assert result.exit_code == 7 and "after version 1" in result.output
+    store = open_store(memory_url)
+    assert requests.asked(store) == 1
+    for junk in (b"", b"[]", b'{"format":"deltasync/3","version":4}', b'{"format":"deltasync/2","version":0}', bytes(9999)):
+        store.put(keys.ANCHOR_REQUEST, junk)
+        assert requests.asked(store) == 0
+
+
+def test_a_publisher_that_keeps_everything_says_so(memory_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    Publisher(memory_url).close()
+    assert "Nothing is ever deleted" in caplog.text
+    caplog.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DELTASYNC_KEEP_LAST", "100")
+        Publisher(f"{memory_url}2").close()
+    assert "deleted" not in caplog.text
