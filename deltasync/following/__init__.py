@@ -2,8 +2,10 @@
 
 from deltasync.following.cursor import ChannelCursor
 from deltasync.following.follower import Follower, StagedVersion
+from deltasync.following.gate import Gate, GatedTarget
+from deltasync.following.handle import Following
 from deltasync.following.loop import Follow, Observer
-from deltasync.following.module import Following, follow
+from deltasync.following.module import follow
 from deltasync.following.pin import NEWEST, Pin
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
@@ -18,6 +20,8 @@ __all__ = [
     "Follow",
     "Follower",
     "Following",
+    "Gate",
+    "GatedTarget",
     "Identify",
     "MemoryTarget",
     "Observer",

@@ -14,8 +14,8 @@ import torch
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import StageError
-from deltasync.following import MemoryTarget, Target
-from deltasync.following.module import _Gate, _ModuleTarget
+from deltasync.following import Gate, MemoryTarget, Target
+from deltasync.following.module import ModuleTarget
 from deltasync.following.module_map import plain_name
 from deltasync.live import LiveMemory
 from tests.contract.array_target import ArrayTarget
@@ -67,7 +67,7 @@ class Module(InMemory):
         if self.module is None:
             self.module = torch.nn.Module()
             self.module.register_parameter(NAME, torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.bfloat16)))
-        return _ModuleTarget(self.module, self.reader, plain_name, _Gate())
+        return ModuleTarget(self.module, self.reader, plain_name, Gate())
 
     def live(self) -> dict[str, torch.Tensor]:
         assert self.module is not None
