@@ -59,11 +59,11 @@ class ModuleTarget(GatedTarget):
             return [named.replace(_EXPERTS, f".experts.{each}.") for each in range(len(arrays(self._module)[own]))]
         return named
 
-    def _state(self) -> dict[str, torch.Tensor]:
+    def _state(self) -> dict[str, Any]:
         return self._tensors(arrays(self._module))
 
     def _tensors(self, held: Mapping[str, mx.array]) -> dict[str, Any]:
-        state = {}
+        state: dict[str, Any] = {}
         for own, array in held.items():
             view, name = bits(array), str(array.dtype).removeprefix("mlx.core.").rstrip("_")
             state[own] = torch.from_numpy(view.view(f"i{view.itemsize}")).view(getattr(torch, name))

@@ -22,7 +22,7 @@ from deltasync.errors import ConfigError, DeltaSyncError
 from mlx_plugin.module import arrays, bits
 
 following: deltasync.Following  # by the one model that is served
-settings = ReplicaSettings()
+settings: ReplicaSettings
 
 
 class Provider(server.ModelProvider):
@@ -98,7 +98,7 @@ class Handler(server.APIHandler):
 
     def generate_response(self, *arguments: Any, tokens: list[int] | None = None, **options: Any) -> Any:
         """Return a reply's body. The headers of one that is not streamed are still to be sent."""
-        made = [getattr(token, "version", None) for token in tokens or ()]
+        made: list[Any] = [getattr(token, "version", None) for token in tokens or ()]
         if not self.stream and made and None not in made:
             spans = [[version, len([*group])] for version, group in itertools.groupby(made)]
             self.send_header("x-deltasync-versions", f"{min(made)}..{max(made)}")
@@ -107,20 +107,20 @@ class Handler(server.APIHandler):
 
     def do_GET(self) -> None:
         """Answer a GET request."""
-        code, body, reason = 200, None, following.not_ready
+        code, body, reason = 200, {}, following.not_ready
         if self.path == "/deltasync/status":
-            body = following.status
+            body = msgspec.to_builtins(following.status)
         elif self.path == "/deltasync/ready":
             code, body = 200 if reason is None else 503, {"ready": reason is None, "reason": reason}
         elif self.path == "/deltasync/digest" and settings.digest_route:
             with following.hold():
                 held = arrays(self.response_generator.model_provider.model).items()
                 body = {name: hashlib.sha256(bits(each).tobytes()).hexdigest() for name, each in held}
-        if body is None:
+        else:
             return super().do_GET()
         self._set_completion_headers(code)
         self.end_headers()
-        self.wfile.write(msgspec.json.encode(body))
+        self.wfile.write(json.dumps(body).encode())
 
 
 def _run(host: str, port: int, provider: Provider) -> None:
@@ -129,7 +129,7 @@ def _run(host: str, port: int, provider: Provider) -> None:
     if args.adapter_path is not None or mx.distributed.init().size() > 1:
         raise ConfigError("A server that follows a channel takes no --adapter-path and runs in one process.")
     provider.load_default()
-    following = deltasync.follow(provider.model, settings.channel, replica_id=settings.replica_id)
+    following = deltasync.follow(provider.model, settings.channel or "", replica_id=settings.at_port(port).replica_id)
     Batches.caches = Caches(args.prompt_cache_size)
     server._run_http_server(host, port, server.ResponseGenerator(provider, Batches.caches), handler_class=Handler)
 

@@ -1,4 +1,4 @@
-"""Every target passes the contract: host memory, numpy arrays, a torch module, vLLM's workers, an adapter in vLLM."""
+"""Every target passes the contract: host memory, numpy arrays, modules of torch and MLX, vLLM's workers, an adapter in it."""
 
 from __future__ import annotations
 
@@ -117,6 +117,31 @@ class TestArrays(InMemoryContract):
 
 class TestModule(InMemoryContract):
     kind = Module
+
+
+class TestMlx(TargetContract):
+    @pytest.fixture
+    def bench(self, memory_url: str) -> Iterator[Bench]:
+        mx = pytest.importorskip("mlx.core", reason="needs MLX: make test-mlx")
+        from mlx import nn
+
+        from mlx_plugin.module import ModuleTarget as MlxTarget
+        from mlx_plugin.module import bits
+
+        class Mlx(InMemory):
+            module: nn.Module | None = None
+
+            def target(self, settings: ReplicaSettings) -> Target:
+                if self.module is None:
+                    self.module = nn.Module()
+                    self.module[NAME] = mx.zeros(SHAPE, mx.bfloat16)
+                return MlxTarget(self.module, self.reader, plain_name, Gate())
+
+            def live(self) -> dict[str, torch.Tensor]:
+                assert self.module is not None
+                return {NAME: torch.from_numpy(bits(self.module[NAME]).view(np.int16)).view(torch.bfloat16)}
+
+        yield from _bench(Mlx, memory_url)
 
 
 class TestVllm(TargetContract):
