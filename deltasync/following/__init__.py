@@ -27,6 +27,9 @@ __all__ = [
     "StagedVersion",
     "Status",
     "Target",
+    "engine",
     "follow",
     "follower",
+    "metrics",
+    "requests",
 ]
