@@ -18,7 +18,7 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs services demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest test-ray test-peers fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
+.PHONY: setup programs services demo demo-hosts test test-long test-radosgw test-router test-vllm test-sglang check-vllm test-faults test-lowest test-ray test-peers fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -130,6 +130,23 @@ test-vllm: .venv-vllm-$(VLLM)/.ready
 	  $(@D)/bin/pip download --quiet --no-deps --dest $(@D)/wheels vllm==$(VLLM) && \
 	  $(@D)/bin/python requirements/vllm_python.py $(@D)/wheels/vllm-*.whl && rm -r $(@D)/wheels; }
 	touch $@
+
+# A real SGLang server on CPUs, in an environment of its own: SGLang without the builds for CUDA that it requires, with a stand-in
+# for sgl_kernel (requirements/sgl_kernel.py). The tests run in .venv, and start the server there.
+SGLANG ?= 0.5.23
+test-sglang: setup .venv-sglang/.ready
+	LONG_TESTS=1 $(BIN)/pytest -p no:cacheprovider tests/integration/test_sglang.py
+
+# torchvision registers operators of its CUDA build when it is imported; nothing here calls them.
+.venv-sglang/.ready: pyproject.toml Makefile requirements/sglang.txt requirements/sgl_kernel.py
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(@D)/bin/pip install --quiet $(TORCH) --editable . --requirement requirements/sglang.txt
+	$(@D)/bin/pip install --quiet --no-deps sglang==$(SGLANG) torchvision==0.28.0 torch_memory_saver xgrammar==0.2.7 $(TRITON)
+	site=$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])') && \
+	  : > "$$site/torchvision/_meta_registrations.py" && cp requirements/sgl_kernel.py "$$site/sgl_kernel.py"
+	touch $(@D)/bin/sglang-ready $@
 
 # What deltasync uses of vLLM, looked up in the source of a release that cannot run here, such as the newest one for CUDA.
 VLLM_SOURCE ?= 0.33.0

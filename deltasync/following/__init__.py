@@ -31,6 +31,9 @@ __all__ = [
     "StagedVersion",
     "Status",
     "Target",
+    "engine",
     "follow",
     "follower",
+    "metrics",
+    "requests",
 ]

@@ -1,4 +1,4 @@
-"""Every target passes the contract: host memory, numpy arrays, modules of torch and MLX, vLLM's workers, an adapter in it."""
+"""Every target passes the contract: in host memory, over numpy arrays, modules of torch and MLX, and in vLLM."""
 
 from __future__ import annotations
 
@@ -150,12 +150,12 @@ class TestVllm(TargetContract):
         pytest.importorskip("vllm")
         from prometheus_client import CollectorRegistry
 
+        from deltasync.following.metrics import Metrics
         from tests import driving
         from vllm_plugin import worker
-        from vllm_plugin.metrics import Metrics
         from vllm_plugin.target import EngineTarget
 
-        monkeypatch.setattr("vllm_plugin.load.proof.checkpoint", lambda _: iter(driving.Model().state_dict().items()))
+        monkeypatch.setattr("vllm_plugin.load.loader.checkpoint", lambda _: iter(driving.Model().state_dict().items()))
 
         class Vllm(Looping):
             engine: Any = None

@@ -14,7 +14,9 @@ import ipaddress
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
-from vllm_plugin import logger
+from deltasync.errors import get_logger
+
+logger = get_logger(__name__)
 
 
 def token_matches(authorization: str | None, token: str) -> bool:
