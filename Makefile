@@ -18,7 +18,7 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs services demo demo-hosts test test-long test-radosgw test-router test-vllm test-sglang check-vllm test-faults test-lowest test-ray test-peers fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
+.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -37,6 +37,11 @@ $(VENV)/.ready: pyproject.toml Makefile
 
 demo: setup
 	$(BIN)/deltasync demo --out demo-out
+
+# One run that vLLM, SGLang, MLX and transformers follow at once, each by its own command, in under five minutes on two cores once the
+# environments are there (examples/demo_engines).
+demo-engines: setup .venv-sglang/.ready .venv-mlx/.ready
+	$(BIN)/python examples/demo_engines --out demo-engines-out
 
 # The same with trainer, two vLLM servers, environment and bucket on hosts of their own, over HTTPS (docs/guides/hosts.md). As root
 # on Debian or Ubuntu this installs the S3 server, the router and the firewall. More options: make demo-hosts HOSTS='--shape --store s3'
@@ -147,6 +152,19 @@ test-sglang: setup .venv-sglang/.ready
 	site=$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])') && \
 	  : > "$$site/torchvision/_meta_registrations.py" && cp requirements/sgl_kernel.py "$$site/sgl_kernel.py"
 	touch $(@D)/bin/sglang-ready $@
+
+# Real mlx and mlx-lm in an environment of their own; on Linux MLX computes on the CPU.
+MLX := 'mlx-lm==0.32.2' 'mlx[cpu]==0.32.4; sys_platform == "linux"' 'mlx==0.32.4'
+test-mlx: .venv-mlx/.ready
+	$(<D)/bin/pytest -p no:cacheprovider tests/integration/test_mlx.py
+	$(<D)/bin/pytest -p no:cacheprovider tests/contract/test_targets.py -k Mlx
+
+.venv-mlx/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(@D)/bin/pip install --quiet $(TORCH) $(MLX) --editable . aiohttp hypothesis pytest pytest-timeout
+	touch $@
 
 # What deltasync uses of vLLM, looked up in the source of a release that cannot run here, such as the newest one for CUDA.
 VLLM_SOURCE ?= 0.33.0
@@ -268,4 +286,4 @@ results-tables: setup
 	$(BIN)/python -m benchmarks.results
 
 clean:
-	rm -rf $(VENV) .venv-* demo-out demo-hosts-out gpu-kit site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-* demo-out demo-engines-out demo-hosts-out gpu-kit site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -113,9 +113,10 @@ class Handler(server.APIHandler):
         elif self.path == "/deltasync/ready":
             code, body = 200 if reason is None else 503, {"ready": reason is None, "reason": reason}
         elif self.path == "/deltasync/digest" and settings.digest_route:
-            with following.hold():
+            with following.hold() as version:
                 held = arrays(self.response_generator.model_provider.model).items()
-                body = {name: hashlib.sha256(bits(each).tobytes()).hexdigest() for name, each in held}
+                sha256 = {name: hashlib.sha256(bits(each).tobytes()).hexdigest() for name, each in held}
+            body = {"version": version, "sha256": sha256}
         else:
             return super().do_GET()
         self._set_completion_headers(code)

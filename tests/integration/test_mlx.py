@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from deltasync import follow
 from deltasync.errors import ConfigError, ModelMismatchError, StageError
+from tests import http_server
+from tests.http_server import Server, digests, save, weights_of
 from tests.integration.test_module import PATIENCE_S, Trainer, Weights, llama, training, untied
 
 mx = pytest.importorskip("mlx.core", reason="needs MLX: make test-mlx")
@@ -37,18 +30,7 @@ nn = pytest.importorskip("mlx.nn")
 
 from mlx_plugin.module import arrays, bits  # noqa: E402 - it imports MLX
 
-ROOT = Path(__file__).parents[2]
 PROMPT = [3, 14, 15, 9, 26, 5]
-
-
-def save(model: Any, directory: Path, **config: Any) -> Path:
-    """A checkpoint with a tokenizer of 64 words: w0, w1, ... `config` is what mlx-lm looks for in config.json, too."""
-    model.save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps(json.loads((directory / "config.json").read_text()) | config))
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(64)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w63", pad_token="w0").save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture
@@ -58,10 +40,6 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def load(directory: Path) -> Any:
     return mlx_lm.load(str(directory))[0]
-
-
-def weights_of(directory: Path) -> Weights:
-    return load_file(directory / "model.safetensors")
 
 
 def fresh(directory: Path, weights: Weights, at: Path) -> Any:
@@ -260,76 +238,18 @@ def test_what_is_refused(checkpoint: Path, memory_url: str) -> None:
         follow(object(), memory_url)
 
 
-class Server:
-    """`python -m mlx_plugin.server`."""
-
-    def __init__(self, checkpoint: Path, channel: str, log: Path, *options: str, **environ: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{port}", log
-        command = [sys.executable, "-m", "mlx_plugin.server", str(checkpoint), "--channel", channel, "--port", str(port)]
-        own = {
-            "PYTHONPATH": str(ROOT),
-            "DELTASYNC_DIGEST_ROUTE": "1",
-            "DELTASYNC_POLL_INTERVAL_S": "0.05",
-            "OMP_NUM_THREADS": "1",
-        }
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                [*command, *options], env=os.environ | own | environ, stdout=file, stderr=subprocess.STDOUT
-            )
-
-    def request(self, path: str, body: Any = None) -> tuple[int, dict[str, str], Any]:
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=PATIENCE_S) as reply:
-                return reply.status, {name.lower(): value for name, value in reply.headers.items()}, json.loads(reply.read())
-        except urllib.error.HTTPError as error:
-            return error.code, dict(error.headers), json.loads(error.read())
-
-    def until(self, version: int) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                code, *_ = self.request("/deltasync/ready")
-                if code == 200 and self.request("/deltasync/status")[2]["version"] >= version:
-                    return
-            time.sleep(0.05)
-        raise AssertionError(f"version {version} is not served: {self.log.read_text()}")
-
-    def complete(self, **options: Any) -> tuple[dict[str, str], Any]:
-        prompt = " ".join(f"w{token}" for token in PROMPT)
-        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": True} | options
-        code, headers, reply = self.request("/v1/completions", body)
-        assert code == 200, reply
-        return headers, reply
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+def serving(checkpoint: Path, channel: str, log: Path, *options: str) -> contextlib.AbstractContextManager[Server]:
+    command = [sys.executable, "-m", "mlx_plugin.server", str(checkpoint), "--channel", channel, *options]
+    return http_server.serving(command, log)
 
 
-@contextlib.contextmanager
-def serving(*arguments: Any, **options: Any) -> Iterator[Server]:
-    server = Server(*arguments, **options)
-    try:
-        yield server
-    finally:
-        server.close()
+def complete(server: Server, **options: Any) -> tuple[dict[str, str], Any]:
+    prompt = " ".join(f"w{token}" for token in PROMPT)
+    return server.complete(prompt, **{"max_tokens": 8, "logprobs": True} | options)
 
 
 def tokens_of(reply: Any) -> list[int]:
     return [each["id"] for each in reply["choices"][0]["logprobs"]["content"]]
-
-
-def digests(weights: Weights) -> dict[str, str]:
-    return {own: hashlib.sha256(tensor.view(torch.int16).numpy().tobytes()).hexdigest() for own, tensor in weights.items()}
 
 
 @pytest.fixture
@@ -346,18 +266,18 @@ def test_a_server_gives_each_version_s_tokens_and_no_older_prefixes(
         answers = []
         for version in range(1, 11):
             server.until(version)
-            assert server.request("/deltasync/digest")[2] == digests(trainer.published[version])
-            headers, reply = server.complete()
+            assert server.digest() == digests(trainer.published[version])
+            headers, reply = complete(server)
             assert headers["x-deltasync-versions"] == f"{version}..{version}"
             assert headers["x-deltasync-spans"] == f"[[[{version},8]]]"
             assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "keys and values of an older version"
             answers.append(tokens_of(reply))
             assert answers[-1] == greedy(fresh(checkpoint, trainer.published[version], tmp_path / f"fresh{version}"))
-            _, again = server.complete()
+            _, again = complete(server)
             assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "the prompt cache is off"
             assert tokens_of(again) == answers[-1]
             # One that cannot be batched goes another way.
-            _, single = server.complete(seed=1)
+            _, single = complete(server, seed=1)
             assert tokens_of(single) == answers[-1]
             trainer.publish()
         assert len({*map(tuple, answers)}) > 1
@@ -365,7 +285,7 @@ def test_a_server_gives_each_version_s_tokens_and_no_older_prefixes(
         server.process.wait()
     with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log2") as server:
         server.until(11)
-        assert server.request("/deltasync/digest")[2] == digests(trainer.published[11])
+        assert server.digest() == digests(trainer.published[11])
 
 
 def test_requests_over_commits_end_and_leave_no_cache(checkpoint: Path, trainer: Trainer, tmp_path: Path) -> None:
@@ -374,7 +294,7 @@ def test_requests_over_commits_end_and_leave_no_cache(checkpoint: Path, trainer:
         for options in ({}, {"seed": 7}):
             begun = server.request("/deltasync/status")[2]["version"]
             with ThreadPoolExecutor(1) as pool:
-                long = pool.submit(server.complete, max_tokens=400, logit_bias={"63": -100}, **options)
+                long = pool.submit(complete, server, max_tokens=400, logit_bias={"63": -100}, **options)
                 while not long.done():
                     server.until(trainer.publish())
                 headers, reply = long.result()
@@ -388,7 +308,7 @@ def test_requests_over_commits_end_and_leave_no_cache(checkpoint: Path, trainer:
                 assert len(versions) > 1 and versions == sorted(versions)
                 assert headers["x-deltasync-versions"] == f"{versions[0]}..{versions[-1]}"
             # The same beginning: what the long request left was of several versions.
-            _, again = server.complete()
+            _, again = complete(server)
             assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
             assert tokens_of(again) == greedy(fresh(checkpoint, trainer.published[now], tmp_path / f"fresh{now}"))
 
@@ -410,14 +330,8 @@ def test_a_server_serves_one_model_and_says_what_it_does_not(checkpoint: Path, t
 
 def test_a_server_starts_before_the_first_version(checkpoint: Path, tmp_path: Path) -> None:
     with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log") as server:
-        deadline = time.monotonic() + PATIENCE_S
-        for _ in itertools.count():
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                code, _, reply = server.request("/deltasync/ready")
-                break
-            assert time.monotonic() < deadline, server.log.read_text()
-            time.sleep(0.05)
+        code, _, reply = server.first_answer("/deltasync/ready")
         assert code == 503 and "no version" in reply["reason"]
         with training(f"file://{tmp_path}/channel", weights_of(checkpoint)) as trainer:
             server.until(trainer.publish())
-            assert server.request("/deltasync/digest")[2] == digests(trainer.published[1])
+            assert server.digest() == digests(trainer.published[1])
