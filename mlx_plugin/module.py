@@ -8,7 +8,7 @@ same bits, in the place of the arrays, and then exchanges the values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,8 +20,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.errors import ConfigError, StageError
-from deltasync.following import Commit, Gate, GatedTarget, StagedVersion
-from deltasync.following.module_map import Names
+from deltasync.following import Commit, Gate, GatedTarget, Names, StagedVersion, reclassed
 from deltasync.live import LiveMemory
 
 _VIEWS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
@@ -59,12 +58,9 @@ class ModuleTarget(GatedTarget):
             return [named.replace(_EXPERTS, f".experts.{each}.") for each in range(len(arrays(self._module)[own]))]
         return named
 
-    def _state(self) -> dict[str, Any]:
-        return self._tensors(arrays(self._module))
-
-    def _tensors(self, held: Mapping[str, mx.array]) -> dict[str, Any]:
+    def _state(self, held: Mapping[str, mx.array] | None = None) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for own, array in held.items():
+        for own, array in (arrays(self._module) if held is None else held).items():
             view, name = bits(array), str(array.dtype).removeprefix("mlx.core.").rstrip("_")
             state[own] = torch.from_numpy(view.view(f"i{view.itemsize}")).view(getattr(torch, name))
         if getattr(getattr(self._module, "args", None), "tie_word_embeddings", False):
@@ -78,9 +74,6 @@ class ModuleTarget(GatedTarget):
                 found[own] = bits(array).ctypes.data
         return found
 
-    def _finish_calls(self) -> None:
-        """Do nothing: graphs keep their arrays."""
-
     def stage(self, chain: Sequence[Stored]) -> StagedVersion:
         """As `Target.stage`. Takes memory for a second copy of the weights, until no graph has the first any more."""
         live = self._opened.memory
@@ -88,7 +81,7 @@ class ModuleTarget(GatedTarget):
         mx.eval(copies)
         if any(bits(each).ctypes.data != bits(each).ctypes.data for each in copies.values()):
             raise StageError("MLX copies an array to view its bits here, so that they cannot be written.")
-        memory = self._mapped(self._tensors(copies))
+        memory = self._mapped(self._state(copies))
         memory.parts = dict(live.parts)
         self._opened.memory = memory
         try:
@@ -106,8 +99,7 @@ class ModuleTarget(GatedTarget):
         return super()._exchange(staged)
 
 
-@contextlib.contextmanager
-def gating(module: nn.Module, gate: Gate) -> Iterator[None]:
+def gating(module: nn.Module, gate: Gate) -> contextlib.AbstractContextManager[None]:
     """Return a context in which the calls of a model pass a gate."""
     kind = type(module)
     if hasattr(kind, "deltasync_gate"):
@@ -118,8 +110,4 @@ def gating(module: nn.Module, gate: Gate) -> Iterator[None]:
             return kind.__call__(self, *arguments, **options)
 
     own = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "deltasync_gate": gate}
-    object.__setattr__(module, "__class__", type(kind.__name__, (kind,), own))
-    try:
-        yield
-    finally:
-        object.__setattr__(module, "__class__", kind)
+    return reclassed(module, type(kind.__name__, (kind,), own))

@@ -2,10 +2,11 @@
 
 from deltasync.following.cursor import ChannelCursor
 from deltasync.following.follower import Follower, StagedVersion
-from deltasync.following.gate import Gate, GatedTarget
+from deltasync.following.gate import Gate, GatedTarget, reclassed
 from deltasync.following.handle import Following
 from deltasync.following.loop import Follow, Observer
 from deltasync.following.module import follow
+from deltasync.following.module_map import Names
 from deltasync.following.pin import NEWEST, Pin
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
@@ -24,6 +25,7 @@ __all__ = [
     "GatedTarget",
     "Identify",
     "MemoryTarget",
+    "Names",
     "Observer",
     "Pin",
     "Poll",
@@ -35,5 +37,6 @@ __all__ = [
     "follow",
     "follower",
     "metrics",
+    "reclassed",
     "requests",
 ]

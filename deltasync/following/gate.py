@@ -93,6 +93,17 @@ class Gate:
                 self._changed.notify_all()
 
 
+@contextlib.contextmanager
+def reclassed(module: Any, kind: type) -> Iterator[None]:
+    """Return a context in which a module is of a class that is like its own."""
+    before = type(module)
+    object.__setattr__(module, "__class__", kind)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "__class__", before)
+
+
 class GatedTarget(MemoryTarget):
     """The weights of a model whose forward calls pass a gate.
 
@@ -116,9 +127,8 @@ class GatedTarget(MemoryTarget):
     def _found(self) -> Mapping[str, Any]:
         """Where the model's tensors lie now."""
 
-    @abstractmethod
     def _finish_calls(self) -> None:
-        """Wait until nothing reads the weights any more. No forward call has begun that has not ended."""
+        """Wait until nothing reads the weights any more; every forward call that has begun has ended."""
 
     def open(self, identify: Identify) -> None:
         """Find the channel's tensors in the model, and which version they are, if any."""

@@ -26,7 +26,7 @@ from deltasync.channel.nearest import open_nearest
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
-from deltasync.following.gate import Gate, GatedTarget
+from deltasync.following.gate import Gate, GatedTarget, reclassed
 from deltasync.following.handle import Following
 from deltasync.following.loop import Follow
 from deltasync.following.module_map import Names, plain_name
@@ -95,14 +95,12 @@ def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
 @contextlib.contextmanager
 def _gating(module: torch.nn.Module, gate: Gate) -> Iterator[None]:
     """Return a context in which the calls of a module pass a gate."""
-    kind = type(module)
     _gates[module] = gate
-    object.__setattr__(module, "__class__", _gated(kind))  # type: ignore[arg-type]
     try:
-        yield
+        with reclassed(module, _gated(type(module))):  # type: ignore[arg-type]
+            yield
     finally:
         del _gates[module]
-        object.__setattr__(module, "__class__", kind)
 
 
 @contextlib.contextmanager

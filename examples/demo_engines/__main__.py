@@ -2,9 +2,9 @@
 
     make demo-engines, or python examples/demo_engines --out demo-engines-out
 
-TRL's AsyncGRPOTrainer trains a tiny Qwen3 and publishes 50 versions to a directory; its rollouts come from vLLM. Each engine
-was started by its own command with untrained weights and the channel's URL. Meanwhile the sha256 of each one's live tensors is
-compared with what the trainer wrote down, and at the end each answers a prompt as transformers does with the final weights.
+TRL's AsyncGRPOTrainer trains a tiny Qwen3 and publishes 50 versions to a directory; its rollouts come from vLLM. Each
+engine was started by its own command with untrained weights and the channel's URL. At several versions the sha256 of each
+one's live tensors is compared with what the trainer wrote down; at the end each answers a prompt as transformers does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from deltasync.demo.report import read_lines
 from deltasync.demo.run import Talker, free_port
 from deltasync.errors import DeltaSyncError
 
-START_S = 240.0
 CATCH_UP_S = 60.0
 PROOF_EVERY = 7  # versions between two digests of one engine's memory
 
@@ -102,9 +101,6 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
         loss = warm_up(model, tokenizer, seed, None, lesson)
         save_checkpoint(out / "model", model, tokenizer)
         say(f"model ready after {WARMUP_STEPS} supervised steps: {model.num_parameters():,} parameters, loss {loss:.3f}")
-        for each in running:
-            each.child.wait_until(lambda each=each: each.status() is not None, START_S, "to start")
-            say(f"{each.engine.name} is up; waiting for the others")
         train = [sys.executable, "-m", "deltasync.demo.train", "--model", f"{out}/model", "--seed", str(seed)]
         train += ["--channel", f"file://{out}/channel", "--server-url", running[0].url, "--steps", str(versions - 1)]
         train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
@@ -120,9 +116,13 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
             )
         )
         say(f"starting AsyncGRPOTrainer (log: {out / 'trainer.log'})")
-        said = 0
+        said, up = 0, set[str]()
         while trainer.running():
             time.sleep(0.2)
+            for each in running:
+                if each.engine.name not in up and each.status() is not None:
+                    up.add(each.engine.name)
+                    say(f"{each.engine.name} is up")
             for each in running:
                 each.watch()
             lines = list(read_lines(out / "metrics.jsonl"))
@@ -153,7 +153,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("demo-engines-out"), help="replaced; default: demo-engines-out")
     parser.add_argument("--versions", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--without", action="append", default=[], help="an engine to leave out, such as SGLang")
+    others = [engine.name for engine in ENGINES[1:]]  # the first one makes the trainer's rollouts
+    parser.add_argument("--without", action="append", default=[], choices=others, help="an engine to leave out")
     args = parser.parse_args()
     engines = [engine for engine in ENGINES if engine.name not in args.without]
     for engine in engines:

@@ -63,7 +63,8 @@ ENGINES = (
     Engine(
         "vLLM",
         "vllm serve {model} --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension --port {port}"
-        " --served-model-name {name} --enforce-eager --max-model-len 512 --max-num-seqs 16 --logprobs-mode processed_logprobs",
+        " --served-model-name {name} --logprobs-mode processed_logprobs --enforce-eager --max-model-len 512"
+        " --max-num-seqs 16",
         None,
         {
             "VLLM_CPU_KVCACHE_SPACE": "1",

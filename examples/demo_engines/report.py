@@ -76,14 +76,15 @@ def summarize(
 def table(summary: dict[str, Any]) -> list[str]:
     """Return the summary in lines."""
     rows = [
-        f"{summary['versions_published']} versions of one run, {summary['wall_s']:.0f} s; the answer is {summary['answer']!r}"
+        f"{summary['versions_published']} versions of one run, {summary['wall_s']:.0f} s; the answer: {summary['answer']!r}"
     ]
     for name, each in summary["engines"].items():
         same = "the same tokens" if each["tokens"] == summary["tokens"] else f"OTHER TOKENS: {each['tokens']}"
         wrong = f", DIFFERENT at {each['sha256_differs_at']}" if each["sha256_differs_at"] else ""
         rows.append(
             f"{name:13} {len(each['versions_committed'])} versions committed; "
-            f"sha256 equal at {each['sha256_equal_at']}{wrong}; {same}; pause p50 {np.median(each['pause_ms'] or [0]):.1f} ms, lag p50 {np.median(each['lag_s'] or [0]):.2f} s"
+            f"sha256 equal at {each['sha256_equal_at']}{wrong}; {same}; "
+            f"pause p50 {np.median(each['pause_ms'] or [0]):.1f} ms, lag p50 {np.median(each['lag_s'] or [0]):.2f} s"
         )
     rows.append("all bits and tokens equal" if summary["equal"] else "NOT ALL BITS AND TOKENS ARE EQUAL")
     return rows
