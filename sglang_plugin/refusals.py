@@ -56,8 +56,8 @@ def check(server_args: Any) -> None:
 
     if sglang.__version__ not in VERSIONS:
         raise ConfigError(
-            f"deltasync was run with SGLang {' and '.join(VERSIONS)}, not with {sglang.__version__}: install that, or a newer "
-            "deltasync; or leave DELTASYNC_CHANNEL out."
+            f"deltasync was run with SGLang {' and '.join(VERSIONS)}, not with {sglang.__version__}: install that, or a "
+            "newer deltasync; or leave DELTASYNC_CHANNEL out."
         )
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError("SGLang's Rust server has no routes for deltasync: leave SGLANG_RUST_SERVER out.")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import types
 import uuid
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -25,11 +26,13 @@ from fastapi.responses import JSONResponse
 from deltasync.channel.documents import Number
 from deltasync.config import ReplicaSettings
 from deltasync.following.requests import stranger, token_matches, until_ready
-from sglang_plugin.target import MARK
+from sglang_plugin.scheduler import MARK
 
 _TICK_S = 0.5
 _ASK_S = 0.01
 _BODY_BYTES = 1 << 16
+_WARMUP = "x-deltasync-warmup"  # a header
+_STATUS = {"ConfigError": 422, "MissingVersionError": 409, "PinnedError": 409}  # of replies, by the error's class
 
 
 class Ask(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -100,7 +103,9 @@ class Routes:
                 while not all(found := [state["asked"].get(number) for state in await self._states()]):
                     await asyncio.sleep(_ASK_S)
                 error = next((each["error"] for each in found if each.get("error")), None)
-                return found[0] if error is None else JSONResponse({"error": error}, 504)
+                return (
+                    found[0] if error is None else JSONResponse({"error": error}, _STATUS.get(error.partition(":")[0], 504))
+                )
         return JSONResponse({"error": "The schedulers do not answer."}, 504)
 
     async def authorize(self, request: Request) -> None:
@@ -129,7 +134,7 @@ class Routes:
 def install(server: Any) -> None:
     """Add the routes to SGLang's application, and have it answer requests from when it is ready."""
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-    from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     routes = Routes(server)
     guarded = [Depends(routes.authorize)]
@@ -143,15 +148,24 @@ def install(server: Any) -> None:
     server.app.include_router(router)
     if not routes._settings.wait_ready:
         return
-    refusal, generate_request = until_ready(lambda: routes.not_ready), TokenizerManager.generate_request
+    refusal, generate_request, own = (
+        until_ready(lambda: routes.not_ready),
+        TokenizerManager.generate_request,
+        uuid.uuid4().hex,
+    )
 
     @functools.wraps(generate_request)
-    async def answered(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        own = isinstance(request.rid, str) and request.rid.startswith(HEALTH_CHECK_RID_PREFIX)
-        if not own and self.server_status != ServerStatus.Starting and (reason := refusal()):
+    async def answered(self: Any, asked: Any, request: Any = None, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        is_own = request is None or request.headers.get(_WARMUP) == own or str(asked.rid).startswith(HEALTH_CHECK_RID_PREFIX)
+        if not is_own and (reason := refusal()):
             raise HTTPException(503, reason, {"retry-after": "1"})
-        async with contextlib.aclosing(generate_request(self, request, *args, **kwargs)) as outputs:
+        async with contextlib.aclosing(generate_request(self, asked, request, *args, **kwargs)) as outputs:
             async for output in outputs:
                 yield output
 
+    def post(url: str, headers: dict[str, str], **kwargs: Any) -> Any:
+        return requests.post(url, headers=headers | {_WARMUP: own}, **kwargs)
+
     TokenizerManager.generate_request = answered
+    requests = server.requests  # by which the server warms itself up
+    server.requests = types.SimpleNamespace(**vars(requests) | {"post": post})

@@ -32,4 +32,5 @@ __all__ = [
     "follower",
     "metrics",
     "requests",
+    "shards",
 ]
