@@ -31,7 +31,9 @@ def install() -> None:
         _ours = DeltaSyncScheduler(self)
 
     def handlers(handlers: Any, ours: _Ours, self: Any) -> Any:
-        return handlers(self) | {MARK: internal_state._UpdateHandler(lambda key, value: None, ours.ask)}
+        ask = ours.questions.ask if ours.questions is not None else lambda question: None
+        ours_too = internal_state._UpdateHandler(lambda key, question: None, lambda key, question: ask(question))
+        return handlers(self) | {MARK: ours_too}
 
     Scheduler.__init__ = initialized
     _around(SchedulerRequestReceiver, "_pull_raw_reqs", _pull)
@@ -135,5 +137,6 @@ def _rename(rename: Any, ours: _Ours, self: Any, request: Any) -> Any:
 
 def _state(state: Any, ours: _Ours, self: Any, request: Any) -> Any:
     reply = state(self, request)
-    reply.internal_state[MARK] = ours.state()
+    if ours.questions is not None:
+        reply.internal_state[MARK] = ours.questions.state(ours.shard.held)
     return reply

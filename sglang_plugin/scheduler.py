@@ -7,54 +7,27 @@ that all ranks run it in the same iteration.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
 import torch
 
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ModelMismatchError, redacted
-from deltasync.following import Follow, Pin
+from deltasync.errors import CommitError, DeltaSyncError, ModelMismatchError, redacted
+from deltasync.following import Follow
 from deltasync.following.engine import limit_threads, open_reader
 from deltasync.following.metrics import Metrics
-from deltasync.following.shards import Shard, ShardsTarget, serve_beside
+from deltasync.following.questions import Questions
+from deltasync.following.shards import Shard, ShardsTarget, TorchRanks, serve_beside
 from deltasync.live import plan
 from sglang_plugin import logger
 
 MARK = "deltasync"
 """What a request of ours begins with, and the key of our part of SGLang's internal state."""
-
-_MOST_ASKED = 64
-
-
-class Ranks:
-    """Implements `deltasync.following.shards.Ranks`: SGLang's tensor-parallel group, from its own thread and from ours."""
-
-    def __init__(self, group: Any) -> None:
-        self.size, self.number = int(group.world_size), int(group.rank_in_group)
-        self._thread, self._group, self._first = threading.get_ident(), group.cpu_group, group.ranks[0]
-        for_ever = datetime.timedelta(days=3650)  # a thread waits for the next version
-        self._ours = torch.distributed.new_group(group.ranks, timeout=for_ever, backend="gloo") if self.size > 1 else None
-
-    def gather(self, mine: Any) -> list[Any]:
-        """As `shards.Ranks.gather`."""
-        found: list[Any] = [None] * self.size
-        group = self._group if threading.get_ident() == self._thread else self._ours
-        torch.distributed.all_gather_object(found, mine, group=group)
-        return found
-
-    def broadcast(self, call: Any = None) -> Any:
-        """As `shards.Ranks.broadcast`."""
-        box = [call]
-        torch.distributed.broadcast_object_list(box, src=self._first, group=self._ours)
-        return box[0]
 
 
 class DeltaSyncScheduler:
@@ -62,7 +35,7 @@ class DeltaSyncScheduler:
 
     Attributes:
         shard: Its part of the weights.
-        follow: The follow loop; in the first rank only.
+        questions: What routes ask of the follow loop; in the first rank only.
         salt: What keeps apart all that is cached under the version that is live.
         paused: Whether another client has paused generation.
     """
@@ -74,15 +47,16 @@ class DeltaSyncScheduler:
 
         settings, parallel = ReplicaSettings.from_env(), get_parallel()
         self.channel = redacted(settings.channel or "")
-        self.salt, self.paused, self.follow = "deltasync 0", False, None
+        self.salt, self.paused = "deltasync 0", False
+        self.questions: Questions | None = None
+        self._metrics: Metrics | None = None
         self._scheduler, self._settings = scheduler, settings
         self._runner = scheduler.tp_worker.model_runner
         self.model = self._runner.model
         self._salts = 0
         self._waiting: deque[tuple[Any, ...]] = deque()
         self._answers: deque[Future[Any]] = deque()
-        self._asked: dict[str, dict[str, Any]] = {}
-        ranks = Ranks(parallel.tp_group)
+        ranks = TorchRanks(parallel.tp_group.cpu_group)
         limit_threads(os.environ.get("OMP_NUM_THREADS", ""), ranks.size)
         reader = open_reader(settings, ranks.size)
         self.shard = Shard(reader, self, ranks)
@@ -91,10 +65,11 @@ class DeltaSyncScheduler:
             serve_beside(self.shard)
             return
         settings = settings.at_port(get_serving().port, parallel.dp_rank if parallel.dp_size > 1 else None)
-        self._target = ShardsTarget(self.shard, self._between_steps)
-        self.follow = Follow(reader, self._target, settings, observer=Metrics(), prefetch=ranks.size == 1, log=logger)
-        logger.info("deltasync follows %s (%s) as %s", self.channel, self.follow.pin, settings.replica_id)
-        self.follow.start()
+        target, self._metrics = ShardsTarget(self.shard, self._between_steps), Metrics()
+        follow = Follow(reader, target, settings, observer=self._metrics, prefetch=ranks.size == 1, log=logger)
+        self.questions = Questions(follow, target.digest)
+        logger.info("deltasync follows %s (%s) as %s", self.channel, follow.pin, settings.replica_id)
+        follow.start()
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `shards.Engine.checkpoint`."""
@@ -140,10 +115,17 @@ class DeltaSyncScheduler:
         scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
         try:
             done = self.shard.commit()
+        except DeltaSyncError as error:
+            if self._metrics is not None and not isinstance(error, CommitError):
+                self._metrics.rollbacks.inc()
+            raise
         finally:
             if not paused:
                 scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
-        return (time.perf_counter() - began, running, *done)
+            pause_s = time.perf_counter() - began
+            if self._metrics is not None:
+                self._metrics.pause.observe(pause_s)
+        return (pause_s, running, *done)
 
     def hold(self) -> None:
         """Let nothing be computed while it is not known what the weights are; otherwise leave the pause to other clients."""
@@ -171,39 +153,6 @@ class DeltaSyncScheduler:
         """Give a request that has no keys yet the salt of the version that is live."""
         own = vars(request).setdefault("deltasync_own", request.extra_key)
         request.extra_key = f"{own or ''}|{self.salt}"
-
-    # What routes ask, by SGLang's internal state
-
-    def ask(self, _: str, what: dict[str, Any]) -> None:
-        """Begin what a route asks for. `state` has what became of it."""
-        if self.follow is not None:
-            self._asked = dict([*self._asked.items()][1 - _MOST_ASKED :]) | {what["id"]: {}}
-            threading.Thread(target=self._answer, args=(self.follow, what), daemon=True).start()
-
-    def _answer(self, follow: Follow, what: dict[str, Any]) -> None:
-        try:
-            if what.get("digest"):
-                with follow.between_steps():
-                    answer: dict[str, Any] = {"version": follow.version, "sha256": self._target.digest()}
-            else:
-                if what["pin"] is not None:
-                    follow.set_pin(Pin.parse(what["pin"]))
-                reached, deadline = follow.request(what["version"], what["step"]), time.monotonic() + what["timeout_s"]
-                while (served := reached()) is None and time.monotonic() < deadline:
-                    time.sleep(0.005)
-                late = f"After {what['timeout_s']:g} s version {follow.version} is served. {follow.error or ''}".rstrip()
-                answer = {"version": served} if served is not None else {"error": late}
-        except Exception as error:  # noqa: BLE001 - the route replies with it
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        self._asked[what["id"]] = answer
-
-    def state(self) -> dict[str, Any] | None:
-        """Return what the HTTP server's process knows; None in other ranks."""
-        if self.follow is None:
-            return None
-        held = f"This server does not generate now. {self.follow.error or ''}".rstrip()
-        status = msgspec.to_builtins(self.follow.status())
-        return {"status": status, "not_ready": held if self.shard.held else self.follow.not_ready, "asked": self._asked}
 
 
 def _count_pending(request: Any, old: str) -> None:

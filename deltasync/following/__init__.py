@@ -31,6 +31,8 @@ __all__ = [
     "follow",
     "follower",
     "metrics",
+    "questions",
     "requests",
+    "routes",
     "shards",
 ]

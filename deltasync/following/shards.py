@@ -10,6 +10,7 @@ method "beside" runs in a thread of each rank while the engine computes; one "be
 from __future__ import annotations
 
 import contextlib
+import datetime
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +60,30 @@ class Ranks(Protocol):
     def broadcast(self, call: Any = None) -> Any:
         """Send a call from the first rank's thread to the others', which receive it by calling this without one."""
         ...
+
+
+class TorchRanks:
+    """Implements `Ranks` for a process group of torch's with gloo. Make it in the engine's thread, on all ranks at once."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
+        self.size, self.number = group.size(), group.rank()
+        self._engines, self._thread = group, threading.get_ident()
+        for_ever = datetime.timedelta(days=3650)  # a thread waits for the next version
+        members = torch.distributed.get_process_group_ranks(group)
+        self._ours = torch.distributed.new_group(members, for_ever, "gloo") if self.size > 1 else group
+
+    def gather(self, mine: Any) -> list[Any]:
+        """As `Ranks.gather`, in the engine's thread by its group, and by one of our own in others."""
+        found: list[Any] = [None] * self.size
+        group = self._engines if threading.get_ident() == self._thread else self._ours
+        torch.distributed.all_gather_object(found, mine, group=group)
+        return found
+
+    def broadcast(self, call: Any = None) -> Any:
+        """As `Ranks.broadcast`."""
+        box = [call]
+        torch.distributed.broadcast_object_list(box, group=self._ours, group_src=0)
+        return box[0]
 
 
 class Engine(Protocol):

@@ -335,7 +335,8 @@ class Options:
         self.__dict__ = defaults | others
 with mock.patch("sglang.srt.arg_groups.overrides.resolving_view", lambda options: options):
     refusals.check(Options())
-    for name, followed, what in refusals.OPTIONS:
+    rows = [(what, *option) for what, options in refusals.OPTIONS.items() for option in options.items()]
+    for what, name, followed in rows:
         other = {bool: True, int: 2, str: "other", type(None): "other"}[type(followed)]
         try:
             refusals.check(Options(**{name: other}))
@@ -354,8 +355,9 @@ with mock.patch("sglang.srt.arg_groups.overrides.resolving_view", lambda options
     assert done.returncode == 0, done.stderr[-2000:]
     from sglang_plugin.refusals import OPTIONS
 
-    *names, version = done.stdout.strip().splitlines()[-len(OPTIONS) - 1 :]
-    assert names == [name for name, _, _ in OPTIONS]
+    expected = [name for options in OPTIONS.values() for name in options]
+    *names, version = done.stdout.strip().splitlines()[-len(expected) - 1 :]
+    assert names == expected
     assert version.startswith("deltasync was run with SGLang 0.5.23, not with 0.5.22")
 
 
