@@ -35,10 +35,19 @@ from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, P
 from deltasync.following import HISTORY, Follow, Pin
 from deltasync.following.engine import open_reader
 from deltasync.following.metrics import Metrics
-from deltasync.following.requests import is_loopback, stranger, token_matches, until_ready
+from deltasync.following.requests import (
+    PinTo,
+    Sync,
+    WeightUpdate,
+    body_of,
+    is_loopback,
+    stranger,
+    token_matches,
+    until_ready,
+)
 from vllm_plugin import compat, logger
 from vllm_plugin.engine import Unguarded, is_salted
-from vllm_plugin.messages import PinTo, ServerStatus, Sync, WeightUpdate, body_of
+from vllm_plugin.messages import ServerStatus
 from vllm_plugin.target import EngineTarget, LiveVersions, OnLoop, open_follow
 from vllm_plugin.versions import attend, replies
 

@@ -37,6 +37,9 @@ __all__ = [
     "follow",
     "follower",
     "metrics",
+    "questions",
     "reclassed",
     "requests",
+    "routes",
+    "shards",
 ]

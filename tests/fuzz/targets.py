@@ -164,7 +164,7 @@ def small(data: bytes) -> None:
 
         assert not token_matches(text, "a token that no text holds")
     else:
-        from vllm_plugin.messages import Sync, WeightUpdate, body_of
+        from deltasync.following.requests import Sync, WeightUpdate, body_of
 
         for kind in (WeightUpdate, Sync):
             with contextlib.suppress(DeltaSyncError):

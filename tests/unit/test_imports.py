@@ -35,7 +35,7 @@ ROOMS = (
 )
 FOR_ALL = ("errors", "config")
 PROGRAMS = ("dashboard", "deploy", "demo", "cli")
-HEAVY = ("vllm", "trl", "transformers", "obstore", "matplotlib", "cryptography")
+HEAVY = ("vllm", "sglang", "trl", "transformers", "obstore", "matplotlib", "cryptography")
 
 
 def _modules(package: str) -> Iterator[tuple[str, Path]]:
