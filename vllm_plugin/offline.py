@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ApplyError, CommitError, ConfigError, DeltaSyncError
+from deltasync.following.metrics import Metrics
 from vllm_plugin import compat
 from vllm_plugin.engine import IdleEngine, check_salted
-from vllm_plugin.metrics import Metrics
 from vllm_plugin.target import is_held, open_follow
 
 _POLL_S = 0.05

@@ -20,16 +20,17 @@ from typing import Any, NamedTuple, TypeVar
 
 from deltasync.channel import payloads
 from deltasync.channel.documents import Version
-from deltasync.channel.nearest import open_nearest
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
 from deltasync.errors import CommitError, DeltaSyncError
 from deltasync.following import HISTORY, Commit, Follow, Identify
-from deltasync.stores.cache import CachedStore, behind_cache
+from deltasync.following.engine import open_reader, unique_name
+from deltasync.following.metrics import Metrics
+from deltasync.stores.cache import CachedStore
 from vllm_plugin import logger
 from vllm_plugin.messages import Failure
-from vllm_plugin.metrics import Metrics, generated_tokens, running_requests
+from vllm_plugin.metrics import generated_tokens, running_requests
 from vllm_plugin.pauses import Pauses
 from vllm_plugin.workers import Workers
 
@@ -232,32 +233,12 @@ class EngineTarget:
             self._run.cancel()
 
 
-def unique_name(names: OrderedDict[int, str], version: Version) -> str:
-    """Return a version's number, with the start of its digest if `names` has another version of that number.
-
-    Args:
-        names: The first digest of each number that was named; this adds to it, and drops the oldest.
-        version: The version to name.
-    """
-    first = names.setdefault(version.version, version.sha256)
-    if len(names) > HISTORY:
-        names.popitem(last=False)
-    return str(version.version) if first == version.sha256 else f"{version.version}-{version.sha256[:12]}"
-
-
 def open_follow(engine: Any, settings: ReplicaSettings, metrics: Metrics, run: Run) -> Follow:
     """Make the follow loop of one server's workers, which follows `settings.channel` once it is started."""
     reader = open_reader(settings)
     target = EngineTarget(engine, reader, settings, metrics, run)
     prefetch = isinstance(reader.store, CachedStore)  # workers only have the cache in common
     return Follow(reader, target, settings, observer=metrics, prefetch=prefetch, log=logger)
-
-
-def open_reader(settings: ReplicaSettings) -> ChannelReader:
-    """Open the channel, behind the cache that the processes of this machine share."""
-    assert settings.channel is not None
-    store = behind_cache(open_nearest(settings.channel), settings.cache_dir, settings.cache_bytes)
-    return ChannelReader(store, settings.trusted_keys)
 
 
 def is_held(follow: Follow) -> bool:

@@ -32,24 +32,20 @@ from deltasync.errors import (
     ShareError,
     SleepingError,
 )
-from deltasync.following import Follower, StagedVersion
-from deltasync.kernels import cpu
-from deltasync.live import LiveMemory, Segment
+from deltasync.following import Follower, StagedVersion, engine
+from deltasync.live import LiveMemory, Segment, plan, proof
 from deltasync.stores import Store
 from deltasync.stores.cache import behind_cache
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import bits_of
 from vllm_plugin import logger
-from vllm_plugin.load import copies, fallback, plan, proof
+from vllm_plugin.load import copies, fallback, loader
 from vllm_plugin.load.layers import is_complete, note_loaded
 from vllm_plugin.messages import Audit, CommitReply, Failure, Handed, Live, Work
 
 CALLS = frozenset({"settled", "poll", "verify", "audit", "prove", "settle", "identified"})
 CALLS |= {"stage", "complete", "commit", "confirm", "undo", "read"}
 """Methods of `WorkerReplica` that the target may call."""
-
-_Place = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]
-"""Where a module holds a tensor: its parameters or buffers, the name, the tensor, its memory, and the address of that."""
 
 _followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # models, and their channels
 
@@ -88,7 +84,7 @@ class WorkerReplica:
         self._unproven: set[str] = set()
         self._others: dict[str, TensorSpec] = {}  # of the checkpoint, which the channel lacks
         self._copies: list[copies.DerivedCopy] = []
-        self._places: list[_Place] = []
+        self._places: engine.Places | None = None
         self._is_stale = False  # whether reloading layers, or refreshing copies, has failed
         self._memory = LiveMemory(self._reader.specs, self._plan.segments)
         self._memory.warm_up()
@@ -104,9 +100,9 @@ class WorkerReplica:
     def _record(self, model: torch.nn.Module) -> plan.LoadPlan:
         specs = self._reader.specs
         try:
-            return plan.record(model, specs)
+            return loader.record(model, specs)
         except ModelMismatchError as error:
-            found = proof.misfits(specs, proof.checkpoint(self._runner))
+            found = proof.misfits(specs, loader.checkpoint(self._runner))
             raise ModelMismatchError(f"{'; '.join(found[:5])}. {error}" if found else str(error)) from error
 
     def fall_asleep(self) -> None:
@@ -125,14 +121,9 @@ class WorkerReplica:
 
     def put_back(self) -> None:
         """Put parameters and buffers of the model back if something replaced them, or their memory."""
-        for held, name, tensor, data, address in self._places:
-            if held.get(name) is not tensor or tensor.data_ptr() != address:
-                held[name] = tensor
-                tensor.data = data
-                self._follower.settled = False
-                logger.error(
-                    "deltasync: something replaced %s in vLLM's model, which follows a channel; it was put back", name
-                )
+        for name in self._places.put_back() if self._places is not None else ():
+            self._follower.settled = False
+            logger.error("deltasync: something replaced %s in vLLM's model, which follows a channel; it was put back", name)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call one of `CALLS`. Call `prove`, `commit`, `confirm` and `undo` only while generation is paused.
@@ -174,8 +165,8 @@ class WorkerReplica:
     def _verify(self) -> Work:
         specs, reasons = self._reader.specs, self._plan.reasons
         if self._mirror is None:
-            self._unproven, self._others = proof.verify(self._plan, self._memory, specs, proof.checkpoint(self._runner))
-            tensors = fallback.mirrored(self._plan, specs, proof.checkpoint(self._runner)) if reasons else {}
+            self._unproven, self._others = proof.verify(self._plan, self._memory, specs, loader.checkpoint(self._runner))
+            tensors = fallback.mirrored(self._plan, specs, loader.checkpoint(self._runner)) if reasons else {}
             logger.info("deltasync load plan: compared=%d reloaded=%d", len(specs) - len(self._unproven), len(tensors))
             layers = {name: self._plan.layers[name] for name in tensors}
             self._mirror = fallback.Mirror(self._runner, layers, tensors, reasons)
@@ -199,7 +190,7 @@ class WorkerReplica:
         before = time.perf_counter()
         self._unproven -= set(ignored)
         if ignored and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
-            self._hold(proof.kept({name: self._reader.specs[name] for name in ignored}, proof.checkpoint(self._runner)))
+            self._hold(proof.kept({name: self._reader.specs[name] for name in ignored}, loader.checkpoint(self._runner)))
         self._memory.audit()
         logger.info("deltasync audit: audit_s=%.3f", time.perf_counter() - before)
         return Work("audited", Audit(self._memory.parts, self._memory.regions))
@@ -213,20 +204,12 @@ class WorkerReplica:
         model, held = self._runner.get_model(), self._plan.segments.values()
         covered = {segment.live.untyped_storage().data_ptr() for segments in held for segment in segments}
         self._mirror.prove(covered)
-        places = [
-            (of, name, tensor)
-            for each in model.modules()
-            for of in (each._parameters, each._buffers)
-            for name, tensor in of.items()
-        ]
-        self._places = [
-            (of, name, tensor, tensor.data, tensor.data_ptr()) for of, name, tensor in places if tensor is not None
-        ]
+        self._places = engine.Places(model)
         self._copies = copies.find(model, covered, self._mirror.modules)
         if not self._others:
             return []
         try:
-            others = plan.record(model, self._others)
+            others = loader.record(model, self._others)
         except ModelMismatchError as error:
             logger.warning("deltasync could not see what vLLM loads that the channel lacks: %s", error)
             return []
@@ -353,21 +336,10 @@ class WorkerReplica:
 
 
 def limit_threads() -> None:
-    """Limit our kernels on the host to this worker's threads: OMP_NUM_THREADS, which vLLM sets, or an equal share.
-
-    Raises:
-        ConfigError: numba has no threading layer that several threads may use at once; it would end the process.
-    """
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if given.isdigit() and int(given):
-        cpu.limit_threads(int(given))
-    elif torch.distributed.is_initialized():
-        cpu.limit_threads(len(os.sched_getaffinity(0)) // torch.distributed.get_world_size())
-    if cpu.threading_layer() == "workqueue":
-        raise ConfigError(
-            "numba found neither OpenMP nor TBB here, and what it has instead ends the process when two threads use it: "
-            "install libgomp (apt-get install libgomp1)."
-        )
+    """Limit our kernels on the host to this worker's threads, see `deltasync.following.engine.limit_threads`."""
+    distributed = torch.distributed.is_initialized()
+    workers = torch.distributed.get_world_size() if distributed else None
+    engine.limit_threads(os.environ.get("OMP_NUM_THREADS", ""), workers)
 
 
 def _use_device(device: torch.device) -> None:

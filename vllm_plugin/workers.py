@@ -8,18 +8,15 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from deltasync.channel.documents import Version, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.errors import ApplyError, CommitError, ModelMismatchError, printable
-from deltasync.live import combine, model_fingerprint
-from deltasync.tensors import Region, TensorSpec
-from deltasync.tensors.bits import signed_view
+from deltasync.live import assemble, combine, model_fingerprint, proof
+from deltasync.tensors import Region
 from vllm_plugin import logger
 from vllm_plugin.engine import call_workers
-from vllm_plugin.load import proof
 from vllm_plugin.messages import Audit, CommitReply, Failure, Handed, Live, Reason, Work, gravest, parse
 
 _T = TypeVar("_T")
@@ -243,23 +240,3 @@ def handed(way: Sequence[Stored]) -> list[Handed]:
         left -= 0 if data is None else stored.size
         found.append((stored.key, stored.sha256, data))
     return found
-
-
-def assemble(spec: TensorSpec, regions: list[list[Region]], shards: list[list[bytes]]) -> np.ndarray:
-    """Return a tensor's bits, flat and unsigned, from the bits of the segments that the workers hold.
-
-    Raises:
-        ApplyError: two copies of the same elements differ.
-    """
-    flat_N = np.zeros(spec.element_count, spec.bits_dtype)
-    view = signed_view(flat_N)
-    seen: dict[Region, bytes] = {}
-    for held, data in zip(regions, shards, strict=True):
-        for region, bits in zip(held, data, strict=True):
-            if seen.setdefault(region, bits) != bits:
-                raise ApplyError(f"Two workers hold different copies of the same elements of {spec}.")
-            offset, dims = region
-            source = torch.frombuffer(bytearray(bits), dtype=view.dtype) if bits else view[:0]
-            shape = [size for size, _ in dims]
-            view.as_strided(shape, [stride for _, stride in dims], offset).copy_(source.reshape(shape))
-    return flat_N

@@ -20,11 +20,11 @@ from deltasync.channel import payloads
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Follower
-from deltasync.live import LiveMemory, model_fingerprint
+from deltasync.live import LiveMemory, model_fingerprint, proof
 from deltasync.stores import open_store
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import tensor_of
-from vllm_plugin.load import plan, proof
+from vllm_plugin.load import loader
 
 PEERS = {"default": {}, "unique indices unchecked": {"validate_unique_indices": False}}
 """Settings of vLLM's `load_checkpoint_weight_patches`."""
@@ -54,7 +54,7 @@ def measure(
         AssertionError: one of them left other bits.
     """
     reader = ChannelReader(open_store(channel))
-    segments = plan.record(model, reader.specs).segments
+    segments = loader.record(model, reader.specs).segments
     memory = LiveMemory(reader.specs, segments)
     proof.check_coverage(reader.specs, [memory.regions])
     memory.audit()

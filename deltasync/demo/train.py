@@ -78,15 +78,11 @@ class DigestsFileCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write what was encoded since the last time."""
-        self._write()
+        self.write()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Digest the weights of this step."""
         self._digest(state.global_step, model)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the last version, which is stored by now."""
-        self._write()
 
     def _digest(self, step: int, model: torch.nn.Module) -> None:
         digests = self._sha256[step] = {}
@@ -94,7 +90,8 @@ class DigestsFileCallback(TrainerCallback):
             bits = param.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy()
             digests[name] = hashlib.sha256(bits.tobytes()).hexdigest()
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write what was encoded since the last time; after training, when all is stored, the rest."""
         records = self._sync.history[self._written :]
         self._written += len(records)
         for record in records:
@@ -170,7 +167,9 @@ def main() -> None:
     from trl_callback import DeltaSyncCallback
 
     sync = DeltaSyncCallback(args.channel, ack="all")
-    build_trainer(args, [sync, DigestsFileCallback(sync, args.published)]).train()
+    digests = DigestsFileCallback(sync, args.published)
+    build_trainer(args, [sync, digests]).train()
+    digests.write()
 
 
 if __name__ == "__main__":  # the rollout worker is another process, which imports this file

@@ -2,8 +2,11 @@
 
 from deltasync.following.cursor import ChannelCursor
 from deltasync.following.follower import Follower, StagedVersion
+from deltasync.following.gate import Gate, GatedTarget, reclassed
+from deltasync.following.handle import Following
 from deltasync.following.loop import Follow, Observer
-from deltasync.following.module import Following, follow
+from deltasync.following.module import follow
+from deltasync.following.module_map import Names
 from deltasync.following.pin import NEWEST, Pin
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
@@ -18,8 +21,11 @@ __all__ = [
     "Follow",
     "Follower",
     "Following",
+    "Gate",
+    "GatedTarget",
     "Identify",
     "MemoryTarget",
+    "Names",
     "Observer",
     "Pin",
     "Poll",
@@ -27,6 +33,13 @@ __all__ = [
     "StagedVersion",
     "Status",
     "Target",
+    "engine",
     "follow",
     "follower",
+    "metrics",
+    "questions",
+    "reclassed",
+    "requests",
+    "routes",
+    "shards",
 ]

@@ -1,8 +1,9 @@
-"""Find the tensors of a channel in a `torch.nn.Module`."""
+"""Find the tensors of a channel among those of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from deltasync.tensors.bits import dtype_name, int_view
 
 Names = Callable[[str], str | Sequence[str] | None]
 """Returns the channel's name for a tensor of a module's state_dict: one name, several for tensors that lie one after the
-other along the first dimension, or None for a tensor that the channel does not have."""
+other, or are stacked, along the first dimension, or None for a tensor that the channel does not have."""
 
 _WRAPPERS = ("_orig_mod.", "base_model.model.")  # torch.compile's, peft's
 _AROUND_BASE = ".base_layer."  # peft's
@@ -27,9 +28,9 @@ def plain_name(name: str) -> str | None:
 
 
 def places(
-    module: torch.nn.Module, specs: Mapping[str, TensorSpec], names: Names
+    state: Mapping[str, Any], specs: Mapping[str, TensorSpec], names: Names
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Find the channel's tensors in a module.
+    """Find the channel's tensors in a model's state_dict, whose tensors are live memory.
 
     Returns:
         A view of live memory for each tensor, with its shape and dtype; and the ties. A tensor that shares its memory with
@@ -42,7 +43,7 @@ def places(
     ties: dict[str, str] = {}
     owners: dict[tuple[int, int, torch.device], str] = {}  # by memory
     strange: dict[str, torch.Tensor] = {}  # whose names the channel does not have
-    for own, tensor in module.state_dict(keep_vars=True).items():
+    for own, tensor in state.items():
         named = names(own)
         if named is None or not isinstance(tensor, torch.Tensor):
             continue
@@ -74,9 +75,11 @@ def _parts(
     first = 0
     for name in [named] if isinstance(named, str) else named:
         spec = specs.get(name)
-        rows = 0 if spec is None or isinstance(named, str) or not spec.shape else spec.shape[0]
+        is_stacked = spec is not None and not isinstance(named, str) and tensor.ndim > len(spec.shape)
+        rows = 0 if spec is None or isinstance(named, str) or not spec.shape else 1 if is_stacked else spec.shape[0]
         part = tensor if isinstance(named, str) else tensor.detach()[first : first + rows]
-        if spec is None or (dtype_name(part.dtype), tuple(part.shape)) != (spec.dtype, spec.shape):
+        part = part.squeeze(0) if is_stacked else part
+        if spec is None or (dtype_name(part.dtype, own), tuple(part.shape)) != (spec.dtype, spec.shape):
             wanted = "nothing" if spec is None else f"{spec.dtype} of shape {list(spec.shape)}"
             raise ModelMismatchError(
                 f"{own} is {dtype_name(part.dtype)} of shape {list(part.shape)} where {name} should lie, which is {wanted} "

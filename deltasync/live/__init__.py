@@ -1,7 +1,8 @@
 """Live weights as segments of memory, and the commit: the only code that writes them."""
 
+from deltasync.live import plan, proof
 from deltasync.live.memory import LiveMemory
-from deltasync.live.segments import Parts, Segment, combine, model_fingerprint
+from deltasync.live.segments import Parts, Segment, assemble, combine, model_fingerprint
 from deltasync.live.staging import Staged
 
-__all__ = ["LiveMemory", "Parts", "Segment", "Staged", "combine", "model_fingerprint"]
+__all__ = ["LiveMemory", "Parts", "Segment", "Staged", "assemble", "combine", "model_fingerprint", "plan", "proof"]

@@ -1,7 +1,7 @@
 """Segments: where parts of checkpoint tensors lie in live memory.
 
 A replica on the host has one segment per tensor; in vLLM, each copy that its loader makes into a fused, stacked or sliced
-parameter is one (`vllm_plugin.load.plan`).
+parameter is one (`deltasync.live.plan`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from deltasync.errors import StageError
-from deltasync.tensors import Region, fingerprint
+from deltasync.errors import ApplyError, StageError
+from deltasync.tensors import Region, TensorSpec, fingerprint
+from deltasync.tensors.bits import signed_view
 
 _DIFFERS = -1
 
@@ -164,3 +165,23 @@ def unsigned(view: torch.Tensor) -> np.ndarray:
     """Return the unsigned bit patterns of a signed view on the host. They share its memory."""
     array: np.ndarray = view.numpy()
     return array.view(f"u{array.itemsize}")
+
+
+def assemble(spec: TensorSpec, regions: list[list[Region]], shards: list[list[bytes]]) -> np.ndarray:
+    """Return a tensor's bits, flat and unsigned, from the bits of the segments of all shards.
+
+    Raises:
+        ApplyError: two copies of the same elements differ.
+    """
+    flat_N = np.zeros(spec.element_count, spec.bits_dtype)
+    view = signed_view(flat_N)
+    seen: dict[Region, bytes] = {}
+    for held, data in zip(regions, shards, strict=True):
+        for region, bits in zip(held, data, strict=True):
+            if seen.setdefault(region, bits) != bits:
+                raise ApplyError(f"Two shards hold different copies of the same elements of {spec}.")
+            offset, dims = region
+            source = torch.frombuffer(bytearray(bits), dtype=view.dtype) if bits else view[:0]
+            shape = [size for size, _ in dims]
+            view.as_strided(shape, [stride for _, stride in dims], offset).copy_(source.reshape(shape))
+    return flat_N

@@ -1,10 +1,13 @@
-"""Every target passes the contract: host memory, numpy arrays, a torch module, vLLM's workers, an adapter in vLLM."""
+"""Every target passes the contract: host memory, arrays, modules of torch and MLX, shards, vLLM's workers and adapters."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -12,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 
+from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import StageError
-from deltasync.following import MemoryTarget, Target
-from deltasync.following.module import _Gate, _ModuleTarget
+from deltasync.following import Gate, MemoryTarget, Target
+from deltasync.following.module import ModuleTarget
 from deltasync.following.module_map import plain_name
-from deltasync.live import LiveMemory
+from deltasync.following.shards import Shard, ShardsTarget
+from deltasync.live import LiveMemory, plan
 from tests.contract.array_target import ArrayTarget
 from tests.contract.target_contract import NAME, SHAPE, Bench, TargetContract
 
@@ -67,11 +72,95 @@ class Module(InMemory):
         if self.module is None:
             self.module = torch.nn.Module()
             self.module.register_parameter(NAME, torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.bfloat16)))
-        return _ModuleTarget(self.module, self.reader, plain_name, _Gate())
+        return ModuleTarget(self.module, self.reader, plain_name, Gate())
 
     def live(self) -> dict[str, torch.Tensor]:
         assert self.module is not None
         return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
+
+
+class Together:
+    """Ranks that are threads of one process."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._turn = size, threading.Barrier(size, timeout=60)
+        self._found: list[Any] = [None] * size
+        self._calls: list[Any] = []
+
+    def of(self, number: int) -> Any:
+        def gather(mine: Any) -> list[Any]:
+            self._found[number] = mine
+            self._turn.wait()
+            found = list(self._found)
+            self._turn.wait()
+            return found
+
+        return types.SimpleNamespace(size=self.size, number=number, gather=gather)
+
+
+class Half(torch.nn.Module):
+    """A rank's rows of the model, and how its loader cuts them out."""
+
+    loader = plan.Loader("the test's engine")
+
+    def __init__(self, number: int, size: int) -> None:
+        super().__init__()
+        self.rows = slice(number * SHAPE[0] // size, (number + 1) * SHAPE[0] // size)
+        self.part = torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.bfloat16)[self.rows], requires_grad=False)
+        self.announced: list[str] = []
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            self.part.copy_(tensor[self.rows])
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self
+
+    def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield NAME, torch.zeros(SHAPE, dtype=torch.bfloat16)
+
+    def announce(self, name: str) -> None:
+        self.announced.append(name)
+
+
+class Shards(InMemory):
+    """An engine of ranks that run the same program, in threads."""
+
+    size = 1
+    halves: list[Half] | None = None
+
+    def target(self, settings: ReplicaSettings) -> Target:
+        self.halves = [Half(number, self.size) for number in range(self.size)]  # it restarts with the loop
+        together = Together(self.size)
+        ranks = [together.of(number) for number in range(self.size)]
+        readers = [self.reader, *(ChannelReader(self.store) for _ in ranks[1:])]
+        shards = [Shard(*each) for each in zip(readers, self.halves, ranks, strict=True)]
+
+        def on_all(method: str, *arguments: Any) -> Any:
+            with ThreadPoolExecutor(self.size) as pool:
+                results = [pool.submit(getattr(shard, method), *arguments) for shard in shards]
+            errors = {type(result.exception()) for result in results}
+            assert len(errors) == 1, "all ranks end in the same way"
+            return results[0].result()
+
+        def between_steps(method: str, *arguments: Any) -> Any:
+            done = on_all(method, *arguments)
+            assert len({shard.held for shard in shards}) == 1
+            return (0.0, 0, *done) if method == "commit" else done
+
+        target = ShardsTarget(shards[0], between_steps)
+        target._beside = on_all  # type: ignore[method-assign]
+        return target
+
+    def live(self) -> dict[str, torch.Tensor]:
+        assert self.halves is not None
+        assert len({half.announced[-1] for half in self.halves}) == 1
+        return {NAME: torch.cat([half.part for half in self.halves])}
+
+
+class TwoShards(Shards):
+    size = 2
 
 
 class Looping(InMemory):
@@ -119,18 +208,51 @@ class TestModule(InMemoryContract):
     kind = Module
 
 
+class TestMlx(TargetContract):
+    @pytest.fixture
+    def bench(self, memory_url: str) -> Iterator[Bench]:
+        mx = pytest.importorskip("mlx.core", reason="needs MLX: make test-mlx")
+        from mlx import nn
+
+        from mlx_plugin.module import ModuleTarget as MlxTarget
+        from mlx_plugin.module import bits
+
+        class Mlx(InMemory):
+            module: nn.Module | None = None
+
+            def target(self, settings: ReplicaSettings) -> Target:
+                if self.module is None:
+                    self.module = nn.Module()
+                    self.module[NAME] = mx.zeros(SHAPE, mx.bfloat16)
+                return MlxTarget(self.module, self.reader, plain_name, Gate())
+
+            def live(self) -> dict[str, torch.Tensor]:
+                assert self.module is not None
+                return {NAME: torch.from_numpy(bits(self.module[NAME]).view(np.int16)).view(torch.bfloat16)}
+
+        yield from _bench(Mlx, memory_url)
+
+
+class TestShards(InMemoryContract):
+    kind = Shards
+
+
+class TestTwoShards(InMemoryContract):
+    kind = TwoShards
+
+
 class TestVllm(TargetContract):
     @pytest.fixture
     def bench(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         pytest.importorskip("vllm")
         from prometheus_client import CollectorRegistry
 
+        from deltasync.following.metrics import Metrics
         from tests import driving
         from vllm_plugin import worker
-        from vllm_plugin.metrics import Metrics
         from vllm_plugin.target import EngineTarget
 
-        monkeypatch.setattr("vllm_plugin.load.proof.checkpoint", lambda _: iter(driving.Model().state_dict().items()))
+        monkeypatch.setattr("vllm_plugin.load.loader.checkpoint", lambda _: iter(driving.Model().state_dict().items()))
 
         class Vllm(Looping):
             engine: Any = None

@@ -35,8 +35,7 @@ _INTERPRETED = "NUMBA_DISABLE_JIT" in os.environ
 _ROOMS = "tensors", "codec", "stores", "channel", "live", "replicas", "housekeeping", "dashboard"
 with atheris.instrument_imports(include=["deltasync", "vllm_plugin"], exclude=[] if _INTERPRETED else _KERNELS):
     import deltasync
-    import vllm_plugin.messages
-    import vllm_plugin.requests  # noqa: F401 - as all the rest that readers import late, whose coverage would not be seen
+    import deltasync.following.requests
     from tests.fuzz import mutate
     from tests.fuzz.targets import TARGETS
 

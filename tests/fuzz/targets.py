@@ -160,11 +160,11 @@ def small(data: bytes) -> None:
         with contextlib.suppress(msgspec.DecodeError):  # `EventWatch` connects anew
             list(_events(cast("Any", _Lines(text))))
     elif which == 4:
-        from vllm_plugin.requests import token_matches
+        from deltasync.following.requests import token_matches
 
         assert not token_matches(text, "a token that no text holds")
     else:
-        from vllm_plugin.messages import Sync, WeightUpdate, body_of
+        from deltasync.following.requests import Sync, WeightUpdate, body_of
 
         for kind in (WeightUpdate, Sync):
             with contextlib.suppress(DeltaSyncError):

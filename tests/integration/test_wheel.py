@@ -70,12 +70,13 @@ def installed(needs: Distribution, seen: set[str], extras: tuple[str, ...] = ())
         yield from installed(found, seen, tuple(requirement.extras))
 
 
-def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"deltasync", "vllm_plugin", "trl_callback"}
+    packages = {"deltasync", "vllm_plugin", "sglang_plugin", "mlx_plugin", "trl_callback"}
+    assert {name for name in top if not name.endswith(".dist-info")} == packages
     assert {"deltasync/deploy/spaces/vllm/Dockerfile", "deltasync/deploy/haproxy/replicas.lua"} <= set(names)
-    assert {"deltasync/py.typed", "vllm_plugin/py.typed", "trl_callback/py.typed"} <= set(names)
+    assert {f"{package}/py.typed" for package in packages} <= set(names)
     assert {
         "vllm_plugin/page.html",
         *(f"deltasync/dashboard/{name}" for name in ("page.html", "page.css", "page.js", "charts.js")),

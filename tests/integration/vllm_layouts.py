@@ -47,7 +47,7 @@ from tests.integration.vllm_server import save_model
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.load.layers import keep_weights_addressable, note_built
-from vllm_plugin.metrics import Metrics
+from deltasync.following.metrics import Metrics
 from vllm_plugin.target import EngineTarget, open_follow
 
 

@@ -140,5 +140,5 @@ async def follow(data: st.DataObject, channel: Made, versions: list[Version], he
 @given(held=layouts(), model=channels(), data=st.data())
 def test_any_layout_serves_what_one_worker_serves(held: list[Layout], model: tuple, data: st.DataObject) -> None:
     blocks = mock.patch("deltasync.codec.blocks.BLOCK", 256)  # so that workers hold none of what changes
-    with blocks, mock.patch("vllm_plugin.load.proof.checkpoint", lambda _: iter(())):
+    with blocks, mock.patch("vllm_plugin.load.loader.checkpoint", lambda _: iter(())):
         asyncio.run(follow(data, *model, held))

@@ -24,14 +24,14 @@ from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError, StoreError
 from deltasync.following import Commit, Follow, Pin
+from deltasync.following.metrics import Metrics
+from deltasync.following.requests import token_matches
 from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
 from vllm_plugin import compat, endpoints
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.messages import Failure
-from vllm_plugin.metrics import Metrics
-from vllm_plugin.requests import token_matches
 
 engine, registry, trainer = driving.engine, driving.registry, driving.trainer  # fixtures
 
@@ -320,7 +320,7 @@ def test_a_workers_error_keeps_its_class() -> None:
 
 def test_metrics_reach_the_other_api_processes_of_a_server(tmp_path: Any) -> None:
     write = """
-from vllm_plugin.metrics import Metrics
+from deltasync.following.metrics import Metrics
 from types import SimpleNamespace
 metrics = Metrics()
 metrics.stepped(SimpleNamespace(version=5, newest=7, followed_s_ago=0.5))

@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry
 from deltasync import open_store
 from deltasync.channel import heartbeat, keys
 from deltasync.config import ReplicaSettings
+from deltasync.following.metrics import Metrics
 from deltasync.stores import ObjectInfo
 from tests import driving
 from tests.driving import PATIENCE_S, Driver, Engine, Trainer, serving, until
 from tests.faults import FaultyStore, flipped
 from vllm_plugin import workers
-from vllm_plugin.metrics import Metrics
 
 engine = driving.engine  # a fixture
 

@@ -11,8 +11,8 @@ pytest.importorskip("prometheus_client")
 
 from prometheus_client import CollectorRegistry
 
+from deltasync.following.metrics import Metrics
 from tests.docs.pages import ROOT, metrics
-from vllm_plugin.metrics import Metrics
 
 DASHBOARD = json.loads((ROOT / "deploy/grafana/replicas.json").read_text(encoding="utf-8"))
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]

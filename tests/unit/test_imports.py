@@ -13,7 +13,7 @@ import pytest
 import deltasync
 
 ROOT = Path(deltasync.__file__).parents[1]
-PACKAGES = ("deltasync", "vllm_plugin", "trl_callback")
+PACKAGES = ("deltasync", "vllm_plugin", "sglang_plugin", "mlx_plugin", "trl_callback")
 
 # Each room imports from itself and from rooms above it in this list, and those by what their `__init__` offers in `__all__`:
 # names, and modules that are entered as a whole (docs/architecture.md). A new room gets a line here.
@@ -35,7 +35,7 @@ ROOMS = (
 )
 FOR_ALL = ("errors", "config")
 PROGRAMS = ("dashboard", "deploy", "demo", "cli")
-HEAVY = ("vllm", "trl", "transformers", "obstore", "matplotlib", "cryptography")
+HEAVY = ("vllm", "sglang", "trl", "transformers", "obstore", "matplotlib", "cryptography")
 
 
 def _modules(package: str) -> Iterator[tuple[str, Path]]:

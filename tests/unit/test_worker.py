@@ -23,15 +23,16 @@ from deltasync.errors import CommitError, ConfigError, ModelMismatchError
 from deltasync.following import ChannelCursor
 from deltasync.kernels import cpu
 from deltasync.live import model_fingerprint
+from deltasync.live.plan import LoadPlan
 from deltasync.tensors import TensorSpec
 from tests import driving as tests_driving
 from tests.channels import Made
 from tests.faults import flipped
 from vllm_plugin import extension, logger, worker
 from vllm_plugin.load import copies as derived
-from vllm_plugin.load import layers, proof
+from vllm_plugin.load import layers, loader
 from vllm_plugin.load.fallback import Mirror, _together, mirrored
-from vllm_plugin.load.plan import LoadPlan, record
+from vllm_plugin.load.loader import record
 from vllm_plugin.messages import Work
 from vllm_plugin.worker import WorkerReplica
 from vllm_plugin.workers import Workers, handed
@@ -89,24 +90,24 @@ def url(memory_url: str) -> str:
 class TestProof:
     def test_a_shuffle_that_keeps_the_shape_does_not_prove_itself(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The checkpoint that vLLM loaded lacks the shuffled tensor, and the weights are no version: nobody can tell."""
-        monkeypatch.setattr(proof, "checkpoint", lambda _: iter([("plain", checkpoint()["plain"])]))
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter([("plain", checkpoint()["plain"])]))
         with pytest.raises(ModelMismatchError, match="1 tensors, such as experts, are not in the checkpoint"):
             proven(replica(Model(shuffled=True), url), url)
 
     def test_nor_does_a_tensor_of_another_shape(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         held = checkpoint() | {"experts": checkpoint()["experts"].reshape(6, 8)}
-        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(held.items()))
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(held.items()))
         with pytest.raises(ModelMismatchError, match="experts"):
             proven(replica(Model(), url), url)
 
     def test_weights_that_are_a_version_need_no_checkpoint(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(()))
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(()))
         model = Model()
         model.experts.data.view(torch.int16)[0, 0] += 1
         assert proven(replica(model, url), url) == 1
 
     def test_weights_that_are_the_checkpoint_need_not_be_a_version(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
         assert proven(replica(Model(), url), url) is None
 
     def test_two_tensors_in_one_place_are_refused(self) -> None:
@@ -223,7 +224,7 @@ class TestRecord:
 
     def test_a_refusal_names_the_tensor_and_both_shapes(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         held = {name: tensor[:7] for name, tensor in checkpoint().items() if name == "experts"}
-        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(held.items()))
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(held.items()))
         model = Model()
         model.experts = torch.nn.Parameter(held["experts"].clone(), requires_grad=False)
 
@@ -272,7 +273,7 @@ class TestCoverage:
     def test_what_the_loader_ignores_is_not_served(
         self, memory_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, complete: bool
     ) -> None:
-        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
         monkeypatch.setattr(logger, "propagate", True)
         weights = checkpoint() | {"post_layernorm": torch.randn(6).to(torch.bfloat16)}
         channel = Made(open_store(memory_url))
@@ -298,7 +299,7 @@ class TestCoverage:
         self, memory_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         held = checkpoint() | {"inv_freq": torch.zeros(3)}  # which the loader ignores
-        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(held.items()))
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(held.items()))
         monkeypatch.setattr(logger, "propagate", True)
         weights = {"plain": checkpoint()["plain"]}
         channel = Made(open_store(memory_url))
@@ -313,7 +314,7 @@ class TestHanded:
 
     @pytest.fixture
     def of(self, url: str, monkeypatch: pytest.MonkeyPatch) -> WorkerReplica:
-        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
         of = replica(Model(), url)
         assert proven(of, url) is None
         return of
@@ -482,7 +483,7 @@ class TestDerivedCopies:
         torch.manual_seed(0)
         model = WithSinks(in_place=True)
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(()))
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(()))
         channel = Made(open_store(memory_url))
         channel.create(weights)
         channel.anchor(weights)
@@ -527,7 +528,7 @@ class TestUnsettled:
         self, memory_url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         weights = checkpoint()
-        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
         channel = Made(open_store(memory_url))
         channel.create(weights)
         channel.anchor(weights)
@@ -569,7 +570,7 @@ class TestUnsettled:
     def test_what_is_replaced_is_put_back_before_the_next_step_and_audited(
         self, url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
         model, steps = Model(), []
         vllm_worker = extension.DeltaSyncWorkerExtension()
         vllm_worker.model_runner = SimpleNamespace(get_model=lambda: model, reload_weights=lambda: steps.append("reloaded"))

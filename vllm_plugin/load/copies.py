@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from deltasync.errors import ModelMismatchError
-from vllm_plugin.load.layers import held_tensors, holders, is_made, is_object, may_be_made
+from deltasync.live.plan import held_tensors
+from vllm_plugin.load.layers import holders, is_made, is_object, may_be_made
 
 LATER = {
     "_combined_gate_weight": "_fse_fuse_gate",  # experts whose router and shared expert have one gate: Qwen3-Next on AMD's

@@ -18,10 +18,10 @@ import torch
 
 from deltasync.errors import ModelMismatchError
 from deltasync.live import Segment
+from deltasync.live.plan import LoadPlan, held_tensors
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import cast, int_view
-from vllm_plugin.load.layers import as_loaded, held_tensors, is_made, prepare_reload
-from vllm_plugin.load.plan import LoadPlan
+from vllm_plugin.load.layers import as_loaded, is_made, prepare_reload
 
 Weights = Mapping[str, torch.Tensor]
 

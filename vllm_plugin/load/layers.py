@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from deltasync.live.plan import held_tensors
 from deltasync.tensors.bits import int_view
 from vllm_plugin import logger
 
@@ -37,26 +37,6 @@ def as_loaded(model: torch.nn.Module) -> tuple[torch.nn.Module, dict[torch.nn.Mo
         return copies[module]
 
     return copy_of(model), {twin: module for module, twin in copies.items()}
-
-
-_NOT_HELD = ("_parameters", "_buffers", "_modules", "kv_cache")
-
-
-def held_tensors(holder: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that a module, or another object, holds by name: registered, or in an attribute of any kind.
-
-    The KV cache is left out.
-    """
-    attributes = {name: value for name, value in vars(holder).items() if name not in _NOT_HELD}
-    if isinstance(holder, torch.nn.Module):
-        attributes |= {**holder._buffers, **holder._parameters}
-    found = {}
-    for name, value in attributes.items():
-        leaves = tree_leaves(value) if isinstance(value, list | tuple | dict) else [value]
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                found[name if leaf is value else f"{name}[{number}]"] = leaf
-    return found
 
 
 def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The load plan: where each checkpoint element lies in this worker's memory, recorded from vLLM's own loader.
+"""The load plan: where each checkpoint element lies in this worker's memory, recorded from the engine's own loader.
 
 The loader is run once on meta tensors of the checkpoint's names and shapes under a dispatch mode that records writes to the
 model's memory instead of executing them. A recorded copy is a segment: a strided view of one checkpoint tensor and the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,47 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deltasync.errors import ModelMismatchError
-from deltasync.live import Segment
+from deltasync.live.segments import Segment
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import int_view
-from vllm_plugin.load.layers import as_loaded, computed_parameters, held_tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """How an engine loads its models.
+
+    Attributes:
+        engine: The engine's name, for messages.
+        as_loaded: Returns a loaded model as its `load_weights` expects it, and the originals of its modules.
+        computed: Returns the parameters of a module that the engine computed from others after loading.
+    """
+
+    engine: str
+    as_loaded: Callable[[torch.nn.Module], tuple[torch.nn.Module, dict[torch.nn.Module, torch.nn.Module]]] = lambda model: (
+        model,
+        {module: module for module in model.modules()},
+    )
+    computed: Callable[[torch.nn.Module], dict[str, torch.Tensor]] = lambda _: {}
+
+
+_NOT_HELD = ("_parameters", "_buffers", "_modules", "kv_cache")
+
+
+def held_tensors(holder: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a module, or another object, holds by name: registered, or in an attribute of any kind.
+
+    The KV cache is left out.
+    """
+    attributes = {name: value for name, value in vars(holder).items() if name not in _NOT_HELD}
+    if isinstance(holder, torch.nn.Module):
+        attributes |= {**holder._buffers, **holder._parameters}
+    found = {}
+    for name, value in attributes.items():
+        leaves = tree_leaves(value) if isinstance(value, list | tuple | dict) else [value]
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                found[name if leaf is value else f"{name}[{number}]"] = leaf
+    return found
 
 
 class _Write(NamedTuple):
@@ -42,8 +79,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     `sources` are those meta tensors by name; `owners` has the modules of each parameter's storage.
     """
 
-    def __init__(self, sources: Mapping[str, torch.Tensor], owners: Mapping[int, Collection[torch.nn.Module]]) -> None:
+    def __init__(
+        self, sources: Mapping[str, torch.Tensor], owners: Mapping[int, Collection[torch.nn.Module]], engine: str
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._engine = engine
         self.writes: list[_Write] = []
         self._owners = owners
         self._names = {_storage(tensor): {name} for name, tensor in sources.items()}
@@ -91,7 +131,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._add(each, names)
         returned = len(func._schema.returns)
         if returned > len(written):
-            raise ModelMismatchError(f"vLLM's loader runs {func} on the weights.")
+            raise ModelMismatchError(f"{self._engine}'s loader runs {func} on the weights.")
         return None if not returned else written[0] if returned == 1 else tuple(written[:returned])
 
 
@@ -127,44 +167,49 @@ class LoadPlan:
             missing in all workers.
         layers: The modules that the loader copies each tensor into.
         reasons: Why tensors cannot be patched in place.
+        engine: The name of the engine, for messages.
     """
 
     segments: dict[str, list[Segment]]
     layers: dict[str, set[torch.nn.Module]]
     reasons: dict[str, str]
+    engine: str = "the engine"
 
 
-def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> LoadPlan:
-    """Find where the checkpoint's tensors, which are served as `specs`, lie in a loaded vLLM model. Changes nothing.
+def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec], loader: Loader) -> LoadPlan:
+    """Find where the checkpoint's tensors, which are served as `specs`, lie in a loaded model. Changes nothing.
 
     Raises:
         ModelMismatchError: the loader refuses a name or a shape, puts a tensor where it is not part of the model, or the
             model keeps weights computed from others.
     """
     meta = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for name, spec in specs.items()}
-    loaded, originals = as_loaded(model)
+    loaded, originals = loader.as_loaded(model)
     owners: dict[int, set[torch.nn.Module]] = {}
     for module, original in originals.items():
         for tensor in held_tensors(module).values():
             owners.setdefault(_storage(tensor), set()).add(original)
-    recorder = _Recorder(meta, owners)
+    recorder = _Recorder(meta, owners, loader.engine)
     asked: list[str] = []
     weights = ((name, tensor) for name, tensor in meta.items() if not asked.append(name))  # type: ignore[func-returns-value]
-    plan = LoadPlan({name: [] for name in specs}, {name: set() for name in specs}, {})
+    plan = LoadPlan({name: [] for name in specs}, {name: set() for name in specs}, {}, loader.engine)
     with _put_back(originals) as before:
         try:
             with torch.no_grad(), recorder:
                 loaded.load_weights(weights)  # type: ignore[operator]
         except Exception as error:
             at = f" at {specs[asked[-1]]}" if asked else ""
-            raise ModelMismatchError(f"vLLM's loader refuses the channel's tensors{at}: {error!r}") from error
+            raise ModelMismatchError(f"{loader.engine}'s loader refuses the channel's tensors{at}: {error!r}") from error
         moved = _find_made(plan, recorder, originals, before, owners)
     _add_writes(plan, recorder, meta, owners, moved)
-    _find_computed(plan, originals.values(), {_storage(write.live) for write in recorder.writes})
+    computed = {module: loader.computed(module) for module in originals.values()}
+    _find_computed(plan, computed, {_storage(write.live) for write in recorder.writes})
     for name, reason in plan.reasons.items():
         plan.segments[name].clear()
         if not plan.layers[name]:
-            raise ModelMismatchError(f"{specs[name]} cannot be updated: {reason}, and no layer of vLLM loads it again.")
+            raise ModelMismatchError(
+                f"{specs[name]} cannot be updated: {reason}, and no layer of {plan.engine} loads it again."
+            )
     return plan
 
 
@@ -206,7 +251,7 @@ def _find_made(
                 if not recorder.is_made(tensor):
                     continue
                 if tensor.is_meta:
-                    why = f"vLLM's loader makes {type(original).__name__}.{attribute} of it"
+                    why = f"{plan.engine}'s loader makes {type(original).__name__}.{attribute} of it"
                     plan.reasons.update(dict.fromkeys(recorder.names(tensor), why))
                     continue
                 owners.setdefault(_storage(tensor), set()).add(original)
@@ -239,10 +284,12 @@ def _add_writes(
         ]
         if source is None or not is_view:
             changed = {name for other, name in held if _overlap(place, other)}
-            plan.reasons.update(dict.fromkeys(names | changed, "vLLM's loader computes with it"))
+            plan.reasons.update(dict.fromkeys(names | changed, f"{plan.engine}'s loader computes with it"))
             continue
         (name,) = names
-        problem = "vLLM's loader makes another tensor for it" if recorder.is_made(place) else _problem(place, source)
+        problem = _problem(place, source, plan.engine)
+        if recorder.is_made(place):
+            problem = f"{plan.engine}'s loader makes another tensor for it"
         if problem is not None:
             plan.reasons[name] = problem
             continue
@@ -254,13 +301,13 @@ def _add_writes(
         for one, other in _overlapping(held):
             if one != other:
                 raise ModelMismatchError(
-                    f"vLLM's loader puts {one} and {other} into the same memory, so their changes cannot be told apart: "
-                    "publish one of them, as `save_pretrained` does of tied weights."
+                    f"{plan.engine}'s loader puts {one} and {other} into the same memory, so their changes cannot be told "
+                    "apart: publish one of them, as `save_pretrained` does of tied weights."
                 )
-            plan.reasons[one] = "vLLM's loader puts several of its elements into one place"
+            plan.reasons[one] = f"{plan.engine}'s loader puts several of its elements into one place"
     for name in outside:
         if not plan.segments[name]:
-            plan.reasons.setdefault(name, "vLLM's loader puts it where it is no part of the model")
+            plan.reasons.setdefault(name, f"{plan.engine}'s loader puts it where it is no part of the model")
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -316,31 +363,32 @@ def _overlapping(held: list[tuple[torch.Tensor, str]]) -> list[tuple[str, str]]:
     return found
 
 
-def _problem(live: torch.Tensor, source: torch.Tensor) -> str | None:
+def _problem(live: torch.Tensor, source: torch.Tensor, engine: str) -> str | None:
     """Return why a copy does not put elements unchanged into live memory, or None if it does."""
     if live.device.type == "meta":
-        return "vLLM holds its layer in another dtype or shape, quantized for example"
+        return f"{engine} holds its layer in another dtype or shape, quantized for example"
     if live.dtype != source.dtype:
-        return f"vLLM holds it as {str(live.dtype).removeprefix('torch.')}"
+        return f"{engine} holds it as {str(live.dtype).removeprefix('torch.')}"
     if live.squeeze().shape != source.squeeze().shape:
-        return "vLLM's loader repeats it"
+        return f"{engine}'s loader repeats it"
     return None
 
 
-def _find_computed(plan: LoadPlan, layers: Iterable[torch.nn.Module], loaded: Collection[int]) -> None:
-    """Give reasons to tensors that vLLM computed others from.
+def _find_computed(
+    plan: LoadPlan, by_layer: Mapping[torch.nn.Module, dict[str, torch.Tensor]], loaded: Collection[int]
+) -> None:
+    """Give reasons to tensors that the engine computed others from.
 
     Raises:
-        ModelMismatchError: vLLM computed a layer's tensor from other layers' tensors.
+        ModelMismatchError: the engine computed a layer's tensor from other layers' tensors.
     """
-    for layer in layers:
-        computed = computed_parameters(layer)
+    for layer, computed in by_layer.items():
         if all(_storage(tensor) in loaded for tensor in computed.values()):
             continue
         names = [name for name, of in plan.layers.items() if layer in of]
         if not names:
             raise ModelMismatchError(
-                f"vLLM computed {', '.join(computed)} of {type(layer).__name__} from weights of other layers, and would not "
-                "do so again, so this model cannot be updated."
+                f"{plan.engine} computed {', '.join(computed)} of {type(layer).__name__} from weights of other layers, and "
+                "would not do so again, so this model cannot be updated."
             )
-        plan.reasons.update(dict.fromkeys(names, f"vLLM computes {', '.join(computed)} from it"))
+        plan.reasons.update(dict.fromkeys(names, f"{plan.engine} computes {', '.join(computed)} from it"))

@@ -1,4 +1,4 @@
-"""Which requests are answered: who may send them, from which sites, and from when on.
+"""Requests to a replica's routes: their bodies, who may send them, from which sites, and from when on.
 
 The token is taken as a bearer token or, for browsers, as the password of any user. A browser sends what any page tells it
 to, with the passwords it keeps for us, from machines that reach us where the page's author does not. So requests that
@@ -12,9 +12,58 @@ import binascii
 import hmac
 import ipaddress
 from collections.abc import Callable, Mapping
+from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
-from vllm_plugin import logger
+import msgspec
+
+from deltasync.channel.documents import Number
+from deltasync.errors import UNREADABLE_JSON, ConfigError, describe, get_logger
+
+_T = TypeVar("_T")
+
+logger = get_logger(__name__)
+
+
+HeldSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+"""How long a request may wait for a version."""
+
+
+class WeightUpdate(msgspec.Struct, kw_only=True):
+    """Body of PipelineRL's `POST /receive_weight_update`. Other fields are ignored.
+
+    Attributes:
+        version: The trainer's number: the `step` that it published with.
+    """
+
+    version: Number | None = None
+    timeout_s: HeldSeconds = 60.0
+
+
+class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /deltasync/sync`. `version` is a version of the channel, and an unknown field is an error."""
+
+
+class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /deltasync/pin`. `pin` is what `deltasync.following.Pin.parse` takes."""
+
+    pin: str
+    timeout_s: HeldSeconds = 60.0
+
+
+describe(WeightUpdate, Sync, PinTo)
+
+
+def body_of(data: bytes, kind: type[_T]) -> _T:
+    """Decode a request's body. An empty body has no fields.
+
+    Raises:
+        ConfigError: the body is not what the route takes.
+    """
+    try:
+        return msgspec.json.decode(data if data.strip() else b"{}", type=kind)
+    except UNREADABLE_JSON as error:
+        raise ConfigError(f"The body is not what this route takes: {error}.") from None
 
 
 def token_matches(authorization: str | None, token: str) -> bool:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from deltasync.errors import ModelMismatchError
-from deltasync.live import LiveMemory, Segment
+from deltasync.live.memory import LiveMemory
+from deltasync.live.plan import LoadPlan
+from deltasync.live.segments import Segment
 from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import cast, int_view
-from vllm_plugin.load.plan import LoadPlan
 
 
 def check_coverage(
@@ -51,27 +51,10 @@ def _coverage(spec: TensorSpec, regions: Collection[Region]) -> str | None:
     return f"{int((count_N == 0).sum())} elements have no place, {int((count_N > 1).sum())} have several"
 
 
-def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a vLLM model runner loaded its model from.
-
-    Raises:
-        ModelMismatchError: it was not loaded from a checkpoint that can be read again.
-    """
-    from vllm.model_executor.model_loader import get_model_loader
-
-    loader = get_model_loader(runner.load_config)
-    if not hasattr(loader, "get_all_weights"):
-        raise ModelMismatchError(
-            f"vLLM loaded its weights by {type(loader).__name__}, so it cannot be proven where they lie. "
-            "Serve a checkpoint, without --load-format."
-        )
-    yield from loader.get_all_weights(runner.model_config, runner.get_model())
-
-
 def verify(
     plan: LoadPlan, memory: LiveMemory, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[set[str], dict[str, TensorSpec]]:
-    """Compare live memory, as vLLM loaded it, with the checkpoint's `tensors` through the plan, bit by bit.
+    """Compare live memory, as the engine loaded it, with the checkpoint's `tensors` through the plan, bit by bit.
 
     Tensors that differ get a reason in the plan. Returns the tensors that the checkpoint does not have in that shape: only
     a fingerprint can prove the plan for those. And it returns the checkpoint's tensors that are not in `specs`.
@@ -84,18 +67,18 @@ def verify(
         elif tuple(tensor.shape) == spec.shape:
             unproven.discard(name)
             if plan.segments[name] and memory.differs(name, int_view(cast(tensor, spec.dtype))):
-                plan.reasons[name] = "vLLM keeps it in a layout of its own"
+                plan.reasons[name] = f"{plan.engine} keeps it in a layout of its own"
     return unproven, others
 
 
 def misfits(specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Return which of the checkpoint's `tensors` have other shapes than in the channel, with both shapes."""
     found = ((specs[name], tuple(tensor.shape)) for name, tensor in tensors if name in specs)
-    return [f"{spec} has shape {shape} in the checkpoint that vLLM loaded" for spec, shape in found if spec.shape != shape]
+    return [f"{spec} has shape {shape} in the checkpoint that was loaded" for spec, shape in found if spec.shape != shape]
 
 
 def kept(specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[Segment]]:
-    """Return segments of host memory for tensors that vLLM does not load; zeros where the checkpoint lacks them."""
+    """Return segments of host memory for tensors that the engine does not load; zeros where the checkpoint lacks them."""
     found = {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
     for name, tensor in tensors:
         if name in found and tensor.shape == found[name].shape:

@@ -1,0 +1,190 @@
+"""Weights that change between the forward calls of a model that may compute at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
+from deltasync.errors import ApplyError, ModelMismatchError, StageError
+from deltasync.following.follower import StagedVersion
+from deltasync.following.module_map import Names, places, segment
+from deltasync.following.replica import MemoryTarget
+from deltasync.following.status import Commit
+from deltasync.following.target import Identify
+from deltasync.live import LiveMemory
+from deltasync.tensors.bits import int_view
+
+ALONE_S = 30.0  # how long a commit waits for calls that run
+
+
+class Gate:
+    """Keeps forward calls, of which many may run, and commits, which run alone, apart.
+
+    While a commit waits, a call begins only in a thread that is inside already, in `hold()` or another forward call, or in
+    one that was started since such a call began, which may wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside: dict[int, set[int | None]] = {}  # the threads inside, and the threads that ran when each entered
+        self._closed = False  # a commit waits or runs
+        self._mine = threading.local()
+        self.problem: str | None = None  # why no forward call may begin
+        self.closings = 0  # how often it was closed for a commit
+        self.waits_since_s: float | None = None  # since when a commit waits for calls to end, by `time.monotonic`
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Return a context in which nothing is committed: for a forward call, or for several."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._closed or self._belongs_inside())
+            if self.problem is not None:
+                raise ApplyError(self.problem)
+            if not self.depth:
+                self._inside[threading.get_ident()] = {thread.ident for thread in threading.enumerate()}
+        self._mine.depth = self.depth + 1
+        try:
+            yield
+        finally:
+            self._mine.depth -= 1
+            if not self.depth:
+                with self._changed:
+                    del self._inside[threading.get_ident()]
+                    self._changed.notify_all()
+
+    def _belongs_inside(self) -> bool:
+        own = threading.get_ident()
+        return self.depth > 0 or any(own not in others for others in self._inside.values())
+
+    @property
+    def depth(self) -> int:
+        """How often this thread is inside."""
+        return int(getattr(self._mine, "depth", 0))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Return a context in which nobody is inside. A thread that is inside would wait for itself.
+
+        Raises:
+            StageError: calls have not ended for `ALONE_S`; others may begin again.
+        """
+        assert not self.depth
+        try:
+            with self._changed:
+                self._closed, self.waits_since_s = True, time.monotonic()
+                self.closings += 1
+                if not self._changed.wait_for(lambda: not self._inside, ALONE_S):
+                    raise StageError(
+                        f"A forward call or a hold() has not ended for {ALONE_S:g} s; the weights are as before."
+                    )
+                self.waits_since_s = None
+            yield
+        finally:
+            with self._changed:
+                self._closed, self.waits_since_s = False, None
+                self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def reclassed(module: Any, kind: type) -> Iterator[None]:
+    """Return a context in which a module is of a class that is like its own."""
+    before = type(module)
+    object.__setattr__(module, "__class__", kind)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "__class__", before)
+
+
+class GatedTarget(MemoryTarget):
+    """The weights of a model whose forward calls pass a gate.
+
+    A subclass says what tensors the model has now and where they lie, and puts its forward calls inside of the gate.
+    """
+
+    def __init__(self, module: Any, reader: ChannelReader, names: Names, gate: Gate) -> None:
+        super().__init__(reader)
+        self._module, self._names, self._gate = module, names, gate
+        self._ties: dict[str, str] = {}
+        self._served = False  # whether the model has ever had a version of the channel
+        self._identify: Identify | None = None
+        self._storages: Mapping[str, Any] = {}  # where the tensors lay when they were mapped
+        self._broken: str | None = None
+
+    @abstractmethod
+    def _state(self) -> Mapping[str, Any]:
+        """The model's tensors by its own names: `torch.Tensor`s over live memory, and what is ignored."""
+
+    @abstractmethod
+    def _found(self) -> Mapping[str, Any]:
+        """Where the model's tensors lie now."""
+
+    def _finish_calls(self) -> None:
+        """Wait until nothing reads the weights any more; every forward call that has begun has ended."""
+
+    def open(self, identify: Identify) -> None:
+        """Find the channel's tensors in the model, and which version they are, if any."""
+        self._identify, self._storages = identify, self._found()
+        self.adopt(self._mapped(self._state()), identify)
+        self._served = self.version is not None
+        self._tell_gate()
+
+    def _mapped(self, state: Mapping[str, Any]) -> LiveMemory:
+        """Return live memory over a model's tensors, and keep `tensors`."""
+        self.tensors, self._ties = places(state, self.reader.specs, self._names)
+        return LiveMemory(self.reader.specs, {name: [segment(tensor)] for name, tensor in self.tensors.items()})
+
+    def is_settled(self, asked: bool) -> bool:
+        """As `Target.is_settled`; not where the model has other storages than those that were mapped."""
+        return super().is_settled(asked) and self._found() == self._storages
+
+    def settle(self) -> None:
+        """As `Target.settle`; storages that were replaced are mapped anew."""
+        try:
+            if self._found() != self._storages and self._identify is not None:
+                served, self._opened.settled = self._served, False
+                self.open(self._identify)
+                self._served |= served
+            else:
+                super().settle()
+        finally:
+            self._tell_gate()  # before anything is loaded in their place
+
+    def stage(self, chain: Sequence[Stored]) -> StagedVersion:
+        """As `Target.stage`."""
+        return self._opened.stage(chain)
+
+    def commit(self, staged: StagedVersion | Sequence[Stored]) -> Commit:
+        """As `Target.commit`, between two forward calls."""
+        assert isinstance(staged, StagedVersion)
+        try:
+            with self._gate.alone():
+                self._finish_calls()
+                if self._found() != self._storages:
+                    raise StageError("The model's parameters were replaced meanwhile; they are mapped anew.")
+                self._served = True
+                commit = self._exchange(staged)
+                for name, other in self._ties.items():
+                    if not torch.equal(int_view(self.tensors[name]), int_view(self.tensors[other])):
+                        self._broken = (
+                            f"{name} and {other} are one tensor in the module, and differ in version {commit.version}."
+                        )
+                        raise ModelMismatchError(self._broken)
+                return commit
+        finally:
+            self._tell_gate()
+
+    def _tell_gate(self) -> None:
+        """Let no forward call begin while the weights are of no known version, unless they never were of one."""
+        follower = self.follower
+        is_known = follower is None or (follower.settled and (follower.version is not None or not self._served))
+        unknown = "The weights are in an unknown state: forward calls are blocked until the next sync succeeds."
+        self._gate.problem = self._broken or (None if is_known else unknown)

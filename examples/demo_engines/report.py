@@ -1,0 +1,120 @@
+"""What the demo's engines did: the comparison, the table and the picture."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from deltasync import Replica
+from deltasync.demo.report import read_lines
+from deltasync.demo.task import FIRST_STARTS, prompt_text
+from deltasync.tensors.bits import bits_of
+
+
+def prompt(tokenizer: Any) -> str:
+    """Return the prompt that every engine answers, with the chat template."""
+    question = [{"role": "user", "content": prompt_text(FIRST_STARTS[7])}]
+    text: str = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    return text
+
+
+def reference(out: Path, tokenizer: Any, prompt: str) -> dict[str, Any]:
+    """Return the final weights' sha256 and their greedy tokens, by transformers."""
+    replica = Replica(f"file://{out}/channel")
+    version = replica.sync()
+    model = AutoModelForCausalLM.from_pretrained(out / "untrained", dtype=torch.bfloat16)
+    model.load_state_dict(replica.state_dict())
+    asked = tokenizer(prompt, return_tensors="pt")
+    with torch.no_grad():
+        tokens = model.generate(**asked, max_new_tokens=32, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    sha256 = {name: hashlib.sha256(bits_of(tensor).data).hexdigest() for name, tensor in model.state_dict().items()}
+    return {"version": version, "sha256": sha256, "text": tokenizer.decode(tokens, skip_special_tokens=True)}
+
+
+def summarize(
+    out: Path,
+    proofs: dict[str, list[dict[str, Any]]],
+    statuses: dict[str, Any],
+    answers: dict[str, str],
+    expected: dict[str, Any],
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """Compare the engines with the trainer and with transformers."""
+    published = {line["version"]: line["sha256"] for line in read_lines(out / "published.jsonl")}
+    last = max(published)
+    tokens = tokenizer.encode(expected["text"], add_special_tokens=False)
+    engines: dict[str, Any] = {}
+    for name, taken in proofs.items():
+        commits = statuses[name]["commits"]
+        lags = [commit["lag_s"] for commit in commits if commit["lag_s"] is not None]
+        engines[name] = {
+            "sha256_equal_at": sorted({each["version"] for each in taken if each["sha256"] == published[each["version"]]}),
+            "sha256_differs_at": sorted({each["version"] for each in taken if each["sha256"] != published[each["version"]]}),
+            "versions_committed": sorted({commit["version"] for commit in commits}),
+            "pause_ms": [1e3 * commit["pause_s"] for commit in commits],
+            "lag_s": lags,
+            "tokens": tokenizer.encode(answers[name], add_special_tokens=False),
+        }
+    equal = all(
+        not each["sha256_differs_at"] and last in each["sha256_equal_at"] and each["tokens"] == tokens
+        for each in engines.values()
+    )
+    return {
+        "versions_published": len(published),
+        "equal": equal and expected["version"] == last and expected["sha256"] == published[last] and bool(tokens),
+        "answer": expected["text"],
+        "tokens": tokens,
+        "engines": engines,
+    }
+
+
+def table(summary: dict[str, Any]) -> list[str]:
+    """Return the summary in lines."""
+    rows = [
+        f"{summary['versions_published']} versions of one run, {summary['wall_s']:.0f} s; the answer: {summary['answer']!r}"
+    ]
+    for name, each in summary["engines"].items():
+        same = "the same tokens" if each["tokens"] == summary["tokens"] else f"OTHER TOKENS: {each['tokens']}"
+        wrong = f", DIFFERENT at {each['sha256_differs_at']}" if each["sha256_differs_at"] else ""
+        rows.append(
+            f"{name:13} {len(each['versions_committed'])} versions committed; "
+            f"sha256 equal at {each['sha256_equal_at']}{wrong}; {same}; "
+            f"pause p50 {np.median(each['pause_ms'] or [0]):.1f} ms, lag p50 {np.median(each['lag_s'] or [0]):.2f} s"
+        )
+    rows.append("all bits and tokens equal" if summary["equal"] else "NOT ALL BITS AND TOKENS ARE EQUAL")
+    return rows
+
+
+def plot(out: Path, summary: dict[str, Any]) -> None:
+    """Draw who committed which version, with the proofs, and lags and pauses."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [*summary["engines"]]
+    figure, (served, lag, pause) = pyplot.subplots(1, 3, figsize=(14, 3.6), width_ratios=[2.2, 1, 1], layout="constrained")
+    for row, each in enumerate(summary["engines"].values()):
+        served.scatter(each["versions_committed"], [row] * len(each["versions_committed"]), s=9, color="#3b6ea5")
+        served.scatter(
+            each["sha256_equal_at"], [row] * len(each["sha256_equal_at"]), s=70, facecolors="none", edgecolors="#2e8b57"
+        )
+        served.scatter(each["sha256_differs_at"], [row] * len(each["sha256_differs_at"]), s=70, marker="x", color="#c0392b")
+    served.set_yticks(range(len(names)), names)
+    served.invert_yaxis()
+    served.set_xlabel("version")
+    served.set_title("committed (dots); sha256 of all live weights equal to the trainer's (rings)", fontsize=9)
+    for axis, key, title in ((lag, "lag_s", "lag, encoded to served (s)"), (pause, "pause_ms", "pause (ms)")):
+        axis.boxplot([each[key] for each in summary["engines"].values()], tick_labels=names, showfliers=False)
+        axis.set_title(title, fontsize=9)
+        axis.set_ylim(bottom=0)
+        axis.tick_params(axis="x", labelsize=8)
+        axis.grid(alpha=0.3)
+    figure.suptitle("One channel, every engine: a GRPO run, followed at once", fontsize=11)
+    figure.savefig(out / "run.png", dpi=110)
+    pyplot.close(figure)

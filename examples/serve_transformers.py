@@ -1,0 +1,97 @@
+"""`transformers serve` with a model that follows a run: an evaluator, or a rollout worker for any architecture.
+
+    python examples/serve_transformers.py MODEL --channel s3://bucket/run [options of transformers serve]
+
+Newer weights come between two forward calls, of `generate` and of `--continuous-batching` alike. It adds the routes
+`GET /deltasync/status` and, with DELTASYNC_DIGEST_ROUTE=1, `/deltasync/digest`, the sha256 of each live tensor. Replies that
+are not streamed name the versions that were live meanwhile: `x-deltasync-versions: first..last`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import os
+import sys
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from transformers import ContinuousBatchingConfig
+from transformers.cli import transformers as cli
+from transformers.cli.serving import model_manager, server
+
+import deltasync
+from deltasync.tensors.bits import bits_of
+
+
+class Manager(model_manager.ModelManager):
+    """Loads the model that follows, and no other."""
+
+    channel: str
+    following: deltasync.Following
+
+    def _load_model(self, *arguments: Any, **options: Any) -> Any:
+        model = super()._load_model(*arguments, **options)
+        type(self).following = deltasync.follow(model.eval(), self.channel)
+        self.model = model
+        return model
+
+    def shutdown(self) -> None:
+        """Stop following; the server ends."""
+        self.following.close()
+        super().shutdown()
+
+
+def build_server(manager: Manager, *arguments: Any, generation_state: Any, **options: Any) -> FastAPI:
+    """Build transformers' application with the routes and the header."""
+    # Shared prefixes are found by their tokens alone, and graphs are replayed without a forward call that could wait.
+    batching = generation_state._cb_config or ContinuousBatchingConfig()
+    generation_state._cb_config = dataclasses.replace(batching, allow_block_sharing=False, use_cuda_graph=False)
+    app = _build_server(manager, *arguments, generation_state=generation_state, **options)
+    app.router.routes[:] = [
+        route for route in app.router.routes if getattr(route, "path", "") not in ("/reset", "/load_model")
+    ]
+
+    @app.get("/deltasync/status")
+    def status() -> Response:
+        return Response(msgspec.json.encode(manager.following.status), media_type="application/json")
+
+    if os.environ.get("DELTASYNC_DIGEST_ROUTE") == "1":
+
+        @app.get("/deltasync/digest")
+        def digest() -> dict[str, Any]:
+            with manager.following.hold() as version:
+                tensors = manager.model.state_dict().items()
+                sha256 = {name: hashlib.sha256(bits_of(tensor).data).hexdigest() for name, tensor in tensors}
+            return {"version": version, "sha256": sha256}
+
+    @app.middleware("http")
+    async def versions(request: Request, call_next: Any) -> Response:
+        first = manager.following.version
+        reply: Response = await call_next(request)
+        if first is not None and not reply.headers.get("content-type", "").startswith("text/event-stream"):
+            reply.headers["x-deltasync-versions"] = f"{first}..{manager.following.version}"
+        return reply
+
+    return app
+
+
+_build_server = server.build_server
+
+
+def main() -> None:
+    """Serve."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="directory or name of the model")
+    parser.add_argument("--channel", required=True, help="URL of the channel")
+    args, others = parser.parse_known_args()
+    Manager.channel = args.channel
+    model_manager.ModelManager, server.build_server = Manager, build_server  # type: ignore[misc]
+    sys.argv[1:] = ["serve", args.model, *others]
+    cli.app()
+
+
+if __name__ == "__main__":
+    main()

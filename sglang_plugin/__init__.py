@@ -1,0 +1,56 @@
+"""deltasync inside SGLang.
+
+    DELTASYNC_CHANNEL=s3://bucket/run python -m sglang.launch_server --model-path MODEL
+
+The server then follows the channel, reports under /deltasync/, and keeps its caches apart by version. SGLang calls
+`register` in each of its processes, because the package names it as an entry point of `sglang.srt.plugins`. Without
+DELTASYNC_CHANNEL nothing in SGLang is changed.
+
+    rank        one scheduler's part: load plan, proof, stage and commit, the same program on all ranks
+    target      what the follow loop of the first rank drives
+    hooks       where SGLang's scheduler calls us: requests, caches, sleep, other updates of weights
+    routes      /deltasync/ in the HTTP server's process
+    refusals    versions and options that are refused at start
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+from deltasync.errors import get_logger
+
+__all__ = ["register"]
+
+logger = get_logger("sglang.deltasync")
+
+
+def register() -> None:
+    """Prepare this process for following: SGLang's plugin hook, which it calls before anything is configured.
+
+    In the process that serves HTTP, options that cannot be followed end the start with one sentence.
+    """
+    if not os.environ.get("DELTASYNC_CHANNEL"):
+        return
+    if "sglang.srt.managers.scheduler" in sys.modules:  # where there may be a scheduler
+        from sglang_plugin import hooks
+
+        hooks.install()
+    from sglang.srt.server_args import ServerArgs
+
+    check_server_args = ServerArgs.check_server_args
+
+    @functools.wraps(check_server_args)
+    def checked(self: Any) -> None:
+        from sglang_plugin import refusals
+
+        check_server_args(self)
+        refusals.check(self)
+        if server := sys.modules.get("sglang.srt.entrypoints.http_server"):
+            from sglang_plugin import routes
+
+            routes.install(server)
+
+    ServerArgs.check_server_args = checked

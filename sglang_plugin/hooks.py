@@ -1,0 +1,142 @@
+"""Where SGLang's scheduler calls us: its requests, its caches, its sleep, and other updates of its weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from sglang_plugin import logger
+from sglang_plugin.scheduler import MARK, DeltaSyncScheduler
+
+_ours: DeltaSyncScheduler | None = None  # of the scheduler in this process
+_Ours = DeltaSyncScheduler
+
+
+def install() -> None:
+    """Add the hooks to SGLang's classes in this process. Until there is a scheduler they do nothing."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components import internal_state
+    from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
+    from sglang.srt.mem_cache import common
+
+    state = internal_state.SchedulerInternalStateController
+    initialize = Scheduler.__init__
+
+    @functools.wraps(initialize)
+    def initialized(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _ours
+        initialize(self, *args, **kwargs)
+        _ours = DeltaSyncScheduler(self)
+
+    def handlers(handlers: Any, ours: _Ours, self: Any) -> Any:
+        ask = ours.questions.ask if ours.questions is not None else lambda question: None
+        ours_too = internal_state._UpdateHandler(lambda key, question: None, lambda key, question: ask(question))
+        return handlers(self) | {MARK: ours_too}
+
+    Scheduler.__init__ = initialized
+    _around(SchedulerRequestReceiver, "_pull_raw_reqs", _pull)
+    _around(Scheduler, "process_input_requests", _process)
+    _around(Scheduler, "run_batch", _step)
+    _around(common, "_req_radix_key", _key)
+    _around(Scheduler, "pause_generation", _pause)
+    _around(Scheduler, "continue_generation", _continue)
+    _around(Scheduler, "handle_update_weight_version", _rename)
+    _around(Updater, "release_memory_occupation", _release)
+    _around(Updater, "resume_memory_occupation", _resume)
+    _around(Updater, "check_weights", _check)
+    _around(state, "get_internal_state", _state)
+    _around(state, "_update_handlers", handlers)
+    for name in ("disk", "distributed", "tensor", "ipc"):
+        _around(Updater, f"update_weights_from_{name}", _refuse)
+    for name in ("begin_weight_update", "end_weight_update"):
+        _around(Updater, name, _refuse)
+
+
+def _around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    """Have `hook` called instead of a function, with this function before its arguments."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if _ours is None else hook(original, _ours, *args, **kwargs)
+
+    setattr(owner, name, hooked)
+
+
+def _pull(pull: Any, ours: _Ours, self: Any) -> Any:
+    requests = pull(self)
+    return None if requests is None else [*requests, *ours.requests()]
+
+
+def _process(process: Any, ours: _Ours, self: Any, requests: Any) -> Any:
+    calls = [each for each in requests if isinstance(each, tuple) and each[0] == MARK]
+    done = process(self, [each for each in requests if not isinstance(each, tuple)] if calls else requests)
+    for _, method, *arguments in calls:
+        ours.run(method, *arguments)
+    return done
+
+
+def _step(step: Any, ours: _Ours, *args: Any, **kwargs: Any) -> Any:
+    ours.shard.check_places()
+    return step(*args, **kwargs)
+
+
+def _key(key: Any, ours: _Ours, tree: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    if not request.kv.holds_kv:
+        ours.keep_apart(request)
+    return key(tree, request, *args, **kwargs)
+
+
+def _pause(pause: Any, ours: _Ours, self: Any, request: Any) -> Any:
+    ours.paused = True
+    return pause(self, request)
+
+
+def _continue(resume: Any, ours: _Ours, self: Any, request: Any) -> Any:
+    ours.paused = False
+    resume(self, request)
+    ours.hold()
+
+
+def _release(release: Any, ours: _Ours, self: Any, request: Any) -> Any:
+    if not request.tags or "weights" in request.tags:
+        ours.shard.fall_asleep()
+    return release(self, request)
+
+
+def _resume(resume: Any, ours: _Ours, self: Any, request: Any) -> Any:
+    done = resume(self, request)
+    if not request.tags or "weights" in request.tags:
+        ours.shard.wake_up()
+        ours.hold()
+    return done
+
+
+def _refuse(update: Any, ours: _Ours, self: Any, request: Any) -> Any:
+    """Reply as the update does when it fails."""
+    from sglang.srt.managers import io_struct
+
+    said = f"This would change weights, which are those of {ours.channel}: this server follows it. Nothing was done."
+    logger.error("deltasync: %s", said)
+    reply = getattr(io_struct, type(request).__name__.removesuffix("Input") + "Output")
+    return reply(success=False, message=said)
+
+
+def _check(check: Any, ours: _Ours, self: Any, request: Any) -> Any:
+    return (check if request.action != "reset_tensors" else functools.partial(_refuse, check, ours))(self, request)
+
+
+def _rename(rename: Any, ours: _Ours, self: Any, request: Any) -> Any:
+    from sglang.srt.managers.io_struct import UpdateWeightVersionReqOutput
+
+    logger.error("deltasync: the channel names the weights of this server; they are not %.40r", request.new_version)
+    return UpdateWeightVersionReqOutput()
+
+
+def _state(state: Any, ours: _Ours, self: Any, request: Any) -> Any:
+    reply = state(self, request)
+    if ours.questions is not None:
+        reply.internal_state[MARK] = ours.questions.state(ours.shard.held)
+    return reply

@@ -1,0 +1,54 @@
+"""What is refused at start, in one sentence: versions of SGLang that were not run, and options that cannot be followed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deltasync.errors import ConfigError
+
+VERSIONS = ("0.5.23",)
+"""Versions of SGLang that deltasync follows with."""
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "hands prompts keys that other weights computed": {
+        **{"enable_hierarchical_cache": False, "enable_lmcache": False, "enable_flexkv": False, "radix_cache_backend": None},
+        **{"enable_unified_cache_external_linker": False, "enable_streaming_session": False},
+        **{"enable_session_radix_cache": False, "disaggregation_mode": "null"},
+    },
+    "hands requests encoder outputs that other weights computed": {
+        **{"enable_prefix_mm_cache": False, "enable_mm_global_cache": False, "language_only": False, "encoder_only": False},
+    },
+    "holds weights in copies, places or processes that deltas do not reach": {
+        **{"cpu_offload_gb": 0, "offload_group_size": -1, "ple_offload_embedding": False, "enable_paged_experts": False},
+        **{"kt_weight_path": None, "weight_cache_mode": "off", "enable_eplb": False, "ep_num_redundant_experts": 0},
+        **{"elastic_ep_backend": None, "enable_lora": False, "quantization": None},
+    },
+    "was not run with deltasync": {
+        **{"speculative_algorithm": None, "pp_size": 1, "enable_dp_attention": False, "nnodes": 1, "use_ray": False},
+        **{"tokenizer_worker_num": 1, "smg_grpc_mode": False},
+    },
+}
+"""What options do, and the only value of each with which a server follows."""
+
+
+def check(server_args: Any) -> None:
+    """Raise ConfigError for a server that would not follow its channel, or not safely."""
+    import sglang
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.environ import envs
+
+    if sglang.__version__ not in VERSIONS:
+        raise ConfigError(
+            f"deltasync was run with SGLang {' and '.join(VERSIONS)}, not with {sglang.__version__}: install that, or a "
+            "newer deltasync; or leave DELTASYNC_CHANNEL out."
+        )
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ConfigError("SGLang's Rust server has no routes for deltasync: leave SGLANG_RUST_SERVER out.")
+    config = resolving_view(server_args)
+    for what, options in OPTIONS.items():
+        for name, followed in options.items():
+            found = getattr(config, name)
+            if found != followed and (found or followed):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {found} {what}: leave it out, or serve without DELTASYNC_CHANNEL."
+                )

@@ -1,0 +1,64 @@
+"""Routes in SGLang's HTTP server, and which requests it answers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import HTTPException
+
+from deltasync.following.requests import until_ready
+from deltasync.following.routes import RemoteRoutes
+from sglang_plugin.scheduler import MARK
+
+_WARMUP = "x-deltasync-warmup"  # a header
+
+
+def install(server: Any) -> None:
+    """Add routes to SGLang's application, in its module `server`; they ask the schedulers through its internal state."""
+
+    async def states() -> list[dict[str, Any]]:
+        manager = server._global_state.tokenizer_manager
+        found = [state[MARK] for state in await manager.get_internal_state()]
+        version = found[0]["status"]["version"]
+        if version is not None:
+            manager._update_weight_version_if_provided(str(version))  # shown by SGLang's own routes
+        return found
+
+    async def ask(question: dict[str, Any]) -> None:
+        from sglang.srt.managers.io_struct import SetInternalStateReq
+
+        await server._global_state.tokenizer_manager.set_internal_state(SetInternalStateReq(server_args={MARK: question}))
+
+    routes = RemoteRoutes(states, ask)
+    server.app.include_router(routes.router())
+    if routes.settings.wait_ready:
+        _wait_ready(server, routes)
+
+
+def _wait_ready(server: Any, routes: RemoteRoutes) -> None:
+    """Answer no request before the server was ready once, but its own: to warm itself up, and for its health."""
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    refusal, own = until_ready(lambda: routes.not_ready), uuid.uuid4().hex
+    generate_request, requests = TokenizerManager.generate_request, server.requests
+
+    @functools.wraps(generate_request)
+    async def answered(self: Any, asked: Any, request: Any = None, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        is_own = request is None or request.headers.get(_WARMUP) == own or str(asked.rid).startswith(HEALTH_CHECK_RID_PREFIX)
+        if not is_own and (reason := refusal()):
+            raise HTTPException(503, reason, {"retry-after": "1"})
+        async with contextlib.aclosing(generate_request(self, asked, request, *args, **kwargs)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def post(url: str, headers: dict[str, str], **kwargs: Any) -> Any:
+        return requests.post(url, headers=headers | {_WARMUP: own}, **kwargs)
+
+    TokenizerManager.generate_request = answered
+    server.requests = types.SimpleNamespace(**vars(requests) | {"post": post})  # by which the server warms itself up

@@ -1,0 +1,181 @@
+"""A scheduler of SGLang's as one rank of a replica: its model, its group, and what becomes of a new version.
+
+The follow loop runs in a thread of the first rank. What it runs between two steps takes the way of SGLang's own requests, so
+that all ranks run it in the same iteration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from deltasync.config import ReplicaSettings
+from deltasync.errors import CommitError, DeltaSyncError, ModelMismatchError, redacted
+from deltasync.following import Follow
+from deltasync.following.engine import limit_threads, open_reader
+from deltasync.following.metrics import Metrics
+from deltasync.following.questions import Questions
+from deltasync.following.shards import Shard, ShardsTarget, TorchRanks, serve_beside
+from deltasync.live import plan
+from sglang_plugin import logger
+
+MARK = "deltasync"
+"""What a request of ours begins with, and the key of our part of SGLang's internal state."""
+
+
+class DeltaSyncScheduler:
+    """What follows in one scheduler's process. Implements `deltasync.following.shards.Engine`.
+
+    Attributes:
+        shard: Its part of the weights.
+        questions: What routes ask of the follow loop; in the first rank only.
+        salt: What keeps apart all that is cached under the version that is live.
+        paused: Whether another client has paused generation.
+    """
+
+    loader = plan.Loader("SGLang")
+
+    def __init__(self, scheduler: Any) -> None:
+        from sglang.srt.runtime_context import get_parallel, get_serving
+
+        settings, parallel = ReplicaSettings.from_env(), get_parallel()
+        self.channel = redacted(settings.channel or "")
+        self.salt, self.paused = "deltasync 0", False
+        self.questions: Questions | None = None
+        self._metrics: Metrics | None = None
+        self._scheduler, self._settings = scheduler, settings
+        self._runner = scheduler.tp_worker.model_runner
+        self.model = self._runner.model
+        self._salts = 0
+        self._waiting: deque[tuple[Any, ...]] = deque()
+        self._answers: deque[Future[Any]] = deque()
+        ranks = TorchRanks(parallel.tp_group.cpu_group)
+        limit_threads(os.environ.get("OMP_NUM_THREADS", ""), ranks.size)
+        reader = open_reader(settings, ranks.size)
+        self.shard = Shard(reader, self, ranks)
+        self._wake, self._woken = _waker(scheduler.idle_sleeper)
+        if ranks.number:
+            serve_beside(self.shard)
+            return
+        settings = settings.at_port(get_serving().port, parallel.dp_rank if parallel.dp_size > 1 else None)
+        target, self._metrics = ShardsTarget(self.shard, self._between_steps), Metrics()
+        follow = Follow(reader, target, settings, observer=self._metrics, prefetch=ranks.size == 1, log=logger)
+        self.questions = Questions(follow, target.digest)
+        logger.info("deltasync follows %s (%s) as %s", self.channel, follow.pin, settings.replica_id)
+        follow.start()
+
+    def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `shards.Engine.checkpoint`."""
+        from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
+
+        loader = get_model_loader(self._runner.load_config, self._runner.model_config)
+        if not isinstance(loader, DefaultModelLoader):
+            raise ModelMismatchError(
+                f"SGLang loaded its weights by {type(loader).__name__}, so it cannot be proven where they lie: serve a "
+                "checkpoint, without --load-format."
+            )
+        yield from loader._get_all_weights(self._runner.model_config, self.model)
+
+    # Between two steps
+
+    def _between_steps(self, method: str, *arguments: Any) -> Any:
+        answer: Future[Any] = Future()
+        self._answers.append(answer)
+        self._waiting.append((MARK, method, *arguments))
+        self._wake()
+        return answer.result()
+
+    def requests(self) -> list[tuple[Any, ...]]:
+        """Return what waits to be run between two steps, in the first rank; SGLang hands it to all ranks."""
+        self._woken()
+        return [self._waiting.popleft() for _ in range(len(self._waiting))]
+
+    def run(self, method: str, *arguments: Any) -> None:
+        """Run a method between two steps; the first rank's follow loop gets what it returns or raises."""
+        answer = self._answers.popleft() if self._answers else Future()
+        try:
+            answer.set_result(self._commit() if method == "commit" else getattr(self.shard, method)(*arguments))
+        except BaseException as error:  # noqa: BLE001 - the follow loop raises it
+            answer.set_exception(error)
+        self.hold()
+
+    def _commit(self) -> tuple[float, int, int, float, float]:
+        """Commit in a pause of SGLang's: in place, or one that has requests compute their keys again."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+        scheduler, began, running = self._scheduler, time.perf_counter(), len(self._scheduler.running_batch.reqs)
+        paused, mode = self.paused, "retract" if self._settings.kv_cache == "recompute" else "in_place"
+        scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
+        try:
+            done = self.shard.commit()
+        except DeltaSyncError as error:
+            if self._metrics is not None and not isinstance(error, CommitError):
+                self._metrics.rollbacks.inc()
+            raise
+        finally:
+            if not paused:
+                scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+            pause_s = time.perf_counter() - began
+            if self._metrics is not None:
+                self._metrics.pause.observe(pause_s)
+        return (pause_s, running, *done)
+
+    def hold(self) -> None:
+        """Let nothing be computed while it is not known what the weights are; otherwise leave the pause to other clients."""
+        self._scheduler._engine_paused = self.shard.held or self.paused
+
+    def announce(self, name: str) -> None:
+        """As `shards.Engine.announce`."""
+        from sglang.srt.managers import mm_schedule
+        from sglang.srt.runtime_context import get_serving
+
+        old, scheduler = get_serving().weight_version, self._scheduler
+        if name == old:
+            return
+        results = getattr(scheduler, "result_queue", ())  # of steps that have run, and sampled with the old weights
+        pending = [each for batch, _ in results for each in batch.reqs if each.inflight_middle_chunks <= 0]
+        scheduler.record_weight_version_change(name)
+        for request in pending:
+            _count_pending(request, old)
+        self._salts += 1
+        self.salt = f"deltasync {self._salts}"
+        if mm_schedule.embedding_cache is not None:
+            mm_schedule.embedding_cache.clear()
+
+    def keep_apart(self, request: Any) -> None:
+        """Give a request that has no keys yet the salt of the version that is live."""
+        own = vars(request).setdefault("deltasync_own", request.extra_key)
+        request.extra_key = f"{own or ''}|{self.salt}"
+
+
+def _count_pending(request: Any, old: str) -> None:
+    """Note that one more token of a request, which is not in its outputs yet, is of the `old` version."""
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    events, count = request.weight_version_events, len(request.output_ids)
+    if not request.finished():
+        if events and (events[-1].old_version, events[-1].num_output_tokens) == (old, count):
+            events.pop()
+        events.append(WeightVersionEvent(old_version=old, num_output_tokens=count + 1))
+
+
+def _waker(sleeper: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return what wakes up an idle scheduler (`--sleep-on-idle`), and what it calls once it is awake."""
+    if sleeper is None:
+        return int, int
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    sleeper.poller.register(reader, 1)
+
+    def woken() -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(reader, 64)
+
+    return lambda: os.write(writer, b"."), woken

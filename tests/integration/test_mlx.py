@@ -1,0 +1,337 @@
+"""MLX models that follow a channel, by real mlx and mlx-lm: make test-mlx."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from deltasync import follow
+from deltasync.errors import ConfigError, ModelMismatchError, StageError
+from tests import http_server
+from tests.http_server import Server, digests, save, weights_of
+from tests.integration.test_module import PATIENCE_S, Trainer, Weights, llama, training, untied
+
+mx = pytest.importorskip("mlx.core", reason="needs MLX: make test-mlx")
+mlx_lm = pytest.importorskip("mlx_lm", reason="needs mlx-lm: make test-mlx")
+nn = pytest.importorskip("mlx.nn")
+
+from mlx_plugin.module import arrays, bits  # noqa: E402 - it imports MLX
+
+PROMPT = [3, 14, 15, 9, 26, 5]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save(llama(seed=1), tmp_path / "model")
+
+
+def load(directory: Path) -> Any:
+    return mlx_lm.load(str(directory))[0]
+
+
+def fresh(directory: Path, weights: Weights, at: Path) -> Any:
+    """A model that was loaded from a checkpoint of these weights."""
+    at.mkdir()
+    for file in directory.iterdir():
+        (at / file.name).write_bytes(file.read_bytes())
+    save_file(weights, at / "model.safetensors", metadata={"format": "pt"})
+    return load(at)
+
+
+def assert_bits(model: Any, weights: Weights) -> None:
+    held = arrays(model)
+    assert held.keys() == weights.keys()
+    for name, tensor in weights.items():
+        np.testing.assert_array_equal(bits(held[name]).view(np.int16), tensor.view(torch.int16).numpy(), err_msg=name)
+
+
+def greedy(model: Any, count: int = 8) -> list[int]:
+    steps = mlx_lm.generate.__globals__["generate_step"](mx.array(PROMPT), model, max_tokens=count)
+    return [int(token) for token, _ in steps]
+
+
+def test_bits_and_tokens_are_those_of_a_fresh_load_at_each_version(
+    checkpoint: Path, memory_url: str, tmp_path: Path
+) -> None:
+    model = load(checkpoint)
+    answers = []
+    with training(memory_url, weights_of(checkpoint)) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, poll_interval_s=0.02) as following:
+            for version in range(1, 6):
+                following.wait(version, PATIENCE_S)
+                assert_bits(model, trainer.published[version])
+                with following.hold() as held:
+                    answers.append(greedy(model))
+                assert held == version
+                assert answers[-1] == greedy(fresh(checkpoint, trainer.published[version], tmp_path / str(version)))
+                trainer.publish()
+            assert following.status.commits[-1].changed > 0
+    assert len({*map(tuple, answers)}) > 1, "no version changed an answer, which proves nothing"
+    assert type(model) is type(load(checkpoint))
+
+
+def test_going_back_to_a_version_brings_its_bits(checkpoint: Path, memory_url: str) -> None:
+    model = load(checkpoint)
+    with training(memory_url, weights_of(checkpoint)) as trainer:
+        for _ in range(4):
+            trainer.publish()
+        with follow(model, memory_url, background=False) as following:
+            for version in (2, 4, 1, 3):
+                following.pin = str(version)
+                assert following.sync() == version
+                assert_bits(model, trainer.published[version])
+
+
+def test_a_generation_takes_versions_between_its_tokens_and_each_step_is_of_one(checkpoint: Path, memory_url: str) -> None:
+    model = load(checkpoint)
+    with training(memory_url, weights_of(checkpoint)) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, poll_interval_s=0.02) as following:
+            seen: list[tuple[int | None, Weights]] = []
+            inner = type(model.model).__call__
+
+            def look(self: Any, *arguments: Any, **options: Any) -> Any:
+                held = {own: torch.from_numpy(bits(each).view(np.int16).copy()) for own, each in arrays(model).items()}
+                seen.append((following.version, held))
+                time.sleep(0.002)
+                assert following.version == seen[-1][0]
+                return inner(self, *arguments, **options)
+
+            type(model.model).__call__ = look
+            try:
+                ended = threading.Event()
+                publishing = threading.Thread(
+                    target=lambda: (*(following.wait(trainer.publish(), PATIENCE_S) for _ in range(4)), ended.set())
+                )
+                publishing.start()
+                while not ended.is_set():
+                    greedy(model, 40)
+                publishing.join()
+            finally:
+                type(model.model).__call__ = inner
+    assert len({version for version, _ in seen}) > 2
+    for version, held in seen:
+        assert version is not None
+        for own, tensor in trainer.published[version].items():
+            assert torch.equal(held[own], tensor.view(torch.int16)), (version, own)
+
+
+def test_a_graph_is_of_the_version_that_it_was_built_at(checkpoint: Path, memory_url: str, tmp_path: Path) -> None:
+    model = load(checkpoint)
+    with training(memory_url, weights_of(checkpoint)) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, background=False) as following:
+            built = model(mx.array([PROMPT]))
+            for _ in range(3):
+                trainer.publish()
+                following.sync()
+            newer = model(mx.array([PROMPT]))
+    for logits, version in ((built, 1), (newer, 4)):
+        expected = fresh(checkpoint, trainer.published[version], tmp_path / str(version))(mx.array([PROMPT]))
+        assert bool(mx.array_equal(logits, expected)), version
+
+
+def test_arrays_that_somebody_replaced_are_no_version_until_the_next_sync(checkpoint: Path, memory_url: str) -> None:
+    model = load(checkpoint)
+    with training(memory_url, weights_of(checkpoint)) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, background=False) as following:
+            model.lm_head.weight = mx.zeros_like(model.lm_head.weight)
+            mx.eval(model.parameters())
+            assert following.sync() == 1
+            assert_bits(model, trainer.published[1])
+            model.lm_head.weight[3, 3] = 2.0  # in the same Python object
+            assert following.sync() == 1
+            assert_bits(model, trainer.published[1])
+
+
+def test_arrays_that_are_not_computed_are_said_by_the_thread_that_cannot_compute_them(
+    checkpoint: Path, memory_url: str
+) -> None:
+    model = load(checkpoint)
+    with training(memory_url, weights_of(checkpoint)) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, poll_interval_s=0.02) as following:
+            model.lm_head.weight = mx.zeros((64, 32), dtype=mx.bfloat16) + 1
+            deadline = time.monotonic() + PATIENCE_S
+            while following.error is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert StageError.__name__ in (following.error or "") and "mx.eval" in (following.error or "")
+            mx.eval(model.parameters())
+            version = trainer.publish()
+            assert following.wait(version, PATIENCE_S) == version
+            assert_bits(model, trainer.published[version])
+
+
+@pytest.mark.parametrize("names", ["once", "both"])
+def test_tied_embeddings(memory_url: str, tmp_path: Path, names: str) -> None:
+    source = llama(tied=True, seed=1)
+    model = load(save(source, tmp_path / "model"))
+    weights = untied(source) if names == "once" else dict(source.state_dict())
+    with training(memory_url, weights) as trainer:
+        trainer.publish()
+        if names == "both":
+            trainer.weights["lm_head.weight"] = trainer.weights["model.embed_tokens.weight"]
+        with follow(model, memory_url, background=False) as following:
+            trainer.weights["model.embed_tokens.weight"].view(torch.int16)[:5] += 1
+            following.sync()
+            version = trainer.publisher.publish(trainer.weights.items()).wait(PATIENCE_S).version
+            assert following.sync() == version
+            expected = {own: tensor for own, tensor in trainer.weights.items() if own != "lm_head.weight"}
+            assert_bits(model, expected)
+
+
+def test_experts_that_mlx_lm_stacks(memory_url: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    checkpoint = save(Qwen3MoeForCausalLM(config).to(torch.bfloat16), tmp_path / "model", num_experts=4, rope_theta=10000.0)
+    model = load(checkpoint)
+    with training(memory_url, weights_of(checkpoint)) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, background=False) as following:
+            for _ in range(2):
+                version = trainer.publish()
+                assert following.sync() == version
+                expected = arrays(fresh(checkpoint, trainer.published[version], tmp_path / str(version)))
+                held = arrays(model)
+                assert held.keys() == expected.keys()
+                assert any(".switch_mlp." in own for own in held)
+                for own, array in expected.items():
+                    np.testing.assert_array_equal(bits(held[own]), bits(array), err_msg=own)
+
+
+def test_what_is_refused(checkpoint: Path, memory_url: str) -> None:
+    model = load(checkpoint)
+    with training(memory_url, weights_of(checkpoint)) as trainer:
+        trainer.publish()
+        with follow(model, memory_url), pytest.raises(ConfigError, match="follows a channel already"):
+            follow(model, memory_url)
+        quantized = load(checkpoint)
+        before = {own: bits(each).copy() for own, each in arrays(quantized).items()}
+        nn.quantize(quantized, group_size=32, bits=4, class_predicate=lambda path, _: path == "lm_head")
+        with pytest.raises(ModelMismatchError, match="uint32, which is not supported"):
+            follow(quantized, memory_url)
+        with pytest.raises(ModelMismatchError, match="float32"):
+            other = load(checkpoint)
+            other.set_dtype(mx.float32)
+            follow(other, memory_url)
+    assert before.keys() == arrays(load(checkpoint)).keys()
+    with pytest.raises(ConfigError, match=r"takes a torch\.nn\.Module or an mlx\.nn\.Module"):
+        follow(object(), memory_url)
+
+
+def serving(checkpoint: Path, channel: str, log: Path, *options: str) -> contextlib.AbstractContextManager[Server]:
+    command = [sys.executable, "-m", "mlx_plugin.server", str(checkpoint), "--channel", channel, *options]
+    return http_server.serving(command, log)
+
+
+def complete(server: Server, **options: Any) -> tuple[dict[str, str], Any]:
+    prompt = " ".join(f"w{token}" for token in PROMPT)
+    return server.complete(prompt, **{"max_tokens": 8, "logprobs": True} | options)
+
+
+def tokens_of(reply: Any) -> list[int]:
+    return [each["id"] for each in reply["choices"][0]["logprobs"]["content"]]
+
+
+@pytest.fixture
+def trainer(checkpoint: Path, tmp_path: Path) -> Iterator[Trainer]:
+    with training(f"file://{tmp_path}/channel", weights_of(checkpoint)) as trainer:
+        trainer.publish()
+        yield trainer
+
+
+def test_a_server_gives_each_version_s_tokens_and_no_older_prefixes(
+    checkpoint: Path, trainer: Trainer, tmp_path: Path
+) -> None:
+    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log") as server:
+        answers = []
+        for version in range(1, 11):
+            server.until(version)
+            assert server.digest() == digests(trainer.published[version])
+            headers, reply = complete(server)
+            assert headers["x-deltasync-versions"] == f"{version}..{version}"
+            assert headers["x-deltasync-spans"] == f"[[[{version},8]]]"
+            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "keys and values of an older version"
+            answers.append(tokens_of(reply))
+            assert answers[-1] == greedy(fresh(checkpoint, trainer.published[version], tmp_path / f"fresh{version}"))
+            _, again = complete(server)
+            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "the prompt cache is off"
+            assert tokens_of(again) == answers[-1]
+            # One that cannot be batched goes another way.
+            _, single = complete(server, seed=1)
+            assert tokens_of(single) == answers[-1]
+            trainer.publish()
+        assert len({*map(tuple, answers)}) > 1
+        server.process.kill()
+        server.process.wait()
+    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log2") as server:
+        server.until(11)
+        assert server.digest() == digests(trainer.published[11])
+
+
+def test_requests_over_commits_end_and_leave_no_cache(checkpoint: Path, trainer: Trainer, tmp_path: Path) -> None:
+    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log") as server:
+        server.until(1)
+        for options in ({}, {"seed": 7}):
+            begun = server.request("/deltasync/status")[2]["version"]
+            with ThreadPoolExecutor(1) as pool:
+                long = pool.submit(complete, server, max_tokens=400, logit_bias={"63": -100}, **options)
+                while not long.done():
+                    server.until(trainer.publish())
+                headers, reply = long.result()
+            assert reply["usage"]["completion_tokens"] == 400
+            now = max(trainer.published)
+            assert now > begun
+            if not options:
+                spans = json.loads(headers["x-deltasync-spans"])[0]
+                versions = [version for version, _ in spans]
+                assert sum(count for _, count in spans) == 400
+                assert len(versions) > 1 and versions == sorted(versions)
+                assert headers["x-deltasync-versions"] == f"{versions[0]}..{versions[-1]}"
+            # The same beginning: what the long request left was of several versions.
+            _, again = complete(server)
+            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert tokens_of(again) == greedy(fresh(checkpoint, trainer.published[now], tmp_path / f"fresh{now}"))
+
+
+def test_a_server_serves_one_model_and_says_what_it_does_not(checkpoint: Path, trainer: Trainer, tmp_path: Path) -> None:
+    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log") as server:
+        server.until(1)
+        for name, value, code in (("model", "another/model", 404), ("adapters", "a", 404), ("model", str(checkpoint), 200)):
+            assert server.request("/v1/completions", {"prompt": "w1", "max_tokens": 1, name: value})[0] == code
+        assert server.request("/health")[0] == 200
+    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log3", "--adapter-path", "adapter") as server:
+        assert server.process.wait(PATIENCE_S) == 1
+        assert "takes no --adapter-path" in server.log.read_text()
+    other = save(llama(tied=True), tmp_path / "other")
+    with serving(other, f"file://{tmp_path}/channel", tmp_path / "log4") as server:
+        assert server.process.wait(PATIENCE_S) == 1
+        assert server.log.read_text().splitlines()[-1].startswith("deltasync: ")
+
+
+def test_a_server_starts_before_the_first_version(checkpoint: Path, tmp_path: Path) -> None:
+    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log") as server:
+        code, _, reply = server.first_answer("/deltasync/ready")
+        assert code == 503 and "no version" in reply["reason"]
+        with training(f"file://{tmp_path}/channel", weights_of(checkpoint)) as trainer:
+            server.until(trainer.publish())
+            assert server.digest() == digests(trainer.published[1])
