@@ -30,6 +30,7 @@ from deltasync.publish.collect import Weights, collect_weights
 from deltasync.publish.job import Job, Receipt
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
+from deltasync.publish.ownership import Ownership
 from deltasync.publish.part_upload import PartUploader
 from deltasync.publish.shadow import Shadow, fold_changes
 from deltasync.publish.start import FirstStream, Start, open_first
@@ -132,7 +133,8 @@ class Publisher:
             self._uploader = Uploader(self._log, keeper, start.settings, start.since, self._peers.signals)
         else:
             self._uploader = PartUploader(self.store, start.settings, self._peers.signals)
-        self._first = FirstStream(self._peers, reader, start, initial, shadow)
+        self._owned = Ownership(self._peers)
+        self._first = FirstStream(self._peers, self._owned, reader, start, initial, shadow)
         if start.channel is not None and group is None:
             self._shadow = self._first.resumed({name: (0, spec.element_count) for name, spec in self._specs.items()})
             if self._shadow is not None:
@@ -364,7 +366,9 @@ class Publisher:
         if live is None:
             self._uploader.wait_released()
         on_change, settings = None if live is None else live.add, self.settings
-        return self._shadow.advance(named_tensors, settings.dtype, self._peers.rank, settings.shadow_placement, on_change)
+        return self._shadow.advance(
+            self._owned.later(named_tensors), settings.dtype, self._peers.rank, settings.shadow_placement, on_change
+        )
 
     def _job(self, base: _Base, **fields: Any) -> Job:
         assert self._channel is not None and self._shadow is not None
