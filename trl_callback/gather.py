@@ -26,7 +26,8 @@ from deltasync.channel import adapter_base, anchors
 from deltasync.channel.adapter_base import AdapterBase
 from deltasync.errors import ConfigError
 from deltasync.publish.quantize import QUANTIZATION
-from deltasync.publish.stream import TensorRange, module_tensors, plain_names, range_of, unwrapped
+from deltasync.publish.shards import TensorRange, is_range, part_of, range_of
+from deltasync.publish.stream import by_rows, module_tensors, unwrapped
 from trl_callback import adapter
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,9 @@ def is_peft(model: torch.nn.Module) -> bool:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether FSDP2 or ZeRO-3 shards the model, so that this process holds a part of it."""
-    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(map(_in_zero, model.parameters()))
+    """Whether FSDP2, ZeRO-3 or tensor parallelism shards the model, so that this process holds a part of it."""
+    sharded = (hasattr(param, "placements") or hasattr(param, "ds_id") for param in model.parameters())
+    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(sharded)
 
 
 def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> None:
@@ -59,6 +61,10 @@ def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> Non
         raise ConfigError("Adapters of a sharded model cannot be published. Train with DDP or ZeRO-2.")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigError("The parameters are sharded by FSDP1, which DeltaSyncCallback cannot publish. Train with FSDP2.")
+    if is_sharded(model):
+        for name, tensor in model.named_parameters():
+            if hasattr(tensor, "placements") and is_range(tensor):  # others are cut anew
+                part_of(name, tensor)
 
 
 def check_form_of(model: torch.nn.Module, adapter_only: bool = False) -> None:
@@ -82,40 +88,12 @@ def held_tensors(model: torch.nn.Module) -> dict[str, Any]:
 
     Of a sharded tensor it is this process's part: a `DTensor` from FSDP2, a `TensorRange` from ZeRO-3.
     """
-    model = unwrapped(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation leaves some parameters gathered
-    plain, ignored = plain_names(model), set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    zero = {plain(name): param for name, param in model.named_parameters(remove_duplicate=False) if _in_zero(param)}
+    ignored = set(getattr(unwrapped(model), "_keys_to_ignore_on_save", None) or ())
     return {
-        name: _zero_part(name, zero[name]) if name in zero else tensor
+        name: part_of(name, tensor) if hasattr(tensor, "ds_id") else tensor
         for name, tensor in module_tensors(model).items()
         if name not in ignored
     }
-
-
-def _in_zero(param: Any) -> bool:
-    """Whether DeepSpeed's ZeRO-3 shards this parameter. DeepSpeed itself is not imported."""
-    return hasattr(param, "ds_id")
-
-
-def _zero_part(name: str, param: Any) -> TensorRange:
-    """The part of a ZeRO-3 parameter that this process holds.
-
-    ZeRO-3 cuts the flattened parameter into as many equal parts as there are processes, padded at the end. This process's
-    is in `param.ds_tensor`, in the dtype of training, also while the parameter is gathered for a layer's forward.
-    """
-    held, shape = param.ds_tensor, tuple(param.ds_shape)
-    total = math.prod(shape)
-    is_spread = held.numel() == -(-total // dist.get_world_size())
-    if held.status.name != "AVAILABLE" or hasattr(held, "ds_quant_scale") or not is_spread:
-        raise ConfigError(
-            f"{name} is sharded by DeepSpeed in a way that DeltaSyncCallback cannot publish: offloaded to NVMe, quantized, "
-            "or over some of the processes only. Use ZeRO-3 without these; offloading to the CPU is fine."
-        )
-    start = min(dist.get_rank() * held.numel(), total)
-    return TensorRange(held[: total - start], start, shape)
 
 
 def as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -212,6 +190,7 @@ def _convert_shards(
         if wanted.get(name) == tensor.shape:
             yield name, tensor
             continue
+        ((_, tensor),) = by_rows([(name, tensor)])()
         part = range_of(name, tensor, rank)
         here = slice(part.start, part.stop)
         whole = part.held.new_empty(part.shape)
@@ -242,7 +221,10 @@ def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tu
     if adapter_only:
         return adapter.tensors(model).items()
     if is_sharded(model):
-        return shards_as_saved(model, held_tensors(model), dist.get_rank())
+        held = held_tensors(model)
+        shards = shards_as_saved(model, held, dist.get_rank())
+        columns = any(hasattr(tensor, "placements") and not is_range(tensor) for tensor in held.values())
+        return by_rows(shards)() if columns else shards
     if is_peft(model):
         return _merged(model)
     held = held_tensors(model)

@@ -237,6 +237,11 @@ class Receipt:
         """Whether the upload has ended, well or not."""
         return self._uploaded.done()
 
+    @property
+    def problem(self) -> BaseException | None:
+        """Why the upload has ended without a visible version; None if it has one. Waits for the end."""
+        return self._uploaded.exception()
+
     def when_done(self, action: Callable[[], None]) -> None:
         """Call `action` once the upload has ended, well or not; in the thread that ends it."""
         self._uploaded.add_done_callback(lambda _: action())

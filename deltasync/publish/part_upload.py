@@ -10,8 +10,6 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-import torch.distributed as dist
-
 from deltasync.channel import keys
 from deltasync.channel.documents import File
 from deltasync.channel.threads import Workers
@@ -53,11 +51,11 @@ class PartUploader:
             return self._pending.popitem()[1]
 
     def wait_released(self) -> None:
-        """As `Uploader.wait_released`; raises PublishError if the first rank does not say in time what becomes of a job."""
+        """As `Uploader.wait_released`; raises PublishError if the first rank is lost."""
         with self._changed:
             jobs = list(self._pending.values())
-        if not all(job.released.wait(self._signals.timeout_s) for job in jobs):
-            raise PublishError(f"Rank 0 did not say within {self._signals.timeout_s:g} s what becomes of a version.")
+        for job in jobs:
+            self._signals.wait_for(job.released)
 
     def let_go(self) -> None:
         """Do nothing."""
@@ -98,11 +96,8 @@ class PartUploader:
                     self._upload(line["begin"], line["folder"])
                 else:
                     self._end(line["end"], line)
-            except dist.DistNetworkError as error:
+            except PublishError as error:
                 self._give_up(error)
-            except RuntimeError as error:  # the first rank has said nothing for a while: it may be retrying
-                if self._closing:
-                    self._give_up(error)
 
     def _upload(self, serial: int, folder: str) -> None:
         files: list[File] = []
@@ -136,7 +131,8 @@ class PartUploader:
     def _submitted(self, serial: int) -> Job:
         """Wait for a job, which the first rank may have submitted earlier than this one."""
         with self._changed:
-            if not self._changed.wait_for(lambda: serial in self._pending, self._signals.timeout_s):
+            self._changed.wait_for(lambda: serial in self._pending or self._closing)
+            if serial not in self._pending:
                 raise PublishError("This rank has given the version up.")
             return self._pending[serial]
 

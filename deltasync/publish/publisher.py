@@ -9,9 +9,12 @@ The ranks of a sharded trainer publish together, each what it holds. They agree 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import re
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar, Unpack
@@ -19,23 +22,26 @@ from typing import Any, NamedTuple, Self, TypeVar, Unpack
 import torch
 import torch.distributed as dist
 
-from deltasync.channel import anchors
+from deltasync.channel import anchors, keys
 from deltasync.channel.documents import Reference, TokenLag
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
-from deltasync.channel.threads import Home, let_go
+from deltasync.channel.threads import Home, each, let_go
 from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
-from deltasync.errors import ConfigError, get_logger
+from deltasync.errors import ConfigError, PublishLostError, StoreError, get_logger
+from deltasync.publish import put
 from deltasync.publish.chain import Chain
 from deltasync.publish.collect import Weights, collect_weights
 from deltasync.publish.job import Job, Receipt
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
+from deltasync.publish.ownership import Ownership
 from deltasync.publish.part_upload import PartUploader
 from deltasync.publish.shadow import Shadow, fold_changes
 from deltasync.publish.start import FirstStream, Start, open_first
 from deltasync.publish.stream import Stream
 from deltasync.publish.upload import Uploader
+from deltasync.ranks.mailbox import ranks_of
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
@@ -53,6 +59,43 @@ class _Base(NamedTuple):
     full: bool  # whether it has full weights
     collects: bool  # whether the ranks collect full weights for it, or for an anchor beside it
     waiting: Job | None  # the job that it joins
+
+
+_UNKNOWN_TIMEOUT_S = 60.0  # for ranks, where the settings that say it are wrong
+
+
+class _Given(NamedTuple):
+    """Arguments of a publisher, checked."""
+
+    settings: PublisherSettings
+    retention: Retention
+    store: Store
+    files: Mapping[str, bytes]
+    keeps_all: bool  # whether nothing is ever deleted, without being asked for
+
+    @classmethod
+    def of(
+        cls,
+        channel: str | os.PathLike[str] | Store,
+        model_files: str | Path | Mapping[str, bytes] | None,
+        retention: Retention | None,
+        is_sharded: bool,
+        options: PublisherOptions,
+    ) -> Self:
+        settings = PublisherSettings.from_env(**options)
+        was_given, retention = retention is not None, Retention.from_env() if retention is None else retention
+        if not isinstance(retention, Retention):
+            raise ConfigError(f"retention must be a Retention, not {retention!r}.")
+        if is_sharded and retention.fold_every:
+            raise ConfigError("A sharded trainer writes no folds; leave fold_every at 0 and run `deltasync fold`.")
+        store = open_store(channel)
+        if isinstance(model_files, str | Path):
+            model_files = anchors.companion_files(Path(model_files))
+        files = dict(model_files or {})
+        for name in files:
+            check_key(name)
+        keeps_all = not was_given and retention.keep_last is None and retention.keep_anchors is None
+        return cls(settings, retention, store, files, keeps_all)
 
 
 class Publisher:
@@ -102,22 +145,27 @@ class Publisher:
         **options: Unpack[PublisherOptions],
     ) -> None:
         self._home = Home("publisher")
-        given = PublisherSettings.from_env(**options)
-        says_retention, retention = retention is None, Retention.from_env() if retention is None else retention
-        if not isinstance(retention, Retention):
-            raise ConfigError(f"retention must be a Retention, not {retention!r}.")
         if group is not None and shadow is not None:
             raise ConfigError("A sharded trainer cannot resume from a saved shadow; without it each rank reads the channel.")
-        if group is not None and retention.fold_every:
-            raise ConfigError("A sharded trainer writes no folds; leave fold_every at 0 and run `deltasync fold`.")
-        self.store = open_store(channel)
-        if isinstance(model_files, str | Path):
-            model_files = anchors.companion_files(Path(model_files))
-        files = dict(model_files or {})
-        for name in files:
-            check_key(name)
-        self._peers = Peers(group, given.peer_timeout_s)
-        start = self._peers.first(lambda: self._open(given, resume, files))
+        given, problem = attempt(lambda: _Given.of(channel, model_files, retention, group is not None, options))
+        if group is None and problem is not None:
+            raise problem
+        self._peers = Peers(group, _UNKNOWN_TIMEOUT_S if given is None else given.settings.peer_timeout_s)
+        try:
+            self._peers.agree(problem)  # so that all ranks know at once what fails at one
+            assert given is not None
+            self.store = given.store
+            self._begin_run(given, initial, resume, shadow, alone=group is None)
+        except BaseException:
+            self._peers.close("could not open its publisher")
+            raise
+        self._peers.leave()
+
+    def _begin_run(
+        self, given: _Given, initial: str | Path | None, resume: bool, shadow: str | Path | None, *, alone: bool
+    ) -> None:
+        start, token = self._peers.first(lambda: (self._open(given.settings, resume, given.files), uuid.uuid4().hex))
+        self._prove_writes(given.settings, token)
         reader = ChannelReader(self.store, None if start.trusted is None else Trusted(start.trusted))
         self.settings = start.settings
         self._run_id, self._version, self._channel = start.run_id, start.number, start.channel
@@ -128,20 +176,23 @@ class Publisher:
         self._live: Job | None = None  # the newest job whose changes came while its stream was read
         self._interrupted = self._starts_over = False  # whether a publish was, and the next version starts from new bits
         self._serial, self._closed = 0, False
+        self._last_loss: str | None = None  # why the last lost version was
+        self._unknown: list[Receipt] = []  # of versions that may get lost yet
+        self._owned = Ownership(self._peers)
+        self._first = FirstStream(self._peers, self._owned, reader, start, initial, shadow)
         self._uploader: Uploader | PartUploader
         if self._log is not None:
-            if says_retention and retention.keep_last is None and retention.keep_anchors is None:
+            if given.keeps_all:
                 logger.warning(
                     "Nothing is ever deleted from %s: it keeps all versions. DELTASYNC_KEEP_LAST=1000, say, bounds it; "
                     "`deltasync cost` computes its size.",
                     self.store.url,
                 )
-            keeper = Keeper(reader, self._log, retention, files, Chain(start.way))
+            keeper = Keeper(reader, self._log, given.retention, given.files, Chain(start.way))
             self._uploader = Uploader(self._log, keeper, start.settings, self._peers.signals)
         else:
             self._uploader = PartUploader(self.store, start.settings, self._peers.signals)
-        self._first = FirstStream(self._peers, reader, start, initial, shadow)
-        if start.channel is not None and group is None:
+        if start.channel is not None and alone:
             self._shadow = self._first.resumed({name: (0, spec.element_count) for name, spec in self._specs.items()})
             if self._shadow is not None:
                 self._uploader.resume()
@@ -203,26 +254,37 @@ class Publisher:
         self._home.check()
         if self._closed:
             raise ConfigError("This publisher is closed.")
-        step = None if step is None else whole_number("step", step)
-        token_lag = None if token_lag is None else token_ages(token_lag)
+
+        def numbers() -> tuple[int | None, TokenLag | None]:
+            return None if step is None else whole_number("step", step), None if token_lag is None else token_ages(token_lag)
+
+        checked, problem = attempt(numbers)
         if self._interrupted:
             self._start_over()
         self._interrupted = True  # an interrupt, which may come anywhere from here on, leaves it so
         try:
-            receipt = self._publish(named_tensors, step, token_lag, if_changed)
+            with self._peers.inside():
+                receipt = self._publish(named_tensors, checked or (None, None), problem, if_changed)
         except Exception:
             self._interrupted = False
             raise
         self._interrupted, self._live = False, None
         return receipt
 
-    def _publish(self, named_tensors: Stream, step: int | None, token_lag: TokenLag | None, if_changed: bool) -> Receipt:
+    def _publish(
+        self,
+        named_tensors: Stream,
+        numbers: tuple[int | None, TokenLag | None],
+        problem: BaseException | None,
+        if_changed: bool,
+    ) -> Receipt:
         before_s = time.perf_counter()
-        base = self._agree_on_base()
+        step, token_lag = numbers
+        base = self._agree_on_base(problem, f"step {step}")
         live: Job | None = None
         changes: dict[str, Patch] | None
         reference: Reference | None = None
-        problem: BaseException | None = None
+        problem = None
         try:
             with torch.no_grad():
                 if self._shadow is None:
@@ -253,6 +315,7 @@ class Publisher:
         self._version = jobs[-1].version
         self._last = Receipt.of(jobs[-1], time.perf_counter() - before_s)
         self._shadow.warn_of_nan(self._version)
+        self._unknown += [self._last] if self._peers.size > 1 else []
         return self._last
 
     def first(self, action: Callable[[], _Value]) -> _Value:
@@ -261,7 +324,8 @@ class Publisher:
         Raises:
             BaseException: what the action raises; a `DeltaSyncError` with the same message at the others.
         """
-        return self._peers.first(action)
+        with self._peers.inside():
+            return self._peers.first(action)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Block until everything published so far is visible.
@@ -271,11 +335,12 @@ class Publisher:
         """
         self._home.check()
         if self._last is not None:
-            try:
-                self._last.wait(timeout_s)
-            finally:
-                if self._last.done and self._peers.rank == 0:
-                    self._peers.signals.wait_until_seen()
+            with self._peers.inside():
+                try:
+                    self._last.wait(timeout_s)
+                finally:
+                    if self._last.done and self._peers.rank == 0:
+                        self._peers.signals.wait_until_seen()
 
     def close(self) -> None:
         """Finish the uploads and end. Later calls of `publish` are refused.
@@ -290,8 +355,14 @@ class Publisher:
             self._closed = True
             if self._interrupted:
                 self._start_over()
-            self._uploader.close()
-        self.flush()
+            try:
+                with self._peers.inside():
+                    self._uploader.close()
+                self.flush()
+            finally:
+                self._peers.close()
+        else:
+            self.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -329,14 +400,69 @@ class Publisher:
         start, self._log = open_first(self.store, settings, resume, files)
         return start
 
-    def _agree_on_base(self) -> _Base:
-        """Return what the next version builds on. The first rank decides: it knows what became of the versions before."""
+    def _prove_writes(self, settings: PublisherSettings, token: str) -> None:
+        """Have each rank store something that the first one reads, before the first step is trained for nothing.
+
+        Raises:
+            StoreError: a rank cannot write.
+            ConfigError: it writes to another place than the first one.
+        """
+        rank, size = self._peers.rank, self._peers.size
+        if size == 1:
+            return
+        proofs = [keys.probe(f"{token}-{other}") for other in range(size)]
+
+        def write() -> None:
+            try:
+                put.put_file(self.store, settings, proofs[rank], token.encode())
+            except StoreError as error:
+                raise StoreError(f"{self.store.url} cannot be written from this rank: {error}") from error
+
+        def read() -> None:
+            found = each(proofs, lambda key: put.holds(self.store, key, token.encode()), None)
+            wrong = [other for other, holds in enumerate(found) if not holds]
+            if wrong:
+                raise ConfigError(
+                    f"What {ranks_of(wrong).lower()} stored in {self.store.url} is not there for rank 0. A directory has "
+                    "to be one that all hosts share; otherwise use an object store."
+                )
+
+        try:
+            self._peers.all(write)
+            self._peers.first(read)
+        finally:
+            with contextlib.suppress(StoreError):  # a trainer may have no right to delete
+                self.store.delete(proofs[rank])
+
+    def _raise_if_lost_again(self) -> None:
+        """Raise PublishLostError if two versions were lost for one cause since the last delta: it does not pass."""
+        done, self._unknown = [r for r in self._unknown if r.done], [r for r in self._unknown if not r.done]
+        for receipt in done:
+            error = receipt.problem
+            if error is None:
+                self._last_loss = None if receipt.kind == "delta" else self._last_loss
+            elif isinstance(error, PublishLostError) and error.__cause__ is not None:
+                cause = re.sub("[0-9]+|[0-9a-f-]{8,}", "", f"{type(error.__cause__).__name__} {error.__cause__}")
+                if cause == self._last_loss:
+                    self._last_loss = None
+                    raise PublishLostError(
+                        f"Two versions were lost for one cause, so this is not passing: {error.__cause__} Mend it; the next "
+                        "publish tries again, with full weights."
+                    )
+                self._last_loss = cause
+
+    def _agree_on_base(self, problem: BaseException | None, same: str) -> _Base:
+        """Return what the next version builds on. The first rank decides: it knows what became of the versions before.
+
+        `problem` has failed at this rank already, and then at all; so does what is not the `same` at all ranks.
+        """
         uploader = self._uploader
         waiting: Job | None = None
 
         def decide() -> tuple[int, bool, bool, bool]:
             nonlocal waiting
             assert isinstance(uploader, Uploader)
+            self._raise_if_lost_again()
             waiting = None if self._starts_over else uploader.take()
             number, full = uploader.next() if waiting is None else (waiting.version, waiting.full)
             full = full or self._starts_over
@@ -345,7 +471,7 @@ class Publisher:
             return number, full, collects, waiting is not None
 
         try:
-            number, full, collects, joins = self._peers.first(decide)
+            number, full, collects, joins = self._peers.first(decide, problem, same)
             if joins and isinstance(uploader, PartUploader):
                 waiting = uploader.take()
         except BaseException:
@@ -372,7 +498,9 @@ class Publisher:
         if live is None:
             self._uploader.wait_released()
         on_change, settings = None if live is None else live.add, self.settings
-        return self._shadow.advance(named_tensors, settings.dtype, self._peers.rank, settings.shadow_placement, on_change)
+        return self._shadow.advance(
+            self._owned.later(named_tensors), settings.dtype, self._peers.rank, settings.shadow_placement, on_change
+        )
 
     def _job(self, base: _Base, **fields: Any) -> Job:
         assert self._channel is not None and self._shadow is not None

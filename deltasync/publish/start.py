@@ -19,6 +19,7 @@ from deltasync.following import Replica
 from deltasync.publish import put
 from deltasync.publish.log import Log
 from deltasync.publish.opening import open_channel
+from deltasync.publish.ownership import Ownership
 from deltasync.publish.shadow import Shadow, check_coverage
 from deltasync.publish.stream import Stream
 from deltasync.ranks.peers import Peers, Range, attempt
@@ -95,6 +96,7 @@ class FirstStream:
 
     Args:
         peers: The ranks.
+        owned: Tells which of them publishes what.
         reader: The channel's.
         start: What the channel holds.
         initial: The checkpoint for a new channel. Every rank loads it; the first one decides which commit it is.
@@ -105,14 +107,20 @@ class FirstStream:
     """
 
     def __init__(
-        self, peers: Peers, reader: ChannelReader, start: Start, initial: str | Path | None, saved: str | Path | None
+        self,
+        peers: Peers,
+        owned: Ownership,
+        reader: ChannelReader,
+        start: Start,
+        initial: str | Path | None,
+        saved: str | Path | None,
     ) -> None:
         self.start = start
         self.initial: Checkpoint | None = None
         if initial is not None and not start.number:
             reference = peers.first(lambda: checkpoint.find(initial))
             self.initial = peers.all(lambda: checkpoint.load(reference))
-        self._peers = peers
+        self._peers, self._owned = peers, owned
         self._reader = reader
         self._saved = saved
         self._resumes = bool(start.way)
@@ -125,17 +133,22 @@ class FirstStream:
         """
         peers = self._peers
 
+        stream = self._owned.first(named_tensors, dtype)
+
         def read() -> Shadow:
-            shadow = Shadow.of(named_tensors, dtype, peers.rank)
+            shadow = Shadow.of(stream, dtype, peers.rank)
             if channel is not None:
                 check_specs(channel.specs, shadow.specs, "The published model")
             return shadow
 
         first = peers.all(read)
-        shared = peers.share((channel or _new_channel(first.specs, dtype), first.ranges))
-        channel, held = shared[0][0], [ranges for _, ranges in shared]
-        for rank, (other, _) in enumerate(shared):
-            if other.tensors_sha256 != channel.tensors_sha256:
+        first = _without(first, self._owned.settle())
+        table = channel or _new_channel(first.specs, dtype)
+        shared = peers.share((table if peers.rank == 0 else None, table.tensors_sha256, first.ranges))
+        channel, held = shared[0][0], [ranges for *_, ranges in shared]
+        assert channel is not None
+        for rank, (_, digest, _) in enumerate(shared):
+            if digest != channel.tensors_sha256:
                 raise ModelMismatchError(f"Rank {rank} publishes other names, dtypes or shapes than rank 0.")
         check_coverage(channel.specs, held)
         resumed = self.resumed(first.ranges)
@@ -177,6 +190,14 @@ class FirstStream:
         if replica.identity != self.start.end:
             raise ChainError(f"the newest version that can be read is {replica.identity}.")
         return Shadow.whole(replica.state_dict())
+
+
+def _without(shadow: Shadow, names: Sequence[str]) -> Shadow:
+    """Return a shadow that holds nothing of these tensors."""
+    if not names:
+        return shadow
+    ranges = dict(shadow.ranges) | dict.fromkeys(names, (0, 0))
+    return Shadow(shadow.specs, ranges, shadow.bits | {name: shadow.bits[name][:0].copy() for name in names})
 
 
 def _new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sized
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 
 from deltasync.errors import ConfigError, ModelMismatchError
+from deltasync.publish.shards import FSDP1_CURE, TensorRange, is_range, range_of
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorRange:
-    """A range of a checkpoint tensor, for trainers that shard in another way than FSDP2's `DTensor`, such as ZeRO.
-
-    Attributes:
-        held: The elements, row-major; any shape, device and floating dtype, may be empty.
-        start: Flat index of the first of them in the whole tensor.
-        shape: The whole tensor's shape.
-    """
-
-    held: torch.Tensor
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def stop(self) -> int:
-        """Flat index behind the last element."""
-        return self.start + self.held.numel()
+__all__ = [
+    "Stream",
+    "Tensor",
+    "TensorRange",
+    "Tensors",
+    "by_rows",
+    "module_tensors",
+    "pair_of",
+    "plain_names",
+    "range_of",
+    "tensors_of",
+    "unwrapped",
+]
 
 
 Tensor = torch.Tensor | TensorRange
@@ -99,14 +93,28 @@ def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
 def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by the names of a checkpoint: without wrappers, each storage once.
 
-    They alias the live weights. Of tied ones it is that which `from_pretrained` ties the others to, else the first.
+    They alias the live weights. Of tied ones it is that which `from_pretrained` ties the others to, else the first. Of a
+    model that FSDP2 or ZeRO-3 shards they are this process's shards, also after an evaluation, which leaves some parameters
+    gathered.
+
+    Raises:
+        ConfigError: FSDP1 shards a part of the module.
     """
+    for part in module.modules():
+        if any(base.__name__ == "FullyShardedDataParallel" for base in type(part).__mro__):
+            raise ConfigError(f"The parameters of {type(part).__name__} are sharded by FSDP1. {FSDP1_CURE}")
     module = unwrapped(module)
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        for part in module.modules():
+            if isinstance(part, fsdp.FSDPModule):
+                part.reshard()
     plain = plain_names(module)
     # Patterns of the names that from_pretrained ties to another one: a list, from transformers 5 on a dict.
     tied = list(getattr(module, "_tied_weights_keys", None) or ())
     params = {plain(name): param for name, param in module.named_parameters(remove_duplicate=False)}
     state = {plain(name): value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    # A state dict has detached tensors, of which DeepSpeed's shards are not known.
+    state |= {name: param for name, param in params.items() if hasattr(param, "ds_id") and name in state}
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         storage: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
@@ -119,8 +127,32 @@ def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if name in names}
 
 
+def by_rows(stream: Stream) -> Callable[[], Tensors]:
+    """Return a stream in which every `DTensor` is cut by its first dimension, so that a rank's elements are a range.
+
+    Tensor parallelism cuts half of its matrices by columns. Such a tensor is redistributed when it is read, which is a
+    collective: the tensors come in the same order on all ranks.
+    """
+
+    def cut(stream: Stream) -> Iterator[tuple[str, Tensor]]:
+        from torch.distributed.tensor import Shard
+
+        for name, tensor in map(pair_of, tensors_of(stream)):
+            if hasattr(tensor, "placements") and not is_range(tensor):
+                with torch.no_grad():
+                    rows = [each if each.is_replicate() else Shard(0) for each in tensor.placements]
+                    tensor = tensor.detach().redistribute(placements=rows)
+            yield name, tensor
+
+    return lambda: cut(stream)
+
+
 def pair_of(pair: object) -> tuple[str, Tensor]:
-    """Return a pair that a stream gave; raise ModelMismatchError if it is not a name and a tensor."""
+    """Return a pair that a stream gave, its name without wrappers'.
+
+    Raises:
+        ModelMismatchError: it is not a name and a tensor.
+    """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ModelMismatchError(f"publish() reads pairs of name and tensor, not {_shown(pair)}.")
     name, tensor = pair
@@ -129,48 +161,18 @@ def pair_of(pair: object) -> tuple[str, Tensor]:
     if not isinstance(tensor, Tensor):
         hint = "; torch.from_numpy makes one" if type(tensor).__module__ == "numpy" else ""
         raise ModelMismatchError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor{hint}.")
-    return name, tensor
+    return _plain_name(name), tensor
+
+
+_WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+"""Attributes that no model has of itself, and no checkpoint."""
+
+
+def _plain_name(name: str) -> str:
+    if not any(wrapper in name for wrapper in _WRAPPER_NAMES):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
 
 
 def _shown(given: object) -> str:
     return "a Tensor" if isinstance(given, torch.Tensor) else f"{given!r:.100}"
-
-
-def range_of(name: str, tensor: Tensor, rank: int) -> TensorRange:
-    """Return the range of a tensor that a rank publishes. Over all ranks each element is published once.
-
-    A whole tensor is published by the first rank; a `DTensor` has to be sharded by its first dimension, or replicated.
-
-    Raises:
-        ConfigError: a `DTensor` whose shard is no contiguous range.
-    """
-    if isinstance(tensor, TensorRange):
-        return tensor
-    if hasattr(tensor, "placements"):  # a DTensor, whose import takes seconds
-        return _range_of_dtensor(name, tensor)
-    return TensorRange(tensor if rank == 0 else tensor.new_empty(0), 0, tuple(tensor.shape))
-
-
-def _range_of_dtensor(name: str, tensor: Any) -> TensorRange:
-    from torch.distributed.tensor import Replicate, Shard
-
-    shape = tuple(tensor.shape)
-    mesh, local = tensor.device_mesh, tensor.to_local()
-    coordinates = mesh.get_coordinate()
-    is_published, first_row, rows = True, 0, shape[0] if shape else 1
-    for dim, placement in enumerate(tensor.placements):
-        if type(placement) is Shard and placement.dim == 0:
-            chunk = -(-rows // mesh.size(dim))
-            begin = min(coordinates[dim] * chunk, rows)
-            first_row, rows = first_row + begin, min(chunk, rows - begin)
-        elif isinstance(placement, Replicate):
-            is_published = is_published and coordinates[dim] == 0
-        else:
-            raise ConfigError(
-                f"{name} is placed as {placement}; only tensors that are sharded by their first dimension, or replicated, "
-                "can be published without a gather. Publish tensor.full_tensor() from one rank instead."
-            )
-    if not is_published:
-        return TensorRange(local.new_empty(0), 0, shape)
-    assert local.numel() == rows * math.prod(shape[1:])
-    return TensorRange(local, first_row * math.prod(shape[1:]), shape)

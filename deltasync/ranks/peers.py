@@ -1,15 +1,18 @@
 """Messages between the ranks of one sharded trainer, within `publish` (`Peers`) and about uploads (`Signals`).
 
-`publish` runs on all ranks at the same time and uses collectives. They carry a few kilobytes; only the weights of an anchor
-are collected by the first rank, tensor by tensor. Uploads run in threads, whose collectives would mix with those of the
-trainer; there the ranks write to the key-value store of torch.distributed instead.
+`publish` runs on all ranks at the same time. What they say, a few kilobytes, goes through the key-value store of
+torch.distributed to the first rank and back (`mailbox`), as does what the threads say that upload. Only the weights of an
+anchor are collected by the first rank through gloo, tensor by tensor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
-from collections.abc import Callable, Sequence
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +23,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from deltasync.channel.documents import File
 from deltasync.errors import PublishError, StoreError, error_of, get_logger
+from deltasync.ranks.mailbox import BEAT_S, WAY_ON, Mailbox
 from deltasync.tensors.fingerprint import MASK
 
 logger = get_logger(__name__)
@@ -33,11 +37,11 @@ Range = tuple[int, int]
 class Peers:
     """All ranks that publish together. Each method is called on all of them, in the same order; a single rank asks nobody.
 
-    All methods raise PublishError if a rank does not answer in time.
+    All methods raise PublishError if a rank is lost or does not come; then this publisher can publish no more.
 
     Args:
-        group: A process group of any backend; all of its ranks make a `Peers`. Messages go through a gloo group.
-        timeout_s: How long to wait for a rank that is behind, or dead.
+        group: A process group of any backend; all of its ranks make a `Peers`. It is asked for its store only.
+        timeout_s: How long to wait for a rank that does not come.
 
     Attributes:
         rank: This process's rank. Rank 0, the first, writes records.
@@ -47,41 +51,74 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 0.0) -> None:
         self.rank, self.size = 0, 1
         self._lost: str | None = None
-        store = None
+        self._mailbox: Mailbox | None = None
+        self._weights: dist.ProcessGroupGloo | None = None  # carries full weights
+        self._number, self._timeout_s = 0, timeout_s
         if group is not None:
-            self._group = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=datetime.timedelta(seconds=timeout_s),
-                backend="gloo",
-                use_local_synchronization=True,
-                group_desc="deltasync",
-            )
-            self.rank, self.size = self._group.rank(), self._group.size()
-            # A connection of its own: waiting on one that others use would hold them up.
-            store = PrefixStore("deltasync", self._group.get_group_store().clone())
-        self.signals = Signals(store, self.rank, self.size, timeout_s)
+            mailbox = Mailbox(group, timeout_s)
+            self.rank, self.size = mailbox.rank, mailbox.size
+            if self.size > 1:
+                self._mailbox, self._store = mailbox, mailbox.connect()
+            else:
+                mailbox.end("is alone")
+        self.signals = Signals(self._mailbox, self.rank, self.size)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Tell the others meanwhile that this rank is in a method of its publisher, however long that takes."""
+        if self._mailbox is None:
+            yield
+            return
+        self._mailbox.inside(True)
+        try:
+            yield
+        finally:
+            self._mailbox.inside(False)
+
+    def leave(self) -> None:
+        """Tell the others that this rank has opened its publisher, and trains."""
+        if self._mailbox is not None:
+            self._mailbox.inside(False)
+
+    def close(self, how: str = "has closed its publisher") -> None:
+        """End all of it: this rank answers no more."""
+        self._weights = None
+        if self._mailbox is not None:
+            self._lost = self._lost or f"Rank {self.rank} {how}."
+            self._mailbox.end(how)
+            self._store = None
+            self.signals.close()
 
     def share(self, value: _Value) -> list[_Value]:
         """Return the values of all ranks, by rank."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        self._together(lambda: dist.all_gather_object(values, value, group=self._group))
-        return values
+        # pickle, as the collectives of torch.distributed do it: between processes of one trainer, through its own store
+        return [pickle.loads(each) for each in pickle.loads(self._exchange(pickle.dumps(value), pickle.dumps))]
 
-    def first(self, action: Callable[[], _Value]) -> _Value:
+    def first(self, action: Callable[[], _Value], problem: BaseException | None = None, same: object = None) -> _Value:
         """Run an action on the first rank and return its result at all ranks.
 
+        `problem` is what has failed at this rank before; `same` is what has to be equal at all ranks.
+
         Raises:
-            BaseException: what the action raises; a `DeltaSyncError` with the same message at the others.
+            BaseException: what the action raises, or `problem`; a `DeltaSyncError` with the same message at the others.
+            PublishError: `same` differs.
         """
-        value, problem = attempt(action) if self.rank == 0 else (None, None)
-        value, failure = self.share((value, None if problem is None else _described(problem)))[0]
+        value = None
+        if self.rank == 0 and problem is None:
+            value, problem = attempt(action)
+        found = self.share((value, None if problem is None else _described(problem), same))
         if problem is not None:
             raise problem
-        if failure is not None:
-            raise error_of(failure[0], f"Rank 0 failed: {failure[1]}", PublishError)
-        return value  # type: ignore[return-value]
+        for rank, (_, failure, other) in enumerate(found):
+            if failure is not None:
+                raise error_of(failure[0], f"Rank {rank} failed: {failure[1]}", PublishError)
+            if other != found[0][2]:
+                raise PublishError(
+                    f"Rank {rank} publishes {other}, and rank 0 publishes {found[0][2]}. Nothing was published."
+                )
+        return found[0][0]  # type: ignore[return-value]
 
     def agree(self, error: BaseException | None, *numbers: int) -> list[int]:
         """Return the sums of numbers over all ranks, modulo 2**64, if no rank has an error.
@@ -89,18 +126,17 @@ class Peers:
         Raises:
             BaseException: `error`, or a `DeltaSyncError` with the message of another rank's error.
         """
-        sums = [value & MASK for value in (error is not None, *numbers)]
+        values = np.array([value & MASK for value in numbers], np.uint64)
         if self.size > 1:
-            vector = torch.from_numpy(np.array(sums, np.uint64).view(np.int64))
-            self._together(lambda: dist.all_reduce(vector, group=self._group))
-            sums = vector.numpy().view(np.uint64).tolist()
-        if sums[0]:
-            failures = self.share(None if error is None else _described(error))
-            if error is not None:
-                raise error
-            rank, (kind, message) = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
-            raise error_of(kind, f"Rank {rank} failed, so nothing was published: {message}", PublishError)
-        return sums[1:]
+            own = b"+" + values.tobytes() if error is None else b"-" + json.dumps([self.rank, *_described(error)]).encode()
+            answer = self._exchange(own, _sum)
+            if error is None and answer[:1] == b"-":
+                rank, kind, message = json.loads(answer[1:])
+                raise error_of(kind, f"Rank {rank} failed, so nothing was published: {message}", PublishError)
+            values = np.frombuffer(answer[1:], np.uint64) if error is None else values
+        if error is not None:
+            raise error
+        return values.tolist()
 
     def all(self, action: Callable[[], _Value]) -> _Value:
         """Run an action on each rank and return its result at this one. Raises as `agree` if it fails at any rank."""
@@ -110,9 +146,10 @@ class Peers:
 
     def collect(self, held: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
         """Return one tensor's flat bit patterns at the first rank, by the ranges of all ranks; at the others `held`."""
+        gloo = self._gloo()
         if self.rank:
             if held.size:
-                self._together(lambda: dist.send(_bytes_of(held), group_dst=0, group=self._group))
+                self._together(lambda: gloo.send([_bytes_of(held)], 0, 0).wait())
             return held
         whole_N = np.empty(sum(stop - start for start, stop in ranges), held.dtype)
         for rank, (start, stop) in enumerate(ranges):
@@ -120,8 +157,46 @@ class Peers:
                 whole_N[start:stop] = held
             elif stop > start:
                 part = _bytes_of(whole_N[start:stop])
-                self._together(lambda part=part, rank=rank: dist.recv(part, group_src=rank, group=self._group))  # type: ignore[misc]
+                self._together(lambda part=part, rank=rank: gloo.recv([part], rank, 0).wait())  # type: ignore[misc]
         return whole_N
+
+    def _gloo(self) -> Any:
+        """The connections that full weights go through. They belong to no process group that torch knows."""
+        if self._weights is None:
+            assert self._mailbox is not None
+            self.agree(None)  # all ranks are here now, and connect
+            store, timeout = self._mailbox.connect(), datetime.timedelta(seconds=self._timeout_s)
+
+            def connect() -> None:
+                self._weights = dist.ProcessGroupGloo(PrefixStore("weights", store), self.rank, self.size, timeout)
+
+            self._together(connect)
+        return self._weights
+
+    def _exchange(self, value: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
+        """Send a value to the first rank, which combines those of all ranks, and return the result."""
+        if self._lost is not None:
+            raise PublishError(self._lost)
+        assert self._mailbox is not None
+        self._number, number = self._number + 1, self._number
+        keys = {rank: f"to/{number}/{rank}" for rank in range(1, self.size)}
+        try:
+            if self.rank:
+                self._store.set(keys[self.rank], value)
+                (result,) = self._mailbox.wait(self._store, {0: f"from/{number}"}, "publish")
+                return result
+            values = self._mailbox.wait(self._store, keys, "publish")
+            result = combine([value, *values])
+            self._store.set(f"from/{number}", result)
+            for key in [*keys.values(), *([f"from/{number - 1}"] if number else [])]:  # which all have read: they went on
+                self._store.delete_key(key)
+        except PublishError as error:
+            self._lose(str(error))
+            raise
+        except RuntimeError as error:  # of torch's store
+            self._lose(f"The store of torch.distributed is gone, and with it the process that held it: {error} {WAY_ON}")
+            raise PublishError(self._lost) from error
+        return result
 
     def _together(self, action: Callable[[], object]) -> None:
         if self._lost is not None:
@@ -129,8 +204,25 @@ class Peers:
         try:
             action()
         except (RuntimeError, ValueError) as error:  # gloo's; what was under way on other ranks cannot be known any more
-            self._lost = f"Rank {self.rank} lost the other ranks, and can publish no more: {error}"
+            self._lose(f"Rank {self.rank} lost the other ranks while full weights were collected: {error} {WAY_ON}")
             raise PublishError(self._lost) from error
+
+    def _lose(self, why: str) -> None:
+        """Publish no more, and tell those who wait for this rank."""
+        self._lost = why
+        if self._mailbox is not None:
+            self._mailbox.end(f"has given up. {why.replace(WAY_ON, '').strip()}")
+
+
+def _sum(values: list[bytes]) -> bytes:
+    """Add up the numbers of all ranks, or return the first error."""
+    failed = [value for value in values if value[:1] == b"-"]
+    if failed:
+        return failed[0]
+    sums = np.frombuffer(values[0][1:], np.uint64).copy()
+    for value in values[1:]:
+        sums += np.frombuffer(value[1:], np.uint64)
+    return b"+" + sums.tobytes()
 
 
 class Signals:
@@ -140,20 +232,35 @@ class Signals:
     when it begins, and answer with its files. So a job that still waits can be replaced on all ranks at once.
 
     Args:
-        store: Key-value store that all ranks share, on a connection that nobody else uses; None for a single rank.
+        mailbox: What all ranks share; None for a single rank.
         rank: This process's rank.
         size: Number of ranks.
-        timeout_s: How long to wait for an answer, or for the next line of the log.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, mailbox: Mailbox | None, rank: int, size: int) -> None:
         self.rank = rank
-        self.timeout_s = timeout_s
         self.others = range(1, size)
-        self._store = store
+        self._mailbox = mailbox
+        self._store: Any = None if mailbox is None else mailbox.connect()
         self._line = 0
         self._ended: int | None = None
         self._spent: list[str] = []
+
+    def close(self) -> None:
+        """Leave the store; nothing is said any more."""
+        self._store = self._ended = None
+
+    def wait_for(self, event: threading.Event) -> None:
+        """Other ranks: wait for what the first rank decides, as long as it lives.
+
+        Raises:
+            PublishError: it is lost.
+        """
+        assert self._mailbox is not None
+        store, seen = None, dict[int, tuple[bytes, float]]()
+        while not event.wait(BEAT_S):
+            store = store or self._mailbox.connect()
+            self._mailbox.check(store, 0, seen)
 
     def begin(self, serial: int, folder: str) -> None:
         """First rank: say that a job's upload begins, and into which folder its parts go."""
@@ -163,14 +270,14 @@ class Signals:
         """First rank: wait for the files that the other ranks stored for a job.
 
         Raises:
-            StoreError: a rank could not store its part, or did not answer in time.
+            StoreError: a rank could not store its part, or is lost.
         """
         files, keys = [], [f"part/{serial}/{rank}" for rank in self.others]
         for rank, key in zip(self.others, keys, strict=True):
             try:
-                answer = json.loads(self._wait(key))
-            except RuntimeError as error:  # DistError, and of a FileStore just this
-                raise StoreError(f"Rank {rank} did not store its part within {self.timeout_s:g} s: {error}") from error
+                answer = json.loads(self._wait(rank, key, "store its part of a version"))
+            except (PublishError, RuntimeError) as error:
+                raise StoreError(f"Rank {rank} did not store its part: {error}") from error
             if "error" in answer:
                 raise StoreError(f"Rank {rank} could not store its part: {answer['error']}")
             files += msgspec.convert(answer["files"], list[File])
@@ -194,18 +301,17 @@ class Signals:
             return
         try:
             for rank in self.others:
-                self._wait(f"seen/{self._ended}/{rank}")
-        except RuntimeError as error:
+                self._wait(rank, f"seen/{self._ended}/{rank}", "read what became of the last version")
+        except (PublishError, RuntimeError) as error:
             logger.warning("Not all ranks say that they know how their uploads ended: %s", error)
 
     def next_line(self) -> dict[str, Any]:
         """Other ranks: wait for the next line of the log, `begin` or `end` with a job's serial and their arguments.
 
         Raises:
-            torch.distributed.DistNetworkError: the store is gone.
-            RuntimeError: nothing was said in time.
+            PublishError: the first rank is lost.
         """
-        line: dict[str, Any] = json.loads(self._wait(f"log/{self._line}"))
+        line: dict[str, Any] = json.loads(self._wait(0, f"log/{self._line}", "say what becomes of a version"))
         self._line += 1
         return line
 
@@ -227,9 +333,12 @@ class Signals:
     def _set(self, key: str, value: object) -> None:
         self._store.set(key, json.dumps(value))
 
-    def _wait(self, key: str) -> bytes:
-        self._store.wait([key], datetime.timedelta(seconds=self.timeout_s))
-        return self._store.get(key)
+    def _wait(self, rank: int, key: str, what: str) -> bytes:
+        assert self._mailbox is not None
+        try:
+            return self._mailbox.wait(self._store, {rank: key}, what, bounded=False)[0]
+        except RuntimeError as error:  # of torch's store
+            raise PublishError(f"The store of torch.distributed is gone: {error} {WAY_ON}") from error
 
 
 def _described(error: BaseException) -> tuple[str, str]:
