@@ -22,8 +22,10 @@ from deltasync.following import Replica
 from deltasync.housekeeping.walk import Progress, quiet
 from deltasync.kernels import cpu_diff
 from deltasync.live import model_fingerprint
-from deltasync.tensors import fingerprint
+from deltasync.tensors import Delta as Changes
+from deltasync.tensors import Sparse, fingerprint
 from deltasync.tensors.bits import bits_of
+from deltasync.tensors.delta import joined
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,6 @@ def write_fold(
         raise ConfigError(f"A fold leads from a version to a later one, not from {base} to {version}.")
     chosen = codec.get(codec_name)
     reader.channel()
-    encoder = chosen.encoder()
     signing.require_signer(signer, reader.signed)
     try:
         start, end = (reader.numbered(number).version for number in (base, version))
@@ -72,19 +73,24 @@ def write_fold(
     progress("weights", 1, 2)
     replica.sync(version)
     progress("weights", 2, 2)
-    changed = 0
-    for done, (name, tensor) in enumerate(replica.state_dict().items(), start=1):
-        new_N = bits_of(tensor)
+    new = {name: bits_of(tensor) for name, tensor in replica.state_dict().items()}
+    layout, pieces = reader.layout, []
+    for done, (name, new_N) in enumerate(new.items(), start=1):
         index_K, step_K = cpu_diff.diff(old[name], new_N)
         if index_K.size:
-            encoder.add(reader.specs[name], index_K, step_K, new_N, fingerprint.to_hex(replica.fingerprints[name]))
-            changed += index_K.size
+            width, first, _ = layout.span(name)
+            index = layout.vectors[width].index_dtype
+            pieces.append(Changes(layout, {width: Sparse(index_K.astype(index) + index.type(first), step_K)}))
         progress("tensors", done, len(reader.specs))
-    payload = encoder.finish(version, base) if changed else None
-    delta = Delta(codec=codec_name, changed=changed)
+    changes = joined(pieces) if pieces else None
+    payload = None
+    if changes is not None:
+        payload = chosen.encode(changes, lambda name: (new[name], 0), replica.fingerprints, version, base)
+    delta = Delta(codec=codec_name, changed=0 if changes is None else changes.changed)
     stored = encode_fold(reader, start, end, payload, replica.fingerprints, signer, keys.new_author(), delta=delta)
-    for patch, _ in payloads.patches(reader, stored, lambda name: old[name].copy()):  # as a replica does
-        patch.apply(old[patch.name])
+    decoded, _ = payloads.delta(reader, stored, lambda name: old[name].copy())  # as a replica does
+    for name in decoded.counts():
+        decoded.apply(name, old[name])
     if wrong := [name for name, tensor in replica.state_dict().items() if not np.array_equal(old[name], bits_of(tensor))]:
         raise CorruptDataError(f"{stored.key} would not give the bits of {', '.join(wrong[:5])}; it was not stored.")
     return store(reader, stored)

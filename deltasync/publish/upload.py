@@ -25,12 +25,13 @@ from deltasync.errors import DeltaSyncError, FencedError, PublishError, PublishL
 from deltasync.publish.choose import Choice
 from deltasync.publish.collect import Weights, requires_of
 from deltasync.publish.encode import Payloads, compile_ahead, encode, encode_groups
-from deltasync.publish.job import AbortedError, Job, without_frames
+from deltasync.publish.job import Job, without_frames
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
-from deltasync.publish.shadow import fold_changes
 from deltasync.ranks.peers import Signals
-from deltasync.tensors import Patch, fingerprint, weight_bytes
+from deltasync.tensors import Delta as Changes
+from deltasync.tensors import fingerprint, weight_bytes
+from deltasync.tensors.delta import fold as fold_deltas
 
 logger = get_logger(__name__)
 
@@ -68,7 +69,7 @@ class Uploader:
         self._since = since
         self._signals = signals
         self._choice = Choice(settings.codec, None if signals.others else log.store)
-        self._fold: tuple[Version, dict[str, Patch]] | None = None
+        self._fold: tuple[Version, Changes | None] | None = None
         self._lock = threading.RLock()
         self._waiting: list[Job] = []
         self._running: Job | None = None
@@ -78,12 +79,6 @@ class Uploader:
         self._puts = Workers(PUTS, "deltasync-put")
         self._worker = Workers(1, "deltasync-upload")
         finish_at_exit(self)
-
-    @property
-    def idle(self) -> bool:
-        """Whether a job submitted now begins at once, builds on a version known to be stored, and needs no other ranks."""
-        with self._lock:
-            return not self._signals.others and self._running is None and not self._waiting and self._log.pending is None
 
     def next(self) -> tuple[int, bool]:
         """Return the number of the version after all that were submitted, and whether it has full weights."""
@@ -116,18 +111,6 @@ class Uploader:
         """Release the locks that an interrupt has left this thread holding."""
         for lock in (self._lock, self._worker.lock, self._puts.lock):
             let_go(lock)
-
-    def withdraw(self, job: Job) -> None:
-        """Give up a job whose stream failed. After return: it does not read the shadow any more."""
-        job.abort()
-        with self._lock:
-            waited = job in self._waiting
-            if waited:
-                self._waiting.remove(job)
-        if waited:
-            job.fail(AbortedError(f"The stream of version {job.version} failed."))
-        elif job is self._running:
-            job.released.wait()
 
     def wait_released(self) -> None:
         """Wait until the running job does not need the shadow as it is. The caller has taken the waiting one."""
@@ -164,7 +147,7 @@ class Uploader:
 
     def resume(self, tip: Version) -> None:
         """Build the next version on this one, whose bits are known."""
-        self.full, self._fold = False, (tip, {})
+        self.full, self._fold = False, (tip, None)
 
     def close(self) -> None:
         """Finish what was submitted, and the work of the keeper and the log. Ctrl-C ends waits for a retry."""
@@ -179,10 +162,6 @@ class Uploader:
     def finish(self) -> None:
         """Finish what was submitted as long as the store takes something; the process ends."""
         self.let_go()
-        with self._lock:
-            jobs = [*self._waiting, *([] if self._running is None else [self._running])]
-        for job in jobs:
-            job.abort()  # unless its stream has been read
         self.release()
         parts = (self._worker, self._puts, self._keeper, self._log)
         began_s = time.monotonic()
@@ -217,9 +196,6 @@ class Uploader:
             if job.version != self._log.next_version or (self.full and not job.full):
                 raise PublishLostError(f"Version {job.version} builds on one that was lost.")
             stored = self._store_full(job) if job.full else self._store_delta(job)
-        except AbortedError as error:
-            self._log.give_up(job.version)
-            self._end(job, error)
         except Exception as error:  # noqa: BLE001 - likewise
             if isinstance(problem, PublishPendingError) and not self._signals.others:
                 self._keep(job, problem)
@@ -293,14 +269,13 @@ class Uploader:
         if job.full:
             self._since = Since(job.version, job.reference is not None)
         if job.full or self._fold is None:
-            self._fold = (version, {})
+            self._fold = (version, None)
 
     def _store_delta(self, job: Job) -> Stored:
         """Store the parts, then the record. After return: visible as a whole.
 
         Raises:
             FencedError, PublishPendingError, StoreError, ConfigError, CorruptDataError: as `Log.append`.
-            AbortedError: the stream failed.
         """
         log, keeper = self._log, self._keeper
         folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))
@@ -309,7 +284,6 @@ class Uploader:
             job,
             self._choice,
             lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
-            keep=keeper.retention.fold_every > 0,
         )
         fold = self._folded(job, encoded)
         full_bytes = weight_bytes(job.shadow.specs.values())
@@ -328,10 +302,10 @@ class Uploader:
             weights, job.weights, self._since = job.weights, None, Since(job.version)
             keeper.announce(stored, weights, requires_of(self.settings))
         if fold is not None and self._fold is not None:
-            base, patches = self._fold
-            delta = Delta(codec=encoded.codec, changed=sum(patch.changed for patch in patches.values()))
-            keeper.fold(base, stored, delta, fold if patches else None)
-            self._fold = (stored.version, {})
+            base, changes = self._fold
+            changed = 0 if changes is None else changes.changed
+            keeper.fold(base, stored, Delta(codec=encoded.codec, changed=changed), fold if changed else None)
+            self._fold = (stored.version, None)
         return stored
 
     def _store_full(self, job: Job) -> Stored:
@@ -374,10 +348,10 @@ class Uploader:
         if not every or self._fold is None:
             return None
         base, before = self._fold
-        patches = fold_changes(before, encoded.patches)
-        self._fold = (base, patches)
+        changes = job.delta if before is None else fold_deltas([before, job.delta])
+        self._fold = (base, changes)
         complete = job.version - base.version >= every
-        return encode(job, encoded.codec, list(patches.values()), base.version) if complete else None
+        return encode(job, encoded.codec, changes, base.version) if complete else None
 
 
 _ENDING_S = 2.0  # how long threads may take to end once they were told to

@@ -3,12 +3,12 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from deltasync.tensors.fold import fold_all
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.kernels import reference
 from deltasync.tensors import Patch
-from deltasync.tensors.fold import fold_all
 from tests import strategies as our
 
 
