@@ -96,8 +96,9 @@ class LiveMemory:
 
     def fingerprints_of(self, names: Iterable[str], parts: Parts | None = None) -> dict[str, int]:
         """Return those of some tensors, of now or from the `parts` of another time."""
-        parts = self.parts if parts is None else parts
-        return combine([self.regions], [{name: parts[name] for name in names}])
+        of = self.parts if parts is None else parts
+        single = {name: of[name][0] for name in names if len(of[name]) == 1}
+        return single | combine([self.regions], [{name: of[name] for name in names if name not in single}])
 
     def gather(self, name: str) -> np.ndarray:
         """Return a host copy of a tensor's bit patterns, flat and unsigned; zeros outside of `regions`."""
@@ -312,12 +313,17 @@ class LiveMemory:
 
     def _parts_after(self, staged: Staged) -> Parts:
         """Return the parts of the tensors that `staged` names, once all of it is written."""
-        parts = {name: list(self.parts[name]) for name in staged.fingerprints}
+        parts = {name: self.parts[name] for name in staged.fingerprints}
         for target, gained in itertools.chain.from_iterable(swap.gains for swap in staged.swaps):
-            parts[target.name][target.number] += gained
+            self._set(parts, target, parts[target.name][target.number] + gained)
         for target, value in itertools.chain.from_iterable(read() for read in staged.readouts):
-            parts[target.name][target.number] = value
-        return {name: tuple(value & fingerprint.MASK for value in values) for name, values in parts.items()}
+            self._set(parts, target, value)
+        return parts
+
+    @staticmethod
+    def _set(parts: Parts, target: Target, value: int) -> None:
+        held, number = parts[target.name], target.number
+        parts[target.name] = (*held[:number], value & fingerprint.MASK, *held[number + 1 :])
 
     def rollback(self, committed: Staged) -> None:
         """Write the old values of the last commit back.

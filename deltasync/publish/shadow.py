@@ -20,15 +20,13 @@ from deltasync.live import LiveMemory, Segment
 from deltasync.publish.device_copies import DeviceCopies
 from deltasync.publish.quantize import fp8_blocks
 from deltasync.publish.stream import Stream, TensorRange, Tensors, pair_of, range_of, tensors_of
-from deltasync.tensors import Delta, Layout, Sparse, TensorSpec, check_specs, fingerprint, weight_elements
+from deltasync.tensors import ITEM_BYTES, Delta, Layout, Sparse, TensorSpec, check_specs, fingerprint, weight_elements
 from deltasync.tensors.bits import (
     bits_of,
     cast,
-    dtype_for,
-    dtype_name,
     has_nan,
     nan_bounds,
-    served_dtype,
+    served_name,
     signed_view,
     spec_of,
     tensor_of,
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 _BATCH = 1 << 26  # elements that are compared by one call
 _COPIED = 1 << 20  # elements of a tensor that is copied, to be compared with others, where its memory may be used again
 _MOST_LATER = 8
@@ -192,7 +191,7 @@ class Shadow:
                     f"{part.start} on."
                 )
             if on_host and part.held.is_cpu:
-                batch.compare(name, bits_of(cast(part.held, spec.dtype)), lasting)
+                batch.compare(name, part.held, spec, lasting)
             else:
                 batch.take(self._copies.differences(name, part.held, spec.dtype, placement, lasting))
         batch.take(self._copies.rest())
@@ -299,28 +298,33 @@ class _Batch:
 
     def __init__(self, shadow: Shadow) -> None:
         self._shadow = shadow
-        self._rows: dict[int, list[tuple[int, int, int, int]]] = {}  # number, start, count, address of the new bits
-        self._held: list[np.ndarray] = []  # so that the addresses stay
+        # Number, start, count, address of the new bits.
+        self._rows: dict[int, list[tuple[int, int, int, int]]] = {width: [] for width in shadow.layout.vectors}
+        self._held: list[torch.Tensor] = []  # so that the addresses stay
         self._found: dict[int, list[tuple[int, np.ndarray, np.ndarray]]] = {}
         self._count = 0
 
-    def compare(self, name: str, new_N: np.ndarray, lasting: bool) -> None:
-        """Add a range of a tensor with its new bits, on the host. They may change after return unless they are lasting."""
-        if not lasting and new_N.size <= _COPIED:
-            new_N = new_N.copy()
+    def compare(self, name: str, held: torch.Tensor, spec: TensorSpec, lasting: bool) -> None:
+        """Add a range of a tensor on the host, in any dtype. Its memory may change after return unless it is lasting."""
+        new = held
+        if not held.is_contiguous() or held.dtype is not _DTYPES[spec.dtype]:
+            new = cast(held, spec.dtype).contiguous()
+        count = new.numel()
+        if not lasting and new is held and count <= _COPIED:
+            new = new.detach().clone()
         width, number = self._shadow.layout.places[name]
-        row = number, self._shadow.ranges[name][0], new_N.size, new_N.__array_interface__["data"][0]
-        self._rows.setdefault(width, []).append(row)
-        self._held.append(new_N)
-        self._count += new_N.size
-        if self._count >= _BATCH or not (lasting or new_N.size <= _COPIED):
+        self._rows[width].append((number, self._shadow.ranges[name][0], count, new.data_ptr()))
+        self._held.append(new)
+        self._count += count
+        if self._count >= _BATCH or not (lasting or count <= _COPIED):
             self.flush()
 
     def take(self, differences: Iterator[tuple[str, np.ndarray | None, np.ndarray]]) -> None:
         """Add what `DeviceCopies` found: where ranges differ and by which steps, or their new bits."""
         for name, at_K, data in differences:
             if at_K is None:
-                self.compare(name, data, lasting=True)
+                spec = self._shadow.specs[name]
+                self.compare(name, tensor_of(data, TensorSpec(name, spec.dtype, (data.size,))), spec, lasting=True)
             elif at_K.size:
                 width, number = self._shadow.layout.places[name]
                 self._found.setdefault(width, []).append((number, at_K, data))
@@ -335,13 +339,16 @@ class _Batch:
             at_K = np.concatenate([at_K.astype(index) + index.type(first_T[t]) for t, at_K, _ in found])
             self._advance(_Step(shadow.layout, width, None, Sparse(at_K, np.concatenate([step_K for *_, step_K in found]))))
         for width, given in self._rows.items():
+            if not given:
+                continue
             rows = shadow._rows[width]
             row_R4 = np.array(sorted(given), np.int64)
             address_R = rows.address_T[row_R4[:, 0]]
             row_RF = np.stack((row_R4[:, 0], row_R4[:, 1], row_R4[:, 2], address_R, row_R4[:, 3]), axis=1)
             for taken in cpu_rows.chunks(row_RF, rows.vector.first_T, rows.vector.bits_dtype):
                 self._advance(_Step(shadow.layout, width, taken))
-        self._rows, self._found, self._held, self._count = {}, {}, [], 0
+            given.clear()
+        self._found, self._held, self._count = {}, [], 0
 
     def _advance(self, step: _Step) -> None:
         shadow, rows = self._shadow, self._shadow._rows[step.width]
@@ -466,7 +473,7 @@ def _parts(
                 f"{name} is offloaded: it lies on the meta device, without values. Train without offloading, or publish "
                 "tensors that were gathered."
             )
-        served, spec = dtype_name(served_dtype(part.held, dtype_for(name, dtype)), name), known.get(name)
+        served, spec = served_name(name, part.held.dtype, dtype), known.get(name)
         if spec is None or (spec.dtype, spec.shape) != (served, part.shape):
             spec = TensorSpec(name, served, part.shape)
         specs[name] = spec

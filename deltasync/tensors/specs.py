@@ -102,6 +102,8 @@ def check_specs(channel: dict[str, TensorSpec], model: dict[str, TensorSpec], wh
     Raises:
         ModelMismatchError: names the first few tensors that are missing, unknown or different.
     """
+    if channel == model:
+        return
     problems = [f"{name} is missing" for name in channel.keys() - model.keys()]
     problems += [f"{name} is not in the channel" for name in model.keys() - channel.keys()]
     problems += [
