@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +51,7 @@ from deltasync.codec.context import ContextModel
 from deltasync.codec.packed import PackedModel
 from deltasync.codec.tables import Cursor
 from deltasync.codec.tiles import Grid
+from deltasync.codec.vector import block_elements
 from deltasync.errors import CorruptDataError, ShareError
 from deltasync.kernels import coder
 from deltasync.kernels.rans import Blocks
@@ -286,10 +286,7 @@ class _Streams:
     """Reads the blocks of a payload from front to back."""
 
     def __init__(self, model: type[Model], payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None) -> None:
-        declared = payload.metadata.get("block_elements", "")
-        if not re.fullmatch("[0-9]{1,10}", declared) or not 1 <= int(declared) <= 1 << 30:
-            raise CorruptDataError(f"Payload has blocks of {declared!r} elements instead of 1 to 2**30.")
-        self._block_elements = int(declared)
+        self._block_elements = block_elements(payload)
         self._model = model
         self._old = old
         rows = ((spec_for(specs, name, row["changed"]), row) for name, row in payload.patches.items())

@@ -11,9 +11,10 @@ bytes of which elements changed, a payload has
     .W.words         int32[words]         the streams of all blocks, in order; bit patterns of unsigned 32-bit words
 
 and its metadata `vectors` is JSON: {"W": {"tensor": first tensor of the bitmap, "tensors": T, "block": first block,
-"blocks": B, "planes": sizes or null}}. A block has 2**19 positions; the last one of a vector has what is left. A block
-without changes has no words. If there are `planes`, `.W.blocks` is uint8: the differences from row to row (of the first row,
-from 0), column by column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into planes of these sizes (`dense`).
+"blocks": B, "planes": sizes or null}}. A block has `block_elements` positions (metadata, decimal; 1 to 2**30); the last one
+of a vector has what is left. A block without changes has no words. If there are `planes`, `.W.blocks` is uint8: the
+differences from row to row (of the first row, from 0), column by column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into
+planes of these sizes (`dense`).
 
 The stream of a block (`kernels.rans`) holds two numbers for each changed element, in ascending order:
 
@@ -31,7 +32,9 @@ its planes (`dense`). The metadata `dense` is JSON: {name: true, or the sizes of
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,7 +98,7 @@ class VectorCodec:
             entries["fingerprints"] = torch.from_numpy(digest_T.view(np.int64))
             arrays |= {f".{width}.{entry}": array for entry, array in entries.items()}
             vectors[str(width)] = row | more
-        extra = {"vectors": json.dumps(vectors, separators=(",", ":"))}
+        extra = {"block_elements": str(BLOCK), "vectors": json.dumps(vectors, separators=(",", ":"))}
         if whole:
             extra["dense"] = json.dumps(whole, separators=(",", ":"))
         return Encoded.of(self.name, version, base_version, delta.changed, arrays, extra)
@@ -118,7 +121,9 @@ class VectorCodec:
         steps: dict[int, Sparse] = {}
         known: dict[int, list[Sparse]] = {}
         fingerprints: dict[str, int] = {}
-        readers = {width: _Reader(payload, layout.vectors[width], row) for width, row in _rows(payload, layout)}
+        size = block_elements(payload)
+        rows = _rows(payload, layout, size)
+        readers = {width: _Reader(payload, layout.vectors[width], row, size) for width, row in rows}
         whole = _object(payload, "dense")
         coded = sum(reader.changed for reader in readers.values())
         if coded > payload.changed or (coded < payload.changed and not whole):
@@ -160,7 +165,7 @@ def _encode(vector: Vector, steps: Sparse) -> tuple[dict[str, torch.Tensor], dic
     group_G = _groups(bound_B)
     words, tables_ = [np.empty(0, np.uint32)], bytearray()
     row_B2 = np.stack((np.diff(bound_B), np.zeros(last - first, np.int64)), axis=1).astype(np.int32)
-    for low, high in zip(group_G.tolist(), [*group_G[1:].tolist(), last - first], strict=True):
+    for low, high in itertools.pairwise([*group_G.tolist(), last - first]):
         part = blocks._replace(
             base_B=blocks.base_B[low:high], end_B=blocks.end_B[low:high], bound_B=bound_B[low : high + 1] - bound_B[low]
         )
@@ -246,7 +251,19 @@ def _object(payload: Payload, key: str) -> dict[str, Any]:
     return found
 
 
-def _rows(payload: Payload, layout: Layout) -> list[tuple[int, dict[str, int]]]:
+def block_elements(payload: Payload) -> int:
+    """Return the size of a block.
+
+    Raises:
+        CorruptDataError: there is none, or one that no block has.
+    """
+    declared = payload.metadata.get("block_elements", "")
+    if not re.fullmatch("[0-9]{1,10}", declared) or not 1 <= int(declared) <= 1 << 30:
+        raise CorruptDataError(f"Payload has blocks of {declared!r} elements instead of 1 to 2**30.")
+    return int(declared)
+
+
+def _rows(payload: Payload, layout: Layout, block: int) -> list[tuple[int, dict[str, int]]]:
     """Return the widths that a payload changes and the numbers about each of them."""
     found = []
     for width, row in _object(payload, "vectors").items():
@@ -254,7 +271,7 @@ def _rows(payload: Payload, layout: Layout) -> list[tuple[int, dict[str, int]]]:
             raise CorruptDataError(f"Payload has elements of {width!r:.40} bytes, which the channel does not have.")
         numbers: list[Any] = [row.get(key) for key in ("tensor", "tensors", "block", "blocks")]
         vector = layout.vectors[int(width)]
-        most = len(vector.specs), -(-vector.element_count // BLOCK)
+        most = len(vector.specs), -(-vector.element_count // block)
         spans = all(type(number) is int and number >= 0 for number in numbers)
         if not spans or numbers[0] + numbers[1] > most[0] or numbers[2] + numbers[3] > most[1]:
             raise CorruptDataError(f"Payload has wrong bounds of tensors or blocks, {row!r:.100}.")
@@ -279,8 +296,8 @@ def _spans(vector: Vector, number_T: np.ndarray, wanted: Wanted) -> np.ndarray |
 class _Reader:
     """Reads the part of a payload that changes one vector."""
 
-    def __init__(self, payload: Payload, vector: Vector, row: Mapping[str, Any]) -> None:
-        self._payload, self._vector, self._row = payload, vector, row
+    def __init__(self, payload: Payload, vector: Vector, row: Mapping[str, Any], block: int) -> None:
+        self._payload, self._vector, self._row, self._block = payload, vector, row, block
         self._first = row["block"]
         self._row_B2 = self._table(row["blocks"], row.get("planes"))
         self._bound_B = _bounds(self._row_B2[:, 0])
@@ -299,7 +316,7 @@ class _Reader:
         return take(self._payload, f".{self._vector.width}.{entry}", dtype, size)
 
     def _blocks(self) -> Blocks:
-        return Blocks.of(self._vector.element_count, BLOCK, self._bound_B, self._first)
+        return Blocks.of(self._vector.element_count, self._block, self._bound_B, self._first)
 
     def _table(self, count: int, planes: object) -> np.ndarray:
         if planes is not None and count <= _MOST_BLOCKS:
@@ -327,8 +344,8 @@ class _Reader:
         blocks, vector = self._blocks(), self._vector
         keep_B = np.ones(len(self._row_B2), np.bool_)
         if span_R2 is not None:
-            first_R = np.clip(span_R2[:, 0] // BLOCK - self._first, 0, keep_B.size)
-            last_R = np.clip(-(-span_R2[:, 1] // BLOCK) - self._first, first_R, keep_B.size)
+            first_R = np.clip(span_R2[:, 0] // self._block - self._first, 0, keep_B.size)
+            last_R = np.clip(-(-span_R2[:, 1] // self._block) - self._first, first_R, keep_B.size)
             edges = np.zeros(keep_B.size + 1, np.int64)
             np.add.at(edges, first_R, 1)
             np.add.at(edges, last_R, -1)
@@ -336,7 +353,7 @@ class _Reader:
         groups = self._groups()
         cursor = Cursor(self._take_tables())
         pieces: list[Sparse] = []
-        for low, high in zip(groups, [*groups[1:], keep_B.size], strict=True):
+        for low, high in itertools.pairwise([*groups, keep_B.size]):
             freq_TS = np.stack([cursor.table(), cursor.table()])
             at_B = np.flatnonzero(keep_B[low:high]) + low
             if not at_B.size or not self._row_B2[at_B, 0].any():
