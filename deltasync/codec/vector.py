@@ -215,7 +215,7 @@ def _bits(step_K: np.ndarray, size: int) -> float:
     part = count / step_K.size
     places = step_K.size / size
     gap_bits = 0.0 if places >= 1 else size * -(places * np.log2(places) + (1 - places) * np.log2(1 - places))
-    return float(exponent_K.sum() - (count * np.log2(part)).sum() + gap_bits)
+    return 1.02 * float(exponent_K.sum() - (count * np.log2(part)).sum() + gap_bits)  # tables do not fit exactly
 
 
 def _dense(vector: Vector, t: int, steps: Sparse, new: NewBits) -> tuple[object, torch.Tensor] | None:

@@ -271,7 +271,7 @@ class LiveMemory:
                 device = self._device_of(target.segment.live)
                 if device not in stagings:
                     stagings[device] = HostStaging() if device is None else DeviceStaging(device)
-                stagings[device].whole(target, bits_N)
+                stagings[device].whole(target, np.require(bits_N, requirements="W"))  # as torch wants it
             staged.fingerprints[name] = expected
         for each in stagings.values():
             each.finish(staged)
