@@ -213,8 +213,10 @@ class ChannelReader:
         """As `stored`, from bytes that another process has read; if `data` is None, they are read here."""
         if data is None:
             return self.stored(key, sha256)
-        _check_digest(data, key, sha256)
-        return self._decoded(data, key)
+        found = self._decoded(data, key)
+        if found.sha256 != sha256:
+            raise _wrong_digest(key)
+        return found
 
     def _check(self, found: Record, key: str) -> None:
         """Check the run of a record, and the bytes that it names."""
@@ -348,4 +350,8 @@ class ChannelReader:
 
 def _check_digest(data: bytes, key: str, sha256: str) -> None:
     if sha256_hex(data) != sha256:
-        raise CorruptDataError(f"{key} does not have the sha256 that it is named by.")
+        raise _wrong_digest(key)
+
+
+def _wrong_digest(key: str) -> CorruptDataError:
+    return CorruptDataError(f"{key} does not have the sha256 that it is named by.")

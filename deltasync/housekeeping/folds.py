@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 from collections.abc import Mapping
@@ -130,7 +131,8 @@ def encode_fold(
     assert stored.data is not None
     if stored.size > record.most_bytes(key, reader.specs):
         raise CorruptDataError(f"{key} would have {stored.size:,} bytes, which is more than a fold may have.")
-    return record.decode(stored.data, key, reader.trusted)
+    found = record.decode_document(stored.data, stored.size, key, reader.trusted)
+    return dataclasses.replace(stored, record=found)
 
 
 def store(reader: ChannelReader, stored: Stored) -> Stored:
