@@ -35,9 +35,7 @@ def states(draw: st.DrawFn, layout: Layout, least: int, most: int) -> list[dict[
         if draw(st.booleans()):
             found.append(draw(following))
         else:
-            found.append(
-                {name: draw(our.new_bits(found[-1][name], spec.dtype)) for name, spec in layout.specs.items()}
-            )
+            found.append({name: draw(our.new_bits(found[-1][name], spec.dtype)) for name, spec in layout.specs.items()})
     return found
 
 
@@ -112,9 +110,7 @@ def test_counts_are_those_of_each_tensor(layout: Layout, data: st.DataObject) ->
     for vector in layout.vectors.values():
         few = data.draw(st.sets(st.integers(0, max(0, vector.element_count - 1)), max_size=vector.element_count))
         at_K = np.array(sorted(few), vector.index_dtype)
-        expected = [
-            sum(first <= at < last for at in few) for first, last in itertools.pairwise(vector.first_T.tolist())
-        ]
+        expected = [sum(first <= at < last for at in few) for first, last in itertools.pairwise(vector.first_T.tolist())]
         assert vector.count(at_K).tolist() == expected
 
 
@@ -219,7 +215,7 @@ def test_steps_and_new_bits_of_one_element_are_not_joined() -> None:
 
 @given(only_steps, st.integers(1, 40))
 def test_pieces_end_where_tensors_end(history: tuple, most: int) -> None:
-    layout, _, parts = history
+    _, _, parts = history
     delta = fold(parts)
     pieces = list(delta.split(most))
     assert bool(pieces) == bool(delta.changed)
