@@ -222,8 +222,9 @@ class Shadow:
                     touched += delta.counts()
                     if any(self._found(name) != self.fingerprints[name] for name in touched):  # it had not happened
                         self._rows[step.width].add(delta.undone().steps[step.width])
-                for snapshot in [] if unfinished else self._snapshots:
-                    snapshot.note(delta)
+                for snapshot in self._snapshots:
+                    if step.noted or snapshot.noted(step.delta):
+                        snapshot.note(delta)
         if self._before is not None:
             self._lost = next((name for name in touched if self._found(name) != self._before[name]), self._lost)
             self.fingerprints, self._before = self._before, None
@@ -276,6 +277,7 @@ class _Step:
     def __init__(self, layout: Layout, width: int, taken: Taken | None, steps: Sparse | None = None) -> None:
         self.width = width
         self.delta: Delta | None = None
+        self.noted = False  # by the shadow and all snapshots
         self._layout, self._taken, self._steps = layout, taken, steps
 
     def end(self) -> Delta:
@@ -362,6 +364,7 @@ class _Batch:
             delta = step.end()
             if delta.changed:
                 shadow.note(delta, gain_T, above_T)
+            step.noted = True
 
 
 class Snapshot:
@@ -390,8 +393,12 @@ class Snapshot:
     def note(self, delta: Delta) -> None:
         """Note a step of the shadow, which holds the lock."""
         if self._left:
-            later = [*self._later, delta]
-            self._later = [fold(later)] if len(later) > _MOST_LATER else later
+            before = self._later
+            self._later = [*([fold(before)] if len(before) >= _MOST_LATER else before), delta]
+
+    def noted(self, delta: Delta | None) -> bool:
+        """Whether this was the last delta to be noted."""
+        return bool(self._later) and self._later[-1] is delta
 
     def take(self, name: str, out_N: np.ndarray) -> int:
         """Write a tensor's bits into `out_N`, unsigned and flat, and return their fingerprint.
