@@ -147,11 +147,12 @@ class VectorCodec:
                 bits_N = dense.decompress(payload.arrays.get(name), sizes, spec)
             if width in steps and steps[width].between(first, last).at_K.size:
                 raise CorruptDataError(f"Payload has {name!r} twice.")
-            at_K = np.arange(first, last, dtype=layout.vectors[width].index_dtype)
-            known.setdefault(width, []).append(Sparse(at_K, bits_N))
+            if bits_N.size:
+                at_K = np.arange(first, last, dtype=layout.vectors[width].index_dtype)
+                known.setdefault(width, []).append(Sparse(at_K, bits_N))
         joined = {}
         for width, parts in known.items():
-            parts.sort(key=lambda part: int(part.at_K[0]) if part.at_K.size else 0)
+            parts.sort(key=lambda part: int(part.at_K[0]))
             joined[width] = Sparse(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
         return Delta(layout, steps, joined), fingerprints
 
@@ -267,7 +268,7 @@ def _rows(payload: Payload, layout: Layout, block: int) -> list[tuple[int, dict[
     """Return the widths that a payload changes and the numbers about each of them."""
     found = []
     for width, row in _object(payload, "vectors").items():
-        if not width.isascii() or not width.isdigit() or int(width) not in layout.vectors or not isinstance(row, dict):
+        if width not in map(str, layout.vectors) or not isinstance(row, dict):
             raise CorruptDataError(f"Payload has elements of {width!r:.40} bytes, which the channel does not have.")
         numbers: list[Any] = [row.get(key) for key in ("tensor", "tensors", "block", "blocks")]
         vector = layout.vectors[int(width)]
