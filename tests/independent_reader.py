@@ -35,7 +35,7 @@ DTYPES = {
 Model = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
 Record = dict[str, Any]
 Decoded = tuple[dict[str, np.ndarray], dict[str, str]]  # bits of each changed tensor, and its fingerprint
-VECTOR_ENTRIES = ("tensors", "fingerprints", "blocks", "groups", "tables", "words")
+VECTOR_ENTRIES = ("fingerprints", "blocks", "tables", "words")
 Entry = tuple[str, tuple[int, ...], bytes]
 
 
@@ -348,7 +348,10 @@ class Channel:
             old = np.concatenate([model[name][2] for name in names])
             part = {entry: entries.pop(f".{width}.{entry}") for entry in VECTOR_ENTRIES}
             first, count = row["tensor"], row["tensors"]
-            flags = np.unpackbits(array(part["tensors"], "uint8", (-(-count // 8),)), bitorder="little")
+            flags = np.ones(count, np.uint8)
+            if f".{width}.tensors" in entries:
+                bitmap = array(entries.pop(f".{width}.tensors"), "uint8", (-(-count // 8),))
+                flags = np.unpackbits(bitmap, bitorder="little")
             check(first >= 0 and first + count <= len(names) and not flags[count:].any(), "bitmap")
             changed = [names[first + at] for at in np.flatnonzero(flags)]
             after = array(part["fingerprints"], "int64", (len(changed),))
@@ -381,7 +384,7 @@ class Channel:
         check(row["block"] >= 0 and (row["block"] + row["blocks"] - 1) * block_elements < len(old), "blocks")
         tables, at = array(part["tables"], "uint8", (-1,)).tobytes(), 0
         words = array(part["words"], "int32", (-1,)).tolist()
-        groups = array(part["groups"], "int32", (-1,)).tolist()
+        groups = list(row["groups"])
         check(groups == sorted(set(groups)) and groups[:1] == [0][: len(rows)], "groups")
         new = old.copy()
         for block, (changed, used) in enumerate(rows):

@@ -4,17 +4,17 @@ A *vector* is all elements of one width, in the order of the channel's tensor ta
 bytes of which elements changed, a payload has
 
     .W.tensors       uint8[ceil(T / 8)]   a bit for each tensor of a range of the table, the lowest bit first: is it changed?
+                                          Absent if all are
     .W.fingerprints  int64[changed]       what the fingerprints of the changed tensors become; bit patterns of uint64
     .W.blocks        int32[B, 2]          changed elements and words of each block, or its planes (below)
-    .W.groups        int32[G]             the first block of each group, from 0 on, ascending
     .W.tables        uint8[bytes]         for each group the table of gaps, then that of steps (`tables`)
     .W.words         int32[words]         the streams of all blocks, in order; bit patterns of unsigned 32-bit words
 
 and its metadata `vectors` is JSON: {"W": {"tensor": first tensor of the bitmap, "tensors": T, "block": first block,
-"blocks": B, "planes": sizes or null}}. A block has `block_elements` positions (metadata, decimal; 1 to 2**30); the last one
-of a vector has what is left. A block without changes has no words. If there are `planes`, `.W.blocks` is uint8: the
-differences from row to row (of the first row, from 0), column by column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into
-planes of these sizes (`dense`).
+"blocks": B, "groups": the first block of each group, from 0 on, ascending, "planes": sizes or null}}. A block has
+`block_elements` positions (metadata, decimal; 1 to 2**30); the last one of a vector has what is left. A block without
+changes has no words. If there are `planes`, `.W.blocks` is uint8: the differences from row to row (of the first row, from 0), column
+by column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into planes of these sizes (`dense`).
 
 The stream of a block (`kernels.rans`) holds two numbers for each changed element, in ascending order:
 
@@ -94,7 +94,8 @@ class VectorCodec:
             digest_T = np.array([fingerprints[vector.names[t]] for t in changed_T.tolist()], np.uint64)
             row = {"tensor": first, "tensors": flag_T.size}
             entries, more = _encode(vector, steps)
-            entries["tensors"] = torch.from_numpy(np.packbits(flag_T, bitorder="little"))
+            if not flag_T.all():
+                entries["tensors"] = torch.from_numpy(np.packbits(flag_T, bitorder="little"))
             entries["fingerprints"] = torch.from_numpy(digest_T.view(np.int64))
             arrays |= {f".{width}.{entry}": array for entry, array in entries.items()}
             vectors[str(width)] = row | more
@@ -163,37 +164,60 @@ def _encode(vector: Vector, steps: Sparse) -> tuple[dict[str, torch.Tensor], dic
     first, last = (int(at_K[0]) // BLOCK, int(at_K[-1]) // BLOCK + 1) if at_K.size else (0, 0)
     bound_B = np.searchsorted(at_K, np.arange(first, last + 1) * BLOCK).astype(np.int64)
     blocks = Blocks.of(vector.element_count, BLOCK, bound_B, first)
-    group_G = _groups(bound_B)
+    group_G, count_GTS = _groups(blocks, steps)
     words, tables_ = [np.empty(0, np.uint32)], bytearray()
     row_B2 = np.stack((np.diff(bound_B), np.zeros(last - first, np.int64)), axis=1).astype(np.int32)
-    for low, high in itertools.pairwise([*group_G.tolist(), last - first]):
-        part = blocks._replace(
-            base_B=blocks.base_B[low:high], end_B=blocks.end_B[low:high], bound_B=bound_B[low : high + 1] - bound_B[low]
-        )
-        held = slice(int(bound_B[low]), int(bound_B[high]))
-        freq_TS = np.stack([tables.fit(count_S) for count_S in counts.count_packed(part, at_K[held], step_K[held])])
+    for (low, high), count_TS in zip(itertools.pairwise([*group_G, last - first]), count_GTS, strict=True):
+        part, held = _part(blocks, low, high)
+        freq_TS = np.stack([tables.fit(count_S) for count_S in count_TS])
         coded, row_B2[low:high, 1] = coder.encode(part, at_K[held], step_K[held], Tables.of(freq_TS), None)
         words.append(coded)
         tables_ += b"".join(map(tables.to_bytes, freq_TS))
     blocks_entry, planes = _rows_entry(row_B2)
     entries = {
         "blocks": blocks_entry,
-        "groups": torch.from_numpy(group_G.astype(np.int32)),
         "tables": torch.from_numpy(np.frombuffer(tables_, np.uint8)),
         "words": torch.from_numpy(np.concatenate(words).view(np.int32)),
     }
-    return entries, {"block": first, "blocks": last - first, "planes": planes}
+    return entries, {"block": first, "blocks": last - first, "groups": group_G, "planes": planes}
 
 
-def _groups(bound_B: np.ndarray) -> np.ndarray:
-    """Return the first block of each group: groups are runs of blocks with about `GROUP_CHANGED` changes."""
+def _part(blocks: Blocks, low: int, high: int) -> tuple[Blocks, slice]:
+    """Return blocks from number `low` on and below `high`, and which changes they have."""
+    bound_B = blocks.bound_B[low : high + 1]
+    part = blocks._replace(base_B=blocks.base_B[low:high], end_B=blocks.end_B[low:high], bound_B=bound_B - bound_B[0])
+    return part, slice(int(bound_B[0]), int(bound_B[-1]))
+
+
+def _groups(blocks: Blocks, steps: Sparse) -> tuple[list[int], list[np.ndarray]]:
+    """Return the first block of each group, and the symbols that it has, int64[2, 256].
+
+    Runs of blocks with about `GROUP_CHANGED` changes are joined as long as common tables take fewer bits than two of them.
+    """
+    bound_B = blocks.bound_B
     if bound_B.size < 2:
-        return np.empty(0, np.int64)
-    group_B = bound_B[:-1] // GROUP_CHANGED
-    starts = np.append(0, np.flatnonzero(group_B[1:] != group_B[:-1]) + 1)
-    if starts.size > 1 and bound_B[-1] - bound_B[starts[-1]] < GROUP_CHANGED // 2:
-        starts = starts[:-1]
-    return starts
+        return [], []
+    run_B = bound_B[:-1] // GROUP_CHANGED
+    starts = np.append(0, np.flatnonzero(run_B[1:] != run_B[:-1]) + 1).tolist()
+    groups, found = list[int](), list[np.ndarray]()
+    for low, high in itertools.pairwise([*starts, bound_B.size - 1]):
+        part, held = _part(blocks, low, high)
+        count_TS = counts.count_packed(part, steps.at_K[held], steps.data_K[held])
+        if found and _table_bits(found[-1] + count_TS) <= _table_bits(found[-1]) + _table_bits(count_TS):
+            found[-1] = found[-1] + count_TS
+        else:
+            groups.append(low)
+            found.append(count_TS)
+    return groups, found
+
+
+def _table_bits(count_TS: np.ndarray) -> float:
+    """Return the bits that symbols take beside their extra bits, with their tables."""
+    bits = 0.0
+    for count_S in count_TS:
+        some = count_S[count_S > 0]
+        bits += float(some.sum() * np.log2(max(int(some.sum()), 1)) - (some * np.log2(some)).sum()) + 12 * some.size
+    return bits
 
 
 def _candidates(vector: Vector, steps: Sparse, count_T: np.ndarray) -> list[int]:
@@ -334,6 +358,8 @@ class _Reader:
     def changed_tensors(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the changed tensors, and what their fingerprints become, uint64."""
         count = self._row["tensors"]
+        if f".{self._vector.width}.tensors" not in self._payload.arrays:
+            return np.arange(count) + self._row["tensor"], self._take("fingerprints", "int64", count)
         flags = np.unpackbits(self._take("tensors", "uint8", -(-count // 8)), bitorder="little")
         if flags[count:].any():
             raise CorruptDataError("Payload names tensors that the channel does not have.")
@@ -379,14 +405,13 @@ class _Reader:
         return Sparse(at_K, step_K)
 
     def _groups(self) -> list[int]:
-        entry = self._payload.arrays.get(f".{self._vector.width}.groups")
-        count = 0 if entry is None else entry.numel()
-        group_G = self._take("groups", "int32", count).view(np.int32)
-        blocks = len(self._row_B2)
-        ascends = count == 0 or (group_G[0] == 0 and group_G[-1] < blocks and (np.diff(group_G) > 0).all())
-        if bool(count) != bool(blocks) or not ascends:
-            raise CorruptDataError("Payload has groups that are not ascending blocks.")
-        return group_G.tolist()
+        match self._row.get("groups"):
+            case [] if not len(self._row_B2):
+                return []
+            case [0, *others] as groups if all(type(block) is int for block in others):
+                if all(one < other for one, other in itertools.pairwise([*groups, len(self._row_B2)])):
+                    return groups
+        raise CorruptDataError("Payload has groups that are not ascending blocks.")
 
     def _take_tables(self) -> bytes:
         entry = self._payload.arrays.get(f".{self._vector.width}.tables")
