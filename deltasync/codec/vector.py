@@ -13,8 +13,8 @@ bytes of which elements changed, a payload has
 and its metadata `vectors` is JSON: {"W": {"tensor": first tensor of the bitmap, "tensors": T, "block": first block,
 "blocks": B, "groups": the first block of each group, from 0 on, ascending, "planes": sizes or null}}. A block has
 `block_elements` positions (metadata, decimal; 1 to 2**30); the last one of a vector has what is left. A block without
-changes has no words. If there are `planes`, `.W.blocks` is uint8: the differences from row to row (of the first row, from 0), column
-by column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into planes of these sizes (`dense`).
+changes has no words. If there are `planes`, `.W.blocks` is uint8: the differences from row to row (of the first row, from
+0), column by column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into planes of these sizes (`dense`).
 
 The stream of a block (`kernels.rans`) holds two numbers for each changed element, in ascending order:
 
