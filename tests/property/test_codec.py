@@ -18,8 +18,9 @@ from deltasync.codec.context import ContextModel, classes_of
 from deltasync.codec.tables import Cursor
 from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
 from deltasync.kernels import rans, reference
-from deltasync.tensors import Layout, Region, TensorSpec
+from deltasync.tensors import Delta, Layout, Region, Sparse, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
+from deltasync.tensors.delta import joined
 from tests import coder_reference, deltas
 from tests import strategies as our
 
@@ -166,7 +167,9 @@ def test_a_block_of_packed_decodes_alone_by_the_reference(model: Model) -> None:
             ).astype(np.int64)
             row_B2 = np.cumsum(np.where(number_N % 2, -(number_N + 1) // 2, number_N // 2).reshape(2, -1), axis=1).T
         names = [held.names[t] for t in range(row["tensor"], row["tensor"] + row["tensors"])]
-        flags = np.unpackbits(arrays["tensors"], bitorder="little")[: len(names)]
+        flags = np.unpackbits(arrays["tensors"], bitorder="little") if "tensors" in arrays else np.ones(len(names), np.uint8)
+        assert not flags[len(names) :].any()
+        flags = flags[: len(names)]
         named = [name for name, flag in zip(names, flags, strict=True) if flag]
         assert named == [name for name in held.names if (old[name] != new[name]).any()]
         assert (names[0], names[-1]) == (named[0], named[-1])
@@ -176,9 +179,8 @@ def test_a_block_of_packed_decodes_alone_by_the_reference(model: Model) -> None:
         words, at = arrays["words"].view(np.uint32), 0
         assert (first, first + row["blocks"]) == (at_K[0] // 100, at_K[-1] // 100 + 1)
         assert row_B2.shape == (row["blocks"], 2)
-        groups = arrays["groups"].tolist()
         for block, (count, size) in enumerate(row_B2.tolist()):
-            if block in groups:
+            if block in row["groups"]:
                 tables = cursor.table(), cursor.table()
             start = (first + block) * 100
             low, high = np.searchsorted(at_K, (start, start + 100))
@@ -292,6 +294,115 @@ def test_a_shard_is_decoded_from_its_blocks_alone(block_elements: int, model: Mo
         if width in every.known:
             np.testing.assert_array_equal(part.known[width].at_K, every.known[width].at_K)
             np.testing.assert_array_equal(part.known[width].data_K, every.known[width].data_K)
+
+
+VECTORS = [
+    "",
+    "[]",
+    "{",
+    "[" * 100_000,
+    '{"2": null}',
+    '{"2": []}',
+    '{"2": {}}',
+    '{"3": {}}',
+    '{"-2": {}}',
+    '{"\u0662": {}}',
+    '{"' + "2" * 5000 + '": {}}',
+    '{"w": {}}',
+]
+ROW = {"tensor": 0, "tensors": 1, "block": 0, "blocks": 3, "planes": None}
+WRONG = [
+    *({key: wrong} for key in ("tensor", "tensors", "block", "blocks") for wrong in (-1, 1.0, "1", None, True, 1 << 70, 9)),
+    *({"planes": wrong} for wrong in ([], [1], "x", 7, {}, [1 << 70] * 4, [-1, 1, 1, 1], True)),
+    *({"groups": wrong} for wrong in ([], [1], [0, 0], [0, 9], [0, -1], "0", None, {}, [0, "1"], [0, 1.5], [0] * 999)),
+]
+
+
+@pytest.fixture(scope="module")
+def payload_of_three_blocks() -> Iterator[tuple[Encoded, Model]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vector, "BLOCK", 500)
+        model = _like_training("bfloat16", 1400, 0.2)
+        yield _encoded("packed", model), model
+
+
+@pytest.mark.parametrize("text", VECTORS, ids=lambda text: text[:12] or "none")
+@pytest.mark.parametrize("key", ["vectors", "dense"])
+def test_tables_of_packed_that_are_none_are_damage(
+    payload_of_three_blocks: tuple[Encoded, Model], key: str, text: str
+) -> None:
+    encoded, model = payload_of_three_blocks
+    with pytest.raises(CorruptDataError):
+        deltas.decode(b"".join(body(encoded.arrays, encoded.metadata | {key: text})), model[0])
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong)[:40])
+def test_numbers_of_packed_that_cannot_be_are_damage(
+    payload_of_three_blocks: tuple[Encoded, Model], wrong: dict[str, object]
+) -> None:
+    encoded, model = payload_of_three_blocks
+    rows = json.loads(encoded.metadata["vectors"])
+    assert rows["2"] == ROW | {"groups": rows["2"].get("groups"), "planes": rows["2"]["planes"]}
+    _assert_leads_from_old_to_new(b"".join(body(encoded.arrays, encoded.metadata)), model)
+    text = json.dumps({"2": rows["2"] | wrong})
+    with pytest.raises(CorruptDataError):
+        deltas.decode(b"".join(body(encoded.arrays, encoded.metadata | {"vectors": text})), model[0])
+
+
+@pytest.mark.parametrize("entry", ["fingerprints", "blocks", "tables", "words"])
+@pytest.mark.parametrize("change", ["missing", "shorter", "longer", "another dtype"])
+def test_entries_of_packed_that_cannot_be_are_damage(
+    payload_of_three_blocks: tuple[Encoded, Model], entry: str, change: str
+) -> None:
+    encoded, model = payload_of_three_blocks
+    arrays = dict(encoded.arrays)
+    array = arrays.pop(f".2.{entry}").reshape(-1)
+    if change != "missing":
+        longer = torch.cat([array, array[:1]])
+        changed = {"shorter": array[:-1], "longer": longer, "another dtype": array.to(torch.float64)}[change]
+        arrays[f".2.{entry}"] = changed
+    with pytest.raises(CorruptDataError):
+        deltas.decode(b"".join(body(arrays, encoded.metadata)), model[0])
+
+
+@pytest.mark.parametrize("dense_", [{"e": True}, {"x": True}, {"w": True}, {"e": [1, 1]}, {"w": True, "e": True}, {"": 1}])
+def test_dense_tensors_that_cannot_be_are_damage_or_nothing(dense_: dict[str, object]) -> None:
+    """An empty tensor that claims to have changed, one that no table has, one that has steps too."""
+    specs = {"e": TensorSpec("e", "bfloat16", (0,)), "w": TensorSpec("w", "bfloat16", (50,))}
+    old = {"e": np.empty(0, np.uint16), "w": np.zeros(50, np.uint16)}
+    new = {"e": old["e"], "w": np.where(np.arange(50) == 7, 1, 0).astype(np.uint16)}
+    encoded = deltas.encode("packed", specs, old, new)
+    arrays = encoded.arrays | {"e": torch.empty(0, dtype=torch.bfloat16), "w": torch.zeros(50, dtype=torch.bfloat16)}
+    rows = json.loads(encoded.metadata["vectors"])
+    rows["2"] |= {"tensor": 0, "tensors": 2}
+    arrays |= {".2.tensors": torch.tensor([3], dtype=torch.uint8), ".2.fingerprints": torch.zeros(2, dtype=torch.int64)}
+    metadata = encoded.metadata | {"vectors": json.dumps(rows), "dense": json.dumps(dense_)}
+    try:
+        delta, _ = deltas.decode(b"".join(body(arrays, metadata)), specs)
+    except CorruptDataError:
+        return
+    assert dense_ == {"e": True}
+    deltas.check(delta)
+    assert joined([delta, Delta(delta.layout, {})]).changed == 1
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
+def test_positions_past_int32_in_a_vector(dtype: str) -> None:
+    """Many tensors together; only the changed blocks take memory, but two numbers for each block between."""
+    count = 1 << 28
+    specs = {str(n): TensorSpec(str(n), dtype, (count,)) for n in range(9)}
+    layout = Layout(specs)
+    held = layout.vectors[specs["0"].item_bytes]
+    at_K = np.array([5, count - 1, count, (1 << 31) - 1, 1 << 31, (1 << 31) + (1 << 19), 9 * count - 1])
+    sent = Delta(layout, {held.width: Sparse(at_K, np.arange(1, 8, dtype=held.bits_dtype))})
+    digests = dict.fromkeys(sent.counts(), 7)
+    data = codec.get("packed").encode(sent, lambda name: (np.empty(0, held.bits_dtype), 0), digests, 2, 1).to_bytes()
+    delta, found = deltas.decode(data, specs)
+    assert found == digests and delta.steps[held.width].at_K.dtype == np.int64
+    np.testing.assert_array_equal(delta.steps[held.width].at_K, at_K)
+    np.testing.assert_array_equal(delta.steps[held.width].data_K, sent.steps[held.width].data_K)
+    last, _ = deltas.decode(data, specs, None, lambda name: [(count - 1, ((1, 1),))] if name == "8" else [])
+    assert last.steps[held.width].at_K.tolist() == [9 * count - 1]
 
 
 def test_context_without_the_old_bits_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
