@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from deltasync import codec
@@ -28,8 +27,10 @@ from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.kernels import cpu, cpu_diff
 from deltasync.stores import Store
-from deltasync.tensors import TensorSpec, fingerprint
+from deltasync.tensors import Delta as TensorDelta
+from deltasync.tensors import Layout, Sparse, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, spec_of, tensor_of
+from deltasync.tensors.delta import joined
 
 Weights = Mapping[str, torch.Tensor]
 EPOCH = "000001-00000001"
@@ -173,18 +174,22 @@ class Made:
 
     def encode(self, before: Weights, after: Weights, version: int, base: int, count: int) -> list[tuple[Encoded, int]]:
         """Payloads with some of the changed tensors each, and how many elements each changes."""
+        layout = Layout(self.specs)
         changed = []
-        for name, spec in ((name, self.specs[name]) for name in after):
+        for name in after:
             index_K, step_K = cpu_diff.diff(bits_of(before[name]), bits_of(after[name]))
             if index_K.size:
-                changed.append((spec, index_K.astype(np.int32), step_K, bits_of(after[name]), self.fingerprint(name, after)))
+                width, first, _ = layout.span(name)
+                at_K = (index_K + first).astype(layout.vectors[width].index_dtype)
+                changed.append(TensorDelta(layout, {width: Sparse(at_K, step_K)}))
         encoded = []
         for group in (changed[at::count] for at in range(count)):
-            encoder = codec.get(self.codec_name).encoder()
-            for spec, index_K, step_K, new_N, digest in group:
-                encoder.add(spec, index_K, step_K, new_N, digest)
             if group:
-                encoded.append((encoder.finish(version, base), sum(item[1].size for item in group)))
+                delta, chosen = joined(group), codec.get(self.codec_name)
+                digests = self.fingerprints(after)
+                encoded.append(
+                    (chosen.encode(delta, lambda name: (bits_of(after[name]), 0), digests, version, base), delta.changed)
+                )
         return encoded
 
     def fingerprint(self, name: str, model: Weights) -> str:

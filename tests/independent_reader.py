@@ -34,6 +34,8 @@ DTYPES = {
 }
 Model = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
 Record = dict[str, Any]
+Decoded = tuple[dict[str, np.ndarray], dict[str, str]]  # bits of each changed tensor, and its fingerprint
+VECTOR_ENTRIES = ("fingerprints", "blocks", "tables", "words")
 Entry = tuple[str, tuple[int, ...], bytes]
 
 
@@ -299,7 +301,7 @@ class Channel:
     # 10: payloads
 
     def apply(self, model: Model, record: Record) -> Model:
-        before, model, delta, changed, after, spans = model, dict(model), record["delta"], 0, {}, {}
+        before, model, delta, changed, after, seen = model, dict(model), record["delta"], 0, {}, {}
         metadata, entries = safetensors(record["object"])
         check(entries.pop(".record")[2] == record["object"][record["body_bytes"] :], "last entry")
         payloads = [(metadata, entries)] if entries else []
@@ -307,26 +309,30 @@ class Channel:
             check(metadata["format"] == FORMAT and metadata["codec"] == delta["codec"], "payload format or codec")
             check(metadata["version"] == str(record["version"]), "payload version")
             check(metadata["base_version"] == str(record["base"]["version"]), "payload base")
-            patches = json.loads(metadata["patches"])
             check(delta["codec"] in ("raw", "packed", "context"), delta["codec"])
-            decode = self.raw if delta["codec"] == "raw" else self.blocks
+            decode = {"raw": self.raw, "packed": self.vectors, "context": self.blocks}[delta["codec"]]
+            found, digests = decode(before, metadata, entries)
+            check(found.keys() == digests.keys(), "tensors")
+            here_count = 0
             # Each file says what differs from the base; several may say it of different elements of one tensor.
-            for name, bits in decode(before, metadata, patches, entries).items():
+            for name, bits in found.items():
                 dtype, shape, old = before[name]
                 here = bits != old
-                check(int(here.sum()) == patches[name]["changed"] > 0, name, "changed")
-                check(after.setdefault(name, patches[name]["fingerprint"]) == patches[name]["fingerprint"], name)
-                span = int(here.argmax()), len(here) - int(here[::-1].argmax())
-                check(all(span[1] <= start or stop <= span[0] for start, stop in spans.setdefault(name, [])), name, "parts")
-                spans[name].append(span)
+                here_count += int(here.sum())
+                check(here.any(), name, "is not changed")
+                check(after.setdefault(name, digests[name]) == digests[name], name)
+                check(not (seen.setdefault(name, np.zeros(len(old), bool)) & here).any(), name, "parts")
+                seen[name] |= here
                 model[name] = dtype, shape, np.where(here, bits, model[name][2])
-                changed += patches[name]["changed"]
+            check(metadata["changed"] == str(here_count), "changed")
+            changed += here_count
         for name, expected in after.items():
             check(f"{fingerprint(name, model[name][2]):016x}" == expected, "fingerprint of", name)
         check(changed == delta["changed"], "changed")
         return model
 
-    def raw(self, model: Model, metadata: dict[str, str], patches: dict, entries: dict) -> dict[str, np.ndarray]:
+    def raw(self, model: Model, metadata: dict[str, str], entries: dict) -> Decoded:
+        patches = json.loads(metadata["patches"])
         check(entries.keys() == {f"{name}.{part}" for name in patches for part in ("indices", "values")}, "entries")
         found = {}
         for name, patch in patches.items():
@@ -336,10 +342,80 @@ class Channel:
             check(bool((np.diff(indices) > 0).all()) and indices[0] >= 0 and indices[-1] < len(old), name, "indices")
             found[name] = old.copy()
             found[name][indices] = array(entries[f"{name}.values"], dtype, shape)
-        return found
+        return found, {name: patch["fingerprint"] for name, patch in patches.items()}
 
-    def blocks(self, model: Model, metadata: dict[str, str], patches: dict, entries: dict) -> dict[str, np.ndarray]:
-        context = metadata["codec"] == "context"
+    def vectors(self, model: Model, metadata: dict[str, str], entries: dict) -> Decoded:
+        block_elements = int(metadata["block_elements"])
+        check(1 <= block_elements <= 2**30, "block_elements")
+        whole = json.loads(metadata.get("dense", "{}"))
+        check(not any(name.startswith(".") or name == "__metadata__" for name in whole), "name of a dense tensor")
+        digests: dict[str, str] = {}
+        flat: dict[str, np.ndarray] = {}
+        for width, row in json.loads(metadata["vectors"]).items():
+            names = [name for name, (dtype, _) in self.table.items() if DTYPES[dtype][0] == 8 * int(width)]
+            old = np.concatenate([model[name][2] for name in names])
+            part = {entry: entries.pop(f".{width}.{entry}") for entry in VECTOR_ENTRIES}
+            first, count = row["tensor"], row["tensors"]
+            flags = np.ones(count, np.uint8)
+            if f".{width}.tensors" in entries:
+                bitmap = array(entries.pop(f".{width}.tensors"), "uint8", (-(-count // 8),))
+                flags = np.unpackbits(bitmap, bitorder="little")
+            check(first >= 0 and first + count <= len(names) and not flags[count:].any(), "bitmap")
+            changed = [names[first + at] for at in np.flatnonzero(flags)]
+            after = array(part["fingerprints"], "int64", (len(changed),))
+            digests |= {name: f"{int(value):016x}" for name, value in zip(changed, after, strict=True)}
+            flat[width] = self.vector(old, row, part, block_elements, int(width))
+            at = 0
+            for name in names:
+                size = len(model[name][2])
+                check((flat[width][at : at + size] == old[at : at + size]).all() or name in changed, name, "is not named")
+                check(name not in whole or (flat[width][at : at + size] == old[at : at + size]).all(), name, "twice")
+                at += size
+        found = {}
+        for width, new in flat.items():
+            at = 0
+            for name in (name for name, (dtype, _) in self.table.items() if DTYPES[dtype][0] == 8 * int(width)):
+                size = len(model[name][2])
+                if name in digests:
+                    found[name] = new[at : at + size]
+                at += size
+        for name, mark in whole.items():
+            dtype, shape = model[name][:2]
+            entry = entries.pop(name)
+            found[name] = array(entry, dtype, shape) if mark is True else planes(entry, mark, dtype, shape)
+        check(not entries, "entries left")
+        return found, digests
+
+    def vector(self, old: np.ndarray, row: dict, part: dict, block_elements: int, width: int) -> np.ndarray:
+        sizes = None if row["planes"] is None else json.dumps(row["planes"])
+        rows = block_rows(part["blocks"], sizes, (row["blocks"], 2)).tolist()
+        check(row["block"] >= 0 and (row["block"] + row["blocks"] - 1) * block_elements < len(old), "blocks")
+        tables, at = array(part["tables"], "uint8", (-1,)).tobytes(), 0
+        words = array(part["words"], "int32", (-1,)).tolist()
+        groups = list(row["groups"])
+        check(groups == sorted(set(groups)) and groups[:1] == [0][: len(rows)], "groups")
+        new = old.copy()
+        for block, (changed, used) in enumerate(rows):
+            if groups[:1] == [block]:
+                groups.pop(0)
+                group, at = packed_tables(tables, at)
+            start = (row["block"] + block) * block_elements
+            held = old[start : start + block_elements].tolist()
+            check(0 <= changed <= len(held) and 0 <= used <= len(words), "block")
+            if not changed:
+                check(used == 0, "words of a block without changes")
+                continue
+            stream = Stream(words[:used])
+            del words[:used]
+            for index, step in packed_block(stream, group, held, changed, 8 * width):
+                check(index < len(held), "index outside its block")
+                new[start + index] = (held[index] + step) % 2 ** (8 * width)
+            stream.end()
+        check(not words and not groups and at == len(tables), "words, groups or tables left")
+        return new
+
+    def blocks(self, model: Model, metadata: dict[str, str], entries: dict) -> Decoded:
+        patches = json.loads(metadata["patches"])
         block_elements = int(metadata["block_elements"])
         check(1 <= block_elements <= 2**30, "block_elements")
         dense = {name for name in patches if patches[name].get("dense")}
@@ -350,15 +426,13 @@ class Channel:
             found[name] = array(entries[name], dtype, shape) if mark is True else planes(entries[name], mark, dtype, shape)
         check(entries.keys() == dense | {".words", ".blocks", ".tables"}, "entries")
         words = array(entries[".words"], "int32", (-1,)).tolist()
-        blocks = {
-            name: places(patches[name], model[name][1], block_elements, context) for name in patches if name not in dense
-        }
-        shape = (sum(map(len, blocks.values())), 3 if context else 2)
+        blocks = {name: places(patches[name], model[name][1], block_elements) for name in patches if name not in dense}
+        shape = (sum(map(len, blocks.values())), 3)
         rows = block_rows(entries[".blocks"], metadata.get("block_planes"), shape).tolist()
         tables = array(entries[".tables"], "uint8", (-1,)).tobytes()
         groups, at = [], 0
         while at < len(tables):
-            group, at = (context_tables if context else packed_tables)(tables, at)
+            group, at = context_tables(tables, at)
             groups.append(group)
         for name in patches:
             if name in dense:
@@ -378,27 +452,28 @@ class Channel:
                 group = groups[patches[name]["group"]]
                 by_gaps = isinstance(group, list)
                 decode = packed_block if by_gaps else context_block
-                for index, step in decode(stream, group, block, changed, dtype, *([] if by_gaps else level)):
+                kind = [DTYPES[dtype][0]] if by_gaps else [dtype, *level]
+                for index, step in decode(stream, group, block, changed, *kind):
                     check(index < len(block), "index outside its block")
                     new[at[index]] = (block[index] + step) % 2 ** DTYPES[dtype][0]
                 stream.end()
             check(left == 0, name, "changed")
             found[name] = new
         check(not rows and not words, "blocks or words left")
-        return found
+        return found, {name: patch["fingerprint"] for name, patch in patches.items()}
 
 
-def places(patch: dict, shape: tuple[int, ...], block_elements: int, context: bool) -> list[np.ndarray]:
+def places(patch: dict, shape: tuple[int, ...], block_elements: int) -> list[np.ndarray]:
     """The elements of each block that a payload has of a tensor."""
     count = elements(shape)
-    low, high = patch.get("range", [0, count]) if context else [0, count]
+    low, high = patch.get("range", [0, count])
     check(0 <= low <= high <= count and not {"range", "blocks"} <= patch.keys(), "range")
     if "tiles" not in patch:
         edges = [*range(low, high, block_elements), high]
         start, stop = patch.get("blocks", [0, len(edges) - 1])
         check(0 <= start <= stop < len(edges), "blocks")
         return [np.arange(edges[b], edges[b + 1]) for b in range(start, stop)]
-    check(context and "blocks" not in patch and len(shape) >= 2 and low < high, "tiles")
+    check("blocks" not in patch and len(shape) >= 2 and low < high, "tiles")
     down, across = patch["tiles"]
     rows, columns = shape[-2:]
     height = min(rows, (high - low) // columns)
@@ -593,10 +668,10 @@ class Stream:
             extra, left = extra << m | value, left - m
         return ((4 + s % 4) << e) + extra
 
-    def step(self, table: SymbolTable, dtype: str) -> int:
+    def step(self, table: SymbolTable, bits: int) -> int:
         z = self.number(table)
         m = (z >> 1) + 1
-        return m if z % 2 else 2 ** DTYPES[dtype][0] - m
+        return m if z % 2 else 2**bits - m
 
 
 # 10: packed
@@ -609,12 +684,12 @@ def packed_tables(data: bytes, at: int) -> tuple[list[SymbolTable], int]:
 
 
 def packed_block(
-    stream: Stream, tables: list[SymbolTable], old: list[int], changed: int, dtype: str
+    stream: Stream, tables: list[SymbolTable], old: list[int], changed: int, bits: int
 ) -> list[tuple[int, int]]:
     found, index = [], -1
     for _ in range(changed):
         index += stream.number(tables[0]) + 1
-        found.append((index, stream.step(tables[1], dtype)))
+        found.append((index, stream.step(tables[1], bits)))
     return found
 
 
@@ -691,6 +766,6 @@ def context_block(
                 break
             else:
                 index, t = index + 1, t + h
-        found.append((index, stream.step(steps[numbers.get(c, 0)], dtype)))
+        found.append((index, stream.step(steps[numbers.get(c, 0)], DTYPES[dtype][0])))
         index += 1
     return found

@@ -19,8 +19,9 @@ from deltasync.channel.documents import Reference
 from deltasync.codec.base import LIBRARY_ERRORS
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.kernels import cpu, cpu_diff
-from deltasync.tensors import Patch, TensorSpec, fingerprint
+from deltasync.tensors import Delta, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, cast
+from deltasync.tensors.delta import steps_of
 
 _WEIGHTS = "model.safetensors"
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -138,26 +139,26 @@ def small_files(reference: Reference, limit_bytes: int | None = None, *, with_to
 
 def compare(
     checkpoint: Checkpoint,
-    specs: Mapping[str, TensorSpec],
+    layout: Layout,
     ranges: Mapping[str, tuple[int, int]],
     bits: Mapping[str, np.ndarray],
-) -> tuple[dict[str, int], dict[str, Patch]]:
+) -> tuple[dict[str, int], list[Delta]]:
     """Compare ranges of a checkpoint's tensors with a model's bits, which are flat and unsigned.
 
     Returns:
-        The fingerprint of each range in the checkpoint, and a patch that leads to the model for each that differs.
+        The fingerprint of each range in the checkpoint, and the steps that lead to the model, in pieces.
 
     Raises:
         ModelMismatchError, CorruptDataError: as `Checkpoint.read`.
     """
-    parts, changes = {}, {}
-    for name, bits_N in checkpoint.read(specs):
+    parts, changes = {}, []
+    for name, bits_N in checkpoint.read(layout.specs):
         start, stop = ranges[name]
         held = bits_N[start:stop]
         parts[name] = cpu.fingerprint(fingerprint.tensor_key(name), held, start)
         at_K, step_K = cpu_diff.diff(held, bits[name])
         if at_K.size:
-            changes[name] = Patch.steps(specs[name], at_K, step_K, start)
+            changes.append(steps_of(layout, name, at_K, step_K, start))
     return parts, changes
 
 

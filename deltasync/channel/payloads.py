@@ -1,9 +1,8 @@
-"""Fetch and decode what a record or fold names, into patches: its payloads, its weight files, or its reference."""
+"""Fetch and decode what a record or fold names: its payloads, its weight files, or its reference."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -18,7 +17,8 @@ from deltasync.channel.threads import ahead
 from deltasync.codec.base import read_metadata
 from deltasync.errors import ConfigError, CorruptDataError, MissingVersionError, ModelMismatchError
 from deltasync.kernels import cpu
-from deltasync.tensors import Patch, TensorSpec, fingerprint, weight_bytes
+from deltasync.tensors import Changed, Delta, Layout, TensorSpec, fingerprint, weight_bytes
+from deltasync.tensors.delta import joined
 
 _PARTS_AHEAD = 4
 
@@ -33,14 +33,14 @@ def fetch(reader: ChannelReader, stored: Stored) -> list[tuple[str, bytes]]:
     return [] if stored.use_anchor else list(_payloads(reader, stored))
 
 
-def patches(
+def delta(
     reader: ChannelReader,
     stored: Stored,
     old: codec.OldBits | None = None,
     wanted: codec.Wanted | None = None,
     fetched: Sequence[tuple[str, bytes]] | None = None,
-) -> Iterator[tuple[Patch, int]]:
-    """Decode a version or a fold: each patch, and the fingerprint of its tensor afterwards.
+) -> Changed:
+    """Decode a delta or a fold: its changes, and the fingerprints of changed tensors after them.
 
     Args:
         reader: Reads the channel.
@@ -52,19 +52,14 @@ def patches(
     Raises:
         FormatError, MissingVersionError: as `ChannelReader.fetch` and `Codec.decode`.
     """
-    if stored.use_anchor:
-        for name, bits_N, expected in weights(reader, stored):
-            yield Patch(name, None, np.require(bits_N, requirements="W"), absolute=True), expected
-    else:
-        payloads = _payloads(reader, stored) if fetched is None else fetched
-        yield from decode(stored.record, payloads, reader.specs, old, wanted)
+    return decode(stored.record, _payloads(reader, stored) if fetched is None else fetched, reader.layout, old, wanted)
 
 
 def weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.ndarray, int]]:
     """Read full weights, each tensor once: name, read-only unsigned bit patterns of shape N, fingerprint.
 
     Raises:
-        FormatError, MissingVersionError: as `patches`; at the end, if a tensor is missing.
+        FormatError, MissingVersionError: as `delta`; at the end, if a tensor is missing.
     """
     record = stored.record
     if record.reference is not None:
@@ -84,13 +79,14 @@ def weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.nda
 def decode(
     record: Record,
     payloads: Iterable[tuple[str, bytes]],
-    specs: Mapping[str, TensorSpec],
+    layout: Layout,
     old: codec.OldBits | None,
     wanted: codec.Wanted | None = None,
-) -> Iterator[tuple[Patch, int]]:
-    """`patches` of a delta or fold whose payloads, (key, bytes), were fetched."""
+) -> Changed:
+    """`delta` of a delta or fold whose payloads, (key, bytes), were fetched."""
     assert record.delta is not None and record.base is not None
-    seen: dict[str, tuple[int, list[tuple[int, int]]]] = {}  # of each tensor: its fingerprint, and the ranges patched
+    parts: list[Delta] = []
+    fingerprints: dict[str, int] = {}
     changed = 0
     for key, data in payloads:
         with _naming(key):
@@ -98,21 +94,19 @@ def decode(
         names = (payload.codec, payload.version, payload.base_version)
         if names != (record.delta.codec, record.version, record.base.version):
             raise CorruptDataError(f"{key} says {names}, which is not what its record says.")
-        changed += sum(row["changed"] for row in payload.patches.values())
+        changed += payload.changed
         if changed > record.delta.changed:
             raise CorruptDataError(f"{key} changes more elements than its record says, {record.delta.changed}.")
-        fingerprints = payload.fingerprints
-        for patch in codec.get(payload.codec).decode(payload, specs, old, wanted):
-            expected, index_K = fingerprints[patch.name], patch.index_K
-            known, ranges = seen.setdefault(patch.name, (expected, []))
-            if index_K is None:
-                first, last = 0, sys.maxsize
-            else:
-                first, last = (int(index_K[0]), int(index_K[-1])) if index_K.size else (0, -1)
-            if known != expected or any(first <= end and start <= last for start, end in ranges):
-                raise CorruptDataError(f"{key} contradicts another payload of its version about {patch.name}.")
-            ranges.append((first, last))
-            yield patch, expected
+        found, digests = codec.get(payload.codec).decode(payload, layout, old, wanted)
+        for name in fingerprints.keys() & digests.keys():
+            if fingerprints[name] != digests[name]:
+                raise CorruptDataError(f"{key} contradicts another payload of its version about {name}.")
+        fingerprints |= digests
+        parts.append(found)
+    try:
+        return Changed(joined(parts) if parts else Delta(layout, {}), fingerprints)
+    except ValueError as error:
+        raise CorruptDataError(f"Payloads of version {record.version} contradict each other: {error}.") from error
 
 
 def unlike(reader: ChannelReader, reference: Reference, fingerprints: Mapping[str, int]) -> str:

@@ -25,7 +25,7 @@ from deltasync.errors import (
 )
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.cache import CachedStore
-from deltasync.tensors import TensorSpec
+from deltasync.tensors import Layout, TensorSpec
 
 MOST_DAMAGED = 64
 """Most records, missing or damaged, that one search passes over."""
@@ -59,6 +59,7 @@ class ChannelReader:
         self.signed = False
         self.held: dict[str, Future[bytes]] = {}
         self._described: tuple[Channel, dict[str, TensorSpec]] | None = None
+        self._layout: Layout | None = None
         self._confirmed = False  # whether a record of the same run was read
 
     def may_use_token(self, repo: str | None) -> bool:
@@ -118,6 +119,14 @@ class ChannelReader:
     def specs(self) -> dict[str, TensorSpec]:
         """The tensor table by name."""
         return self._description()[1]
+
+    @property
+    def layout(self) -> Layout:
+        """The tensors as vectors."""
+        specs = self.specs
+        if self._layout is None or self._layout.specs != specs:
+            self._layout = Layout(specs)
+        return self._layout
 
     def head(self) -> Head | None:
         """head.json, None if it is missing, damaged or of another run: it is only a hint."""
@@ -204,8 +213,10 @@ class ChannelReader:
         """As `stored`, from bytes that another process has read; if `data` is None, they are read here."""
         if data is None:
             return self.stored(key, sha256)
-        _check_digest(data, key, sha256)
-        return self._decoded(data, key)
+        found = self._decoded(data, key)
+        if found.sha256 != sha256:
+            raise _wrong_digest(key)
+        return found
 
     def _check(self, found: Record, key: str) -> None:
         """Check the run of a record, and the bytes that it names."""
@@ -350,4 +361,8 @@ class ChannelReader:
 
 def _check_digest(data: bytes, key: str, sha256: str) -> None:
     if sha256_hex(data) != sha256:
-        raise CorruptDataError(f"{key} does not have the sha256 that it is named by.")
+        raise _wrong_digest(key)
+
+
+def _wrong_digest(key: str) -> CorruptDataError:
+    return CorruptDataError(f"{key} does not have the sha256 that it is named by.")

@@ -9,11 +9,12 @@ A reader finds the document from the end without parsing anything else. The docu
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import struct
 from collections.abc import Mapping
 
 from deltasync.channel import documents, keys, signing
-from deltasync.channel.documents import Record, Version, sha256_hex
+from deltasync.channel.documents import Record, Version
 from deltasync.channel.signing import Signer, Trusted
 from deltasync.codec.base import Encoded, body
 from deltasync.errors import CorruptDataError
@@ -23,6 +24,7 @@ INLINE_BYTES = 4 << 20
 """Largest payload that is stored inside its record, in bytes."""
 
 _LENGTH = struct.Struct("<Q")
+_NO_DIGEST = "0" * 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,22 +67,30 @@ class Stored:
 def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | None) -> Stored:
     """Make the object of a record to be stored at `key`; `body_bytes` and `body_sha256` are filled in here."""
     arrays, metadata = ({}, {}) if payload is None else (payload.arrays, payload.metadata)
-    document_bytes = 0
+    size = 0
     while True:  # the header names the length of the document, the document that of the header
-        front = b"".join(body(arrays, metadata, document_bytes + _LENGTH.size))
-        filled = dataclasses.replace(record, body_bytes=len(front), body_sha256=sha256_hex(front))
-        document = documents.encode(filled)
-        if signer is not None:
-            document = signer.seal(key, document)
-        if len(document) == document_bytes:
+        front = body(arrays, metadata, size + _LENGTH.size)
+        filled = dataclasses.replace(record, body_bytes=sum(map(len, front)), body_sha256=_NO_DIGEST)
+        if len(document := _sealed(filled, key, signer)) == size:
             break
-        document_bytes = len(document)
-    data = b"".join((front, document, _LENGTH.pack(len(document))))
-    return Stored(key, sha256_hex(data), len(data), filled, data)
+        size = len(document)
+    digest = hashlib.sha256()
+    for part in front:
+        digest.update(part)
+    filled = dataclasses.replace(filled, body_sha256=digest.hexdigest())
+    end = _sealed(filled, key, signer) + _LENGTH.pack(size)
+    digest.update(end)
+    data = b"".join((*front, end))
+    return Stored(key, digest.hexdigest(), len(data), filled, data)
+
+
+def _sealed(record: Record, key: str, signer: Signer | None) -> bytes:
+    document = documents.encode(record)
+    return document if signer is None else signer.seal(key, document)
 
 
 def decode(data: bytes, key: str, trusted: Trusted | None) -> Stored:
-    """Parse and check the whole object at `key`.
+    """Parse and check the whole object at `key`, whose bytes are hashed once.
 
     Raises:
         SignatureError: `trusted` is given, and none of its keys has signed it; nothing else was looked at.
@@ -88,9 +98,12 @@ def decode(data: bytes, key: str, trusted: Trusted | None) -> Stored:
         UnsupportedFormatError: as `documents.decode`.
     """
     found = decode_document(data, len(data), key, trusted)
-    if found.body_sha256 != sha256_hex(memoryview(data)[: found.body_bytes]):
+    view = memoryview(data)
+    digest = hashlib.sha256(view[: found.body_bytes])
+    if found.body_sha256 != digest.hexdigest():
         raise CorruptDataError(f"{key} has another body than its document says.")
-    return Stored(key, sha256_hex(data), len(data), found, data)
+    digest.update(view[found.body_bytes :])
+    return Stored(key, digest.hexdigest(), len(data), found, data)
 
 
 def document_bytes(end: bytes, key: str) -> int:

@@ -1,6 +1,5 @@
 """Codecs encode the patches of a delta as one safetensors payload, and decode it.
 
-They work tensor by tensor, so that no caller has to hold a second copy of the model, or more than one decoded patch.
 Importing this package loads neither torch nor numba.
 """
 
@@ -13,11 +12,11 @@ from deltasync.codec.base import OldBits, Wanted, open_payload
 from deltasync.errors import UnsupportedFormatError
 
 if TYPE_CHECKING:
-    from deltasync.codec.blocks import BlockCodec, BlockEncoder
-    from deltasync.codec.raw import RawCodec, RawEncoder
+    from deltasync.codec.blocks import BlockCodec
+    from deltasync.codec.raw import RawCodec
+    from deltasync.codec.vector import VectorCodec
 
-    Codec: TypeAlias = BlockCodec | RawCodec
-    DeltaEncoder: TypeAlias = BlockEncoder | RawEncoder
+    Codec: TypeAlias = VectorCodec | BlockCodec | RawCodec
 
 __all__ = ["OldBits", "Wanted", "base", "dense", "get", "open_payload"]
 
@@ -26,11 +25,11 @@ __all__ = ["OldBits", "Wanted", "base", "dense", "get", "open_payload"]
 def _codecs() -> dict[str, Codec]:
     from deltasync.codec.blocks import BlockCodec
     from deltasync.codec.context import ContextModel
-    from deltasync.codec.packed import PackedModel
     from deltasync.codec.raw import RawCodec
+    from deltasync.codec.vector import VectorCodec
 
     return {
-        "packed": BlockCodec(PackedModel),
+        "packed": VectorCodec(),
         "context": BlockCodec(ContextModel),
         "raw": RawCodec(),
     }

@@ -5,15 +5,20 @@ The `__metadata__` of a payload holds strings only:
     format        "deltasync/2"
     codec         "raw" | "packed" | "context"
     version, base_version   decimal
+    changed       decimal: number of changed elements
+
+A codec adds metadata of its own. `raw` and `context` add
+
     patches       JSON: {tensor name: {"changed": K, "fingerprint": 16 hex digits after the delta, ...codec's own fields}}
 
-A codec adds metadata of its own. Tensors that did not change are not named. No payload has an entry `.record`: a record that
+Tensors that did not change are not named. No payload has an entry `.record`: a record that
 contains a payload keeps its document there (`channel.record`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -25,7 +30,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from deltasync.errors import CorruptDataError, ModelMismatchError, UnsupportedFormatError
-from deltasync.tensors import ITEM_BYTES, SAFETENSORS_DTYPES, Region, TensorSpec
+from deltasync.tensors import ITEM_BYTES, SAFETENSORS_DTYPES, Delta, Layout, Region, Sparse, TensorSpec, index_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +51,7 @@ LIBRARY_ERRORS = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError
 _ITEM_BYTES = {entry: ITEM_BYTES[name] for name, entry in SAFETENSORS_DTYPES.items()}
 
 OldBits = Callable[[str], np.ndarray]  # flat bits of a tensor before the delta, by its name
+NewBits = Callable[[str], tuple[np.ndarray, int]]  # the new flat bits of a tensor's range, by its name; its first element
 Wanted = Callable[[str], Sequence[Region] | None]  # the regions of a tensor to decode, by its name; None for all of it
 
 
@@ -92,17 +98,17 @@ class Encoded:
         codec: str,
         version: int,
         base_version: int,
-        rows: Mapping[str, Mapping[str, Any]],
+        changed: int,
         arrays: dict[str, torch.Tensor],
         extra: Mapping[str, str],
     ) -> Self:
-        """Return a payload; `rows` is its table of patches, `extra` the codec's own metadata."""
+        """Return a payload; `extra` is the codec's own metadata."""
         metadata = {
             "format": FORMAT,
             "codec": codec,
             "version": str(version),
             "base_version": str(base_version),
-            "patches": json.dumps(rows, separators=(",", ":")),
+            "changed": str(changed),
             **extra,
         }
         return cls(arrays, metadata)
@@ -114,18 +120,39 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True)
 class Payload:
-    """An opened delta payload. The header is checked; the patches are not decoded yet."""
+    """An opened delta payload. The container is checked; the changes are not decoded yet."""
 
     codec: str
     version: int
     base_version: int
-    patches: Mapping[str, Mapping[str, Any]]
+    changed: int
     arrays: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str]
 
+    @functools.cached_property
+    def patches(self) -> Mapping[str, Mapping[str, Any]]:
+        """The table of patches of `raw` and `context`.
+
+        Raises:
+            CorruptDataError: it is malformed, or its counts do not add up.
+        """
+        try:
+            rows: dict[str, Any] = json.loads(self.metadata["patches"])
+            complete = all(
+                type(row["changed"]) is int and row["changed"] > 0 and re.fullmatch("[0-9a-f]{16}", row["fingerprint"])
+                for row in rows.values()
+            )
+        except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptDataError(f"Payload header cannot be read: {error!r}.") from error
+        if not complete:
+            raise CorruptDataError("Payload header has a patch without changed elements, or without a fingerprint.")
+        if (counted := sum(row["changed"] for row in rows.values())) != self.changed:
+            raise CorruptDataError(f"Payload has patches with {counted} changes, and should have {self.changed}.")
+        return rows
+
     @property
     def fingerprints(self) -> dict[str, int]:
-        """Fingerprint of each changed tensor after the delta."""
+        """Fingerprint of each tensor in the table of patches after the delta."""
         return {name: int(row["fingerprint"], 16) for name, row in self.patches.items()}
 
 
@@ -189,23 +216,22 @@ def open_payload(data: bytes) -> Payload:
     if metadata.get("format") != FORMAT:
         raise UnsupportedFormatError(f"Payload has format {metadata.get('format')!r}; this version reads {FORMAT!r}.")
     try:
-        payload = Payload(
+        return Payload(
             codec=metadata["codec"],
-            version=int(metadata["version"]),
-            base_version=int(metadata["base_version"]),
-            patches=json.loads(metadata["patches"]),
+            version=_decimal(metadata["version"]),
+            base_version=_decimal(metadata["base_version"]),
+            changed=_decimal(metadata["changed"]),
             arrays={name: array for name, array in load_tensors(data).items() if name != RECORD},
             metadata=metadata,
         )
-        complete = all(
-            type(row["changed"]) is int and row["changed"] > 0 and re.fullmatch("[0-9a-f]{16}", row["fingerprint"])
-            for row in payload.patches.values()
-        )
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, ValueError) as error:
         raise CorruptDataError(f"Payload header cannot be read: {error!r}.") from error
-    if not complete:
-        raise CorruptDataError("Payload header has a patch without changed elements, or without a fingerprint.")
-    return payload
+
+
+def _decimal(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,20}", text):
+        raise ValueError(f"{text!r:.40} is no number")
+    return int(text)
 
 
 def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
@@ -302,3 +328,24 @@ def spec_for(specs: Mapping[str, TensorSpec], name: str, changed: int) -> Tensor
     if spec is None or changed > spec.element_count:
         raise CorruptDataError(f"Payload changes {changed} elements of {name!r}, which the channel does not have.")
     return spec
+
+
+def delta_of(layout: Layout, patches: Iterable[tuple[str, np.ndarray | None, np.ndarray, bool]]) -> Delta:
+    """Join patches: name, ascending flat indices or None for all, data, and whether that is new bits instead of steps."""
+    found: dict[tuple[bool, int], list[tuple[int, np.ndarray, np.ndarray]]] = {}
+    for name, index_K, data_K, absolute in patches:
+        width, first, last = layout.span(name)
+        dtype = layout.vectors[width].index_dtype
+        at_K = np.arange(first, last, dtype=dtype) if index_K is None else index_K.astype(dtype) + dtype.type(first)
+        if at_K.size:
+            found.setdefault((absolute, width), []).append((first, at_K, data_K))
+    both: tuple[dict[int, Sparse], dict[int, Sparse]] = {}, {}
+    for (absolute, width), parts in found.items():
+        parts.sort(key=lambda part: part[0])
+        both[absolute][width] = Sparse(*(np.concatenate(arrays) for arrays in list(zip(*parts, strict=True))[1:]))
+    return Delta(layout, *both)
+
+
+def indices_of(steps: Sparse, spec: TensorSpec) -> np.ndarray:
+    """Return the flat indices of a tensor's changes in the dtype that a tensor of its size has."""
+    return steps.at_K.astype(index_dtype(spec.element_count))

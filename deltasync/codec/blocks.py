@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,22 +34,38 @@ import numpy as np
 import torch
 
 from deltasync.codec import dense, tiles
-from deltasync.codec.base import RECORD, Change, Encoded, OldBits, Payload, Wanted, spec_for, take
+from deltasync.codec.base import (
+    RECORD,
+    Change,
+    Encoded,
+    NewBits,
+    OldBits,
+    Payload,
+    Wanted,
+    delta_of,
+    indices_of,
+    spec_for,
+    take,
+)
 from deltasync.codec.context import ContextModel
 from deltasync.codec.packed import PackedModel
 from deltasync.codec.tables import Cursor
 from deltasync.codec.tiles import Grid
+from deltasync.codec.vector import block_elements
 from deltasync.errors import CorruptDataError, ShareError
 from deltasync.kernels import coder
 from deltasync.kernels.rans import Blocks
-from deltasync.tensors import Patch, Region, TensorSpec, index_dtype, region_end, region_size
+from deltasync.tensors import Delta, Layout, Region, TensorSpec, index_dtype, region_end, region_size
 from deltasync.tensors.bits import tensor_of
+from deltasync.tensors.fingerprint import to_hex
 
 BLOCK = 1 << 19
 _RESERVED = {".words", ".blocks", ".tables", RECORD, "__metadata__"}  # a tensor of such a name cannot be dense
 OWN_GROUP = 1 << 15  # changed elements from which a tensor has tables of its own
 _MOST_ROWS = 1 << 24  # of `.blocks` in planes: small planes could ask for any amount of memory
 _GAPS = bytes([255, 255])  # would be 256 classes from number 255 on, which tables of `context` cannot have
+
+_Patch = tuple[str, np.ndarray | None, np.ndarray, bool]  # as `delta_of` takes it
 
 Model = PackedModel | ContextModel
 """The tables of one group, and what the coder needs beside them."""
@@ -122,7 +137,9 @@ class BlockEncoder:
         arrays[".blocks"], metadata = _rows_entry(np.concatenate(blocks))
         arrays[".words"] = torch.from_numpy(np.concatenate(words).view(np.int32))
         arrays[".tables"] = torch.from_numpy(np.frombuffer(bytearray(tables), np.uint8))
-        return Encoded.of(self._model.codec, version, base_version, rows, arrays, {"block_elements": str(BLOCK), **metadata})
+        changed = sum(row["changed"] for row in rows.values())
+        extra = {"patches": json.dumps(rows, separators=(",", ":")), "block_elements": str(BLOCK), **metadata}
+        return Encoded.of(self._model.codec, version, base_version, changed, arrays, extra)
 
     def _fit(self) -> tuple[list[Model], list[int]]:
         """Return the models, and for each change the number of its model."""
@@ -206,17 +223,25 @@ class BlockCodec:
         self.needs_old = model.needs_old
         self._model = model
 
-    def encoder(self) -> BlockEncoder:
-        """Return a new encoder for one delta."""
-        return BlockEncoder(self._model)
+    def encode(
+        self, delta: Delta, new: NewBits, fingerprints: Mapping[str, int], version: int, base_version: int
+    ) -> Encoded:
+        """See `VectorCodec.encode`."""
+        encoder = BlockEncoder(self._model)
+        for name in delta.counts():
+            spec, (bits_N, start), (steps, _) = delta.layout.specs[name], new(name), delta.of(name)
+            encoder.add(spec, indices_of(steps, spec), steps.data_K, bits_N, to_hex(fingerprints[name]), start)
+        return encoder.finish(version, base_version)
 
     def decode(
-        self,
-        payload: Payload,
-        specs: Mapping[str, TensorSpec],
-        old: OldBits | None = None,
-        wanted: Wanted | None = None,
-    ) -> Iterator[Patch]:
+        self, payload: Payload, layout: Layout, old: OldBits | None = None, wanted: Wanted | None = None
+    ) -> tuple[Delta, dict[str, int]]:
+        """See `VectorCodec.decode`; only blocks that a caller holds as a whole can be decoded from `old`."""
+        return delta_of(layout, self._patches(payload, layout.specs, old, wanted)), payload.fingerprints
+
+    def _patches(
+        self, payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None, wanted: Wanted | None
+    ) -> Iterator[_Patch]:
         """Yield the patches in file order.
 
         Args:
@@ -241,7 +266,7 @@ class BlockCodec:
                 plain = mark is True
                 array = payload.arrays.get(name)
                 data = take(payload, name, spec.dtype, spec.element_count) if plain else dense.decompress(array, mark, spec)
-                yield Patch(name, None, data, absolute=True)
+                yield name, None, data, True
             else:
                 yield streams.next_patch(spec, row, chosen.get(name))
 
@@ -261,10 +286,7 @@ class _Streams:
     """Reads the blocks of a payload from front to back."""
 
     def __init__(self, model: type[Model], payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None) -> None:
-        declared = payload.metadata.get("block_elements", "")
-        if not re.fullmatch("[0-9]{1,10}", declared) or not 1 <= int(declared) <= 1 << 30:
-            raise CorruptDataError(f"Payload has blocks of {declared!r} elements instead of 1 to 2**30.")
-        self._block_elements = int(declared)
+        self._block_elements = block_elements(payload)
         self._model = model
         self._old = old
         rows = ((spec_for(specs, name, row["changed"]), row) for name, row in payload.patches.items())
@@ -306,7 +328,7 @@ class _Streams:
             raise ShareError(f"Decoding needs more than is held of {len(lacking)} tensors, such as {lacking[0]}.", lacking)
         return found
 
-    def next_patch(self, spec: TensorSpec, row: Mapping[str, Any], chosen_B: np.ndarray | None) -> Patch:
+    def next_patch(self, spec: TensorSpec, row: Mapping[str, Any], chosen_B: np.ndarray | None) -> _Patch:
         """Decode the next tensor's blocks, all of them or those with the numbers `chosen_B`, ascending."""
         cut, model = self._cuts[spec.name], self._tables_of(row.get("group"))
         first, self._next = self._next, self._next + cut.count
@@ -316,7 +338,7 @@ class _Streams:
             raise CorruptDataError(f"Payload counts the changes of {spec} wrong, in its table of patches or of blocks.")
         at_B = np.arange(cut.count) if chosen_B is None else chosen_B
         if not at_B.size:
-            return Patch.steps(spec, np.empty(0, np.int64), np.empty(0, spec.bits_dtype))
+            return spec.name, np.empty(0, np.int64), np.empty(0, spec.bits_dtype), False
         if chosen_B is not None:
             words = np.concatenate([words[word_B[b] : word_B[b + 1]] for b in at_B])
             row_BF = row_BF[at_B]
@@ -330,7 +352,7 @@ class _Streams:
             raise CorruptDataError(f"Payload has a malformed block of {spec.name!r}.")
         if cut.grid is not None:
             index_K, step_K = cut.grid.ascending(at_B, blocks.bound_B, index_K, step_K)
-        return Patch(spec.name, index_K, step_K, absolute=False)
+        return spec.name, index_K, step_K, False
 
     def _blocks(self, cut: _Cut, bound_B: np.ndarray) -> Blocks:
         if cut.grid is not None:

@@ -14,42 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltasync.codec.base import Encoded, OldBits, Payload, Wanted, spec_for, take
+from deltasync.codec.base import Encoded, NewBits, OldBits, Payload, Wanted, delta_of, indices_of, spec_for, take
 from deltasync.errors import CorruptDataError
-from deltasync.tensors import Patch, TensorSpec, index_dtype
+from deltasync.tensors import Delta, Layout, TensorSpec, index_dtype
 from deltasync.tensors.bits import tensor_of
-
-
-class RawEncoder:
-    """Collects and encodes the patches of one delta."""
-
-    def __init__(self) -> None:
-        self._rows: dict[str, dict[str, Any]] = {}
-        self._arrays: dict[str, torch.Tensor] = {}
-        self._element_count = 0
-        self._changed = 0
-
-    def add(
-        self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new: np.ndarray, fingerprint: str, start: int = 0
-    ) -> None:
-        """See `BlockEncoder.add`."""
-        values = TensorSpec(spec.name, spec.dtype, (index_K.size,))
-        self._arrays[f"{spec.name}.indices"] = torch.from_numpy(index_K.astype(index_dtype(spec.element_count)))
-        self._arrays[f"{spec.name}.values"] = tensor_of(new[index_K - start], values)
-        self._rows[spec.name] = {"changed": index_K.size, "fingerprint": fingerprint}
-        self._element_count += spec.element_count
-        self._changed += index_K.size
-
-    def finish(self, version: int, base_version: int) -> Encoded:
-        """See `BlockEncoder.finish`."""
-        unchanged = 1 - self._changed / self._element_count if self._element_count else 1.0
-        blog = {
-            "sparse": "true",
-            "model_version": str(version),
-            "sparsity": str(unchanged),
-            "changed_params": json.dumps(list(self._rows)),
-        }
-        return Encoded.of(RawCodec.name, version, base_version, self._rows, self._arrays, blog)
+from deltasync.tensors.fingerprint import to_hex
 
 
 class RawCodec:
@@ -58,24 +27,43 @@ class RawCodec:
     name = "raw"
     needs_old = False
 
-    def encoder(self) -> RawEncoder:
-        """Return a new encoder for one delta."""
-        return RawEncoder()
+    def encode(
+        self, delta: Delta, new: NewBits, fingerprints: Mapping[str, int], version: int, base_version: int
+    ) -> Encoded:
+        """See `VectorCodec.encode`."""
+        rows: dict[str, dict[str, Any]] = {}
+        arrays: dict[str, torch.Tensor] = {}
+        element_count = 0
+        for name, changed in delta.counts().items():
+            spec, (bits_N, start) = delta.layout.specs[name], new(name)
+            index_K = indices_of(delta.of(name)[0], spec)
+            arrays[f"{name}.indices"] = torch.from_numpy(index_K)
+            arrays[f"{name}.values"] = tensor_of(bits_N[index_K - start], TensorSpec(name, spec.dtype, (changed,)))
+            rows[name] = {"changed": changed, "fingerprint": to_hex(fingerprints[name])}
+            element_count += spec.element_count
+        unchanged = 1 - delta.changed / element_count if element_count else 1.0
+        extra = {
+            "patches": json.dumps(rows, separators=(",", ":")),
+            "sparse": "true",
+            "model_version": str(version),
+            "sparsity": str(unchanged),
+            "changed_params": json.dumps(list(rows)),
+        }
+        return Encoded.of(self.name, version, base_version, delta.changed, arrays, extra)
 
     def decode(
-        self,
-        payload: Payload,
-        specs: Mapping[str, TensorSpec],
-        old: OldBits | None = None,
-        wanted: Wanted | None = None,
-    ) -> Iterator[Patch]:
-        """See `BlockCodec.decode`; `old` and `wanted` are ignored."""
-        for name, row in payload.patches.items():
-            spec = spec_for(specs, name, row["changed"])
-            dtype = index_dtype(spec.element_count)
-            index_K = take(payload, f"{name}.indices", dtype.name, row["changed"]).view(dtype)
-            # Compared, since differences may overflow.
-            if index_K[0] < 0 or index_K[-1] >= spec.element_count or (index_K[1:] <= index_K[:-1]).any():
-                raise CorruptDataError(f"Payload indices of {name!r} are not ascending inside the tensor.")
-            data_K = take(payload, f"{name}.values", spec.dtype, row["changed"])
-            yield Patch(name, index_K, data_K, absolute=True)
+        self, payload: Payload, layout: Layout, old: OldBits | None = None, wanted: Wanted | None = None
+    ) -> tuple[Delta, dict[str, int]]:
+        """See `VectorCodec.decode`; `old` and `wanted` are ignored."""
+        return delta_of(layout, _patches(payload, layout.specs)), payload.fingerprints
+
+
+def _patches(payload: Payload, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray | None, np.ndarray, bool]]:
+    for name, row in payload.patches.items():
+        spec = spec_for(specs, name, row["changed"])
+        dtype = index_dtype(spec.element_count)
+        index_K = take(payload, f"{name}.indices", dtype.name, row["changed"]).view(dtype)
+        # Compared, since differences may overflow.
+        if index_K[0] < 0 or index_K[-1] >= spec.element_count or (index_K[1:] <= index_K[:-1]).any():
+            raise CorruptDataError(f"Payload indices of {name!r} are not ascending inside the tensor.")
+        yield name, index_K, take(payload, f"{name}.values", spec.dtype, row["changed"]), True

@@ -22,8 +22,8 @@ from deltasync.dashboard.costs import (
     S3_TRAFFIC_GB_USD,
 )
 from deltasync.publish.chain import Budget
+from deltasync.publish.encode import GROUP_CHANGED
 from deltasync.publish.fold import GROUP_ELEMENTS
-from deltasync.publish.job import GROUP_CHANGED
 
 STEP_BITS = 1.8
 """Of a changed element's step, in deltas of `packed` (`benchmarks.codec`)."""

@@ -20,13 +20,14 @@ from deltasync.channel.record import Stored
 from deltasync.channel.threads import ahead
 from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
 from deltasync.live import LiveMemory, Staged, model_fingerprint
-from deltasync.tensors import Patch, Region
-from deltasync.tensors.fold import fold_all
+from deltasync.tensors import Changed, Delta
+from deltasync.tensors.delta import fold
+from deltasync.tensors.fingerprint import MASK
 
 _Item = TypeVar("_Item")
 
 _FETCHED_AHEAD = 4  # records, while one is decoded
-_HELD = 4  # times a tensor's elements may be held as patches that are not merged yet
+_HELD = 4  # times the model's elements may be held as changes that are not merged yet
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,12 +35,12 @@ class StagedVersion:
     """A version that is ready to commit; from the commit on, what undoes it.
 
     Attributes:
-        whole: Patches of the tensors that `Follower.complete` keeps whole.
+        whole: What brings the tensors up to it that `Follower.complete` keeps whole, and their bits if they are new.
     """
 
     way: Sequence[Stored]
     staged: Staged
-    whole: Sequence[Patch]
+    whole: Delta | Mapping[str, np.ndarray]
     stage_s: float
 
 
@@ -105,7 +106,7 @@ class Follower:
         return way[-1].version
 
     def _load(self, way: Sequence[Stored]) -> None:
-        wanted: dict[str, int] = {}
+        wanted: dict[str, int | None] = {}
         done: list[Stored] = []
         try:
             with contextlib.closing(self._fetched(way)) as fetched, kernels.cpu.beside(payloads.FILES_AHEAD):
@@ -117,8 +118,10 @@ class Follower:
                             self._loaded.clear()
                             self.memory.load(self._progressing(payloads.weights(self.reader, stored)))
                         else:
-                            patches = payloads.patches(self.reader, stored, self.memory.bits, self.memory.held, got)
-                            wanted |= self.memory.patch(self._progressing(patches))
+                            delta, digests = payloads.delta(self.reader, stored, self.memory.bits, None, got)
+                            self.memory.apply(delta)
+                            self.progressed_s = time.monotonic()
+                            wanted |= digests
                     done.append(dataclasses.replace(stored, data=None))
         finally:
             found = self.memory.fingerprints
@@ -143,37 +146,48 @@ class Follower:
             ShareError: `complete` these tensors first.
         """
         before = time.perf_counter()
-        whole: list[Patch] = []
+        whole: Delta | Mapping[str, np.ndarray]
         with _map_out_of_memory(way[-1].record.version):
-            patches: Iterator[tuple[Patch, int | None]]
-            if goes_back(way):
-                patches = self._undone(way[:-1])
+            if way[0].use_anchor and not goes_back(way):
+                staged, whole = self._stage_weights(way)
             else:
-                streams = len(way) == 1 or (way[0].use_anchor and not any(map(_needs_old, way)))
-                patches = self._patched(way, int(streams))
-            staged = self.memory.stage(self._noting(whole, patches))
+                changed = self._undone(way[:-1]) if goes_back(way) else self._changed(way)
+                staged, whole = self.memory.stage(changed), changed.delta
         return StagedVersion(way, staged, whole, time.perf_counter() - before)
 
-    def _noting(self, whole: list[Patch], patches: Iterator[tuple[Patch, int | None]]) -> Iterator[tuple[Patch, int | None]]:
-        """Yield patches, and note in `whole` those of tensors that are kept whole."""
-        for patch, expected in patches:
-            if patch.name in self._whole:  # of full weights a copy, so as not to hold all of their file
-                whole.append(patch if patch.index_K is not None else dataclasses.replace(patch, data=patch.data.copy()))
-            self.progressed_s = time.monotonic()
-            yield patch, expected
+    def _stage_weights(self, way: Sequence[Stored]) -> tuple[Staged, dict[str, np.ndarray]]:
+        """Stage full weights and the deltas after them, tensor by tensor, so that only one of them is held."""
+        whole: dict[str, np.ndarray] = {}
+        later: Changed | None = None
+        if way[1:]:
+            first = {} if not any(map(_needs_old, way)) else {name: bits_N for name, bits_N, _ in self._weights(way[0])}
+            later = self._changed(way[1:], first.__getitem__)
+
+        def weights() -> Iterator[tuple[str, np.ndarray, int | None]]:
+            for name, bits_N, expected in self._weights(way[0]):
+                digest: int | None = expected
+                if later is not None and name in later.fingerprints:
+                    bits_N, digest = bits_N.copy(), later.fingerprints[name]
+                    later.delta.apply(name, bits_N)
+                if name in self._whole:  # a copy, so as not to hold all of the file
+                    whole[name] = bits_N.copy()
+                self.progressed_s = time.monotonic()
+                yield name, bits_N, digest
+
+        return self.memory.stage_weights(weights()), whole
+
+    def _weights(self, stored: Stored) -> Iterator[tuple[str, np.ndarray, int]]:
+        with self._blaming(stored):
+            yield from payloads.weights(self.reader, stored)
 
     def _bits(self, name: str) -> np.ndarray:
         return self._whole[name] if name in self._whole else self.memory.bits(name)
 
-    def _held(self, name: str) -> Sequence[Region] | None:
-        return None if name in self._whole else self.memory.held(name)
-
-    def _patches(
-        self, stored: Stored, old: codec.OldBits, fetched: Iterator[Sequence[tuple[str, bytes]]] | None = None
-    ) -> Iterator[tuple[Patch, int]]:
-        with self._blaming(stored):
-            got = None if fetched is None else next(fetched)
-            yield from payloads.patches(self.reader, stored, old, self._held, got)
+    @property
+    def _wanted(self) -> codec.Wanted | None:
+        if self.memory.wanted is None:
+            return None
+        return lambda name: None if name in self._whole else self.memory.held(name)
 
     def _fetched(self, way: Sequence[Stored]) -> Generator[Sequence[tuple[str, bytes]], None, None]:
         return ahead(lambda stored: payloads.fetch(self.reader, stored), way, _FETCHED_AHEAD)
@@ -190,55 +204,40 @@ class Follower:
                 self.settled = False
             raise
 
-    def _patched(self, way: Sequence[Stored], streamed: int) -> Iterator[tuple[Patch, int]]:
-        """Yield the merged patches of a way, with each tensor's fingerprint.
+    def _undone(self, way: Sequence[Stored]) -> Changed:
+        """Return what undoes records; without fingerprints, which records have only for the bits after them."""
+        delta = self._changed(way).delta
+        if delta.known:
+            name = next(iter(Delta(delta.layout, {}, delta.known).counts()))
+            error = MissingVersionError(f"{name} was written as a whole since, which cannot be undone.")
+            error.key = way[0].key
+            raise error
+        return Changed(delta.undone(), dict.fromkeys(delta.counts()))
 
-        The first `streamed` records, 0 or 1, are decoded last, tensor by tensor, so that only one of their tensors is held.
-        """
-        later, fingerprints = self._folded(way[streamed:])
-        for stored in way[:streamed]:
-            for patch, expected in self._patches(stored, self._bits):
-                if patch.name not in later:
-                    yield patch, expected
-                    continue
-                for merged in _fold([patch, *later.pop(patch.name)]):
-                    yield merged, fingerprints[patch.name]
-        for name in list(later):
-            for merged in _fold(later.pop(name)):
-                yield merged, fingerprints[name]
-
-    def _undone(self, way: Sequence[Stored]) -> Iterator[tuple[Patch, None]]:
-        """Yield patches that undo records; without fingerprints, which records have only for the bits after them."""
-        for patches in self._folded(way)[0].values():
-            for merged in _fold(patches):
-                if merged.absolute:
-                    error = MissingVersionError(f"{merged.name} was written as a whole since, which cannot be undone.")
-                    error.key = way[0].key
-                    raise error
-                yield dataclasses.replace(merged, data=np.negative(merged.data)), None
-
-    def _folded(self, way: Sequence[Stored]) -> tuple[dict[str, list[Patch]], dict[str, int]]:
-        """Return the patches of each tensor, oldest first, and its fingerprint after the last."""
-        done: dict[str, list[Patch]] = {}
-        fingerprints: dict[str, int] = {}
+    def _changed(self, way: Sequence[Stored], first: codec.OldBits | None = None) -> Changed:
+        """Return what records change together, after the live bits or those of `first`."""
+        done: list[Delta] = []
+        fingerprints: dict[str, int | None] = {}
 
         def old(name: str) -> np.ndarray:
-            bits_N = self._bits(name)
-            if patches := done.get(name):
+            bits_N = self._bits(name) if first is None else first(name)
+            if done:
                 bits_N = bits_N.copy()
-                for patch in patches:
-                    patch.apply(bits_N)
+                for delta in done:
+                    delta.apply(name, bits_N)
             return bits_N
 
         with contextlib.closing(self._fetched(way)) as fetched:
             for stored in way:
-                for patch, expected in self._patches(stored, old, fetched):
-                    patches = done.setdefault(patch.name, [])
-                    patches.append(patch)
-                    if sum(each.changed for each in patches) > _HELD * self.reader.specs[patch.name].element_count:
-                        patches[:] = _fold(patches)
-                    fingerprints[patch.name] = expected
-        return done, fingerprints
+                with self._blaming(stored):
+                    got = next(fetched)
+                    delta, digests = payloads.delta(self.reader, stored, old, self._wanted, got)
+                done.append(delta)
+                fingerprints |= digests
+                if sum(each.changed for each in done) > _HELD * delta.layout.element_count:
+                    done = [fold(done)]
+                self.progressed_s = time.monotonic()
+        return Changed(fold(done), fingerprints)
 
     def commit(self, staged: StagedVersion) -> StagedVersion:
         """Write a staged version and return it; call `confirm` or `rollback` next.
@@ -268,8 +267,8 @@ class Follower:
         """
         wanted = committed.staged.fingerprints
         if fingerprints is None or total is None:
-            fingerprints = self.memory.fingerprints
-            total = model_fingerprint(fingerprints)
+            fingerprints = self.memory.fingerprints_of(wanted)
+            total = self._total(committed.staged, fingerprints)
         wrong = [name for name, value in wanted.items() if value not in (None, fingerprints.get(name))]
         stored = committed.way[-1]
         if wrong or f"{total:016x}" != stored.record.fingerprint:
@@ -280,10 +279,22 @@ class Follower:
             raise FingerprintMismatchError(
                 f"Version {stored.record.version} did not give the published bits {where}; rolled back to {now}."
             )
-        for patch in committed.whole:
-            patch.apply(self._whole[patch.name])
+        for name, bits_N in self._whole.items():
+            if isinstance(committed.whole, Delta):
+                committed.whole.apply(name, bits_N)
+            else:
+                bits_N[:] = committed.whole[name]
         self.version, self._fingerprint = stored.version, stored.record.fingerprint
         return self.version
+
+    def _total(self, staged: Staged, fingerprints: Mapping[str, int]) -> int:
+        """Return the model's fingerprint after a commit, from that of changed tensors; -1 if copies of them differ."""
+        if self._fingerprint is None:
+            return model_fingerprint(self.memory.fingerprints)
+        before = self.memory.fingerprints_of(fingerprints, staged.before)
+        if -1 in fingerprints.values() or -1 in before.values():
+            return -1
+        return (int(self._fingerprint, 16) + sum(fingerprints.values()) - sum(before.values())) & MASK
 
     def rollback(self, committed: StagedVersion) -> None:
         """Bring back the bits from before a commit."""
@@ -293,12 +304,6 @@ class Follower:
 def _needs_old(stored: Stored) -> bool:
     delta = stored.record.delta
     return delta is not None and codec.get(delta.codec).needs_old
-
-
-def _fold(patches: Sequence[Patch]) -> list[Patch]:
-    """Merge patches of one tensor into one or two; into an empty one if they cancel out."""
-    first = patches[0]
-    return fold_all(patches) or [Patch(first.name, np.empty(0, np.int32), first.data[:0], absolute=False)]
 
 
 _MEMORY_IS_OUT = "can't allocate memory", "can't start new thread", "out of memory"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from deltasync.kernels import cpu_diff
 from deltasync.live import model_fingerprint
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of
+from deltasync.tensors.delta import joined, steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,6 @@ def write_fold(
         raise ConfigError(f"A fold leads from a version to a later one, not from {base} to {version}.")
     chosen = codec.get(codec_name)
     reader.channel()
-    encoder = chosen.encoder()
     signing.require_signer(signer, reader.signed)
     try:
         start, end = (reader.numbered(number).version for number in (base, version))
@@ -72,19 +73,22 @@ def write_fold(
     progress("weights", 1, 2)
     replica.sync(version)
     progress("weights", 2, 2)
-    changed = 0
-    for done, (name, tensor) in enumerate(replica.state_dict().items(), start=1):
-        new_N = bits_of(tensor)
+    new = {name: bits_of(tensor) for name, tensor in replica.state_dict().items()}
+    layout, pieces = reader.layout, []
+    for done, (name, new_N) in enumerate(new.items(), start=1):
         index_K, step_K = cpu_diff.diff(old[name], new_N)
         if index_K.size:
-            encoder.add(reader.specs[name], index_K, step_K, new_N, fingerprint.to_hex(replica.fingerprints[name]))
-            changed += index_K.size
+            pieces.append(steps_of(layout, name, index_K, step_K))
         progress("tensors", done, len(reader.specs))
-    payload = encoder.finish(version, base) if changed else None
-    delta = Delta(codec=codec_name, changed=changed)
+    changes = joined(pieces) if pieces else None
+    payload = None
+    if changes is not None:
+        payload = chosen.encode(changes, lambda name: (new[name], 0), replica.fingerprints, version, base)
+    delta = Delta(codec=codec_name, changed=0 if changes is None else changes.changed)
     stored = encode_beside(reader, start, end, payload, replica.fingerprints, signer, keys.new_author(), delta=delta)
-    for patch, _ in payloads.patches(reader, stored, lambda name: old[name].copy()):  # as a replica does
-        patch.apply(old[patch.name])
+    decoded, _ = payloads.delta(reader, stored, lambda name: old[name].copy())  # as a replica does
+    for name in decoded.counts():
+        decoded.apply(name, old[name])
     if wrong := [name for name, tensor in replica.state_dict().items() if not np.array_equal(old[name], bits_of(tensor))]:
         raise CorruptDataError(f"{stored.key} would not give the bits of {', '.join(wrong[:5])}; it was not stored.")
     return store(reader, stored)
@@ -125,7 +129,8 @@ def encode_beside(
     assert stored.data is not None
     if stored.size > record.most_bytes(key, reader.specs):
         raise CorruptDataError(f"{key} would have {stored.size:,} bytes, which is more than a fold may have.")
-    return record.decode(stored.data, key, reader.trusted)
+    found = record.decode_document(stored.data, stored.size, key, reader.trusted)
+    return dataclasses.replace(stored, record=found)
 
 
 def store(reader: ChannelReader, stored: Stored) -> Stored:

@@ -1,8 +1,8 @@
 """The loops over elements: diff, fingerprint, scatter and its two halves, prepare and swap. Each module has some of them.
 
-`reference` is plain numpy and defines the results; property tests compare all other modules with it. `cpu` and `cpu_diff`
-are numba, compiled once per machine (the cache lies beside the module), and release the GIL. `gpu_segments` and `gpu_diff`
-are Triton.
+`reference` is plain numpy and defines the results; property tests compare all other modules with it. `cpu`, `cpu_diff` and
+`cpu_rows` are numba, compiled once per machine (the cache lies beside the module), and release the GIL. `gpu_segments` and
+`gpu_diff` are Triton.
 `torch_ops` serves all other devices.
 """
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
     from deltasync.kernels import cpu as cpu
     from deltasync.kernels import cpu_diff as cpu_diff
+    from deltasync.kernels import cpu_rows as cpu_rows
     from deltasync.kernels.table import Table
 
 
 def __getattr__(name: str) -> object:
     """Import a module with numba when it is first used as `kernels.cpu`: what runs on a GPU alone needs no numba."""
-    if name not in ("cpu", "cpu_diff"):
+    if name not in ("cpu", "cpu_diff", "cpu_rows"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
 
@@ -92,6 +93,7 @@ __all__ = [
     "counts",
     "cpu",
     "cpu_diff",
+    "cpu_rows",
     "device_diff",
     "rans",
     "segment_kernels",

@@ -17,15 +17,15 @@ from deltasync.kernels.cpu import AHEAD, CHANGES, cell, key_from, prefetch_range
 from deltasync.kernels.intrinsics import differing_lanes, prefetch_to_write
 from deltasync.tensors import index_dtype
 
-# Kernels write the changes of `_ROW` elements into a row, so that offsets fit uint16, and fill up to `_ROWS` rows a call.
-_ROW, _ROWS = 1 << 16, 256
+# Kernels write the changes of `ROW` elements into a row, so that offsets fit uint16, and fill up to `_ROWS` rows a call.
+ROW, _ROWS = 1 << 16, 256
 _AHEAD_BYTES = 1 << 10  # how far ahead memory is asked for
 _JOINED = 1 << 16  # changes that `_join` copies in one thread
 _PIECE = 8 << 20  # bytes that `_room` allocates at once and cuts up
 
 
 class _Kept(threading.local):
-    """Memory of a thread, which `_scratch` and `_room` give out, because new memory is slow when first written."""
+    """Memory of a thread, which `scratch` and `_room` give out, because new memory is slow when first written."""
 
     def __init__(self) -> None:
         self.rows: dict[np.dtype, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
@@ -36,7 +36,7 @@ _kept = _Kept()
 
 
 @njit(inline="always")
-def _find(old_N, new_N, base, last, offset_P, step_P):
+def find(old_N, new_N, base, last, offset_P, step_P):
     """Write the changes from element `base` to `last` into a row; return how many there are.
 
     The first two changes of 64 elements are written without a branch; if there is no change, the next one overwrites what
@@ -74,10 +74,10 @@ def _find(old_N, new_N, base, last, offset_P, step_P):
 
 @kernel
 def _diff(old_N, new_N, first, offset_RP, step_RP, count_R):
-    """Find the changes from element `first` on, and write those of each `_ROW` elements into one row."""
+    """Find the changes from element `first` on, and write those of each `ROW` elements into one row."""
     for r in prange(count_R.size):
-        base = first + r * _ROW
-        count_R[r] = _find(old_N, new_N, base, min(base + _ROW, old_N.size), offset_RP[r], step_RP[r])
+        base = first + r * ROW
+        count_R[r] = find(old_N, new_N, base, min(base + ROW, old_N.size), offset_RP[r], step_RP[r])
 
 
 @kernel
@@ -85,8 +85,8 @@ def _advance(key, start, bits_N, new_N, first, all_bits, mask, largest, offset_R
     """As `_diff`; also add the steps to `bits_N`, while it is in the cache. `value_RP` is scratch."""
     added, above = np.uint64(0), np.int64(0)
     for r in prange(count_R.size):
-        base = first + r * _ROW
-        found = _find(bits_N, new_N, base, min(base + _ROW, bits_N.size), offset_RP[r], step_RP[r])
+        base = first + r * ROW
+        found = find(bits_N, new_N, base, min(base + ROW, bits_N.size), offset_RP[r], step_RP[r])
         offset_C, step_C, value_C = offset_RP[r, :found], step_RP[r, :found], value_RP[r, :found]
         for k in range(found):
             at = np.uint64(base) + np.uint64(offset_C[k])
@@ -107,7 +107,7 @@ def _advance(key, start, bits_N, new_N, first, all_bits, mask, largest, offset_R
 @kernel
 def _join(first, offset_RP, step_RP, start_R, index_K, step_K):
     for r in prange(start_R.size - 1):
-        base, low, high = first + r * _ROW, start_R[r], start_R[r + 1]
+        base, low, high = first + r * ROW, start_R[r], start_R[r + 1]
         index_C, step_C = index_K[low:high], step_K[low:high]
         for k in range(index_C.size):
             index_C[k] = base + np.int64(offset_RP[r, k])
@@ -146,7 +146,7 @@ def _add(key, bits_N, index_K, step_K, mask, largest, room_RP):
 def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """As `reference.diff`."""
     index, pieces = index_dtype(old_N.size), list[Steps]()
-    offset_RP, step_RP, _ = _scratch(old_N.dtype)
+    offset_RP, step_RP, _ = scratch(old_N.dtype)
     for first, count_R in _batches(old_N.size):
         with threads(count_R.size // 2):
             _diff(old_N, new_N, first, offset_RP, step_RP, count_R)
@@ -174,7 +174,7 @@ def advance(
     all_bits = np.uint64((1 << 8 * bits_N.itemsize) - 1)
     at = np.uint64(key), np.uint64(start), bits_N, new_N
     added, above, pieces, count_R = 0, 0, list[Steps](), np.empty(0, np.int64)
-    rows = _scratch(bits_N.dtype)
+    rows = scratch(bits_N.dtype)
     first = 0
     try:
         for first, count_R in _batches(bits_N.size):
@@ -188,7 +188,7 @@ def advance(
         for index_K, step_K in pieces:
             bits_N[index_K - start] -= step_K
         for r, count in enumerate(count_R):
-            bits_N[first + r * _ROW + rows[0][r, :count].astype(np.int64)] -= rows[1][r, :count]
+            bits_N[first + r * ROW + rows[0][r, :count].astype(np.int64)] -= rows[1][r, :count]
         raise
 
 
@@ -198,15 +198,15 @@ Steps = tuple[np.ndarray, np.ndarray]
 
 def _batches(size: int) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the first element of each batch of up to `_ROWS` rows, and room for the number of changes of each row."""
-    for first in range(0, size, _ROWS * _ROW):
-        yield first, np.zeros(min(_ROWS, -(-(size - first) // _ROW)), np.int64)
+    for first in range(0, size, _ROWS * ROW):
+        yield first, np.zeros(min(_ROWS, -(-(size - first) // ROW)), np.int64)
 
 
 def _piece(
     first: int, count_R: np.ndarray, index: np.dtype, bits: np.dtype, empty: Callable[[int, np.dtype], np.ndarray]
 ) -> Steps:
     """Join the rows of a batch whose first element is number `first`; `empty` makes the arrays."""
-    offset_RP, step_RP, _ = _scratch(bits)
+    offset_RP, step_RP, _ = scratch(bits)
     start_R = np.concatenate(([0], np.cumsum(count_R)))
     index_K, step_K = empty(start_R[-1], index), empty(start_R[-1], bits)
     with threads(int(start_R[-1]) // _JOINED):
@@ -234,12 +234,12 @@ def _joined(pieces: Sequence[Steps], index: np.dtype, bits: np.dtype) -> Steps:
     return index_K, step_K
 
 
-def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the thread's rows for `_diff`, `_advance` and `_add`: offsets, and twice bit patterns of this dtype."""
     if dtype not in _kept.rows:
-        # 64 more than `_ROW`: room for what is written where nothing changed. Besides, rows that begin a power of two apart
+        # 64 more than `ROW`: room for what is written where nothing changed. Besides, rows that begin a power of two apart
         # would compete for the same cache lines.
-        shape = (_ROWS, _ROW + 64)
+        shape = (_ROWS, ROW + 64)
         _kept.rows[dtype] = _paged(shape, np.dtype(np.uint16)), _paged(shape, dtype), _paged(shape, dtype)
     return _kept.rows[dtype]
 
@@ -269,7 +269,7 @@ def add(
         What this adds to the tensor's fingerprint, modulo 2**64, and whether a new masked bit pattern exceeds the bound.
     """
     mask, largest = np.array(bounds, np.uint64)
-    _, _, room_RP = _scratch(bits_N.dtype)
+    _, _, room_RP = scratch(bits_N.dtype)
     with threads(step_K.size // CHANGES):
         added, above = _add(key_from(key, start), bits_N, index_K, step_K, mask, largest, room_RP)
     return int(added), above > 0

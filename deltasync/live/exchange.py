@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from deltasync import kernels
 from deltasync.errors import undoing
+from deltasync.kernels.cpu import SwapTable
 from deltasync.kernels.table import Table
 from deltasync.live.devices import Device
-from deltasync.live.segments import Segment, unsigned
+from deltasync.live.segments import Segment
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,20 +37,20 @@ class HostSwap:
     """An exchange of scattered elements in host memory.
 
     Args:
-        writes: Live memory, flat; positions in it; new values. Signed views. The values are kept and mutated.
+        table: See `kernels.cpu.swap_by`.
+        arrays: What the table has addresses of beside live memory: positions and new values, which are mutated.
         gains: What the first exchange adds to fingerprints.
         check: What `found` returns after the first exchange, unless live memory was written since this was staged.
+        changed: Number of elements.
     """
 
-    def __init__(self, writes: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], gains: Values, check: int) -> None:
-        self._writes = writes  # the table has only their addresses
+    def __init__(self, table: SwapTable, arrays: Sequence[np.ndarray], gains: Values, check: int, changed: int) -> None:
+        self._table = table
+        self._arrays = arrays
         self.gains = gains
         self.check = check
-        self.changed = sum(value_K.numel() for _, _, value_K in writes)  # elements
-        self.nbytes = sum(at_K.nbytes + value_K.nbytes for _, at_K, value_K in writes)  # until the commit is confirmed
-        self._table = kernels.cpu.swap_table(
-            [(unsigned(dest), at_K.numpy(), unsigned(value_K)) for dest, at_K, value_K in writes]
-        )
+        self.changed = changed
+        self.nbytes = sum(array.nbytes for array in arrays)  # until the commit is confirmed
         self._found = 0
 
     def exchange(self) -> None:

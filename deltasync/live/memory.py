@@ -1,15 +1,16 @@
 """Live weights in checkpoint coordinates, and the only code that writes them.
 
-    staged = memory.stage(patches)      # decoded, translated, on the device; live weights untouched
+    staged = memory.stage(changed)      # decoded, translated, on the device; live weights untouched
     memory.commit(staged)               # live weights mutated; `staged` holds the old values
     memory.rollback(staged)             # the old bits again
 
-`segments` says where they lie, `staging` turns patches into exchanges, `exchange` does and undoes them.
+`segments` says where they lie, `staging` turns changes into exchanges, `exchange` does and undoes them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import time
@@ -24,8 +25,19 @@ from deltasync.live import staging
 from deltasync.live.devices import Device, device_of
 from deltasync.live.exchange import Copy, Swap, Target
 from deltasync.live.segments import Parts, Segment, combine, unsigned
-from deltasync.live.staging import DeviceStaging, HostStaging, Staged, Staging
-from deltasync.tensors import Patch, Region, TensorSpec, fingerprint, region_size, weight_bytes
+from deltasync.live.staging import DeviceStaging, HostPlaces, HostStaging, Staged
+from deltasync.tensors import (
+    Changed,
+    Delta,
+    Layout,
+    Region,
+    Sparse,
+    TensorSpec,
+    Vector,
+    fingerprint,
+    region_size,
+    weight_bytes,
+)
 from deltasync.tensors.bits import int_view, signed_view
 
 
@@ -47,6 +59,7 @@ class LiveMemory:
         device_of: Callable[[torch.Tensor], Device | None] = device_of,
     ) -> None:
         self._specs = specs
+        self._layout = Layout(specs)
         self._segments = segments
         self._device_of = device_of
         self._keys = {name: fingerprint.tensor_key(name) for name in specs}
@@ -54,6 +67,8 @@ class LiveMemory:
         self.parts: Parts = {}
         places = (device_of(segment.live) for held in segments.values() for segment in held)
         self._devices = {device for device in places if device is not None}
+        self._places: dict[int, HostPlaces] = {}
+        self._held: dict[str, Sequence[Region] | None] = {}
 
     @classmethod
     def on_host(cls, specs: Mapping[str, TensorSpec]) -> tuple[LiveMemory, dict[str, torch.Tensor]]:
@@ -78,6 +93,12 @@ class LiveMemory:
     def fingerprints(self) -> dict[str, int]:
         """Fingerprint of every tensor if this memory holds the whole model; see `combine`."""
         return combine([self.regions], [self.parts])
+
+    def fingerprints_of(self, names: Iterable[str], parts: Parts | None = None) -> dict[str, int]:
+        """Return those of some tensors, of now or from the `parts` of another time."""
+        of = self.parts if parts is None else parts
+        single = {name: of[name][0] for name in names if len(of[name]) == 1}
+        return single | combine([self.regions], [{name: of[name] for name in names if name not in single}])
 
     def gather(self, name: str) -> np.ndarray:
         """Return a host copy of a tensor's bit patterns, flat and unsigned; zeros outside of `regions`."""
@@ -104,8 +125,16 @@ class LiveMemory:
         """Return which elements of a tensor live memory holds, as `codec.Wanted`: None for all."""
         if name not in self._segments:
             return None  # `stage` refuses it
-        whole = self._specs[name].element_count
-        return None if any(region_size(region) == whole for region in self.regions[name]) else self.regions[name]
+        if name not in self._held:
+            whole = self._specs[name].element_count
+            is_whole = any(region_size(region) == whole for region in self.regions[name])
+            self._held[name] = None if is_whole else self.regions[name]
+        return self._held[name]
+
+    @functools.cached_property
+    def wanted(self) -> Callable[[str], Sequence[Region] | None] | None:
+        """`held`, as decoding wants it; None if every tensor is held whole."""
+        return None if all(self.held(name) is None for name in self._specs) else self.held
 
     def audit(self) -> None:
         """Recompute `parts` from every bit of live memory."""
@@ -162,42 +191,88 @@ class LiveMemory:
             if found != expected:
                 raise FingerprintMismatchError(f"{name} does not have the published bits.")
 
-    def patch(self, patches: Iterable[tuple[Patch, int]]) -> dict[str, int]:
-        """Apply patches to host memory that nobody uses and that holds whole tensors. This cannot be undone.
+    def apply(self, delta: Delta) -> None:
+        """Apply changes to host memory that nobody uses and that holds whole tensors. This cannot be undone.
 
-        Mutates the live weights and `parts`; if it raises, some of them are written. Returns the fingerprints that came with
-        the last patch of each tensor, which are not compared here.
+        Mutates the live weights and `parts`; if it raises, some of them are written.
         """
-        wanted = {}
-        for patch, wanted[patch.name] in patches:
-            (segment,), key = self._place(patch.name), self._keys[patch.name]
-            bits_N, (part,) = unsigned(segment.flat()), self.parts[patch.name]
-            if patch.index_K is None:
-                part = kernels.cpu.take(key, patch.data, bits_N)
-            else:
-                step_K = patch.data - bits_N[patch.index_K] if patch.absolute else patch.data
-                part += kernels.cpu_diff.add(key, bits_N, patch.index_K, step_K, (0, 0))[0]
-            self.parts[patch.name] = (part & fingerprint.MASK,)
-        return wanted
+        for width, (at_K, bits_K) in delta.known.items():
+            vector = self._layout.vectors[width]
+            for name in Delta(self._layout, {}, {width: Sparse(at_K, bits_K)}).counts():
+                _, known = delta.of(name)
+                (segment,) = self._place(name)
+                step_K = known.data_K - unsigned(segment.flat())[known.at_K]
+                first = known.at_K.dtype.type(self._layout.span(name)[1])
+                self._add(vector, Sparse(known.at_K + first, step_K))
+        for width, steps in delta.steps.items():
+            self._add(self._layout.vectors[width], steps)
 
-    def stage(self, patches: Iterable[tuple[Patch, int | None]]) -> Staged:
-        """Translate decoded patches into writes and put them on the device.
+    def _add(self, vector: Vector, steps: Sparse) -> None:
+        count_T = vector.count(steps.at_K)
+        bound_T, changed = np.concatenate(([0], np.cumsum(count_T))), np.flatnonzero(count_T)
+        held = [self._place(vector.names[t])[0] for t in changed.tolist()]
+        address_T = (
+            np.array([segment.live.data_ptr() for segment in held], np.int64) - vector.first_T[changed] * vector.width
+        )
+        row_RF = np.stack((changed, bound_T[changed], bound_T[changed + 1], address_T), axis=1)
+        bound_T2 = np.zeros((len(vector.specs), 2), np.uint64)
+        gain_T, _ = kernels.cpu_rows.add(row_RF, vector.key_T, bound_T2, vector.first_T, *steps)
+        for t in changed.tolist():
+            (part,) = self.parts[vector.names[t]]
+            self.parts[vector.names[t]] = ((part + int(gain_T[t])) & fingerprint.MASK,)
 
-        Each patch comes with the fingerprint that its tensor must have afterwards, or None.
+    def stage(self, changed: Changed) -> Staged:
+        """Translate changes into writes and put them on the device. Live weights are untouched.
 
         Raises:
-            StageError: a patch names a tensor that has no place in live memory, or its device has too little memory.
+            StageError: a tensor has no place in live memory, or its device has too little memory.
+        """
+        delta, fingerprints = changed
+        staged = Staged(fingerprints=dict(fingerprints))
+        for name in fingerprints:
+            self._place(name)
+        host, devices = HostStaging(), dict[Device, DeviceStaging]()
+        for absolute, of in ((False, delta.steps), (True, delta.known)):
+            for width, sparse in of.items():
+                host.elements(self._on_host(width), sparse, absolute)
+        for name in delta.counts() if self._devices else ():
+            both = delta.of(name)
+            for target in self._targets(name):
+                device = self._device_of(target.segment.live)
+                if device is None:
+                    continue
+                staging_ = devices.setdefault(device, DeviceStaging(device))
+                for sparse, absolute in zip(both, (False, True), strict=True):
+                    staging_.elements(target, sparse, absolute)
+        host.finish(staged)
+        for each in devices.values():
+            each.finish(staged)
+        return staged
+
+    def _on_host(self, width: int) -> HostPlaces:
+        if width not in self._places:
+            vector = self._layout.vectors[width]
+            targets = itertools.chain.from_iterable(self._targets(name) for name in vector.names if name in self._segments)
+            held = [target for target in targets if self._device_of(target.segment.live) is None]
+            self._places[width] = HostPlaces(vector, held)
+        return self._places[width]
+
+    def stage_weights(self, weights: Iterable[tuple[str, np.ndarray, int | None]]) -> Staged:
+        """Translate whole tensors into writes: name, unsigned bit patterns of shape N, and the fingerprint or None.
+
+        Raises:
+            StageError: as `stage`.
             FormatError, ChainError, StoreError: from fetching and decoding; live weights are untouched.
         """
-        stagings: dict[Device | None, Staging] = {}
+        stagings: dict[Device | None, HostStaging | DeviceStaging] = {}
         staged = Staged()
-        for patch, expected in patches:
-            for target in self._targets(patch.name):
+        for name, bits_N, expected in weights:
+            for target in self._targets(name):
                 device = self._device_of(target.segment.live)
                 if device not in stagings:
                     stagings[device] = HostStaging() if device is None else DeviceStaging(device)
-                stagings[device].add(target, patch)
-            staged.fingerprints[patch.name] = expected
+                stagings[device].whole(target, np.require(bits_N, requirements="W"))  # as torch wants it
+            staged.fingerprints[name] = expected
         for each in stagings.values():
             each.finish(staged)
         return staged
@@ -238,12 +313,17 @@ class LiveMemory:
 
     def _parts_after(self, staged: Staged) -> Parts:
         """Return the parts of the tensors that `staged` names, once all of it is written."""
-        parts = {name: list(self.parts[name]) for name in staged.fingerprints}
+        parts = {name: self.parts[name] for name in staged.fingerprints}
         for target, gained in itertools.chain.from_iterable(swap.gains for swap in staged.swaps):
-            parts[target.name][target.number] += gained
+            self._set(parts, target, parts[target.name][target.number] + gained)
         for target, value in itertools.chain.from_iterable(read() for read in staged.readouts):
-            parts[target.name][target.number] = value
-        return {name: tuple(value & fingerprint.MASK for value in values) for name, values in parts.items()}
+            self._set(parts, target, value)
+        return parts
+
+    @staticmethod
+    def _set(parts: Parts, target: Target, value: int) -> None:
+        held, number = parts[target.name], target.number
+        parts[target.name] = (*held[:number], value & fingerprint.MASK, *held[number + 1 :])
 
     def rollback(self, committed: Staged) -> None:
         """Write the old values of the last commit back.

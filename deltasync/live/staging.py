@@ -1,6 +1,6 @@
-"""STAGE: turn decoded patches into exchanges, on the device of the live memory that they change.
+"""STAGE: turn decoded changes into exchanges, on the device of the live memory that they change.
 
-A patch of elements becomes positions and new values. Full weights are compared with live memory. Where little differs they
+Changed elements become positions and new values. Full weights are compared with live memory. Where little differs they
 become positions and values too; otherwise they stay on the host until the commit copies them, so that a device needs room
 for a few pieces and not for a second model.
 """
@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from deltasync import kernels
+from deltasync.errors import StageError
+from deltasync.kernels.cpu import SwapTable
 from deltasync.kernels.table import Entry, Table
 from deltasync.live.devices import Device
 from deltasync.live.exchange import Copy, DeviceSwap, HostSwap, Swap, Target, Values
 from deltasync.live.segments import Parts, Segment, unsigned
-from deltasync.tensors import Patch, fingerprint, index_dtype
+from deltasync.tensors import Sparse, Vector, fingerprint, index_dtype, region_end
 from deltasync.tensors.bits import signed_view
 
 _HOST_PIECE_BYTES = 4 << 20
@@ -26,6 +28,7 @@ _DEVICE_PIECE_BYTES = 32 << 20
 _DIFFERING_BYTES = 64 << 20
 """Most bytes, on a device, of the positions and values of full weights. Segments beyond that are copied."""
 
+_MOST_DIMS = 8  # of a segment
 _ROWS = torch.contiguous_format
 _FEW = 8  # full weights are exchanged by elements if at most one in this many differs
 
@@ -85,50 +88,123 @@ def readout(device: Device | None, targets: Sequence[Target]) -> Callable[[], Va
     return read
 
 
+class HostPlaces:
+    """The segments of one vector in host memory, as rows of the kernels.
+
+    Raises:
+        StageError: a segment has more dimensions than the kernels know.
+    """
+
+    def __init__(self, vector: Vector, targets: Sequence[Target]) -> None:
+        self.vector = vector
+        self.targets = [target for target in targets if target.segment.live.numel()]
+        number = {name: t for t, name in enumerate(vector.names)}
+        rows, dims = list[tuple[int, ...]](), list[list[tuple[int, int, int]]]()
+        self._span = 0  # elements of the largest segment, gaps included
+        for target in self.targets:
+            segment, tensor = target.segment, number[target.name]
+            first = int(vector.first_T[tensor])
+            at = first + segment.offset
+            layout = _strided(segment)
+            last = region_end(segment.region())
+            self._span = max(self._span, last - segment.offset, segment.flat().numel())
+            rows.append((tensor, at, first + last, segment.live.data_ptr(), -1 if layout is None else len(dims)))
+            if layout is not None:
+                dims.append(layout + [(0, 0, 0)] * (_MOST_DIMS - len(layout)))
+        self._row_SF = np.array(rows, np.int64).reshape(-1, 5)
+        self._dim_D83 = np.array(dims, np.int64).reshape(-1, _MOST_DIMS, 3)
+
+    def prepare(self, sparse: Sparse, absolute: bool) -> tuple[SwapTable, list[np.ndarray], Values, int, int]:
+        """Find what to write, without writing it.
+
+        Returns:
+            The table of the exchange; the arrays that it has the addresses of; what it adds to fingerprints; its checksum;
+            and how many elements it writes.
+        """
+        tensor_S, at_S, end_S, address_S, dims_S = self._row_SF.T
+        low_S, high_S = np.searchsorted(sparse.at_K, at_S), np.searchsorted(sparse.at_K, end_S)
+        touched = np.flatnonzero(high_S > low_S)
+        columns = tensor_S, low_S, high_S, address_S, at_S, dims_S
+        row_RF = np.stack([column[touched] for column in columns], axis=1)
+        to = np.dtype(np.int32 if self._span < 1 << 31 else np.int64)
+        kernels.cpu.warm_up(sparse.data_K.dtype, to)
+        places = self.vector.key_T, self.vector.first_T
+        write_CF, to_K, new_K, gain_R, kept_R, check = kernels.cpu_rows.prepare(
+            row_RF, self._dim_D83, *places, *sparse, absolute, to
+        )
+        chunk_CF = np.empty((len(write_CF), 4), np.int64)
+        chunk_CF[:, 0], place_C, chunk_CF[:, 3] = write_CF[:, 1], write_CF[:, 2], write_CF[:, 3]
+        for column, array in ((1, to_K), (2, new_K)):
+            chunk_CF[:, column] = array.ctypes.data + place_C * array.itemsize
+        written = np.flatnonzero(kept_R)
+        gains = [(self.targets[s], int(gain_R[r])) for r, s in zip(written.tolist(), touched[written].tolist(), strict=True)]
+        return [(chunk_CF, new_K[:0], to_K[:0])], [to_K, new_K], gains, check, int(kept_R.sum())
+
+
+def _strided(segment: Segment) -> list[tuple[int, int, int]] | None:
+    """Return the dimensions of a segment, for `cpu_rows.prepare`; None if it is contiguous here and in the tensor."""
+    live = segment.live
+    dims = [dim for dim in zip(segment.stride, live.shape, live.stride(), strict=True) if dim[1] > 1]
+    if live.is_contiguous() and all(stride == live_stride for stride, _, live_stride in dims):
+        return None
+    if len(dims) > _MOST_DIMS:
+        raise StageError(f"A live tensor has {len(dims)} dimensions, which is more than {_MOST_DIMS}.")
+    return sorted(dims, reverse=True)
+
+
 class HostStaging:
     """Collects what is to be written to host memory."""
 
     def __init__(self) -> None:
         self._writes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._tables: SwapTable = []
+        self._arrays: list[np.ndarray] = []
+        self._changed = 0
         self._gains: Values = []
         self._check = 0
         self._copies: list[tuple[Target, Pieces]] = []
 
-    def add(self, target: Target, patch: Patch) -> None:
-        """Add a patch's share of a segment."""
+    def elements(self, places: HostPlaces, sparse: Sparse, absolute: bool) -> None:
+        """Add steps, or new bits, of elements of a vector."""
+        table, arrays, gains, check, changed = places.prepare(sparse, absolute)
+        self._tables += table
+        self._arrays += arrays
+        self._gains += gains
+        self._changed += changed
+        self._check = (self._check + check) & fingerprint.MASK
+
+    def whole(self, target: Target, bits_N: np.ndarray) -> None:
+        """Add a whole tensor's new bits, of which the segment has a share."""
         segment = target.segment
-        if patch.index_K is not None:
-            at, dest_index_K = segment.locate(patch.index_K)
-            index_K, data_K = (x if at is None else x[at] for x in (patch.index_K, patch.data))
-            self._elements(target, dest_index_K, index_K, data_K, patch.absolute)
-            return
-        whole = signed_view(patch.data)
+        whole = signed_view(bits_N)
         source = segment.source(whole).contiguous()
         new_N, old_N = (unsigned(view.reshape(-1)) for view in (source, segment.live.contiguous()))
         at, _ = kernels.cpu_diff.diff(old_N, new_N)
         if at.size <= new_N.size // _FEW:
-            self._elements(target, *_places(segment, at), new_N[at], absolute=True)
+            self._differing(target, *_places(segment, at), new_N[at])
             return
         pieces = segment.pieces(_HOST_PIECE_BYTES // source.element_size())
         self._copies.append((target, [(p.live, p.source(whole).clone(memory_format=_ROWS).view(-1)) for p in pieces]))
 
-    def _elements(
-        self, target: Target, dest_index_K: np.ndarray, index_K: np.ndarray, data_K: np.ndarray, absolute: bool
-    ) -> None:
+    def _differing(self, target: Target, dest_index_K: np.ndarray, index_K: np.ndarray, data_K: np.ndarray) -> None:
         if not data_K.size:
             return
         dest = target.segment.flat()
         dest_index_K = np.ascontiguousarray(dest_index_K, index_dtype(dest.numel()))
         kernels.cpu.warm_up(data_K.dtype, dest_index_K.dtype)
-        new_K, gained, check = kernels.cpu.prepare(target.key, unsigned(dest), dest_index_K, data_K, absolute, index_K)
+        new_K, gained, check = kernels.cpu.prepare(target.key, unsigned(dest), dest_index_K, data_K, True, index_K)
         self._writes.append((dest, torch.from_numpy(dest_index_K), signed_view(new_K)))
         self._gains.append((target, gained))
+        self._changed += data_K.size
         self._check = (self._check + check) & fingerprint.MASK
 
     def finish(self, staged: Staged) -> None:
         """Add what was collected to `staged`."""
-        if self._writes:
-            staged.swaps.append(HostSwap(self._writes, self._gains, self._check))
+        if self._changed:
+            writes = [(unsigned(dest), at_K.numpy(), unsigned(value_K)) for dest, at_K, value_K in self._writes]
+            table = [*self._tables, *kernels.cpu.swap_table(writes)]
+            arrays = [*self._arrays, *(array for write in writes for array in write[1:])]
+            staged.swaps.append(HostSwap(table, arrays, self._gains, self._check, self._changed))
         if self._copies:
             largest_bytes = max(live.nbytes for _, pieces in self._copies for live, _ in pieces)
             room = torch.empty((2, -(-largest_bytes // 8) * 8), dtype=torch.uint8)  # elements of any width begin in it
@@ -147,16 +223,16 @@ class DeviceStaging:
         self._room: torch.Tensor | None = None
         self._differing_bytes = 0
 
-    def add(self, target: Target, patch: Patch) -> None:
-        """Add a patch's share of a segment."""
-        if patch.index_K is None:
-            if target.segment.live.numel():
-                with self._device.staging():
-                    self._whole(target, signed_view(patch.data))
-            return
-        at, dest_index_K = target.segment.locate(patch.index_K)
-        data_K = patch.data if at is None else patch.data[at]
-        self._elements(target, dest_index_K, data_K, patch.absolute)
+    def elements(self, target: Target, sparse: Sparse, absolute: bool) -> None:
+        """Add steps, or new bits, of elements of a tensor by flat indices, of which the segment has a share."""
+        at, dest_index_K = target.segment.locate(sparse.at_K)
+        self._elements(target, dest_index_K, sparse.data_K if at is None else sparse.data_K[at], absolute)
+
+    def whole(self, target: Target, bits_N: np.ndarray) -> None:
+        """Add a whole tensor's new bits, of which the segment has a share."""
+        if target.segment.live.numel():
+            with self._device.staging():
+                self._whole(target, signed_view(bits_N))
 
     def _elements(self, target: Target, dest_index_K: np.ndarray, data_K: np.ndarray, absolute: bool) -> None:
         if data_K.size:

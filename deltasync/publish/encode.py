@@ -1,4 +1,4 @@
-"""ENCODE: turn groups of changed tensors into payloads, each proved by the reader's code."""
+"""ENCODE: turn the changes of a version into payloads, each proved by the reader's code."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError
 from deltasync.publish.choose import Choice, Cost
-from deltasync.publish.job import Group, Job
+from deltasync.publish.job import Job
 from deltasync.publish.shadow import Shadow
-from deltasync.tensors import Patch, fingerprint
+from deltasync.tensors import Delta as Changes
+from deltasync.tensors.delta import joined
+
+GROUP_CHANGED = 1 << 20
+"""Changed elements that are encoded, and stored as a part, by themselves."""
 
 
 class Payloads(NamedTuple):
@@ -34,26 +38,24 @@ class Payloads(NamedTuple):
 def encode_groups(job: Job, choice: Choice, put: Callable[[int, bytes], Future[File]], *, inline: bool = True) -> Payloads:
     """Encode and prove a delta group by group, while its parts are stored.
 
-    Of the job's shadow only tensors that come later may change meanwhile. `put` begins to store a part, by its number from 1
-    on. With `inline` the last group may go into the record.
+    The job's shadow must not change meanwhile. `put` begins to store a part, by its number from 1 on. With `inline` the last
+    group may go into the record.
 
     Raises:
-        AbortedError: the stream failed.
         CorruptDataError: a payload does not decode to what was encoded.
     """
     files: list[Future[File]] = []
     in_record: Encoded | None = None
     payload_bytes, codec_name = 0, ""
-    for group, last in job.groups():
-        if not group:
-            continue
+    groups = list(job.delta.split(GROUP_CHANGED))
+    for group in groups:
         if not codec_name:
             for name in choice.probes(job.version):
                 _, data, encode_s = _timed_encode(job, name, group)
                 _timed_prove(job, name, group, data, encode_s, choice)
             codec_name = choice.best()
         encoded, data, encode_s = _timed_encode(job, codec_name, group)
-        if inline and last and len(data) <= INLINE_BYTES:
+        if inline and group is groups[-1] and len(data) <= INLINE_BYTES:
             in_record = encoded
         else:
             files.append(put(len(files) + 1, data))
@@ -63,31 +65,28 @@ def encode_groups(job: Job, choice: Choice, put: Callable[[int, bytes], Future[F
     return Payloads(files, in_record, payload_bytes, codec_name or choice.best())
 
 
-def _timed_encode(job: Job, codec_name: str, group: Group) -> tuple[Encoded, bytes, float]:
+def _timed_encode(job: Job, codec_name: str, group: Changes) -> tuple[Encoded, bytes, float]:
     began_s = time.perf_counter()
     encoded = encode(job, codec_name, group, job.version - 1)
     data = encoded.to_bytes()
     return encoded, data, time.perf_counter() - began_s
 
 
-def _timed_prove(job: Job, codec_name: str, group: Group, data: bytes, encode_s: float, choice: Choice) -> None:
+def _timed_prove(job: Job, codec_name: str, group: Changes, data: bytes, encode_s: float, choice: Choice) -> None:
     began_s = time.perf_counter()
     restore_s = prove(job, codec_name, group, data)
     prove_s = time.perf_counter() - began_s
-    changed = sum(patch.changed for patch in group)
-    choice.took(codec_name, Cost(changed, len(data), encode_s, prove_s, prove_s - restore_s))
+    choice.took(codec_name, Cost(group.changed, len(data), encode_s, prove_s, prove_s - restore_s))
 
 
-def encode(job: Job, codec_name: str, patches: Group, base_version: int) -> Encoded:
+def encode(job: Job, codec_name: str, delta: Changes, base_version: int) -> Encoded:
     """Return the payload of steps that lead from a base version to the job's version, whose bits its shadow holds."""
     shadow = job.shadow
-    encoder = codec.get(codec_name).encoder()
-    for patch in patches:
-        assert patch.index_K is not None
-        digest = fingerprint.to_hex(job.fingerprints[patch.name])
-        new, (start, _) = shadow.bits[patch.name], shadow.ranges[patch.name]
-        encoder.add(shadow.specs[patch.name], patch.index_K, patch.data, new, digest, start)
-    return encoder.finish(job.version, base_version)
+
+    def new(name: str) -> tuple[np.ndarray, int]:
+        return shadow.bits[name], shadow.ranges[name][0]
+
+    return codec.get(codec_name).encode(delta, new, job.fingerprints, job.version, base_version)
 
 
 def compile_ahead(job: Job, codec_names: Iterable[str]) -> None:
@@ -101,12 +100,12 @@ def compile_ahead(job: Job, codec_names: Iterable[str]) -> None:
     new = [(name, (torch.arange(zero.numel()) % 64 == 1).reshape(zero.shape).to(zero.dtype)) for name, zero in zeros.items()]
     steps = shadow.advance(new, "keep", 0)
     following = Job(serial=0, version=job.version + 1, channel=job.channel, shadow=shadow, fingerprints=shadow.fingerprints)
-    group = [*steps.values()]
+    group = joined(steps)
     for codec_name in codec_names:
         prove(following, codec_name, group, encode(following, codec_name, group, job.version).to_bytes())
 
 
-def prove(job: Job, codec_name: str, patches: Group, data: bytes) -> float:
+def prove(job: Job, codec_name: str, delta: Changes, data: bytes) -> float:
     """Decode a payload as a reader does and compare it with what was encoded.
 
     Returns:
@@ -115,7 +114,7 @@ def prove(job: Job, codec_name: str, patches: Group, data: bytes) -> float:
     Raises:
         CorruptDataError: they differ.
     """
-    left, shadow = {patch.name: patch for patch in patches}, job.shadow
+    shadow = job.shadow
     record = Record(
         run_id="-",
         kind="delta",
@@ -123,7 +122,7 @@ def prove(job: Job, codec_name: str, patches: Group, data: bytes) -> float:
         epoch="-",
         created_at="-",
         base=Version(job.version - 1, "-", "-"),
-        delta=Delta(codec=codec_name, changed=sum(patch.changed for patch in patches)),
+        delta=Delta(codec=codec_name, changed=delta.changed),
     )
     name = f"The payload of version {job.version}"
 
@@ -134,23 +133,34 @@ def prove(job: Job, codec_name: str, patches: Group, data: bytes) -> float:
         began_s = time.perf_counter()
         bits_N, (start, stop) = np.empty(shadow.specs[name].element_count, shadow.bits[name].dtype), shadow.ranges[name]
         bits_N[start:stop] = shadow.bits[name]  # no block is outside
-        bits_N[left[name].index_K] -= left[name].data
+        steps, _ = delta.of(name)
+        bits_N[steps.at_K] -= steps.data_K
         restore_s += time.perf_counter() - began_s
         return bits_N
 
-    for found, digest in payloads.decode(record, [(name, data)], shadow.specs, old):
-        patch = left.pop(found.name, None)
-        if patch is None or digest != job.fingerprints[patch.name] or not _same(found, patch, shadow):
-            raise CorruptDataError(f"{name} decodes to other bits of {found.name} than were encoded; nothing was published.")
-    if left:
-        raise CorruptDataError(f"{name} lacks {', '.join(sorted(left)[:5])}; nothing was published.")
+    found, digests = payloads.decode(record, [(name, data)], shadow.layout, old)
+    changed = delta.counts()
+    if digests != {tensor: job.fingerprints[tensor] for tensor in changed} or not _same(found, delta, shadow):
+        raise CorruptDataError(f"{name} decodes to other bits than were encoded; nothing was published.")
     return restore_s
 
 
-def _same(found: Patch, patch: Patch, shadow: Shadow) -> bool:
-    new, (start, _) = shadow.bits[patch.name], shadow.ranges[patch.name]
-    if found.index_K is None:
-        return np.array_equal(found.data, new)
-    assert patch.index_K is not None
-    expected = new[patch.index_K - start] if found.absolute else patch.data
-    return np.array_equal(found.index_K, patch.index_K) and np.array_equal(found.data, expected)
+def _same(found: Changes, delta: Changes, shadow: Shadow) -> bool:
+    """Whether a decoded delta leads to the bits of a shadow as `delta` does."""
+    for width, steps in delta.steps.items():
+        at_K, step_K = found.steps.get(width, (steps.at_K[:0], steps.data_K[:0]))
+        if width not in found.known:
+            if not (np.array_equal(at_K, steps.at_K) and np.array_equal(step_K, steps.data_K)):
+                return False
+            continue
+        known = found.known[width]
+        inside_K = np.isin(steps.at_K, at_K, assume_unique=True)
+        rest_K = steps.at_K[~inside_K]
+        left = np.array_equal(steps.at_K[inside_K], at_K) and np.array_equal(steps.data_K[inside_K], step_K)
+        if not left or not np.isin(rest_K, known.at_K, assume_unique=True).all():
+            return False
+        for name in Changes(delta.layout, {}, {width: known}).counts():
+            _, bits = Changes(delta.layout, {}, {width: known}).of(name)
+            if not np.array_equal(shadow.bits[name][bits.at_K - shadow.ranges[name][0]], bits.data_K):
+                return False
+    return True

@@ -20,7 +20,8 @@ from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError
 from deltasync.kernels import cpu_diff
 from deltasync.publish.shadow import Snapshot
-from deltasync.tensors import TensorSpec, fingerprint
+from deltasync.tensors import Delta as Changes
+from deltasync.tensors.delta import joined, steps_of
 
 CODEC = "packed"
 """Of folds: it decodes without old bits, can be undone, and is the smaller one where much has changed."""
@@ -30,14 +31,15 @@ GROUP_ELEMENTS = 1 << 25
 
 
 class Change(NamedTuple):
-    """How one tensor differs from the full weights. Bits are flat and unsigned; `index_K` is ascending."""
+    """How one tensor differs from the full weights. Bits are flat and unsigned."""
 
-    spec: TensorSpec
     old_N: np.ndarray
     new_N: np.ndarray
-    index_K: np.ndarray
-    step_K: np.ndarray
+    delta: Changes
     fingerprint: int  # of the new bits
+
+
+_Group = dict[str, Change]  # by tensor
 
 
 def payloads_of(reader: ChannelReader, base: Stored, version: int, snapshot: Snapshot) -> Iterator[tuple[Encoded, int]]:
@@ -48,38 +50,33 @@ def payloads_of(reader: ChannelReader, base: Stored, version: int, snapshot: Sna
         CorruptDataError: a payload does not decode to the version's bits, or memory is damaged.
     """
     for group in _groups(reader, base, snapshot):
-        encoded = _encode(group, version, base.record.version)
-        _prove(group, encoded.to_bytes(), version, base.record.version)
-        yield encoded, sum(change.index_K.size for change in group)
+        delta = joined([change.delta for change in group.values()])
+        digests = {name: change.fingerprint for name, change in group.items()}
+        new, versions = {name: (change.new_N, 0) for name, change in group.items()}, (version, base.record.version)
+        encoded = codec.get(CODEC).encode(delta, new.__getitem__, digests, *versions)
+        _prove(group, delta, encoded.to_bytes(), *versions)
+        yield encoded, delta.changed
 
 
-def _groups(reader: ChannelReader, base: Stored, snapshot: Snapshot) -> Iterator[list[Change]]:
-    group: list[Change] = []
-    size = 0
+def _groups(reader: ChannelReader, base: Stored, snapshot: Snapshot) -> Iterator[_Group]:
+    group: _Group = {}
+    size, layout = 0, reader.layout
     for name, old_N, _ in payloads.weights(reader, base):
         new_N = np.empty_like(old_N)
         digest = snapshot.take(name, new_N)
         index_K, step_K = cpu_diff.diff(old_N, new_N)
         if index_K.size:
-            group.append(Change(reader.specs[name], old_N, new_N, index_K, step_K, digest))
+            group[name] = Change(old_N, new_N, steps_of(layout, name, index_K, step_K), digest)
             size += new_N.size
         if size >= GROUP_ELEMENTS:
             yield group
-            group, size = [], 0
+            group, size = {}, 0
     if group:
         yield group
 
 
-def _encode(group: list[Change], version: int, base_version: int) -> Encoded:
-    encoder = codec.get(CODEC).encoder()
-    for change in group:
-        encoder.add(change.spec, change.index_K, change.step_K, change.new_N, fingerprint.to_hex(change.fingerprint))
-    return encoder.finish(version, base_version)
-
-
-def _prove(group: list[Change], data: bytes, version: int, base_version: int) -> None:
+def _prove(group: _Group, delta: Changes, data: bytes, version: int, base_version: int) -> None:
     """Decode a payload as a reader does, and compare the bits that it gives."""
-    changes = {change.spec.name: change for change in group}
     record = Record(
         run_id="-",
         kind="fold",
@@ -87,15 +84,14 @@ def _prove(group: list[Change], data: bytes, version: int, base_version: int) ->
         epoch="-",
         created_at="-",
         base=Version(base_version, "-", "-"),
-        delta=Delta(codec=CODEC, changed=sum(change.index_K.size for change in group)),
+        delta=Delta(codec=CODEC, changed=delta.changed),
     )
     name = f"The fold from version {base_version} to {version}"
-    specs = {change.spec.name: change.spec for change in group}
-    for patch, digest in payloads.decode(record, [(name, data)], specs, lambda tensor: changes[tensor].old_N.copy()):
-        change = changes.pop(patch.name)
+    found, digests = payloads.decode(record, [(name, data)], delta.layout, lambda tensor: group[tensor].old_N.copy())
+    if digests != {tensor: change.fingerprint for tensor, change in group.items()}:
+        raise CorruptDataError(f"{name} names other tensors or fingerprints than were encoded; it was not stored.")
+    for tensor, change in group.items():
         bits_N = change.old_N.copy()
-        patch.apply(bits_N)
-        if digest != change.fingerprint or not np.array_equal(bits_N, change.new_N):
-            raise CorruptDataError(f"{name} decodes to other bits of {patch.name} than were encoded; it was not stored.")
-    if changes:
-        raise CorruptDataError(f"{name} lacks {', '.join(sorted(changes)[:5])}; it was not stored.")
+        found.apply(tensor, bits_N)
+        if not np.array_equal(bits_N, change.new_N):
+            raise CorruptDataError(f"{name} decodes to other bits of {tensor} than were encoded; it was not stored.")

@@ -3,52 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Self
 
 from deltasync.channel.documents import Channel, Reference, TokenLag
-from deltasync.errors import DeltaSyncError, PublishTimeoutError
+from deltasync.errors import PublishTimeoutError
 from deltasync.publish.collect import Weights
 from deltasync.publish.shadow import Shadow
-from deltasync.tensors import Patch
-
-GROUP_CHANGED = 1 << 20
-"""Changed elements that make a group, which is encoded, and stored as a part, by itself."""
-
-GROUPS_AHEAD = 8
-"""How many groups are handed over together, to be encoded while later tensors are still compared. Encoding takes cores from
-comparing, which the trainer waits for; groups that are fewer are encoded when all tensors are compared.
-"""
-
-Group = list[Patch]
-
-
-class AbortedError(DeltaSyncError):
-    """The stream of a version failed while its first groups were being encoded."""
+from deltasync.tensors import Delta
+from deltasync.tensors.delta import joined
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Job:
-    """A version to encode and upload. Its changes come in groups: as the stream is read, or all at once afterwards.
+    """A version to encode and upload.
 
     Attributes:
         serial: Number of the job, the same on all ranks.
         channel: The channel's description, which may not be stored yet.
         shadow: Holds the bits to publish until the job is `released`.
         full: Whether it has full weights, so that its changes do not matter.
-        live: Whether its changes come while the stream is read; otherwise they are `patches`.
         coalesced: Number of publishes that it covers.
         changed: Elements that differ from the version before, over all ranks.
-        patches: Steps from the version before. Later ones are folded into them while the job waits.
-        fingerprints: Those of the whole tensors at this version; complete once all groups have come. Empty if the uploader
-            has to compute them.
+        pieces: Steps from the version before, in pieces of different elements. Later ones are folded into them while the
+            job waits.
+        fingerprints: Those of the whole tensors at this version. Empty if the uploader has to compute them.
         reference: The checkpoint that it refers to instead of holding weights.
         weights: A sharded trainer's full weights, for the version's record or for an anchor beside it.
-        ended_s: When its stream had been read, or when the job was made if that was later, by `time.perf_counter`.
+        ended_s: When the job was made, after its stream had been read, by `time.perf_counter`.
         released: Set once it does not need the shadow any more.
         encoded: Bytes of its payloads, and the seconds since `ended_s`.
         uploaded: Digest of its record once that is visible, or the error.
@@ -59,12 +45,11 @@ class Job:
     channel: Channel
     shadow: Shadow
     full: bool = False
-    live: bool = False
     step: int | None = None
     token_lag: TokenLag | None = None
     coalesced: int = 1
     changed: int = 0
-    patches: dict[str, Patch] = dataclasses.field(default_factory=dict)
+    pieces: Sequence[Delta] = ()
     fingerprints: Mapping[str, int] = dataclasses.field(default_factory=dict)
     reference: Reference | None = None
     weights: Weights | None = None
@@ -72,70 +57,16 @@ class Job:
     released: threading.Event = dataclasses.field(default_factory=threading.Event)
     encoded: Future[tuple[int, float]] = dataclasses.field(default_factory=Future)
     uploaded: Future[str] = dataclasses.field(default_factory=Future)
-    _group: Group = dataclasses.field(default_factory=list)
-    _group_changed: int = 0
-    _compared: list[Group] = dataclasses.field(default_factory=list)
-    _groups: queue.SimpleQueue[tuple[Group, bool] | None] = dataclasses.field(default_factory=queue.SimpleQueue)
-    _waiting: list[Group] | None = dataclasses.field(default_factory=list)  # the same groups, until encoding begins
 
     @property
     def kind(self) -> str:
         """The kind of its record."""
         return "anchor" if self.full else "delta"
 
-    def add(self, patch: Patch) -> None:
-        """Add a changed tensor."""
-        self._group.append(patch)
-        self._group_changed += patch.changed
-        if self._group_changed >= GROUP_CHANGED:
-            self._compared.append(self._group)
-            self._group, self._group_changed = [], 0
-            if len(self._compared) >= GROUPS_AHEAD:
-                self._hand_over()
-
-    def end(self) -> None:
-        """Hand over the last group: the stream has been read."""
-        self.ended_s = time.perf_counter()
-        self._hand_over()
-        self._put(self._group, last=True)
-
-    def _hand_over(self) -> None:
-        for group in self._compared:
-            self._put(group)
-        self._compared = []
-
-    def _put(self, group: Group, *, last: bool = False) -> None:
-        if (waiting := self._waiting) is not None:
-            waiting.append(group)
-        self._groups.put((group, last))
-
-    def abort(self) -> None:
-        """Let `groups` raise, unless the stream has been read: it failed."""
-        if self.live:  # another job's groups are made when they are asked for, after its stream
-            self._groups.put(None)
-
-    def groups(self) -> Iterator[tuple[Group, bool]]:
-        """Wait for the groups; yield each, which may be empty, with whether it is the last.
-
-        Raises:
-            AbortedError: the stream failed.
-        """
-        if not self.live:
-            for patch in self.patches.values():
-                self.add(patch)
-            self.end()
-        self._waiting = None
-        last = False
-        while not last:
-            item = self._groups.get()
-            if item is None:
-                raise AbortedError(f"The stream of version {self.version} failed.")
-            group, last = item
-            yield group, last
-
-    def steps(self) -> dict[str, Patch]:
-        """Return all changes. The stream has been read, and nothing was encoded yet."""
-        return {patch.name: patch for group in self._waiting or () for patch in group} if self.live else self.patches
+    @functools.cached_property
+    def delta(self) -> Delta:
+        """All steps."""
+        return joined(self.pieces) if self.pieces else Delta(self.shadow.layout, {})
 
     def drop_weights(self) -> None:
         """Free the local disk of its weights."""

@@ -285,7 +285,7 @@ class Log:
         return self._fenced
 
     def _encoded(self, document: Record, key: str, payload: Encoded | None) -> Stored:
-        """Return the stored form of a record, held to its bounds and read back from its bytes."""
+        """Return the stored form of a record, held to its bounds. Its document is read back from its bytes."""
         stored = record.encode(document, key, payload, self._signer)
         assert stored.data is not None
         files_bytes = sum(file.bytes for file in stored.record.payload_files)
@@ -295,7 +295,8 @@ class Log:
         ):
             if size > most:
                 raise ConfigError(f"{what} has {size:,} bytes, more than the {most:,} that the channel's tensors take.")
-        return record.decode(stored.data, key, self._reader.trusted)
+        found = record.decode_document(stored.data, stored.size, key, self._reader.trusted)
+        return dataclasses.replace(stored, record=found)
 
     def _store_channel(self) -> None:
         if self.channel is not None:

@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 class PartUploader:
     """As `Uploader`, for this rank's parts."""
 
-    idle = False
-    """No job begins before the first rank says so."""
-
     def __init__(self, store: Store, settings: PublisherSettings, signals: Signals) -> None:
         self._store = store
         self.settings = settings

@@ -37,7 +37,7 @@ from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
 from deltasync.publish.ownership import Ownership
 from deltasync.publish.part_upload import PartUploader
-from deltasync.publish.shadow import Shadow, fold_changes
+from deltasync.publish.shadow import Shadow
 from deltasync.publish.start import FirstStream, Start, open_first
 from deltasync.publish.stream import Stream
 from deltasync.publish.upload import Uploader
@@ -45,7 +45,8 @@ from deltasync.ranks.mailbox import ranks_of
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
-from deltasync.tensors import Patch, TensorSpec, weight_bytes
+from deltasync.tensors import Delta, TensorSpec, weight_bytes
+from deltasync.tensors.delta import fold, joined
 
 logger = get_logger(__name__)
 
@@ -173,7 +174,6 @@ class Publisher:
         self._shadow: Shadow | None = None
         self._held: Sequence[Mapping[str, Range]] = []
         self._last: Receipt | None = None
-        self._live: Job | None = None  # the newest job whose changes came while its stream was read
         self._interrupted = self._starts_over = False  # whether a publish was, and the next version starts from new bits
         self._serial, self._closed = 0, False
         self._last_loss: str | None = None  # why the last lost version was
@@ -268,7 +268,7 @@ class Publisher:
         except Exception:
             self._interrupted = False
             raise
-        self._interrupted, self._live = False, None
+        self._interrupted = False
         return receipt
 
     def _publish(
@@ -281,8 +281,7 @@ class Publisher:
         before_s = time.perf_counter()
         step, token_lag = numbers
         base = self._agree_on_base(problem, f"step {step}")
-        live: Job | None = None
-        changes: dict[str, Patch] | None
+        changes: list[Delta] | None
         reference: Reference | None = None
         problem = None
         try:
@@ -290,27 +289,21 @@ class Publisher:
                 if self._shadow is None:
                     base, changes, reference = self._begin(base, named_tensors)
                 else:
-                    if base.waiting is None and not base.full and self._uploader.idle:
-                        live = self._live = self._job(base, live=True, fingerprints=self._shadow.fingerprints)
-                        self._uploader.submit(live)
-                    changes, problem = attempt(lambda: self._take(named_tensors, live))
-            jobs = self._jobs(base, live, changes or {}, reference, problem)
+                    changes, problem = attempt(lambda: self._take(named_tensors))
+            jobs = self._jobs(base, changes or [], reference, problem)
         except BaseException:
-            self._undo(base, live, reference)
+            self._undo(base, reference)
             raise
         assert self._shadow is not None
         if if_changed and self._last is not None and base.waiting is None and not base.full and not jobs[-1].changed:
             jobs[-1].drop_weights()
-            self._undo(base, live, reference)
+            self._undo(base, reference)
             return self._last
         jobs[-1].step, jobs[-1].token_lag = step, token_lag
         for job in jobs:
             if job.full:
                 job.end_encoding(0 if job.reference is not None else self._weight_bytes)
-            if job is live:
-                job.end()
-            else:
-                self._uploader.submit(job)
+            self._uploader.submit(job)
         self._shadow.keep()
         self._version = jobs[-1].version
         self._last = Receipt.of(jobs[-1], time.perf_counter() - before_s)
@@ -482,7 +475,7 @@ class Publisher:
             self._shadow = None  # to be compared with the initial checkpoint, again if the reference was lost
         return _Base(number, full, collects, waiting)
 
-    def _begin(self, base: _Base, named_tensors: Stream) -> tuple[_Base, dict[str, Patch], Reference | None]:
+    def _begin(self, base: _Base, named_tensors: Stream) -> tuple[_Base, list[Delta], Reference | None]:
         """Take the first stream. Return what its version builds on, the steps from there, and the reference if it is one."""
         begun = self._first.compare(named_tensors, self._channel, self.settings.dtype, may_refer=base.version == 1)
         if begun.resumed:
@@ -492,15 +485,12 @@ class Publisher:
         self._starts_over = False
         return base, begun.changes, begun.reference
 
-    def _take(self, named_tensors: Stream, live: Job | None) -> dict[str, Patch]:
-        """Take the stream into the shadow and return the steps."""
+    def _take(self, named_tensors: Stream) -> list[Delta]:
+        """Take the stream into the shadow and return the steps, in pieces."""
         assert self._shadow is not None
-        if live is None:
-            self._uploader.wait_released()
-        on_change, settings = None if live is None else live.add, self.settings
-        return self._shadow.advance(
-            self._owned.later(named_tensors), settings.dtype, self._peers.rank, settings.shadow_placement, on_change
-        )
+        self._uploader.wait_released()
+        stream, settings = self._owned.later(named_tensors), self.settings
+        return self._shadow.advance(stream, settings.dtype, self._peers.rank, settings.shadow_placement)
 
     def _job(self, base: _Base, **fields: Any) -> Job:
         assert self._channel is not None and self._shadow is not None
@@ -512,8 +502,7 @@ class Publisher:
     def _jobs(
         self,
         base: _Base,
-        live: Job | None,
-        changes: dict[str, Patch],
+        changes: list[Delta],
         reference: Reference | None,
         problem: BaseException | None,
     ) -> list[Job]:
@@ -525,11 +514,15 @@ class Publisher:
         """
         shadow, waiting = self._shadow, base.waiting
         assert shadow is not None
-        patches = changes if waiting is None or base.full else fold_changes(waiting.steps(), changes)
+        pieces = changes
+        if waiting is not None and not base.full and waiting.delta.changed and changes:
+            pieces = [fold([waiting.delta, joined(changes)])]
+        elif waiting is not None and not base.full:
+            pieces = [*waiting.pieces, *changes]
         # Without other ranks the uploader computes the fingerprints of full weights, so that the trainer does not wait.
         names = () if base.full and reference is None and self._peers.size == 1 else tuple(self._specs)
         digests = [0 if problem is not None else shadow.fingerprints[name] for name in names]
-        changed, *digests = self._peers.agree(problem, sum(patch.changed for patch in patches.values()), *digests)
+        changed, *digests = self._peers.agree(problem, sum(delta.changed for delta in pieces), *digests)
         fingerprints = dict(zip(names, digests, strict=True))
         jobs: list[Job] = []
         if reference is not None:
@@ -541,21 +534,18 @@ class Publisher:
         weights = None
         if base.collects:
             weights = collect_weights(self._peers, shadow, self._specs, self._held, fingerprints, self.settings)
-        job = live or self._job(base)
+        job = self._job(base)
         if waiting is not None:  # the new job answers its receipts too
             waiting.drop_weights()
             job.encoded, job.uploaded, job.coalesced = waiting.encoded, waiting.uploaded, waiting.coalesced + 1
         job.weights, job.fingerprints = weights, fingerprints
         job.changed = 0 if base.full else changed
-        job.patches = {} if base.full or live else patches
+        job.pieces = () if base.full else pieces
         return [*jobs, job]
 
-    def _undo(self, base: _Base, live: Job | None, reference: Reference | None) -> None:
+    def _undo(self, base: _Base, reference: Reference | None) -> None:
         """Publish nothing: restore the shadow, and let the waiting job go on."""
         self._uploader.let_go()
-        if live is not None:
-            assert isinstance(self._uploader, Uploader)
-            self._uploader.withdraw(live)
         if reference is not None:
             self._shadow = None
         elif self._shadow is not None:
@@ -569,8 +559,6 @@ class Publisher:
         if self._shadow is not None:
             let_go(self._shadow.lock)
         if isinstance(self._uploader, Uploader) and self._peers.size == 1:
-            if self._live is not None:
-                self._uploader.withdraw(self._live)
             self._uploader.release()
             self._starts_over, self._shadow = self._channel is not None, None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,24 +14,24 @@ import torch
 from deltasync import kernels
 from deltasync.channel import payloads
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, get_logger
+from deltasync.kernels import cpu_rows
+from deltasync.kernels.cpu_rows import Taken
 from deltasync.live import LiveMemory, Segment
-from deltasync.publish.device_copies import DeviceCopies, Difference
+from deltasync.publish.device_copies import DeviceCopies
 from deltasync.publish.quantize import fp8_blocks
 from deltasync.publish.stream import Stream, TensorRange, Tensors, pair_of, range_of, tensors_of
-from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint, index_dtype, weight_elements
+from deltasync.tensors import ITEM_BYTES, Delta, Layout, Sparse, TensorSpec, check_specs, fingerprint, weight_elements
 from deltasync.tensors.bits import (
     bits_of,
     cast,
-    dtype_for,
-    dtype_name,
     has_nan,
     nan_bounds,
-    served_dtype,
+    served_name,
     signed_view,
     spec_of,
     tensor_of,
 )
-from deltasync.tensors.fold import fold_all
+from deltasync.tensors.delta import fold
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -40,8 +40,11 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+_BATCH = 1 << 26  # elements that are compared by one call
+_COPIED = 1 << 20  # elements of a tensor that is copied, to be compared with others, where its memory may be used again
 _MOST_LATER = 8
-"""Steps of one tensor that a snapshot keeps one by one; more are folded."""
+"""Deltas that a snapshot keeps one by one; more are folded."""
 
 
 class Shadow:
@@ -51,7 +54,7 @@ class Shadow:
     that only what changed crosses to the host. One thread advances and retreats; snapshots may be read in others meanwhile.
 
     Attributes:
-        specs: The whole tensors.
+        layout: The whole tensors.
         element_count: Elements of all of them.
         ranges: The range that is held of each.
         bits: Unsigned bit patterns of each range.
@@ -60,18 +63,23 @@ class Shadow:
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], ranges: Mapping[str, Range], bits: Mapping[str, np.ndarray]) -> None:
-        self.specs = dict(specs)
-        self.element_count = weight_elements(self.specs.values())
+        self.layout = Layout(specs)
+        self.element_count = weight_elements(specs.values())
         self.ranges = dict(ranges)
         self.bits = dict(bits)
         self.with_nan: list[str] = []
         self._copies = DeviceCopies(self.bits)
+        self._rows = {width: _Rows(self, width) for width in self.layout.vectors}
         self.lock = threading.RLock()
         self._snapshots: list[Snapshot] = []
-        self._taken: dict[str, Patch] = {}
+        self._taken: list[_Step] = []
         self._before: dict[str, int] | None = None
-        self._last: str | None = None  # the tensor taken last, whose bits an interrupt may have left neither old nor new
         self._lost: str | None = None  # the tensor that `retreat` could not restore
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The whole tensors by name."""
+        return self.layout.specs
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, int]:
@@ -106,7 +114,7 @@ class Shadow:
         given: dict[str, torch.dtype] = {}
         sizes: dict[torch.dtype, int] = {}
         tensors, dtype = _tensors(stream, dtype)
-        for name, part in _parts(tensors, dtype, rank, specs):
+        for name, part in _parts(tensors, dtype, rank, specs, {}):
             copy = torch.empty(part.held.shape, dtype=getattr(torch, specs[name].dtype))
             # The copy casts host tensors, in all threads; others are cast where they are.
             copy.copy_(part.held.detach() if part.held.is_cpu else cast(part.held, specs[name].dtype))
@@ -141,7 +149,10 @@ class Shadow:
         memory = LiveMemory(specs, segments)
         memory.audit()
         for stored in way:
-            memory.commit(memory.stage(payloads.patches(reader, stored, memory.gather, memory.held)))
+            if stored.use_anchor:
+                memory.commit(memory.stage_weights(payloads.weights(reader, stored)))
+            else:
+                memory.commit(memory.stage(payloads.delta(reader, stored, memory.gather, memory.wanted)))
         return cls(specs, ranges, bits)
 
     def stream(self) -> Iterator[tuple[str, TensorRange]]:
@@ -151,17 +162,8 @@ class Shadow:
             held = tensor_of(bits, TensorSpec(name, spec.dtype, (bits.size,)))
             yield name, TensorRange(held, self.ranges[name][0], spec.shape)
 
-    def advance(
-        self,
-        stream: Stream,
-        dtype: str,
-        rank: int,
-        placement: str = "host",
-        on_change: Callable[[Patch], None] | None = None,
-    ) -> dict[str, Patch]:
-        """Take the stream and return the steps, in flat indices of the whole tensors. If this raises, call `retreat`.
-
-        `on_change` is called for each changed tensor, whose bits stay the new ones for the rest of the stream.
+    def advance(self, stream: Stream, dtype: str, rank: int, placement: str = "host") -> list[Delta]:
+        """Take the stream and return its steps in pieces (`delta.joined`). If this raises, call `retreat`.
 
         Raises:
             ModelMismatchError: the stream holds other tensors, or other ranges of them.
@@ -172,71 +174,70 @@ class Shadow:
                 f"An interrupt came while {self._lost} was taken, and its published bits are not known any more. "
                 "Nothing was published; open another publisher with resume=True."
             )
-        self._before, self._taken = dict(self.fingerprints), {}
+        self._before, self._taken, self.with_nan = dict(self.fingerprints), [], []
         seen: dict[str, TensorSpec] = {}
-        self.with_nan = []
-        for name, at_K, data in self._differences(stream, dtype, rank, placement, seen):
-            spec, start = seen[name], self.ranges[name][0]
-            place = fingerprint.tensor_key(name), self.bits[name]
-            with self.lock:
-                self._last = name
-                if at_K is None:
-                    index = index_dtype(spec.element_count)
-                    index_K, step_K, gained, nan = kernels.cpu_diff.advance(*place, data, nan_bounds(spec), start, index)
-                    patch = Patch(name, index_K, step_K, absolute=False)
-                else:
-                    patch = Patch.steps(spec, at_K, data, start)
-                    gained, nan = kernels.cpu_diff.add(*place, at_K, data, nan_bounds(spec), start)
-                if not patch.changed:
-                    continue
-                self._taken[name] = patch  # errors until here leave the bits as they were; an interrupt may not
-                for snapshot in self._snapshots:
-                    snapshot.note(patch)
-            if nan:
-                self.with_nan.append(name)
-            self.fingerprints[name] = (self.fingerprints[name] + gained) & fingerprint.MASK
-            if on_change is not None:
-                on_change(patch)
-        check_specs(self.specs, seen, "The published model")
-        return {name: self._taken[name] for name in seen if name in self._taken}
-
-    def _differences(
-        self, stream: Stream, dtype: str, rank: int, placement: str, seen: dict[str, TensorSpec]
-    ) -> Iterator[Difference]:
-        """Yield what differs, tensor by tensor; fill `seen` with the stream's specs."""
         tensors, dtype = _tensors(stream, dtype)
         lasting = isinstance(tensors, ItemsView | Sequence)
+        on_host = placement == "host" or (placement == "auto" and "cpu" not in kernels.ACCELERATORS)
         self._copies.begin(placement)
-        for name, part in _parts(tensors, dtype, rank, seen):
-            if seen[name] != self.specs.get(name):
-                continue  # reported by the caller, after the stream has been drained
+        batch = _Batch(self)
+        for name, part in _parts(tensors, dtype, rank, seen, self.specs):
+            spec = seen[name]
+            if spec is not self.specs.get(name):
+                continue  # reported below, after the stream has been drained
             if self.ranges[name] != (part.start, part.stop):
                 raise ModelMismatchError(
                     f"{name} was published from element {self.ranges[name][0]} on by this rank, and now comes from "
                     f"{part.start} on."
                 )
-            yield from self._copies.differences(name, part.held, seen[name].dtype, placement, lasting)
-        yield from self._copies.rest()
+            if on_host and part.held.is_cpu:
+                batch.compare(name, part.held, spec, lasting)
+            else:
+                batch.take(self._copies.differences(name, part.held, spec.dtype, placement, lasting))
+        batch.take(self._copies.rest())
+        batch.flush()
+        check_specs(self.specs, seen, "The published model")
+        return [step.delta for step in self._taken if step.delta is not None and step.delta.changed]
+
+    def note(self, delta: Delta, gain_T: np.ndarray, above_T: np.ndarray) -> None:
+        """Note steps of one vector that the bits have taken, and what they add to fingerprints. The caller holds `lock`."""
+        ((width, steps),) = delta.steps.items()
+        vector = self.layout.vectors[width]
+        for t in np.flatnonzero(vector.count(steps.at_K)).tolist():
+            name = vector.names[t]
+            self.fingerprints[name] = (self.fingerprints[name] + int(gain_T[t])) & fingerprint.MASK
+        self.with_nan += [vector.names[t] for t in np.flatnonzero(above_T).tolist()]
+        for snapshot in self._snapshots:
+            snapshot.note(delta)
 
     def retreat(self) -> None:
         """Undo the last `advance`, whether it raised or not. What an interrupt left half-way is noted in `_lost`."""
         with self.lock:
-            for name, patch in self._taken.items():
-                assert patch.index_K is not None
-                self.bits[name][patch.index_K - self.ranges[name][0]] -= patch.data
+            touched = list[str]()
+            for step in reversed(self._taken):
+                unfinished = step.delta is None
+                delta = step.undone()
+                self._rows[step.width].add(delta.steps[step.width])
+                if unfinished:
+                    touched += delta.counts()
+                    if any(self._found(name) != self.fingerprints[name] for name in touched):  # it had not happened
+                        self._rows[step.width].add(delta.undone().steps[step.width])
                 for snapshot in self._snapshots:
-                    snapshot.note(Patch(name, patch.index_K, np.negative(patch.data), absolute=False))
+                    if step.noted or snapshot.noted(step.delta):
+                        snapshot.note(delta)
         if self._before is not None:
-            if (last := self._last) is not None:
-                found = kernels.cpu.fingerprint(fingerprint.tensor_key(last), self.bits[last], self.ranges[last][0])
-                self._lost = last if found != self._before[last] else None
+            self._lost = next((name for name in touched if self._found(name) != self._before[name]), self._lost)
             self.fingerprints, self._before = self._before, None
-        self._taken = {}
+        self._taken = []
         self._copies.clear()
+
+    def _found(self, name: str) -> int:
+        """Return the fingerprint of the bits that are there."""
+        return kernels.cpu.fingerprint(fingerprint.tensor_key(name), self.bits[name], self.ranges[name][0])
 
     def keep(self) -> None:
         """Make the last `advance` final."""
-        self._taken, self._before = {}, None
+        self._taken, self._before = [], None
 
     def snapshot(self) -> Snapshot:
         """Return the bits of now, in a process that has the whole model."""
@@ -249,6 +250,121 @@ class Shadow:
     def size_bytes(self) -> dict[str, int]:
         """Memory of the bits on the `host`, and of their copies on a `device`."""
         return {"host": sum(bits.nbytes for bits in self.bits.values()), "device": self._copies.size_bytes}
+
+
+class _Rows:
+    """Where the ranges of one vector lie in memory, as the kernels want it."""
+
+    def __init__(self, shadow: Shadow, width: int) -> None:
+        self.vector = shadow.layout.vectors[width]
+        held = [shadow.bits[name] for name in self.vector.names]
+        self.start_T = np.array([shadow.ranges[name][0] for name in self.vector.names], np.int64)
+        self.address_T = np.array([bits.ctypes.data for bits in held], np.int64)
+        self.bound_T2 = np.array([nan_bounds(spec) for spec in self.vector.specs], np.uint64)
+
+    def add(self, steps: Sparse) -> tuple[np.ndarray, np.ndarray]:
+        """Add steps to the bits; see `cpu_rows.add`."""
+        vector = self.vector
+        bound_T = np.concatenate(([0], np.cumsum(vector.count(steps.at_K))))
+        zero_T = self.address_T - (vector.first_T[:-1] + self.start_T) * vector.width
+        row_RF = np.stack((np.arange(len(vector.specs)), bound_T[:-1], bound_T[1:], zero_T), axis=1)
+        return cpu_rows.add(row_RF, vector.key_T, self.bound_T2, vector.first_T, *steps)
+
+
+class _Step:
+    """What happened to the bits of one vector, from the moment on when it may have happened."""
+
+    def __init__(self, layout: Layout, width: int, taken: Taken | None, steps: Sparse | None = None) -> None:
+        self.width = width
+        self.delta: Delta | None = None
+        self.noted = False  # by the shadow and all snapshots
+        self._layout, self._taken, self._steps = layout, taken, steps
+
+    def end(self) -> Delta:
+        """Return the steps as a delta."""
+        steps = self._steps
+        if steps is None:
+            assert self._taken is not None
+            vector = self._layout.vectors[self.width]
+            steps = Sparse(*self._taken.join(vector.index_dtype, vector.bits_dtype))
+        self.delta = Delta(self._layout, {self.width: steps})
+        return self.delta
+
+    def undone(self) -> Delta:
+        """Return what undoes it."""
+        return (self.delta or self.end()).undone()
+
+
+class _Batch:
+    """Tensors that are compared together."""
+
+    def __init__(self, shadow: Shadow) -> None:
+        self._shadow = shadow
+        # Number, start, count, address of the new bits.
+        self._rows: dict[int, list[tuple[int, int, int, int]]] = {width: [] for width in shadow.layout.vectors}
+        self._held: list[torch.Tensor] = []  # so that the addresses stay
+        self._found: dict[int, list[tuple[int, np.ndarray, np.ndarray]]] = {}
+        self._count = 0
+
+    def compare(self, name: str, held: torch.Tensor, spec: TensorSpec, lasting: bool) -> None:
+        """Add a range of a tensor on the host, in any dtype. Its memory may change after return unless it is lasting."""
+        new = held
+        if not held.is_contiguous() or held.dtype is not _DTYPES[spec.dtype]:
+            new = cast(held, spec.dtype).contiguous()
+        count = new.numel()
+        if not lasting and new is held and count <= _COPIED:
+            new = new.detach().clone()
+        width, number = self._shadow.layout.places[name]
+        self._rows[width].append((number, self._shadow.ranges[name][0], count, new.data_ptr()))
+        self._held.append(new)
+        self._count += count
+        if self._count >= _BATCH or not (lasting or count <= _COPIED):
+            self.flush()
+
+    def take(self, differences: Iterator[tuple[str, np.ndarray | None, np.ndarray]]) -> None:
+        """Add what `DeviceCopies` found: where ranges differ and by which steps, or their new bits."""
+        for name, at_K, data in differences:
+            if at_K is None:
+                spec = self._shadow.specs[name]
+                self.compare(name, tensor_of(data, TensorSpec(name, spec.dtype, (data.size,))), spec, lasting=True)
+            elif at_K.size:
+                width, number = self._shadow.layout.places[name]
+                self._found.setdefault(width, []).append((number, at_K, data))
+
+    def flush(self) -> None:
+        """Compare, and advance the shadow."""
+        shadow = self._shadow
+        for width, found in self._found.items():
+            rows = shadow._rows[width]
+            first_T, index = rows.vector.first_T[:-1] + rows.start_T, rows.vector.index_dtype
+            found.sort(key=lambda item: item[0])
+            at_K = np.concatenate([at_K.astype(index) + index.type(first_T[t]) for t, at_K, _ in found])
+            self._advance(_Step(shadow.layout, width, None, Sparse(at_K, np.concatenate([step_K for *_, step_K in found]))))
+        for width, given in self._rows.items():
+            if not given:
+                continue
+            rows = shadow._rows[width]
+            row_R4 = np.array(sorted(given), np.int64)
+            address_R = rows.address_T[row_R4[:, 0]]
+            row_RF = np.stack((row_R4[:, 0], row_R4[:, 1], row_R4[:, 2], address_R, row_R4[:, 3]), axis=1)
+            for taken in cpu_rows.chunks(row_RF, rows.vector.first_T, rows.vector.bits_dtype):
+                self._advance(_Step(shadow.layout, width, taken))
+            given.clear()
+        self._found, self._held, self._count = {}, [], 0
+
+    def _advance(self, step: _Step) -> None:
+        shadow, rows = self._shadow, self._shadow._rows[step.width]
+        with shadow.lock:
+            shadow._taken.append(step)  # before it happens, since an interrupt may come right after it
+            if step._taken is None:
+                assert step._steps is not None
+                gain_T, above_T = rows.add(step._steps)
+            else:
+                gain_T, above_T = cpu_rows.advance(step._taken, rows.vector.key_T, rows.bound_T2, rows.vector.bits_dtype)
+            delta = step.end()
+            if delta.changed:
+                shadow.note(delta, gain_T, above_T)
+            step.noted = True
 
 
 class Snapshot:
@@ -266,19 +382,23 @@ class Snapshot:
         self.fingerprints: dict[str, int] = dict(vars(shadow).get("fingerprints", {}))
         self.with_nan: list[str] = []
         self._bits, self._lock, self._specs = shadow.bits, shadow.lock, shadow.specs  # not the shadow, which keeps this
-        self._later: dict[str, list[Patch]] = {name: [] for name in shadow.bits}
+        self._left = set(shadow.bits)
+        self._later: list[Delta] = []
 
     @property
     def is_open(self) -> bool:
         """Whether a tensor is still to be read."""
-        return bool(self._later)
+        return bool(self._left)
 
-    def note(self, patch: Patch) -> None:
+    def note(self, delta: Delta) -> None:
         """Note a step of the shadow, which holds the lock."""
-        later = self._later.get(patch.name)
-        if later is not None:
-            later = [*later, patch]
-            self._later[patch.name] = fold_all(later) if len(later) > _MOST_LATER else later
+        if self._left:
+            before = self._later
+            self._later = [*([fold(before)] if len(before) >= _MOST_LATER else before), delta]
+
+    def noted(self, delta: Delta | None) -> bool:
+        """Whether this was the last delta to be noted."""
+        return bool(self._later) and self._later[-1] is delta
 
     def take(self, name: str, out_N: np.ndarray) -> int:
         """Write a tensor's bits into `out_N`, unsigned and flat, and return their fingerprint.
@@ -288,18 +408,18 @@ class Snapshot:
         """
         key, bits_N = fingerprint.tensor_key(name), self._bits[name]
         with self._lock:
-            before = self._later[name]
+            before = self._later
         # Without the lock, so that the trainer does not wait for it.
         found = kernels.cpu.take(key, bits_N, out_N)
         with self._lock:
-            later = self._later.pop(name)
-            moved = later is not before  # each step makes another list
-            if moved:
+            later = self._later
+            if later is not before:  # each step makes another list
                 np.copyto(out_N, bits_N)
-        for patch in later:
-            assert patch.index_K is not None
-            out_N[patch.index_K] -= patch.data
-        if moved or later:
+            self._left.discard(name)
+        for delta in later:
+            steps, _ = delta.of(name)
+            out_N[steps.at_K] -= steps.data_K
+        if later:
             found = kernels.cpu.fingerprint(key, out_N)
         if name not in self.fingerprints and has_nan(out_N, self._specs[name]):
             self.with_nan.append(name)
@@ -308,9 +428,9 @@ class Snapshot:
         return found
 
     def close(self) -> None:
-        """Drop the steps of tensors that were not read."""
+        """Drop the steps since; no tensor is read any more."""
         with self._lock:
-            self._later.clear()
+            self._left, self._later = set(), []
 
 
 def _warn_of_nan(nan: Sequence[str], version: int) -> None:
@@ -344,8 +464,13 @@ def _tensors(stream: Stream, dtype: str) -> tuple[Tensors, str]:
     return (fp8_blocks(map(pair_of, tensors)), "keep") if dtype == "fp8" else (tensors, dtype)
 
 
-def _parts(stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, TensorRange]]:
-    """Yield the ranges that a rank publishes of a stream; fill `specs` with the whole tensors in the served dtype."""
+def _parts(
+    stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec], known: Mapping[str, TensorSpec]
+) -> Iterator[tuple[str, TensorRange]]:
+    """Yield the ranges that a rank publishes of a stream; fill `specs` with the whole tensors in the served dtype.
+
+    A tensor that is as it was `known` has the same spec there.
+    """
     for name, tensor in map(pair_of, stream):
         if name in specs:
             raise ModelMismatchError(f"The stream held {name} twice; nothing was published.")
@@ -355,7 +480,10 @@ def _parts(stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec])
                 f"{name} is offloaded: it lies on the meta device, without values. Train without offloading, or publish "
                 "tensors that were gathered."
             )
-        specs[name] = TensorSpec(name, dtype_name(served_dtype(part.held, dtype_for(name, dtype)), name), part.shape)
+        served, spec = served_name(name, part.held.dtype, dtype), known.get(name)
+        if spec is None or (spec.dtype, spec.shape) != (served, part.shape):
+            spec = TensorSpec(name, served, part.shape)
+        specs[name] = spec
         yield name, part
 
 
@@ -380,15 +508,3 @@ def check_coverage(specs: Mapping[str, TensorSpec], held: Sequence[Mapping[str, 
                 f"This rank holds only a part of {name}. Publish from all ranks, each with Publisher(..., group=group)."
             )
         raise ModelMismatchError(f"The ranks do not cover every element of {spec} exactly once.")
-
-
-def fold_changes(first: Mapping[str, Patch], second: Mapping[str, Patch]) -> dict[str, Patch]:
-    """Fold two sets of steps, tensor by tensor."""
-    folded = dict(first)
-    for name, patch in second.items():
-        merged = fold_all((folded[name], patch)) if name in folded else [patch]
-        if merged:
-            folded[name] = merged[0]
-        else:
-            del folded[name]
-    return folded

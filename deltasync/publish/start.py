@@ -24,7 +24,7 @@ from deltasync.publish.shadow import Shadow, check_coverage
 from deltasync.publish.stream import Stream
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store
-from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint
+from deltasync.tensors import Delta, TensorSpec, check_specs, fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Begun(NamedTuple):
     held: Sequence[Mapping[str, Range]]  # the ranges of each rank
     shadow: Shadow  # the bits of the stream, of this rank's ranges
     resumed: bool  # whether it continues from the newest version
-    changes: dict[str, Patch]  # steps from that version, or from the reference, to the stream
+    changes: list[Delta]  # steps from that version, or from the reference, to the stream
     reference: Reference | None  # of version 1
 
 
@@ -155,10 +155,11 @@ class FirstStream:
         if resumed is not None:
             return Begun(channel, held, resumed, True, resumed.advance(first.stream(), "keep", peers.rank), None)
         if self.initial is None or not may_refer:
-            return Begun(channel, held, first, False, {}, None)
+            return Begun(channel, held, first, False, [], None)
         reference, changes = _refer(peers, self.initial, first)
         if changes:
-            logger.warning("%d tensors are not as in %s; they follow as a delta.", len(changes), reference)
+            differing = sum(len(delta.counts()) for delta in changes)
+            logger.warning("%d tensors are not as in %s; they follow as a delta.", differing, reference)
         return Begun(channel, held, first, False, changes, reference)
 
     def resumed(self, ranges: Mapping[str, Range]) -> Shadow | None:
@@ -214,7 +215,7 @@ def _new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:
     )
 
 
-def _refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference, dict[str, Patch]]:
+def _refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference, list[Delta]]:
     """Return a reference to a checkpoint in the place of a model, and the steps from there to this rank's ranges.
 
     Raises:
@@ -228,8 +229,8 @@ def _refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference
             tied[name] = on_all_ranks[0]
     reference = dataclasses.replace(initial.reference, tied=tied)
     source = Checkpoint(reference, initial.files)
-    compared, problem = attempt(lambda: checkpoint.compare(source, shadow.specs, shadow.ranges, shadow.bits))
-    parts, changes = compared or ({}, {})
+    compared, problem = attempt(lambda: checkpoint.compare(source, shadow.layout, shadow.ranges, shadow.bits))
+    parts, changes = compared or ({}, [])
     digests = peers.agree(problem, *(parts.get(name, 0) for name in shadow.specs))
     named = {name: fingerprint.to_hex(digest) for name, digest in zip(shadow.specs, digests, strict=True)}
     return dataclasses.replace(reference, fingerprints=named), changes

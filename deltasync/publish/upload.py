@@ -24,7 +24,7 @@ from deltasync.publish.chain import Sample
 from deltasync.publish.choose import Choice
 from deltasync.publish.collect import Weights, requires_of
 from deltasync.publish.encode import compile_ahead, encode_groups
-from deltasync.publish.job import AbortedError, Job, without_frames
+from deltasync.publish.job import Job, without_frames
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
 from deltasync.ranks.peers import Signals
@@ -66,12 +66,6 @@ class Uploader:
         self._worker = Workers(1, "deltasync-upload")
         finish_at_exit(self)
 
-    @property
-    def idle(self) -> bool:
-        """Whether a job submitted now begins at once, builds on a version known to be stored, and needs no other ranks."""
-        with self._lock:
-            return not self._signals.others and self._running is None and not self._waiting and self._log.pending is None
-
     def next(self) -> tuple[int, bool]:
         """Return the number of the version after all that were submitted, and whether it has full weights."""
         with self._lock:
@@ -103,18 +97,6 @@ class Uploader:
         """Release the locks that an interrupt has left this thread holding."""
         for lock in (self._lock, self._worker.lock, self._puts.lock):
             let_go(lock)
-
-    def withdraw(self, job: Job) -> None:
-        """Give up a job whose stream failed. After return: it does not read the shadow any more."""
-        job.abort()
-        with self._lock:
-            waited = job in self._waiting
-            if waited:
-                self._waiting.remove(job)
-        if waited:
-            job.fail(AbortedError(f"The stream of version {job.version} failed."))
-        elif job is self._running:
-            job.released.wait()
 
     def wait_released(self) -> None:
         """Wait until the running job does not need the shadow as it is. The caller has taken the waiting one."""
@@ -173,10 +155,6 @@ class Uploader:
     def finish(self) -> None:
         """Finish what was submitted as long as the store takes something; the process ends."""
         self.let_go()
-        with self._lock:
-            jobs = [*self._waiting, *([] if self._running is None else [self._running])]
-        for job in jobs:
-            job.abort()  # unless its stream has been read
         self.release()
         parts = (self._worker, self._puts, self._keeper, self._log)
         began_s = time.monotonic()
@@ -211,9 +189,6 @@ class Uploader:
             if job.version != self._log.next_version or (self.full and not job.full):
                 raise PublishLostError(f"Version {job.version} builds on one that was lost.")
             stored = self._store_full(job) if job.full else self._store_delta(job)
-        except AbortedError as error:
-            self._log.give_up(job.version)
-            self._end(job, error)
         except Exception as error:  # noqa: BLE001 - likewise
             if isinstance(problem, PublishPendingError) and not self._signals.others:
                 self._keep(job, problem)
@@ -288,7 +263,6 @@ class Uploader:
 
         Raises:
             FencedError, PublishPendingError, StoreError, ConfigError, CorruptDataError: as `Log.append`.
-            AbortedError: the stream failed.
         """
         log, keeper = self._log, self._keeper
         folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))

@@ -1,11 +1,12 @@
-"""Tensors: their specs, bits and fingerprints, and the patches that change them. No I/O."""
+"""Tensors: their specs, layout, bits and fingerprints, and the deltas that change them. No I/O."""
 
 from __future__ import annotations
 
+from deltasync.tensors.delta import Changed, Delta, Sparse
+from deltasync.tensors.layout import Layout, Vector
 from deltasync.tensors.specs import (
     ITEM_BYTES,
     SAFETENSORS_DTYPES,
-    Patch,
     Region,
     TensorSpec,
     check_specs,
@@ -19,13 +20,16 @@ from deltasync.tensors.specs import (
 __all__ = [
     "ITEM_BYTES",
     "SAFETENSORS_DTYPES",
-    "Patch",
+    "Changed",
+    "Delta",
+    "Layout",
     "Region",
+    "Sparse",
     "TensorSpec",
+    "Vector",
     "bits",
     "check_specs",
     "fingerprint",
-    "fold",
     "index_dtype",
     "region_end",
     "region_size",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 
 import numpy as np
@@ -97,11 +98,21 @@ def dtype_for(name: str, rule: str) -> str:
     return next((dtype for pattern, _, dtype in patterns if fnmatch.fnmatchcase(name, pattern)), default)
 
 
+@functools.cache
+def served_name(name: str, dtype: torch.dtype, rule: str) -> str:
+    """Return the name of the dtype in which a tensor of this name and dtype is published by a rule; see `dtype_for`."""
+    return dtype_name(_served(dtype, dtype_for(name, rule)), name)
+
+
+def _served(given: torch.dtype, dtype: str) -> torch.dtype:
+    if dtype == "keep" or not given.is_floating_point or given.itemsize < 2:
+        return given
+    return getattr(torch, dtype)
+
+
 def served_dtype(tensor: torch.Tensor, dtype: str) -> torch.dtype:
     """Return the dtype that `cast` gives a tensor."""
-    if dtype == "keep" or not tensor.is_floating_point() or tensor.element_size() < 2:
-        return tensor.dtype
-    return getattr(torch, dtype)
+    return _served(tensor.dtype, dtype)
 
 
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:

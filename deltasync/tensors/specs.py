@@ -1,4 +1,4 @@
-"""Specs of tensors, and the patches that all stages hand to each other.
+"""Specs of tensors.
 
 Shape suffixes: N elements of a tensor, K changed elements of it.
 """
@@ -96,50 +96,14 @@ def weight_bytes(specs: Iterable[TensorSpec]) -> int:
     return sum(spec.nbytes for spec in specs)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Patch:
-    """The changed elements of one tensor.
-
-    Attributes:
-        name: Checkpoint name of the tensor.
-        index_K: int32 or int64 (`index_dtype`), flat checkpoint indices, strictly ascending; None when `data` covers the
-            whole tensor.
-        data: Unsigned integers, of shape K, or of shape N where `index_K` is None.
-        absolute: Whether `data` holds new bit patterns; otherwise it holds steps, new minus old modulo 2**width.
-    """
-
-    name: str
-    index_K: np.ndarray | None
-    data: np.ndarray
-    absolute: bool
-
-    @classmethod
-    def steps(cls, spec: TensorSpec, at_K: np.ndarray, step_K: np.ndarray, start: int = 0) -> Patch:
-        """Make a patch of steps, at positions in a range of the tensor that begins at flat index `start`."""
-        index_K = at_K.astype(index_dtype(spec.element_count), copy=False)
-        return cls(spec.name, index_K + index_K.dtype.type(start) if start else index_K, step_K, absolute=False)
-
-    @property
-    def changed(self) -> int:
-        """Number of elements that this patch writes."""
-        return int(self.data.size)
-
-    def apply(self, bits_N: np.ndarray) -> None:
-        """Apply this patch in place to the whole tensor's unsigned bit patterns."""
-        if self.index_K is None:
-            bits_N[:] = self.data
-        elif self.absolute:
-            bits_N[self.index_K] = self.data
-        else:
-            bits_N[self.index_K] += self.data
-
-
 def check_specs(channel: dict[str, TensorSpec], model: dict[str, TensorSpec], who: str) -> None:
     """Compare the tensor table of a model with a channel's.
 
     Raises:
         ModelMismatchError: names the first few tensors that are missing, unknown or different.
     """
+    if channel == model:
+        return
     problems = [f"{name} is missing" for name in channel.keys() - model.keys()]
     problems += [f"{name} is not in the channel" for name in model.keys() - channel.keys()]
     problems += [

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from deltasync import codec
 from deltasync.channel import anchors, documents, keys
 from deltasync.channel.documents import Opening, Reference, Version
 from deltasync.channel.heartbeat import Heartbeat, write
-from deltasync.codec import blocks, tiles
+from deltasync.codec import blocks, tiles, vector
 from deltasync.kernels import reference
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of, tensor_of
+from tests import deltas
 from tests.channels import EPOCH, RUN, Made
 from tests.fuzz.containers import bundle, split_record
 from tests.fuzz.targets import SPECS, _holding, old_bits
@@ -45,25 +45,18 @@ def payloads(name: str) -> Iterator[bytes]:
     for block, density in ((1 << 19, 0.01), (1 << 19, 0.3), (64, 0.1), (1 << 19, 1)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(blocks, "BLOCK", block)
+            patch.setattr(vector, "BLOCK", block)
+            patch.setattr(vector, "GROUP_CHANGED", block)
             if block == 64:
                 for limit, value in (("TILE", block), ("SMALL", 4 * block), ("LEAST", 4 * block), ("FEW", 1)):
                     patch.setattr(tiles, limit, value)
-            encoder = codec.get(name).encoder()
-            for spec in SPECS.values():
-                old_N = old_bits(spec.name)
+            old, new = {spec: old_bits(spec) for spec in SPECS}, {}
+            for spec, old_N in old.items():
                 random = np.random.default_rng(block)
-                index_K = np.flatnonzero(random.random(old_N.size) < density).astype(np.int32)
-                new_N = old_N.copy()
-                new_N[index_K] += np.asarray(1, old_N.dtype)
+                new[spec] = old_N + (random.random(old_N.size) < density).astype(old_N.dtype)
                 if density == 1:
-                    new_N = random.permutation(old_N)
-                    index_K = np.flatnonzero(new_N != old_N).astype(np.int32)
-                if not index_K.size:
-                    continue
-                step_K = new_N[index_K] - old_N[index_K]
-                digest = fingerprint.to_hex(reference.fingerprint(fingerprint.tensor_key(spec.name), new_N))
-                encoder.add(spec, index_K, step_K, new_N, digest)
-            yield encoder.finish(2, 1).to_bytes()
+                    new[spec] = random.permutation(old_N)
+            yield deltas.encode(name, SPECS, old, new, 2, 1).to_bytes()
 
 
 def weight_files() -> Iterator[bytes]:

@@ -42,7 +42,9 @@ from deltasync.stores import Store
 from deltasync.stores.base import check_key
 from deltasync.stores.events import _events
 from deltasync.stores.object import ObstoreStore
-from deltasync.tensors import Patch, Region, TensorSpec
+from deltasync.tensors import Delta, Layout, Region, TensorSpec
+from deltasync.tensors.delta import fold, joined
+from tests import deltas
 from tests.channels import EPOCH, RUN
 from tests.fuzz import containers
 from tests.fuzz.containers import Parts
@@ -57,6 +59,7 @@ SPECS = {
         TensorSpec("one", "int64", ()),
     )
 }
+LAYOUT = Layout(SPECS)
 if numba.config.DISABLE_JIT:
     coder.prefetch = lambda *_: None  # an instruction of the processor, which Python has no word for
 
@@ -187,26 +190,19 @@ def payload(data: bytes) -> None:
         opened = codec.open_payload(data)
         reader = codec.get(opened.codec)
         for wanted in (None, _wanted):
-            for patch in reader.decode(opened, SPECS, old_bits, wanted):
-                _check(patch)
-                patch.apply(old_bits(patch.name))
+            delta, fingerprints = reader.decode(opened, LAYOUT, old_bits, wanted)
+            deltas.check(delta)
+            assert delta.counts().keys() <= fingerprints.keys() <= SPECS.keys()
+            assert all(0 <= digest < 1 << 64 for digest in fingerprints.values())
+            for name in SPECS:
+                delta.apply(name, old_bits(name))
+            joined([delta, Delta(LAYOUT, {})])
+            fold([delta, delta])
 
 
 def _wanted(name: str) -> list[Region]:
     count = SPECS[name].element_count
     return [(0, ((1, 1),)), (count // 2, ((70, 1),))] if count > 100 else []
-
-
-def _check(patch: Patch) -> None:
-    spec = SPECS[patch.name]
-    assert patch.data.dtype == spec.bits_dtype
-    if patch.index_K is None:
-        assert patch.data.size == spec.element_count
-        return
-    index_K = patch.index_K.astype(np.int64)
-    assert patch.index_K.size == patch.data.size <= spec.element_count
-    if index_K.size:  # empty where nothing of what is held changes
-        assert index_K[0] >= 0 and index_K[-1] < spec.element_count and (index_K[1:] > index_K[:-1]).all()
 
 
 def anchors(data: bytes) -> None:

@@ -31,7 +31,8 @@ from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.kernels import cpu_diff
 from deltasync.stores.object import ObstoreStore
-from deltasync.tensors import ITEM_BYTES, TensorSpec
+from deltasync.tensors import ITEM_BYTES, Layout, Sparse, TensorSpec
+from deltasync.tensors import Delta as TensorDelta
 from deltasync.tensors.bits import bits_of, tensor_of
 from tests.channels import EPOCH, Made
 
@@ -278,10 +279,10 @@ def ranks(folder: Path) -> None:
         payloads: list[Encoded] = []
         for start, stop in ((0, BLOCK), (BLOCK, 3 * BLOCK), (3 * BLOCK, new.size)):
             index_K, step_K = cpu_diff.diff(old[start:stop], new[start:stop])
-            encoder = codec.get(codec_name).encoder()
-            at_K = index_K.astype(np.int32) + np.int32(start)
-            encoder.add(channel.specs["w"], at_K, step_K, new[start:stop], channel.fingerprint("w", states[1]), start)
-            payloads.append(encoder.finish(2, 1))
+            layout = Layout(channel.specs)
+            steps = TensorDelta(layout, {2: Sparse(index_K.astype(np.int32) + np.int32(start), step_K)})
+            held, digests = (new[start:stop], start), channel.fingerprints(states[1])
+            payloads.append(codec.get(codec_name).encode(steps, lambda _, held=held: held, digests, 2, 1))
         folder_key = keys.parts_folder(2, EPOCH, attempt=1)
         files = [
             channel.put_file(f"{folder_key}/{keys.part(rank, 1)}", payload.to_bytes())
@@ -357,7 +358,7 @@ def promise_more(channel: Made, states: list[Weights]) -> None:
 DAMAGED: dict[str, tuple[str, Callable[[Made, list[Weights]], None]]] = {
     "record": ("packed", damage_object(lambda version: version.key)),
     "part": ("context", damage_object(lambda version: f"{keys.parts_folder(2, EPOCH)}/{keys.part(0, 1)}")),
-    "stream": ("packed", damage_entry(".words")),
+    "stream": ("packed", damage_entry(".2.words")),
     "plane": ("packed", damage_entry("w")),
     "fingerprint": ("raw", damage_entry("w.values")),
     "requires": ("packed", require_more),
@@ -404,6 +405,7 @@ def main(folder: Path = GOLDEN) -> None:
     with (
         mock.patch("deltasync.channel.documents.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.codec.blocks.BLOCK", BLOCK),
+        mock.patch("deltasync.codec.vector.BLOCK", BLOCK),
         mock.patch.multiple("deltasync.codec.tiles", TILE=TILE, SMALL=SMALL, LEAST=LEAST, FEW=FEW),
     ):
         for codec_name in CODECS:

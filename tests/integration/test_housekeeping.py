@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from deltasync import codec, housekeeping
+from deltasync import codec, housekeeping, tensors
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Delta, Version
 from deltasync.channel.reading import ChannelReader
@@ -26,6 +27,7 @@ from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer, new_key
 from deltasync.cli import main
 from deltasync.cli.output import ranges, with_bars
+from deltasync.codec.base import Encoded
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
@@ -41,10 +43,9 @@ from deltasync.errors import (
 )
 from deltasync.following import Replica
 from deltasync.housekeeping import Keep, folds
-from deltasync.kernels import cpu, cpu_diff
 from deltasync.stores import ObjectInfo, Store, open_store
-from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of
+from tests import deltas
 from tests.channels import EPOCH, Made, filled, made, states_of
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore, flipped, truncated
@@ -430,17 +431,16 @@ def _wrong_fold(store: Store) -> None:
     """A fold whose digests are right and whose bits are not: it leaves a change out."""
     reader = _reader(store)
     old, new = (bits_of(STATES[version - 1]["w"]) for version in (2, 6))
-    index_K, step_K = cpu_diff.diff(old, new)
-    encoder = codec.get("packed").encoder()
-    encoder.add(reader.specs["w"], index_K[1:], step_K[1:], new, f"{cpu.fingerprint(fingerprint.tensor_key('w'), new):016x}")
+    right = deltas.between(reader.layout, {"w": old}, {"w": new}).steps[2]
+    lossy = tensors.Delta(reader.layout, {2: tensors.Sparse(right.at_K[1:], right.data_K[1:])})
+    payload = codec.get("packed").encode(lossy, lambda _: (new, 0), deltas.digests({"w": new}), 6, 2)
     two, six = reader.numbered(2).version, reader.numbered(6)
-    delta = Delta(codec="packed", changed=index_K.size - 1)
+    delta = Delta(codec="packed", changed=lossy.changed)
     prints, author = {"w": 0, "ids": 0}, keys.new_author()
-    made = folds.encode_beside(reader, two, six.version, encoder.finish(6, 2), prints, None, author, delta=delta)
+    made = folds.encode_beside(reader, two, six.version, payload, prints, None, author, delta=delta)
     assert made.data is not None
-    right = dataclasses.replace(made.record, fingerprint=six.record.fingerprint)
-    payload = encoder.finish(6, 2)
-    folds.store(reader, record.encode(right, made.key, payload, None))
+    as_published = dataclasses.replace(made.record, fingerprint=six.record.fingerprint)
+    folds.store(reader, record.encode(as_published, made.key, payload, None))
 
 
 def _fold_key(store: Store, base: int, version: int) -> str:
@@ -627,14 +627,15 @@ def test_a_fold_that_is_there_is_not_written_again(store: AgedStore) -> None:
 
 
 def test_a_fold_that_would_not_give_the_bits_is_not_stored(store: AgedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = type(codec.get("packed").encoder())
-    add = encoder.add
+    kind = type(codec.get("packed"))
+    encode = kind.encode
 
-    def lossy(self: object, spec: object, index_K: object, step_K: object, new: object, digest: str, start: int = 0) -> None:
-        left_out = int(index_K.size > 1)  # type: ignore[attr-defined]
-        add(self, spec, index_K[left_out:], step_K[left_out:], new, digest, start)  # type: ignore[arg-type, index]
+    def lossy(self: Any, delta: tensors.Delta, *arguments: Any) -> Encoded:
+        at_K, step_K = delta.steps[2]
+        steps = {**delta.steps, 2: tensors.Sparse(at_K[1:], step_K[1:])}
+        return encode(self, tensors.Delta(delta.layout, steps), *arguments)
 
-    monkeypatch.setattr(encoder, "add", lossy)
+    monkeypatch.setattr(kind, "encode", lossy)
     with pytest.raises(CorruptDataError, match="would not give the bits of w"):
         housekeeping.write_fold(_reader(store), 2, 6)
     assert not [call for call in store.calls if call[0] == "put"]

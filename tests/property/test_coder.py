@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync import codec
 from deltasync.codec import tables
 from deltasync.errors import CorruptDataError
 from deltasync.kernels import rans
 from deltasync.tensors import TensorSpec
-from tests import coder_reference
+from tests import coder_reference, deltas
 from tests import strategies as our
 
 
@@ -75,13 +74,11 @@ def _weights_by_context() -> bytes:
     index_K = np.flatnonzero(rng.random(old_N.size) < 0.02)
     new_N, step_K = old_N.copy(), np.where(rng.random(index_K.size) < 0.5, 1, -1).astype(np.int16).view(np.uint16)
     new_N[index_K] += step_K
-    spec, context = TensorSpec("w", "bfloat16", old.shape), codec.get("context")
-    encoder = context.encoder()
-    encoder.add(spec, index_K.astype(np.int32), step_K, new_N, "0" * 16)
-    data = encoder.finish(2, 1).to_bytes()
-    (patch,) = context.decode(codec.open_payload(data), {"w": spec}, lambda _: old_N)
-    np.testing.assert_array_equal(patch.index_K, index_K)
-    np.testing.assert_array_equal(patch.data, step_K)
+    specs = {"w": TensorSpec("w", "bfloat16", old.shape)}
+    data = deltas.encode("context", specs, {"w": old_N}, {"w": new_N}).to_bytes()
+    steps, _ = deltas.decode(data, specs, {"w": old_N})[0].of("w")
+    np.testing.assert_array_equal(steps.at_K, index_K)
+    np.testing.assert_array_equal(steps.data_K, step_K)
     return data
 
 

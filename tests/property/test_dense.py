@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from collections.abc import Callable, Iterator
 
@@ -16,9 +17,9 @@ from deltasync import codec
 from deltasync.codec import dense
 from deltasync.codec.base import body
 from deltasync.errors import CorruptDataError
-from deltasync.kernels import reference
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import bits_of
+from tests import deltas
 from tests import strategies as our
 
 N = 50_000
@@ -199,27 +200,25 @@ def test_damaged_planes_never_crash() -> None:
         assert moved == 0 and found.shape == (N,)
 
 
+Coded = tuple[str, np.ndarray, np.ndarray, codec.base.Encoded]
+
+
 @pytest.fixture(params=["packed", "context"])
-def coded(request: pytest.FixtureRequest) -> Iterator[tuple[codec.Codec, np.ndarray, np.ndarray, codec.base.Encoded]]:
+def coded(request: pytest.FixtureRequest) -> Iterator[Coded]:
     """A delta in which every element of a tensor is another."""
-    chosen = codec.get(request.param)
     old_N, new_N = _weights("bfloat16", 1), _weights("bfloat16", 2)
-    encoder = chosen.encoder()
-    encoder.add(SPEC, *reference.diff(old_N, new_N), new_N, "0" * 16)
-    yield chosen, old_N, new_N, encoder.finish(2, 1)
-
-
-Coded = tuple[object, np.ndarray, np.ndarray, codec.base.Encoded]
+    yield request.param, old_N, new_N, deltas.encode(request.param, {"w": SPEC}, {"w": old_N}, {"w": new_N}, 2, 1)
 
 
 def test_a_replaced_tensor_travels_in_planes(coded: Coded) -> None:
-    chosen, old_N, new_N, encoded = coded
+    codec_name, old_N, new_N, encoded = coded
     payload = codec.open_payload(encoded.to_bytes())
-    assert isinstance(payload.patches["w"]["dense"], list)
+    dense_ = json.loads(payload.metadata["dense"])["w"] if codec_name == "packed" else payload.patches["w"]["dense"]
+    assert isinstance(dense_, list)
     assert len(encoded.to_bytes()) < 0.7 * new_N.nbytes
-    (patch,) = chosen.decode(payload, {"w": SPEC}, {"w": old_N}.__getitem__)
-    assert patch.index_K is None and patch.absolute
-    np.testing.assert_array_equal(patch.data, new_N)
+    delta, digests = deltas.decode(encoded.to_bytes(), {"w": SPEC}, {"w": old_N})
+    assert not delta.steps and digests == deltas.digests({"w": new_N})
+    np.testing.assert_array_equal(delta.of("w")[1].data_K, new_N)
 
 
 @pytest.mark.parametrize(
@@ -233,21 +232,21 @@ def test_a_replaced_tensor_travels_in_planes(coded: Coded) -> None:
     ids=["shorter", "longer", "of another dtype", "no frames"],
 )
 def test_a_delta_with_damaged_planes_is_corrupt(coded: Coded, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    chosen, old_N, _, encoded = coded
+    _, old_N, _, encoded = coded
     arrays = encoded.arrays | {"w": change(encoded.arrays["w"])}
-    payload = codec.open_payload(b"".join(body(arrays, encoded.metadata)))
     with pytest.raises(CorruptDataError, match="plane"):
-        list(chosen.decode(payload, {"w": SPEC}, {"w": old_N}.__getitem__))
+        deltas.decode(b"".join(body(arrays, encoded.metadata)), {"w": SPEC}, {"w": old_N})
 
 
-@pytest.mark.parametrize("name", [".words", ".blocks", ".tables", ".record", "__metadata__"])
-def test_a_tensor_named_as_an_entry_of_the_format_is_never_dense(name: str) -> None:
-    spec = TensorSpec(name, "uint8", (1000,))
+@pytest.mark.parametrize("codec_name", ["packed", "context"])
+@pytest.mark.parametrize("name", [".words", ".blocks", ".tables", ".1.words", ".1.tensors", ".record", "__metadata__"])
+def test_a_tensor_named_as_an_entry_of_the_format_is_never_dense(name: str, codec_name: str) -> None:
+    if codec_name == "context" and name.startswith(".1"):
+        return  # no entry of its
+    specs = {name: TensorSpec(name, "uint8", (1000,))}
     old_N, new_N = np.zeros(1000, np.uint8), np.random.default_rng(0).integers(1, 256, 1000, np.uint8)
-    encoder = codec.get("packed").encoder()
-    encoder.add(spec, *reference.diff(old_N, new_N), new_N, "0" * 16)
-    payload = codec.open_payload(encoder.finish(2, 1).to_bytes())
-    (patch,) = codec.get("packed").decode(payload, {name: spec})
-    assert patch.index_K is not None
-    patch.apply(old_N)
+    data = deltas.encode(codec_name, specs, {name: old_N}, {name: new_N}).to_bytes()
+    delta, _ = deltas.decode(data, specs, {name: old_N})
+    assert not delta.known
+    delta.apply(name, old_N)
     np.testing.assert_array_equal(old_N, new_N)

@@ -23,9 +23,11 @@ from deltasync.errors import CommitError, StageError
 from deltasync.kernels import reference, table, torch_ops
 from deltasync.live import LiveMemory, Segment, devices, staging
 from deltasync.live.devices import Device
-from deltasync.tensors import Patch, TensorSpec
+from deltasync.live.staging import Staged
+from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec
 from deltasync.tensors.bits import signed_view
 from deltasync.tensors.fingerprint import tensor_key
+from tests import deltas
 from tests.devices import StandIn, on
 from tests.interpreter import INTERPRETED
 
@@ -57,22 +59,27 @@ class Model:
     memory: LiveMemory
     bits: dict[str, np.ndarray]
 
-    def patches(self, kind: str, seed: int = 0) -> tuple[list[tuple[Patch, int]], dict[str, np.ndarray]]:
-        """Patches with the fingerprints that they promise, and the bits that they lead to."""
+    def after(self, kind: str, seed: int = 0) -> dict[str, np.ndarray]:
+        """The bits of a next version."""
         random = np.random.default_rng(seed)
-        patches, after = [], {}
+        after = {}
         for name, old_N in self.bits.items():
             new_N = random.integers(0, 256, old_N.nbytes, np.uint8).view(old_N.dtype)
             if kind != "whole":
                 new_N = np.where(random.random(old_N.size) < 0.05, new_N, old_N)
-            index_K, step_K = reference.diff(old_N, new_N)
-            patch = {
-                "steps": Patch(name, index_K, step_K, absolute=False),
-                "absolute": Patch(name, index_K, new_N[index_K], absolute=True),
-            }.get(kind, Patch(name, None, new_N, absolute=True))
-            patches.append((patch, reference.fingerprint(tensor_key(name), new_N)))
             after[name] = new_N
-        return patches, after
+        return after
+
+    def changed(self, kind: str, after: dict[str, np.ndarray]) -> Changed:
+        """A delta, by steps or by new bits."""
+        return deltas.changed(self.memory._layout, self.bits, after, "steps" if kind == "steps" else "values")
+
+    def stage(self, kind: str, after: dict[str, np.ndarray]) -> Staged:
+        """Stage a version, as a delta or as full weights."""
+        if kind.startswith("whole"):
+            digests = deltas.digests(after)
+            return self.memory.stage_weights((name, bits_N, digests[name]) for name, bits_N in after.items())
+        return self.memory.stage(self.changed(kind, after))
 
     def assert_holds(self, bits: dict[str, np.ndarray]) -> None:
         for name, bits_N in bits.items():
@@ -106,9 +113,9 @@ def test_commit_and_rollback(kernels: ModuleType, kind: str, small: None) -> Non
     before = dict(memory.fingerprints)
     assert before == {name: reference.fingerprint(tensor_key(name), bits_N) for name, bits_N in model.bits.items()}
     model.assert_holds(model.bits)
-    patches, after = model.patches(kind)
+    after = model.after(kind)
 
-    staged = memory.stage(patches)
+    staged = model.stage(kind, after)
     model.assert_holds(model.bits)
     assert bool(staged.copies) == (kind == "whole")
 
@@ -142,8 +149,9 @@ def test_a_commit_is_a_constant_number_of_launches(segment_count: int, kernels: 
     }
     memory = LiveMemory(specs, segments, lambda live: places[live.untyped_storage().data_ptr()])
     memory.audit()
-    index_K = np.array([3, 9], np.int32)
-    staged = memory.stage([(Patch(name, index_K, np.array([1, 2], np.uint16), absolute=True), 0) for name in specs])
+    at_K = np.add.outer(16 * np.arange(segment_count), [3, 9]).reshape(-1).astype(np.int32)
+    known = Sparse(at_K, np.tile(np.array([1, 2], np.uint16), segment_count))
+    staged = memory.stage(Changed(Delta(Layout(specs), {}, {2: known}), dict.fromkeys(specs, 0)))
     for device in held:
         assert device.launches == ["fingerprint", "prepare"]
         assert len(device.allocated) == 2  # a table each
@@ -174,8 +182,8 @@ def test_a_failure_at_any_launch_of_any_device_leaves_the_old_bits(kind: str, sm
         held = [StandIn(), StandIn(), StandIn()]
         model = make(*held)
         before = dict(model.memory.fingerprints)
-        patches, after = model.patches(kind)
-        staged = model.memory.stage(patches)
+        after = model.after(kind)
+        staged = model.stage(kind, after)
         points = iter(range(1000))
         failed = []
 
@@ -208,7 +216,7 @@ def test_a_failure_at_any_launch_of_any_device_leaves_the_old_bits(kind: str, sm
 def test_a_device_that_cannot_be_undone_makes_the_weights_uncertain(small: None) -> None:
     held = [StandIn(), StandIn()]
     model = make(*held)
-    staged = model.memory.stage(model.patches("steps")[0])
+    staged = model.stage("steps", model.after("steps"))
 
     def fail(name: str) -> None:
         raise _Failure(name)
@@ -224,8 +232,7 @@ def test_a_device_that_cannot_be_undone_makes_the_weights_uncertain(small: None)
 
 def test_memory_that_somebody_else_wrote_on_one_device_is_left_alone_on_all(small: None) -> None:
     model = make(StandIn(), None, StandIn())
-    patches, _ = model.patches("steps")
-    staged = model.memory.stage(patches)
+    staged = model.stage("steps", model.after("steps"))
     live = model.memory._segments["b"][1].live
     live.add_(1)
     with pytest.raises(StageError, match="someone else"):
@@ -257,8 +264,8 @@ def test_full_weights_take_little_memory_of_the_device(kind: str, monkeypatch: p
         monkeypatch.setattr(module, name, getattr(module, name) // 32)
     device = StandIn(free_bytes=devices.RESERVE_BYTES + 192 * MIB // 32)
     model = make(device, rows=1 << 10, columns=1536)
-    patches, after = model.patches(kind)
-    staged = model.memory.stage(patches)
+    after = model.after(kind)
+    staged = model.stage(kind, after)
     with _Allocations() as made:
         for copy in staged.copies:
             copy.exchange()
@@ -281,14 +288,14 @@ def test_staging_beyond_what_is_free_is_refused_before_it_allocates(kind: str) -
     device._free_bytes = sum(device.allocated) + devices.RESERVE_BYTES + 1000
     allocated = list(device.allocated)
     device._largest.clear()
-    patches, _ = model.patches(kind)
+    after = model.after(kind)
     with pytest.raises(
         StageError, match=r"Staging needs [\d,]+ bytes on cpu, where 268,436,456 are free, .* 268,435,456 stay"
     ):
-        model.memory.stage(patches)
+        model.stage(kind, after)
     assert device.allocated == allocated
     device._free_bytes = 1 << 40
-    model.memory.commit(model.memory.stage(patches))
+    model.memory.commit(model.stage(kind, after))
 
 
 def test_a_gpu_that_says_that_little_is_free_is_believed() -> None:
@@ -319,14 +326,12 @@ def test_no_check_moves_the_weights_to_the_host(kernels: ModuleType, small: None
         moved.append(self.nbytes)
         return self.clone()
 
-    steps, _ = model.patches("steps")
-    staged = model.memory.stage(steps)
+    staged = model.stage("steps", model.after("steps"))
     with mock.patch.object(torch.Tensor, "cpu", to_host):
         model.memory.audit()
         model.memory.commit(staged)
         assert all(model.memory.differs(name, signed_view(bits_N)) for name, bits_N in model.bits.items())
-        whole, _ = model.patches("whole", seed=2)
-        model.memory.stage(whole)
+        model.stage("whole", model.after("whole", seed=2))
     assert moved
     assert sum(moved) < model_bytes / 8
 
@@ -342,14 +347,13 @@ def test_positions_are_sent_once_and_checkpoint_indices_never() -> None:
         sent.append(size_bytes)
         return pinned(size_bytes)
 
-    patches, _ = model.patches("steps")
+    changed = model.changed("steps", model.after("steps"))
     with mock.patch.object(device, "pinned", count):
-        staged = model.memory.stage(patches)
+        staged = model.memory.stage(changed)
     (sent_bytes,) = sent  # one copy per version
     segments = sum(map(len, model.memory._segments.values()))
-    values_bytes = sum(patch.data.nbytes + 4 * patch.data.size for patch, _ in patches)
-    assert staged.changed == sum(patch.data.size for patch, _ in patches)
-    assert sent_bytes <= values_bytes + segments * (8 * table.COLUMNS + 3 * 16 + 64)
+    assert staged.changed == changed.delta.changed
+    assert sent_bytes <= changed.delta.nbytes + segments * (8 * table.COLUMNS + 3 * 16 + 64)
 
 
 def test_warming_up_serves_each_dtype_of_a_device() -> None:

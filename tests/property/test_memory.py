@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from deltasync.errors import CommitError, StageError
-from deltasync.kernels import cpu, reference
+from deltasync.kernels import cpu, cpu_rows, reference
 from deltasync.live import LiveMemory, Segment, combine, model_fingerprint, staging
-from deltasync.tensors import Patch, TensorSpec, fingerprint, region_end, region_size
+from deltasync.live.staging import Staged
+from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec, fingerprint, region_end, region_size
 from deltasync.tensors.bits import bits_of, int_view, tensor_of
+from tests import deltas
 from tests import strategies as our
 
 
@@ -134,7 +136,13 @@ def matrix_pairs(draw: st.DrawFn) -> tuple[TensorSpec, np.ndarray, np.ndarray]:
     return spec, old_N, draw(our.new_bits(old_N, spec.dtype))
 
 
-@pytest.mark.parametrize("kind", ["steps", "absolute", "dense"])
+def _stage(memory: LiveMemory, kind: str, old_N: np.ndarray, new_N: np.ndarray, wanted: int | None) -> Staged:
+    if kind == "weights":
+        return memory.stage_weights([("w", new_N, wanted)])
+    return memory.stage(Changed(deltas.between(memory._layout, {"w": old_N}, {"w": new_N}, kind), {"w": wanted}))
+
+
+@pytest.mark.parametrize("kind", [*deltas.KINDS, "weights"])
 @pytest.mark.parametrize("make_memory", [_host_memory, _memory_in_pieces], ids=["host", "pieces"])
 @given(pair=matrix_pairs())
 def test_stage_touches_nothing_commit_gives_new_bits_rollback_the_old_ones(
@@ -145,15 +153,9 @@ def test_stage_touches_nothing_commit_gives_new_bits_rollback_the_old_ones(
     memory: LiveMemory = make_memory(spec, old_N)
     memory.audit()
     before = dict(memory.fingerprints)
-    index_K, step_K = reference.diff(old_N, new_N)
-    patch = {
-        "steps": Patch("w", index_K, step_K, absolute=False),
-        "absolute": Patch("w", index_K, new_N[index_K], absolute=True),
-        "dense": Patch("w", None, new_N, absolute=True),
-    }[kind]
     wanted = reference.fingerprint(fingerprint.tensor_key("w"), new_N)
 
-    staged = memory.stage([(patch, wanted)])
+    staged = _stage(memory, kind, old_N, new_N, wanted)
     np.testing.assert_array_equal(memory.gather("w"), old_N)
     np.testing.assert_array_equal(memory.bits("w"), old_N)
     assert memory.fingerprints == before
@@ -170,7 +172,7 @@ def test_stage_touches_nothing_commit_gives_new_bits_rollback_the_old_ones(
     assert memory.fingerprints == before
 
 
-@pytest.mark.parametrize("kind", ["steps", "absolute", "dense"])
+@pytest.mark.parametrize("kind", [*deltas.KINDS, "weights"])
 @given(pair=matrix_pairs())
 def test_shards_hold_the_tensor_together_and_their_fingerprints_add_up(
     kind: str, pair: tuple[TensorSpec, np.ndarray, np.ndarray]
@@ -188,17 +190,11 @@ def test_shards_hold_the_tensor_together_and_their_fingerprints_add_up(
         ],
     ]
     memories = [LiveMemory({"w": spec}, {"w": segments}) for segments in shards]
-    index_K, step_K = reference.diff(old_N, new_N)
-    patch = {
-        "steps": Patch("w", index_K, step_K, absolute=False),
-        "absolute": Patch("w", index_K, new_N[index_K], absolute=True),
-        "dense": Patch("w", None, new_N, absolute=True),
-    }[kind]
     key = fingerprint.tensor_key("w")
     for memory in memories:
         memory.audit()
     assert _sum_of(memories) == reference.fingerprint(key, old_N)
-    reports = [memory.commit(memory.stage([(patch, 0)])) for memory in memories]
+    reports = [memory.commit(_stage(memory, kind, old_N, new_N, 0)) for memory in memories]
     assert _sum_of(memories) == reference.fingerprint(key, new_N)
     for memory in memories:
         memory.audit()
@@ -242,10 +238,58 @@ def test_host_memory_takes_every_shape_and_dtype(spec: TensorSpec, data: st.Data
     memory, tensors = LiveMemory.on_host({spec.name: spec})
     memory.audit()
     wanted = reference.fingerprint(fingerprint.tensor_key(spec.name), new_N)
-    memory.commit(memory.stage([(Patch(spec.name, None, new_N, absolute=True), wanted)]))
+    memory.commit(memory.stage_weights([(spec.name, new_N, wanted)]))
     assert memory.fingerprints == {spec.name: wanted}
     assert tensors[spec.name].shape == spec.shape
     np.testing.assert_array_equal(bits_of(tensors[spec.name]), new_N)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[dict[str, TensorSpec], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Several widths, each of several tensors, of any shape."""
+    count = draw(st.integers(1, 6))
+    specs = {str(number): draw(our.specs(str(number))) for number in range(count)}
+    old = {name: draw(our.bit_arrays(spec.dtype, spec.element_count)) for name, spec in specs.items()}
+    return specs, old, {name: draw(our.new_bits(old[name], spec.dtype)) for name, spec in specs.items()}
+
+
+@given(models(), st.data())
+def test_a_delta_of_a_whole_model_is_staged_committed_and_brought_back(model: tuple, data: st.DataObject) -> None:
+    specs, old, new = model
+    memory, tensors = LiveMemory.on_host(specs)
+    for name, tensor in tensors.items():
+        bits_of(tensor)[:] = old[name]
+    memory.audit()
+    before = dict(memory.fingerprints)
+    kinds = {name: data.draw(st.sampled_from(deltas.KINDS)) for name in specs}
+    changed = deltas.changed(Layout(specs), old, new, kinds)
+    staged = memory.stage(changed)
+    assert staged.changed == changed.delta.changed
+    assert all(memory.bits(name).tobytes() == old[name].tobytes() for name in specs)
+    memory.commit(staged)
+    assert all(memory.bits(name).tobytes() == new[name].tobytes() for name in specs)
+    assert memory.fingerprints == deltas.digests(new) == staged.fingerprints
+    assert memory.fingerprints_of(specs) == memory.fingerprints
+    memory.audit()
+    assert memory.fingerprints == deltas.digests(new)
+    memory.rollback(staged)
+    assert all(memory.bits(name).tobytes() == old[name].tobytes() for name in specs)
+    assert memory.fingerprints == before
+    memory.audit()
+    assert memory.fingerprints == before
+
+
+@given(models(), st.data())
+def test_memory_that_nobody_uses_takes_a_delta_at_once(model: tuple, data: st.DataObject) -> None:
+    specs, old, new = model
+    memory, _ = LiveMemory.on_host(specs)
+    memory.load(
+        (name, bits_N, digest) for (name, bits_N), digest in zip(old.items(), deltas.digests(old).values(), strict=True)
+    )
+    kinds = {name: data.draw(st.sampled_from(deltas.KINDS)) for name in specs}
+    memory.apply(deltas.between(Layout(specs), old, new, kinds))
+    assert all(memory.bits(name).tobytes() == new[name].tobytes() for name in specs)
+    assert memory.fingerprints == deltas.digests(new)
 
 
 @given(our.tensors())
@@ -255,9 +299,16 @@ def test_bits_of_any_layout_are_the_row_major_ones(tensor: torch.Tensor) -> None
 
 
 def test_a_patch_without_a_place_is_refused_before_anything_is_written() -> None:
-    memory, _ = LiveMemory.on_host({"w": TensorSpec("w", "bfloat16", (3,))})
-    with pytest.raises(StageError):
-        memory.stage([(Patch("x", np.array([0]), np.array([1], np.uint16), absolute=True), 0)])
+    specs = {name: TensorSpec(name, "bfloat16", (3,)) for name in "wx"}
+    live = torch.zeros(3, dtype=torch.int16)
+    memory = LiveMemory(specs, {"w": [Segment(live, (1,), 0)]})
+    old, new = ({name: np.full(3, value, np.uint16) for name in specs} for value in (0, 1))
+    for kind in deltas.KINDS:
+        with pytest.raises(StageError, match="x has no"):
+            memory.stage(deltas.changed(Layout(specs), old, new, kind))
+    with pytest.raises(StageError, match="x has no"):
+        memory.stage_weights((name, bits_N, 0) for name, bits_N in new.items())
+    assert not live.any()
 
 
 def test_full_weights_of_several_widths_are_copied_together() -> None:
@@ -265,8 +316,8 @@ def test_full_weights_of_several_widths_are_copied_together() -> None:
     for names in (["a", "b"], ["a", "c"], ["b", "a"], ["a", "b", "c"]):
         memory, tensors = _zeros({name: specs[name] for name in names})
         memory.audit()
-        patches = [(Patch(name, None, np.ones(3, specs[name].bits_dtype), absolute=True), 0) for name in names]
-        report = memory.commit(memory.stage(patches))
+        weights = [(name, np.ones(3, specs[name].bits_dtype), 0) for name in names]
+        report = memory.commit(memory.stage_weights(weights))
         assert all(int_view(tensor).tolist() == [1, 1, 1] for tensor in tensors.values())
         memory.rollback(report)
         assert not any(int_view(tensor).any() for tensor in tensors.values())
@@ -276,12 +327,23 @@ class _Failure(RuntimeError):
     pass
 
 
-def _two_tensors() -> tuple[LiveMemory, dict[str, torch.Tensor], list[tuple[Patch, int]]]:
+def _two_tensors() -> tuple[LiveMemory, dict[str, torch.Tensor], Changed]:
     specs = {name: TensorSpec(name, "bfloat16", (3,)) for name in ("a", "b")}
     memory, tensors = _zeros(specs)
     memory.audit()
-    ones = np.ones(1, np.uint16)
-    return memory, tensors, [(Patch(name, np.array([1]), ones, absolute=False), 0) for name in specs]
+    steps = Sparse(np.array([1, 4], np.int32), np.ones(2, np.uint16))
+    return memory, tensors, Changed(Delta(Layout(specs), {2: steps}), {"a": 0, "b": 0})
+
+
+def _mixed(*dtypes: str) -> tuple[LiveMemory, dict[str, torch.Tensor], list[tuple[str, np.ndarray, int]]]:
+    """Zeros, and full weights of which the last tensor differs everywhere and the others in one element."""
+    specs = {f"t{n}": TensorSpec(f"t{n}", dtype, (9 if n < len(dtypes) - 1 else 3,)) for n, dtype in enumerate(dtypes)}
+    memory, tensors = _zeros(specs)
+    memory.audit()
+    new = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in specs.items()}
+    for bits_N in new.values():
+        bits_N[0 if bits_N.size == 9 else slice(None)] = 1
+    return memory, tensors, [(name, bits_N, 0) for name, bits_N in new.items()]
 
 
 class _FailingCopy(TorchFunctionMode):
@@ -301,46 +363,54 @@ class _FailingCopy(TorchFunctionMode):
 
 def test_a_commit_that_fails_anywhere_leaves_the_old_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_HOST_PIECE_BYTES", 4)  # two pieces
-    memory, tensors, patches = _two_tensors()
+    memory, tensors, weights = _mixed("bfloat16", "bfloat16")
     before = dict(memory.fingerprints)
     for number in itertools.count(1):
-        staged = memory.stage([patches[0], (Patch("b", None, np.full(3, 5, np.uint16), absolute=True), 0)])
+        staged = memory.stage_weights(weights)
+        assert staged.swaps and staged.copies
         mode = _FailingCopy(number)
         try:
             with mode:
                 memory.commit(staged)
         except _Failure:
-            assert all(int_view(tensor).tolist() == [0, 0, 0] for tensor in tensors.values())
+            assert not any(int_view(tensor).any() for tensor in tensors.values())
             assert memory.fingerprints == before
         else:
             break
     assert number == 2 * 3 + 1
-    assert [int_view(tensor).tolist() for tensor in tensors.values()] == [[0, 1, 0], [5, 5, 5]]
+    assert [int_view(tensor).tolist() for tensor in tensors.values()] == [[1] + [0] * 8, [1] * 3]
 
 
 @pytest.mark.parametrize("lacking", ["tables of the exchange", "fingerprints of what was copied"])
 def test_without_memory_the_old_bits_stay(lacking: str) -> None:
-    specs = {name: TensorSpec(name, dtype, (3,)) for name, dtype in (("a", "bfloat16"), ("b", "float32"), ("c", "uint8"))}
-    memory, tensors = _zeros(specs)
-    memory.audit()
-    one = np.zeros(1, np.int32)
-    patches = [(Patch(name, one, np.ones(1, specs[name].bits_dtype), absolute=True), 0) for name in ("a", "b")]
-    patches.append((Patch("c", None, np.ones(3, np.uint8), absolute=True), 0))
+    memory, tensors, weights = _mixed("bfloat16", "float32", "uint8")
     if lacking == "tables of the exchange":
-        failing = mock.patch.object(cpu.np, "array", wraps=np.array, side_effect=[mock.DEFAULT, MemoryError])
-        with failing, pytest.raises(MemoryError):
-            memory.stage(patches)
+        with mock.patch.object(cpu, "np", wraps=np) as numpy_, pytest.raises(MemoryError):
+            numpy_.array.side_effect = [np.empty((0, 4), np.int64), MemoryError]
+            memory.stage_weights(weights)
     else:
         with mock.patch.object(cpu, "fingerprint_runs", side_effect=MemoryError), pytest.raises(MemoryError):
-            memory.commit(memory.stage(patches))
-    assert all(int_view(tensor).tolist() == [0, 0, 0] for tensor in tensors.values())
-    assert memory.commit(memory.stage(patches)).parts.keys() == specs.keys()
-    assert [int_view(tensor).tolist() for tensor in tensors.values()] == [[1, 0, 0], [1, 0, 0], [1, 1, 1]]
+            memory.commit(memory.stage_weights(weights))
+    assert not any(int_view(tensor).any() for tensor in tensors.values())
+    assert memory.commit(memory.stage_weights(weights)).parts.keys() == tensors.keys()
+    assert [int_view(tensor).sum() for tensor in tensors.values()] == [1, 1, 3]
+
+
+@pytest.mark.parametrize("name", ["_by_changes", "by_tensor"])
+def test_without_memory_to_stage_a_delta_nothing_is_written(name: str) -> None:
+    memory, tensors, changed = _two_tensors()
+    before = dict(memory.fingerprints)
+    with mock.patch.object(cpu_rows, name, side_effect=MemoryError), pytest.raises(MemoryError):
+        memory.stage(changed)
+    assert not any(int_view(tensor).any() for tensor in tensors.values())
+    assert memory.fingerprints == before
+    memory.commit(memory.stage(changed))
+    assert [int_view(tensor).tolist() for tensor in tensors.values()] == [[0, 1, 0]] * 2
 
 
 def test_live_memory_that_changed_since_staging_is_left_alone() -> None:
-    memory, tensors, patches = _two_tensors()
-    staged = memory.stage(patches)
+    memory, tensors, changed = _two_tensors()
+    staged = memory.stage(changed)
     before = dict(memory.fingerprints)
     int_view(tensors["b"])[1] = 7
     with pytest.raises(StageError, match="someone else"):
@@ -350,8 +420,8 @@ def test_live_memory_that_changed_since_staging_is_left_alone() -> None:
 
 
 def test_a_commit_that_cannot_be_undone_says_that_the_weights_are_uncertain() -> None:
-    memory, _, patches = _two_tensors()
-    report = memory.commit(memory.stage([(Patch("a", None, np.ones(3, np.uint16), absolute=True), 0), patches[1]]))
+    memory, _, weights = _mixed("bfloat16", "bfloat16")
+    report = memory.commit(memory.stage_weights(weights))
     report.copies[0].pieces[0][1].resize_(2)
     with pytest.raises(CommitError):
         memory.rollback(report)
@@ -362,5 +432,6 @@ def test_what_is_staged_takes_three_times_the_changed_bytes() -> None:
     memory, _ = LiveMemory.on_host({"w": spec})
     memory.audit()
     index_K = np.arange(0, spec.element_count, 100, dtype=np.int32)
-    staged = memory.stage([(Patch("w", index_K, np.ones(index_K.size, np.uint16), absolute=False), 0)])
+    steps = Sparse(index_K, np.ones(index_K.size, np.uint16))
+    staged = memory.stage(Changed(Delta(Layout({"w": spec}), {2: steps}), {"w": 0}))
     assert staged.device_bytes == 3 * 2 * index_K.size

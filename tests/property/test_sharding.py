@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import pkgutil
 from typing import Any
 from unittest import mock
 
@@ -13,13 +15,14 @@ from hypothesis import strategies as st
 
 from deltasync import codec
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
-from deltasync.kernels import cpu_diff
+from deltasync.kernels import cpu_rows
 from deltasync.publish.shadow import Shadow, Snapshot, check_coverage
 from deltasync.publish.stream import TensorRange, range_of
 from deltasync.ranks.peers import Range
-from deltasync.tensors import TensorSpec, fingerprint
+from deltasync.tensors import Delta, TensorSpec, fingerprint
 from deltasync.tensors.bits import tensor_of
-from tests import strategies
+from deltasync.tensors.delta import fold, joined
+from tests import deltas, strategies
 
 Bits = dict[str, np.ndarray]
 
@@ -45,13 +48,12 @@ def stream(specs: dict[str, TensorSpec], bits: Bits, ranges: dict[str, Range]) -
     return found
 
 
-def encoded(shadow: Shadow, changes: dict, name: str) -> bytes:
-    encoder = codec.get(name).encoder()
-    with mock.patch("deltasync.codec.blocks.BLOCK", 32):
-        for tensor, patch in changes.items():
-            start = shadow.ranges[tensor][0]
-            encoder.add(shadow.specs[tensor], patch.index_K, patch.data, shadow.bits[tensor], "0" * 16, start)
-        return encoder.finish(2, 1).to_bytes()
+def encoded(shadow: Shadow, delta: Delta, name: str) -> bytes:
+    def new(tensor: str) -> tuple[np.ndarray, int]:
+        return shadow.bits[tensor], shadow.ranges[tensor][0]
+
+    with mock.patch("deltasync.codec.blocks.BLOCK", 32), mock.patch("deltasync.codec.vector.BLOCK", 32):
+        return codec.get(name).encode(delta, new, dict.fromkeys(shadow.specs, 0), 2, 1).to_bytes()
 
 
 @pytest.mark.parametrize("codec_name", ["packed", "context", "raw"])
@@ -61,30 +63,33 @@ def test_shards_add_up_to_the_whole(codec_name: str, ranks: int, data: st.DataOb
     specs, old, new = model
     whole = {name: (0, spec.element_count) for name, spec in specs.items()}
     alone = Shadow.of(stream(specs, old, whole), "keep", 0)
-    changed = {name: patch.changed for name, patch in alone.advance(stream(specs, new, whole), "keep", 0).items()}
+    changed = fold([Delta(alone.layout, {}), *alone.advance(stream(specs, new, whole), "keep", 0)])
+    assert changed.counts() == deltas.between(alone.layout, old, new).counts()
 
     held = data.draw(cuts(specs, ranks))
     check_coverage(specs, held)
-    found = {name: bits.copy() for name, bits in old.items()}
+    found: list[Delta] = []
     sums = dict.fromkeys(specs, 0)
     for rank, ranges in enumerate(held):
         shadow = Shadow.of(stream(specs, old, ranges), "keep", rank)
-        changes = shadow.advance(stream(specs, new, ranges), "keep", rank)
-        payload = codec.open_payload(encoded(shadow, changes, codec_name))
+        taken = fold([Delta(shadow.layout, {}), *shadow.advance(stream(specs, new, ranges), "keep", rank)])
+        deltas.check(taken)
 
         def old_of_rank(name: str, ranges: dict[str, Range] = ranges) -> np.ndarray:
             known, (start, stop) = np.zeros_like(old[name]), ranges[name]
             known[start:stop] = old[name][start:stop]
             return known
 
-        for patch in codec.get(codec_name).decode(payload, specs, old_of_rank):
-            patch.apply(found[patch.name])
-        for name, patch in changes.items():
-            changed[name] -= patch.changed
+        payload = codec.open_payload(encoded(shadow, taken, codec_name))
+        found.append(codec.get(codec_name).decode(payload, shadow.layout, old_of_rank)[0])
+        assert found[-1].counts().keys() == taken.counts().keys()  # a dense tensor names every element
         for name, part in shadow.fingerprints.items():
             sums[name] = (sums[name] + part) & fingerprint.MASK
-    assert all(found[name].tobytes() == new[name].tobytes() for name in specs)
-    assert not any(changed.values())
+    together = joined(found)
+    deltas.check(together)
+    reached = deltas.applied(together, old)
+    assert all(reached[name].tobytes() == new[name].tobytes() for name in specs)
+    assert together.counts().keys() == changed.counts().keys()
     assert sums == alone.fingerprints
 
 
@@ -154,10 +159,12 @@ def test_a_range_that_moves_is_refused_and_nothing_is_taken() -> None:
 
 
 def test_an_update_that_cannot_begin_leaves_the_bits() -> None:
+    """Tensors of two widths are compared by two calls, of which the second one fails."""
     whole = {name: (0, 8) for name in "ab"}
-    specs = {name: TensorSpec(name, "int16", (8,)) for name in whole}
-    shadow = Shadow.of(stream(specs, {name: np.zeros(8, np.uint16) for name in whole}, whole), "keep", 0)
-    before, advance, calls = dict(shadow.fingerprints), cpu_diff.advance, []
+    specs = {name: TensorSpec(name, dtype, (8,)) for name, dtype in zip(whole, ("int16", "int32"), strict=True)}
+    old, new = ({name: np.full(8, value, specs[name].bits_dtype) for name in whole} for value in (0, 1))
+    shadow = Shadow.of(stream(specs, old, whole), "keep", 0)
+    before, advance, calls = dict(shadow.fingerprints), cpu_rows.advance, []
 
     def advance_once(*arguments: Any) -> Any:
         if calls:
@@ -165,30 +172,82 @@ def test_an_update_that_cannot_begin_leaves_the_bits() -> None:
         calls.append(arguments)
         return advance(*arguments)
 
-    with mock.patch.object(cpu_diff, "advance", advance_once), pytest.raises(MemoryError):
-        shadow.advance(stream(specs, {name: np.ones(8, np.uint16) for name in whole}, whole), "keep", 0)
+    with mock.patch.object(cpu_rows, "advance", advance_once), pytest.raises(MemoryError):
+        shadow.advance(stream(specs, new, whole), "keep", 0)
+    assert calls and shadow.bits["a"].any()
     shadow.retreat()
     assert shadow.fingerprints == before
     assert not any(bits.any() for bits in shadow.bits.values())
 
 
+POINTS = {
+    "before the launch": "deltasync.kernels.cpu_rows.advance",
+    "after the launch": "deltasync.kernels.cpu_rows.advance",
+    "before the steps are joined": "deltasync.kernels.cpu_rows.Taken.join",
+    "after the steps are joined": "deltasync.kernels.cpu_rows.Taken.join",
+    "before they are noted": "deltasync.publish.shadow.Shadow.note",
+    "after they are noted": "deltasync.publish.shadow.Shadow.note",
+    "before a snapshot notes them": "deltasync.publish.shadow.Snapshot.note",
+    "after a snapshot notes them": "deltasync.publish.shadow.Snapshot.note",
+}
+"""Where an interrupt comes. Once the kernel has run, only its counts say what it did."""
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("point", POINTS)
+def test_an_interrupt_anywhere_is_undone(point: str, number: int) -> None:
+    """Of three calls, as tensors have three widths, any may be interrupted; snapshots keep the bits of before."""
+    specs = {dtype: TensorSpec(dtype, dtype, (100,)) for dtype in ("int8", "int16", "float32")}
+    random = np.random.default_rng(number)
+    old = {name: np.frombuffer(random.bytes(spec.nbytes), spec.bits_dtype) for name, spec in specs.items()}
+    new = {name: bits_N + np.asarray(1, bits_N.dtype) for name, bits_N in old.items()}
+    whole = {name: (0, spec.element_count) for name, spec in specs.items()}
+    shadow = Shadow.of(stream(specs, old, whole), "keep", 0)
+    before, snapshot = dict(shadow.fingerprints), shadow.snapshot()
+    calls = itertools.count()
+    target = pkgutil.resolve_name(POINTS[point].replace(".cpu_rows.", ".cpu_rows:").replace(".shadow.", ".shadow:"))
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        comes = next(calls) == number
+        if comes and point.startswith("before"):
+            raise KeyboardInterrupt
+        result = target(*arguments, **named)
+        if comes:
+            raise KeyboardInterrupt
+        return result
+
+    with mock.patch(POINTS[point], interrupted), pytest.raises(KeyboardInterrupt):
+        shadow.advance(stream(specs, new, whole), "keep", 0)
+    shadow.retreat()
+    assert shadow.fingerprints == before
+    assert all(bits.tobytes() == old[name].tobytes() for name, bits in shadow.bits.items())
+    assert all(_taken(snapshot, old, name) == old[name].tobytes() for name in list(specs)[:2])
+    again = fold(shadow.advance(stream(specs, new, whole), "keep", 0))
+    assert again.counts() == {name: spec.element_count for name, spec in specs.items()}
+    assert all(bits.tobytes() == new[name].tobytes() for name, bits in shadow.bits.items())
+    assert _taken(snapshot, old, "float32") == old["float32"].tobytes()
+
+
 @pytest.mark.parametrize("touched", [True, False])
-def test_an_interrupt_that_cannot_be_undone_ends_publishing(touched: bool) -> None:
+def test_an_interrupt_in_the_kernel_that_cannot_be_undone_ends_publishing(touched: bool) -> None:
+    """It left other bits than the old and the new ones."""
     whole, specs = {"w": (0, 8)}, {"w": TensorSpec("w", "int16", (8,))}
     old, new = ({"w": np.full(8, value, np.uint16)} for value in (0, 1))
     shadow = Shadow.of(stream(specs, old, whole), "keep", 0)
-    advance = cpu_diff.advance
+    before, advance = dict(shadow.fingerprints), cpu_rows.advance
 
     def interrupted(*arguments: Any) -> Any:
         if touched:
             advance(*arguments)
+            shadow.bits["w"][3] = 7
         raise KeyboardInterrupt
 
-    with mock.patch.object(cpu_diff, "advance", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(cpu_rows, "advance", interrupted), pytest.raises(KeyboardInterrupt):
         shadow.advance(stream(specs, new, whole), "keep", 0)
     shadow.retreat()
+    assert shadow.fingerprints == before
     if touched:
         with pytest.raises(CorruptDataError, match="An interrupt came while w was taken"):
             shadow.advance(stream(specs, new, whole), "keep", 0)
     else:
-        assert shadow.advance(stream(specs, new, whole), "keep", 0)["w"].changed == 8
+        assert [piece.counts() for piece in shadow.advance(stream(specs, new, whole), "keep", 0)] == [{"w": 8}]

@@ -17,8 +17,9 @@ from deltasync.codec.blocks import rows_of
 from deltasync.codec.tiles import Grid
 from deltasync.errors import CorruptDataError, ShareError
 from deltasync.live import LiveMemory, Segment
-from deltasync.tensors import TensorSpec, index_dtype
+from deltasync.tensors import Delta, Layout, TensorSpec
 from deltasync.tensors.bits import tensor_of
+from tests import deltas
 
 SHARDS = [(dim, ways) for dim in (-2, -1) for ways in (1, 2, 4, 8, 16)]
 
@@ -47,11 +48,19 @@ def changed(spec: TensorSpec, fraction: float, seed: int = 0) -> tuple[np.ndarra
 
 
 def encoded(spec: TensorSpec, old_N: np.ndarray, new_N: np.ndarray, start: int = 0, stop: int | None = None) -> Payload:
-    at_K = np.flatnonzero(old_N[start:stop] != new_N[start:stop]) + start
-    encoder = codec.get("context").encoder()
-    step_K = new_N[at_K] - old_N[at_K]
-    encoder.add(spec, at_K.astype(index_dtype(old_N.size)), step_K, new_N[start:stop], "0" * 16, start)
-    return codec.open_payload(encoder.finish(2, 1).to_bytes())
+    reached_N = old_N.copy()
+    reached_N[start:stop] = new_N[start:stop]
+    delta = deltas.between(Layout({spec.name: spec}), {spec.name: old_N}, {spec.name: reached_N})
+    new = {spec.name: (new_N[start:stop], start)}
+    return codec.open_payload(codec.get("context").encode(delta, new.__getitem__, {spec.name: 0}, 2, 1).to_bytes())
+
+
+def decoded(payload: Payload, spec: TensorSpec, old: codec.OldBits, wanted: codec.Wanted | None = None) -> Delta:
+    """The changes; none of `spec` has new bits instead of steps."""
+    delta, digests = codec.get("context").decode(payload, Layout({spec.name: spec}), old, wanted)
+    deltas.check(delta)
+    assert digests == {spec.name: 0} and not delta.known
+    return delta
 
 
 def shard(spec: TensorSpec, old_N: np.ndarray, dim: int, ways: int, rank: int) -> LiveMemory:
@@ -74,11 +83,10 @@ def test_every_even_shard_is_decoded_from_what_it_holds(shape: tuple[int, ...], 
         memory = shard(spec, old_N, dim, ways, rank)
         gathered_N = memory.gather("w")
         assert ways == 1 or not np.array_equal(gathered_N, old_N)
-        (patch,) = codec.get("context").decode(payload, {"w": spec}, lambda _, bits_N=gathered_N: bits_N, memory.held)
-        assert patch.index_K is not None and (np.diff(patch.index_K) > 0).all()
-        coordinate_K = np.unravel_index(patch.index_K, shape)[dim] // (shape[dim] // ways)
+        delta = decoded(payload, spec, lambda _, bits_N=gathered_N: bits_N, memory.held)
+        coordinate_K = np.unravel_index(delta.of("w")[0].at_K, shape)[dim] // (shape[dim] // ways)
         assert (coordinate_K == rank).all()  # its share, and nothing else
-        patch.apply(reached_N)
+        delta.apply("w", reached_N)
     np.testing.assert_array_equal(reached_N, new_N)
 
 
@@ -92,8 +100,7 @@ def test_a_sharded_trainer_may_cut_in_another_way_than_its_replicas(ranks: int, 
     reached_N = old_N.copy()
     for payload, worker in itertools.product(payloads, range(ways)):
         memory = shard(spec, old_N, dim, ways, worker)
-        for patch in codec.get("context").decode(payload, {"w": spec}, memory.gather, memory.held):
-            patch.apply(reached_N)
+        decoded(payload, spec, memory.gather, memory.held).apply("w", reached_N)
     np.testing.assert_array_equal(reached_N, new_N)
 
 
@@ -102,9 +109,9 @@ def test_experts_are_decoded_by_who_holds_them() -> None:
     old_N, new_N = changed(spec, 0.05)
     payload = encoded(spec, old_N, new_N)
     memory = shard(spec, old_N, -3, 4, 2)
-    (patch,) = codec.get("context").decode(payload, {"experts": spec}, memory.gather, memory.held)
+    delta = decoded(payload, spec, memory.gather, memory.held)
     expected = np.flatnonzero(old_N != new_N)
-    np.testing.assert_array_equal(patch.index_K, expected[expected // (64 * 128) == 2])
+    np.testing.assert_array_equal(delta.of("experts")[0].at_K, expected[expected // (64 * 128) == 2])
 
 
 @given(
@@ -128,8 +135,8 @@ def test_any_range_of_any_matrix_comes_back(
     payload = encoded(spec, old_N, new_N, start, stop)
     known_N = np.zeros_like(old_N)
     known_N[start:stop] = old_N[start:stop]
-    for patch in codec.get("context").decode(payload, {"w": spec}, lambda _: known_N):
-        patch.apply(old_N)
+    # A range that changes everywhere may be dense, if it is the whole tensor.
+    codec.get("context").decode(payload, Layout({"w": spec}), lambda _: known_N)[0].apply("w", old_N)
     np.testing.assert_array_equal(old_N[start:stop], new_N[start:stop])
 
 
@@ -180,10 +187,10 @@ def test_who_holds_a_part_of_a_tile_is_told_of_which_tensors(
     old_N, new_N = changed(spec, 0.05)
     memory, payload = held(spec, old_N), encoded(spec, old_N, new_N)
     with pytest.raises(ShareError, match="more than is held of 1 tensors, such as w") as caught:
-        next(codec.get("context").decode(payload, {"w": spec}, memory.gather, memory.held))
+        decoded(payload, spec, memory.gather, memory.held)
     assert caught.value.tensors == ["w"]
-    (patch,) = codec.get("context").decode(payload, {"w": spec}, lambda _: old_N, lambda _: None)
-    patch.apply(old_N)
+    delta = decoded(payload, spec, lambda _: old_N, lambda _: None)
+    delta.apply("w", old_N)
     np.testing.assert_array_equal(old_N, new_N)
 
 
@@ -192,8 +199,8 @@ def test_who_holds_nothing_of_a_tensor_needs_nothing_of_it(shape: tuple[int, ...
     spec = TensorSpec("w", "bfloat16", shape)
     payload = encoded(spec, *changed(spec, 0.05))
     memory = LiveMemory({"w": spec}, {"w": []})
-    (patch,) = codec.get("context").decode(payload, {"w": spec}, memory.gather, memory.held)
-    assert patch.changed == 0
+    delta = decoded(payload, spec, memory.gather, memory.held)
+    assert delta.changed == 0
 
 
 def test_who_holds_all_of_a_tensor_in_pieces_of_any_shape_decodes_it() -> None:
@@ -202,8 +209,8 @@ def test_who_holds_all_of_a_tensor_in_pieces_of_any_shape_decodes_it() -> None:
     live_N = torch.from_numpy(old_N.view("i2"))
     pieces = [Segment(live_N[start:stop], (1,), start) for start, stop in ((0, 200), (200, 777), (777, 128 * 128))]
     memory = LiveMemory({"w": spec}, {"w": pieces})
-    (patch,) = codec.get("context").decode(encoded(spec, old_N, new_N), {"w": spec}, memory.gather, memory.held)
-    np.testing.assert_array_equal(patch.index_K, np.flatnonzero(old_N != new_N))
+    delta = decoded(encoded(spec, old_N, new_N), spec, memory.gather, memory.held)
+    np.testing.assert_array_equal(delta.of("w")[0].at_K, np.flatnonzero(old_N != new_N))
 
 
 @pytest.mark.parametrize(("rule", "value"), [("FEW", 32), ("SMALL", 4096)])
@@ -218,8 +225,8 @@ def test_small_tensors_and_few_changes_are_coded_for_every_shard(
     payload = encoded(spec, old_N, new_N)
     assert "tiles" not in payload.patches["w"]
     memory = LiveMemory({"w": spec}, {"w": [Segment(torch.zeros(100, dtype=torch.int16), (1,), 7)]})
-    (patch,) = codec.get("context").decode(payload, {"w": spec}, memory.gather, memory.held)
-    patch.apply(old_N)
+    delta = decoded(payload, spec, memory.gather, memory.held)
+    delta.apply("w", old_N)
     np.testing.assert_array_equal(old_N[7:107], new_N[7:107])
 
 
@@ -229,8 +236,8 @@ def test_a_tile_in_which_more_changes_has_a_level_of_its_own(monkeypatch: pytest
     (old_N, few_N), (_, many_N) = changed(spec, 0.01), changed(spec, 0.2)
     new_N = np.where(np.arange(old_N.size) < old_N.size // 4, many_N, few_N)
     payload = encoded(spec, old_N, new_N)
-    (patch,) = codec.get("context").decode(payload, {"w": spec}, lambda _: old_N)
-    np.testing.assert_array_equal(patch.index_K, np.flatnonzero(old_N != new_N))
+    delta = decoded(payload, spec, lambda _: old_N)
+    np.testing.assert_array_equal(delta.of("w")[0].at_K, np.flatnonzero(old_N != new_N))
     level_B = rows_of(payload, 16, 3)[:, 2]
     assert level_B[:4].min() - level_B[4:].max() > 8 * 3, "at least eight times as many"
     alike = rows_of(encoded(spec, old_N, few_N), 16, 3)[:, 2]
@@ -244,7 +251,7 @@ def test_tiles_that_cannot_be_are_damage(declared: object) -> None:
     payload = encoded(spec, old_N, new_N)
     payload.patches["w"]["tiles"] = declared  # type: ignore[index]
     with pytest.raises(CorruptDataError, match="tiles"):
-        list(codec.get("context").decode(payload, {"w": spec}, lambda _: old_N))
+        decoded(payload, spec, lambda _: old_N)
 
 
 @pytest.mark.parametrize("planes", ["[]", "[9, 9, 9, 9]", "{", "[1e400]", '["1", 2, 3, 4]'])
@@ -255,4 +262,4 @@ def test_a_table_of_blocks_that_cannot_be_is_damage(planes: str) -> None:
     assert "block_planes" in payload.metadata
     payload.metadata["block_planes"] = planes  # type: ignore[index]
     with pytest.raises(CorruptDataError):
-        list(codec.get("context").decode(payload, {"w": spec}, lambda _: old_N))
+        decoded(payload, spec, lambda _: old_N)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ from deltasync.errors import (
     UnsupportedFormatError,
 )
 from deltasync.live import LiveMemory
-from deltasync.tensors import Patch
+from deltasync.tensors import Delta
 from tests.channels import EPOCH, Made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped, truncated
@@ -137,13 +136,14 @@ def test_who_joins_keeps_what_came_before_a_damaged_part(
 
 
 def test_a_join_that_runs_out_of_memory_has_what_came_before(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: LiveMemory, patches: Iterable[tuple[Patch, int]]) -> dict[str, int]:
-        found = patch(self, itertools.islice(patches, 1))
-        assert found
+    def full(self: LiveMemory, delta: Delta) -> None:
+        (first, *_) = delta.split(1)
+        assert 0 < first.changed < delta.changed
+        apply(self, first)
         raise MemoryError("Unable to allocate 1.16 GiB for an array (by the test)")
 
-    patch = LiveMemory.patch
-    monkeypatch.setattr(LiveMemory, "patch", full)
+    apply = LiveMemory.apply
+    monkeypatch.setattr(LiveMemory, "apply", full)
     replica = Replica(scene.store)
     with pytest.raises(StageError, match="Not enough memory for version 2"):
         replica.sync()
@@ -412,13 +412,17 @@ def _set_metadata(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda header: header["__metadata__"].update({key: value})
 
 
-def _set_row(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
+def _set_vector(width: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
     def change(header: dict[str, Any]) -> None:
-        rows = json.loads(header["__metadata__"]["patches"])
-        rows[name] |= fields
-        header["__metadata__"]["patches"] = json.dumps(rows)
+        rows = json.loads(header["__metadata__"]["vectors"])
+        rows[width] |= fields
+        header["__metadata__"]["vectors"] = json.dumps(rows)
 
     return change
+
+
+def _renamed(entry: str) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header.update({"other": header.pop(entry)})
 
 
 @pytest.mark.parametrize(
@@ -430,32 +434,38 @@ def _set_row(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
         _set_metadata("version", "3"),
         _set_metadata("version", "two"),
         _set_metadata("base_version", "2"),
-        _set_metadata("patches", "[]"),
-        _set_metadata("patches", '{"a.weight": 1}'),
-        _set_metadata("patches", '{"a.weight": {}}'),
-        _set_metadata("patches", "[" * 100_000),
-        _set_metadata("patches", "{}"),
+        _set_metadata("changed", "1"),
+        _set_metadata("changed", "100"),
+        _set_metadata("vectors", "[]"),
+        _set_metadata("vectors", '{"2": 1}'),
+        _set_metadata("vectors", '{"2": {}}'),
+        _set_metadata("vectors", '{"4": {"tensor": 0, "tensors": 0, "block": 0, "blocks": 0, "planes": null}}'),
+        _set_metadata("vectors", '{"two": {}}'),
+        _set_metadata("vectors", "[" * 100_000),
+        _set_metadata("vectors", "{}"),
+        _set_metadata("dense", "[]"),
+        _set_metadata("dense", "[" * 100_000),
+        _set_metadata("dense", '{"c.weight": true}'),
+        _set_metadata("dense", '{"a.weight": true}'),
+        _set_metadata("dense", '{"a.weight": [1, 2]}'),
         _set_metadata("block_elements", "0"),
         _set_metadata("block_elements", "-1"),
         _set_metadata("block_elements", "many"),
         _set_metadata("block_elements", "1" * 5000),
         _set_metadata("block_elements", "1"),
-        _set_row("a.weight", changed=0),
-        _set_row("a.weight", changed=-1),
-        _set_row("a.weight", changed=2),
-        _set_row("a.weight", changed=10**30),
-        _set_row("a.weight", changed=1.0),
-        _set_row("a.weight", fingerprint=1),
-        _set_row("a.weight", fingerprint="nothing"),
-        _set_row("a.weight", dense=True),
-        _set_row("a.weight", group=-1),
-        _set_row("a.weight", group=9),
-        _set_row("a.weight", group=None),
+        *(
+            _set_vector("2", **{field: wrong})
+            for field in ("tensor", "tensors", "block", "blocks")
+            for wrong in (-1, 3, 10**30, 1.0, "0", None, True)
+        ),
+        _set_vector("2", tensors=1),
+        _set_vector("2", blocks=0),
+        _set_vector("2", planes=[1, 2]),
+        _set_vector("2", planes="all"),
         lambda header: header.pop("__metadata__"),
-        lambda header: header[".tables"].update(dtype="I8"),
-        lambda header: header[".blocks"].update(dtype="F32"),
-        lambda header: header.update({"other": header.pop(".blocks")}),
-        lambda header: header.update({"other": header.pop(".words")}),
+        lambda header: header[".2.tables"].update(dtype="I8"),
+        lambda header: header[".2.blocks"].update(dtype="F32"),
+        *(_renamed(f".2.{entry}") for entry in ("tensors", "fingerprints", "blocks", "groups", "tables", "words")),
     ],
 )
 def test_a_payload_whose_header_contradicts_itself_is_a_format_error(
@@ -471,7 +481,7 @@ def test_a_payload_whose_header_contradicts_itself_is_a_format_error(
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "U16", "I16", "F8_E4M3", "BOOL"])
 def test_streams_of_another_dtype_are_a_format_error(scene: Scene, dtype: str) -> None:
     def change(header: dict[str, Any]) -> None:
-        for key in (".words", ".tables", ".blocks"):
+        for key in (".2.words", ".2.tables", ".2.blocks", ".2.groups", ".2.fingerprints"):
             start, end = header[key]["data_offsets"]
             width = 1 if dtype in ("F8_E4M3", "BOOL") else 2
             if (end - start) % width == 0:

@@ -17,7 +17,8 @@ from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Anchor, Channel, Delta, File, Head, Opening, Record, Reference, Version
 from deltasync.codec.base import Encoded, open_payload
 from deltasync.errors import CorruptDataError, FormatError, UnsupportedFormatError
-from deltasync.tensors import TensorSpec
+from deltasync.tensors import Delta as Changes
+from deltasync.tensors import Layout, Sparse, TensorSpec
 
 EPOCH, NEXT = "000001-0000000a", "000002-0000000b"
 TABLE: dict[str, tuple[str, tuple[int, ...]]] = {"w": ("bfloat16", (2, 3)), "scale": ("float32", ())}
@@ -319,10 +320,9 @@ def test_a_damaged_opening_is_corrupt(fields: dict[str, Any]) -> None:
 
 
 def _payload() -> Encoded:
-    encoder = codec.get("raw").encoder()
     bits = torch.arange(6, dtype=torch.int16).numpy().view("u2")
-    encoder.add(TensorSpec("w", "bfloat16", (2, 3)), bits[:2].astype("i4"), bits[:2], bits, "0" * 16)
-    return encoder.finish(2, 1)
+    changes = Changes(Layout({"w": TensorSpec("w", "bfloat16", (2, 3))}), {2: Sparse(bits[:2].astype("i4"), bits[:2])})
+    return codec.get("raw").encode(changes, lambda _: (bits, 0), {"w": 0}, 2, 1)
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -7,7 +7,7 @@ import torch
 
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys
-from deltasync.channel.payloads import patches
+from deltasync.channel.payloads import delta
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import ConfigError, PublishLostError
@@ -49,7 +49,7 @@ def assert_fold_gives(store: FaultyStore, states: list[Weights], base: int, vers
     for name, tensor in states[base - 1].items():
         tensors[name].copy_(tensor)
     memory.audit()
-    memory.commit(memory.stage(patches(reader, reader.stored(key), memory.gather)))
+    memory.commit(memory.stage(delta(reader, reader.stored(key), memory.gather)))
     assert_same_bits(tensors, states[version - 1])
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from deltasync import codec
+from deltasync import codec, tensors
 from deltasync.channel import documents, keys, payloads, record
 from deltasync.channel.documents import Anchor, Delta, File, Record, sha256_hex
 from deltasync.channel.reading import ChannelReader
@@ -427,11 +427,11 @@ def test_a_payload_goes_into_the_record(anywhere: Place) -> None:
     a = anywhere.script("a")
     a.publish()
     log, spec = a.log, _specs()["w"]
-    encoder = codec.get("raw").encoder()
     index_K, new_K = np.array([3, 5], np.int32), np.array([7, 9], np.uint16)
     new = np.zeros(spec.element_count, np.uint16)
     new[index_K] = new_K
-    encoder.add(spec, index_K, new_K, new, "00000000000000ab")
+    changes = tensors.Delta(tensors.Layout(_specs()), {2: tensors.Sparse(index_K, new_K)})
+    payload = codec.get("raw").encode(changes, lambda _: (new, 0), {"w": 0xAB}, log.next_version, log.next_version - 1)
     document = Record(
         run_id=log.run_id,
         kind="delta",
@@ -442,15 +442,18 @@ def test_a_payload_goes_into_the_record(anywhere: Place) -> None:
         delta=Delta(codec="raw", changed=2),
         step=-5,
     )
-    stored = log.append(document, encoder.finish(log.next_version, 1))
+    stored = log.append(document, payload)
     reader = ChannelReader(anywhere.store)
     found = reader.record(stored.version)
     assert found.record == stored.record
     assert found.data == stored.data
     assert (found.record.step, found.record.base) == (-5, a.tip or found.record.base)
-    ((patch, fingerprint),) = payloads.patches(reader, found)
-    assert (patch.name, fingerprint) == ("w", 0xAB)
-    np.testing.assert_array_equal(patch.index_K, index_K)
+    delta, fingerprints = payloads.delta(reader, found)
+    assert fingerprints == {"w": 0xAB}
+    steps, known = delta.of("w")
+    assert steps.at_K.size == 0
+    np.testing.assert_array_equal(known.at_K, index_K)
+    np.testing.assert_array_equal(known.data_K, new_K)
     log.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 
 import numpy as np
@@ -14,15 +15,23 @@ from deltasync.channel import keys
 from deltasync.channel.documents import Delta
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.threads import ahead
+from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError, MissingVersionError
 from deltasync.kernels import cpu
-from deltasync.tensors import TensorSpec, fingerprint
+from deltasync.tensors import Delta as Changes
+from deltasync.tensors import Layout, Sparse, TensorSpec, fingerprint
 from tests.channels import Made
 from tests.conftest import assert_same_bits
 
-SPEC = TensorSpec("w", "int16", (100,))
+LAYOUT = Layout({"w": TensorSpec("w", "int16", (100,))})
 KEY = fingerprint.tensor_key("w")
 PATIENCE_S = 60.0
+
+
+def encode(codec_name: str, at_K: np.ndarray, new_N: np.ndarray, start: int, digest: int = 0) -> Encoded:
+    """A payload that adds one at these indices of a range, by the rank that holds it."""
+    delta = Changes(LAYOUT, {2: Sparse(at_K, np.ones(at_K.size, np.uint16))})
+    return codec.get(codec_name).encode(delta, lambda _: (new_N, start), {"w": digest % (1 << 64)}, 2, 1)
 
 
 def split(url: str, codec_name: str, parts: list[tuple[list[int], int]]) -> torch.Tensor:
@@ -37,13 +46,11 @@ def split(url: str, codec_name: str, parts: list[tuple[list[int], int]]) -> torc
     whole = cpu.fingerprint(KEY, new)
     files = []
     for number, (indices, error) in enumerate(parts, start=1):
-        encoder = codec.get(codec_name).encoder()
-        index_K = np.array(indices, np.int32)
+        at_K = np.array(indices, np.int32)
         half = (number - 1) * 50 if len(indices) < 50 else 0
-        digest = fingerprint.to_hex(whole + error)
-        encoder.add(SPEC, index_K, np.ones(len(indices), np.uint16), new[half:], digest, half)
+        payload = encode(codec_name, at_K, new[half:], half, whole + error)
         key = f"{keys.parts_folder(2, channel.epoch)}/{keys.part(number, 1)}"
-        files.append(channel.put_file(key, encoder.finish(2, 1).to_bytes()))
+        files.append(channel.put_file(key, payload.to_bytes()))
     model = {"w": torch.from_numpy(new.view(np.int16))}
     delta = Delta(codec=codec_name, changed=int(new.sum()), parts=files)
     channel.append(channel.record("delta", 2, model, delta=delta), None, model)
@@ -85,26 +92,28 @@ def test_payloads_that_contradict_each_other_are_refused(memory_url: str, codec_
     assert_same_bits(replica.state_dict(), {"w": torch.zeros(100, dtype=torch.int16)})
 
 
-@pytest.mark.parametrize("wrong", [[0], [1, 0], [0, 3], [-1, 1], ["0", "1"], 1, None, [0.0, 1.0]])
-def test_blocks_that_a_tensor_does_not_have_are_refused(wrong: object) -> None:
-    encoder = codec.get("packed").encoder()
-    encoder.add(SPEC, np.array([60], np.int32), np.ones(1, np.uint16), np.ones(50, np.uint16), "0" * 16, 50)
-    payload = codec.open_payload(encoder.finish(2, 1).to_bytes())
-    assert payload.patches["w"]["blocks"] == [0, 1]
-    damaged = dataclasses.replace(payload, patches={"w": {**payload.patches["w"], "blocks": wrong}})
+@pytest.mark.parametrize(
+    ("block", "blocks"), [(0, 0), (0, 2), (1, 1), (0, 3), (-1, 1), ("0", "1"), (None, None), (0.0, 1.0)]
+)
+def test_blocks_that_a_vector_does_not_have_are_refused(block: object, blocks: object) -> None:
+    payload = codec.open_payload(encode("packed", np.array([60], np.int32), np.ones(50, np.uint16), 50).to_bytes())
+    row = json.loads(payload.metadata["vectors"])["2"]
+    assert (row["block"], row["blocks"]) == (0, 1)
+    vectors = json.dumps({"2": {**row, "block": block, "blocks": blocks}})
+    damaged = dataclasses.replace(payload, metadata={**payload.metadata, "vectors": vectors})
     with pytest.raises(CorruptDataError):
-        list(codec.get("packed").decode(damaged, {"w": SPEC}))
+        codec.get("packed").decode(damaged, LAYOUT)
 
 
 @pytest.mark.parametrize("wrong", [[50], [50, 49], [50, 101], [-1, 50], ["50", "100"], None, [50.0, 100.0]])
 def test_ranges_that_a_tensor_does_not_have_are_refused(wrong: object) -> None:
-    encoder = codec.get("context").encoder()
-    encoder.add(SPEC, np.array([99], np.int32), np.ones(1, np.uint16), np.ones(50, np.uint16), "0" * 16, 50)
-    payload = codec.open_payload(encoder.finish(2, 1).to_bytes())
-    assert payload.patches["w"]["range"] == [50, 100]
-    damaged = dataclasses.replace(payload, patches={"w": {**payload.patches["w"], "range": wrong}})
+    payload = codec.open_payload(encode("context", np.array([99], np.int32), np.ones(50, np.uint16), 50).to_bytes())
+    rows = json.loads(payload.metadata["patches"])
+    assert rows["w"]["range"] == [50, 100]
+    patches = json.dumps({"w": {**rows["w"], "range": wrong}})
+    damaged = dataclasses.replace(payload, metadata={**payload.metadata, "patches": patches})
     with pytest.raises(CorruptDataError):
-        list(codec.get("context").decode(damaged, {"w": SPEC}, lambda _: np.zeros(100, np.uint16)))
+        codec.get("context").decode(damaged, LAYOUT, lambda _: np.zeros(100, np.uint16))
 
 
 def test_closing_what_is_read_ahead_waits_for_no_thread() -> None:

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, kernels, open_store
+from deltasync import Publisher, Replica, codec, kernels, open_store
 from deltasync.channel import anchors, documents, keys, payloads
 from deltasync.channel.reading import ChannelReader
-from deltasync.codec.blocks import BlockEncoder
-from deltasync.codec.raw import RawEncoder
+from deltasync.codec.base import Encoded, NewBits
 from deltasync.errors import PublishLostError
+from deltasync.publish import encode
 from deltasync.publish.upload import PUTS
 from deltasync.stores import Store
+from deltasync.tensors import Delta, Sparse
 from deltasync.tensors.bits import bits_of
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
@@ -50,8 +51,7 @@ def store(memory_url: str) -> FaultyStore:
 @pytest.fixture
 def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each changed tensor is a group."""
-    monkeypatch.setattr("deltasync.publish.job.GROUP_CHANGED", 1)
-    monkeypatch.setattr("deltasync.publish.job.GROUPS_AHEAD", 1)
+    monkeypatch.setattr("deltasync.publish.encode.GROUP_CHANGED", 1)
 
 
 def assert_holds(store: Store, version: int, weights: Weights) -> None:
@@ -61,23 +61,25 @@ def assert_holds(store: Store, version: int, weights: Weights) -> None:
 
 
 @pytest.mark.usefixtures("in_groups")
-def test_parts_go_up_while_later_tensors_are_compared(store: FaultyStore) -> None:
+def test_parts_go_up_while_later_ones_are_encoded(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = states(2)
-    with Publisher(store) as publisher:
+    with Publisher(store, codec="packed") as publisher:
         publisher.publish(first.items()).wait(60)
-        gate = store.hold_at("put", keys.PARTS)
+        gate, timed, on_its_way = store.hold_at("put", keys.PARTS), encode._timed_encode, list[bool]()
 
-        def stream() -> Iterator[tuple[str, torch.Tensor]]:
-            items = list(second.items())
-            yield from items[:2]
-            assert gate.entered.wait(60)  # the first tensor is on its way, and the others were not yet asked for
-            yield from items[2:]
+        def noting(*arguments: Any) -> Any:
+            encoded = timed(*arguments)
+            on_its_way.append(gate.entered.wait(60 if on_its_way else 0))
+            return encoded
 
-        receipt = publisher.publish(stream())
+        monkeypatch.setattr(encode, "_timed_encode", noting)
+        receipt = publisher.publish(second.items())
+        assert gate.entered.wait(60)
         assert not receipt.done
         gate.opened.set()
         receipt.wait(60)
         assert receipt.payload_bytes > 0
+    assert on_its_way == [False] + [True] * (MANY - 1)  # the first part is on its way before the next one is encoded
     assert len([info for info in store.list(keys.PARTS)]) == MANY
     assert_holds(store, 2, second)
 
@@ -89,7 +91,7 @@ def test_the_last_group_is_in_the_record_and_a_small_version_is_nothing_else(
     first, second, third = states(3)
     with Publisher(store) as publisher:
         publisher.publish(first.items()).wait(60)
-        monkeypatch.setattr("deltasync.publish.job.GROUP_CHANGED", 250)
+        monkeypatch.setattr("deltasync.publish.encode.GROUP_CHANGED", 250)
         receipt = publisher.publish(second.items()).wait(60)
         record = ChannelReader(store).numbered(2)
         assert record.record.delta is not None and len(record.record.delta.parts) >= 2
@@ -145,27 +147,23 @@ def test_parts_are_stored_in_parallel(memory_url: str) -> None:
 
 
 @pytest.mark.usefixtures("in_groups")
-def test_a_stream_that_fails_leaves_garbage_and_the_next_attempt_is_right(store: FaultyStore) -> None:
+def test_a_stream_that_fails_leaves_nothing_and_the_next_attempt_is_right(store: FaultyStore) -> None:
     first, wrong, second = states(3)
     with Publisher(store) as publisher:
         publisher.publish(first.items()).wait(60)
-        gate = store.hold_at("put", keys.PARTS)
-
-        def broken() -> Iterator[tuple[str, torch.Tensor]]:
-            yield from itertools.islice(wrong.items(), 4)
-            assert gate.entered.wait(60)
-            raise RuntimeError("the stream broke")
-
+        before = {info.key for info in store.list("")} - {keys.HEAD}
+        shadow = publisher._shadow
+        assert shadow is not None
         with pytest.raises(RuntimeError, match="the stream broke"):
-            publisher.publish(broken())
-        gate.opened.set()
+            publisher.publish(broken(wrong))
         assert publisher.version == 1
+        assert {info.key for info in store.list("")} - {keys.HEAD} == before
+        for name, tensor in first.items():
+            np.testing.assert_array_equal(shadow.bits[name], bits_of(tensor))
         receipt = publisher.publish(second.items()).wait(60)
         assert (receipt.version, receipt.kind) == (2, "delta")
-    parts = [info.key for info in store.list(keys.PARTS)]
     named = ChannelReader(store).numbered(2).record.files
-    assert {key.split("/")[1][-1] for key in parts} == {"0", "1"}
-    assert {file.key.split("/")[1][-1] for file in named} == {"1"}
+    assert {info.key for info in store.list(keys.PARTS)} == {file.key for file in named}
     assert_holds(store, 2, second)
 
 
@@ -310,39 +308,62 @@ def test_no_second_copy_of_the_model_is_made(tmp_path: Path, monkeypatch: pytest
     assert_holds(open_store(f"file://{tmp_path}"), 4, versions[-1])
 
 
-def wrong_step(spec: Any, index_K: Any, step_K: Any, new: Any, *more: Any) -> tuple[Any, ...]:
-    return spec, index_K, step_K + step_K.dtype.type(1), new + new.dtype.type(1), *more
+Encodes = tuple[Delta, NewBits, dict[str, int]]
+"""What a codec encodes: the steps, the new bits, the fingerprints."""
 
 
-def wrong_index(spec: Any, index_K: Any, step_K: Any, new: Any, *more: Any) -> tuple[Any, ...]:
-    moved = index_K.copy()
-    moved[-1] += 1 if moved[-1] + 1 < new.size else -1
-    return spec, moved, step_K, new, *more
+def altered(delta: Delta, change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]) -> Delta:
+    """A delta with other positions and steps in `w3`."""
+    (at_K, step_K), (_, first, last) = delta.steps[2], delta.layout.span("w3")
+    low, high = np.searchsorted(at_K, (first, last))
+    at_3, step_3 = change(at_K[low:high], step_K[low:high])
+    arrays = (np.concatenate((all_K[:low], other, all_K[high:])) for all_K, other in ((at_K, at_3), (step_K, step_3)))
+    return Delta(delta.layout, {2: Sparse(*arrays)})
 
 
-def wrong_fingerprint(spec: Any, index_K: Any, step_K: Any, new: Any, fingerprint: str, start: int) -> tuple[Any, ...]:
-    return spec, index_K, step_K, new, f"{int(fingerprint, 16) ^ 1:016x}", start
+def wrong_step(delta: Delta, new: NewBits, fingerprints: dict[str, int]) -> Encodes:
+    def moved(name: str) -> tuple[np.ndarray, int]:
+        bits_N, start = new(name)
+        return (bits_N + np.uint16(1) if name == "w3" else bits_N), start
+
+    return altered(delta, lambda at_K, step_K: (at_K, step_K + np.uint16(1))), moved, fingerprints
 
 
-@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
-@pytest.mark.parametrize("wrong", [wrong_step, wrong_index, wrong_fingerprint, None])
-def test_what_an_encoder_makes_wrong_is_not_published(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, codec: str, wrong: Callable[..., tuple[Any, ...]] | None
+def wrong_index(delta: Delta, new: NewBits, fingerprints: dict[str, int]) -> Encodes:
+    _, _, last = delta.layout.span("w3")
+
+    def change(at_K: np.ndarray, step_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        moved = at_K.copy()
+        moved[-1] += 1 if moved[-1] + 1 < last else -1
+        return moved, step_K
+
+    return altered(delta, change), new, fingerprints
+
+
+def wrong_fingerprint(delta: Delta, new: NewBits, fingerprints: dict[str, int]) -> Encodes:
+    return delta, new, {**fingerprints, "w3": fingerprints["w3"] ^ 1}
+
+
+def left_out(delta: Delta, new: NewBits, fingerprints: dict[str, int]) -> Encodes:
+    return altered(delta, lambda at_K, step_K: (at_K[:0], step_K[:0])), new, fingerprints
+
+
+@pytest.mark.parametrize("name", ["packed", "context", "raw"])
+@pytest.mark.parametrize("wrong", [wrong_step, wrong_index, wrong_fingerprint, left_out])
+def test_what_a_codec_encodes_wrong_is_not_published(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Encodes]
 ) -> None:
     first, second, third = states(3)
-    kind = RawEncoder if codec == "raw" else BlockEncoder
-    add = kind.add
+    kind = type(codec.get(name))
+    right = kind.encode
 
-    def damaged(self: Any, spec: Any, *arguments: Any) -> None:
-        if spec.name != "w3":
-            add(self, spec, *arguments)
-        elif wrong is not None:
-            add(self, *wrong(spec, *arguments))
+    def damaged(self: Any, delta: Delta, new: NewBits, fingerprints: Any, *versions: int) -> Encoded:
+        return right(self, *wrong(delta, new, fingerprints), *versions)
 
-    with Publisher(store, codec=codec) as publisher:
+    with Publisher(store, codec=name) as publisher:
         publisher.publish(first.items()).wait(60)
         with monkeypatch.context() as patch:
-            patch.setattr(kind, "add", damaged)
+            patch.setattr(kind, "encode", damaged)
             receipt = publisher.publish(second.items())
             with pytest.raises(PublishLostError, match=r"decodes to other bits|lacks|malformed"):
                 receipt.wait(60)

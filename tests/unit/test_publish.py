@@ -33,10 +33,10 @@ from deltasync.errors import (
 )
 from deltasync.publish import encode
 from deltasync.publish.encode import prove
-from deltasync.publish.job import Group, Job
+from deltasync.publish.job import Job
 from deltasync.publish.upload import Uploader
 from deltasync.stores import Store
-from deltasync.tensors import SAFETENSORS_DTYPES
+from deltasync.tensors import SAFETENSORS_DTYPES, Delta
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
 from tests.hub.fixtures import wait_until
@@ -613,8 +613,7 @@ STEPS = [("put", "parts/"), ("create", "versions/"), ("put", "head.json")]
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each changed tensor is a part, and nothing goes into the record."""
-    monkeypatch.setattr("deltasync.publish.job.GROUP_CHANGED", 1)
-    monkeypatch.setattr("deltasync.publish.job.GROUPS_AHEAD", 1)
+    monkeypatch.setattr("deltasync.publish.encode.GROUP_CHANGED", 1)
     monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
 
 
@@ -811,11 +810,11 @@ def test_a_version_whose_upload_begins_late_keeps_what_was_streamed_into_it(
 def test_what_is_compiled_ahead_is_a_change_of_each_dtype(
     memory_url: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    proved: list[set[str]] = []
+    proved: list[set[tuple[str, int]]] = []
 
-    def noting(job: Job, codec_name: str, patches: Group, data: bytes) -> None:
-        prove(job, codec_name, patches, data)
-        proved.append({(job.shadow.specs[patch.name].dtype, patch.changed) for patch in patches})
+    def noting(job: Job, codec_name: str, delta: Delta, data: bytes) -> None:
+        prove(job, codec_name, delta, data)
+        proved.append({(job.shadow.specs[name].dtype, changed) for name, changed in delta.counts().items()})
 
     monkeypatch.setattr(encode, "prove", noting)
     weights = {dtype: torch.zeros(3, dtype=getattr(torch, dtype)) for dtype in SAFETENSORS_DTYPES}
