@@ -1,6 +1,7 @@
 """The format `deltasync/2` (docs/format.md): keys, documents, records, signatures; reading and planning; heartbeats."""
 
 __all__ = [
+    "adapter_base",
     "anchors",
     "checkpoint",
     "documents",
