@@ -11,6 +11,7 @@ __all__ = [
     "plan",
     "reading",
     "record",
+    "requests",
     "signing",
     "threads",
 ]
