@@ -12,6 +12,7 @@ __all__ = [
     "plan",
     "reading",
     "record",
+    "requests",
     "signing",
     "threads",
 ]

@@ -1,6 +1,6 @@
 """Compute what a run will store, request and cost, from the size of its model and how much of it changes.
 
-It steps through the versions with the publisher's own budget (`publish.chain.Budget`), so that folds and anchors come where
+It steps through the versions with the publisher's own budget (`publish.budget`), so that folds and anchors come where
 the publisher writes them. Sizes are entropies. A delta takes `h(p) / p` bits for the place of a changed element, and
 `STEP_BITS` for its step. A fold is that of a random walk: each version moves a share `p` of the elements by one step.
 """
@@ -21,12 +21,13 @@ from deltasync.dashboard.costs import (
     S3_PUT_USD,
     S3_TRAFFIC_GB_USD,
 )
-from deltasync.publish.chain import Budget
-from deltasync.publish.encode import GROUP_CHANGED
-from deltasync.publish.fold import GROUP_ELEMENTS
+from deltasync.publish.budget import Budget
 
 STEP_BITS = 1.8
 """Of a changed element's step, in deltas of `packed` (`benchmarks.codec`)."""
+
+PART_CHANGED, FOLD_PART_ELEMENTS = 1 << 20, 1 << 25
+"""Changed elements in a part of a delta, and elements of a part of a fold."""
 
 _RECORD_BYTES = 1500  # header and document of a small record
 _SWEPT = 16  # versions from one sweep to the next, at least, as `publish.keep`
@@ -156,8 +157,8 @@ def forecast(
             based_bytes = 0.0 if by_reference and not anchors else full_bytes
             bounded = max(bounded, min(held, based_bytes + folded_bytes + tail * delta_bytes))
         byte_s += (held if keep_last is None else min(held, bounded)) * every_s
-    parts = max(0, math.ceil(params * changed_fraction / GROUP_CHANGED) - 1) if delta_bytes > 4 << 20 else 0
-    fold_parts = math.ceil(params / GROUP_ELEMENTS)
+    parts = max(0, math.ceil(params * changed_fraction / PART_CHANGED) - 1) if delta_bytes > 4 << 20 else 0
+    fold_parts = math.ceil(params / FOLD_PART_ELEMENTS)
     files = math.ceil(full_bytes / (1 << 26)) + 1
     whole = anchors + (not by_reference)
     uploads = [

@@ -63,4 +63,4 @@ def test_forgetting_reads_each_document_once(memory_url: str) -> None:
     reads = [key for operation, key in store.calls if operation == "read"]
     assert len(set(reads)) == 2 + NEWEST + 1 + 2, "channel and head, records and the slot after them, announced anchors"
     assert len(reads) == len(set(reads)) + 1, "the newest twice: the listing is held against head"
-    assert len([key for operation, key in store.calls if operation == "list"]) == 3  # records, folds, anchors
+    assert len([key for operation, key in store.calls if operation == "list"]) == 4  # records, folds, announcements, anchors

@@ -18,8 +18,10 @@ from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys, requests
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
-from deltasync.dashboard.forecast import delta_bits, fold_bits, forecast
-from deltasync.publish.chain import LEAST_FOLDED, Budget, Sample
+from deltasync.dashboard.forecast import FOLD_PART_ELEMENTS, PART_CHANGED, delta_bits, fold_bits, forecast
+from deltasync.publish import fold, job
+from deltasync.publish.budget import LEAST_FOLDED, Budget
+from deltasync.publish.chain import Sample
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -68,6 +70,7 @@ def test_the_size_of_a_fold_is_computed_and_estimated_as_it_is() -> None:
     elements = sum(held.size for held in bits.values())
     assert sample.fold_bytes(bits) == pytest.approx(elements * fold_bits(0.01, 40) / 8, rel=0.02)
     assert delta_bits(0.01) == pytest.approx(9.88, abs=0.01)
+    assert (PART_CHANGED, FOLD_PART_ELEMENTS) == (job.GROUP_CHANGED, fold.GROUP_ELEMENTS)
 
 
 def test_full_weights_take_the_place_of_a_fold_that_is_no_longer_small() -> None:
@@ -95,8 +98,8 @@ def test_a_joiner_of_a_channel_that_forgets_takes_the_fold(memory_url: str) -> N
     forgot = CliRunner().invoke(main, ["forget", memory_url, "--keep-last", "5", "--grace", "0", "--json"])
     assert forgot.exit_code == 0, forgot.output
     reader = ChannelReader(store)
-    (fold,) = [span for span, _ in reader.folds()]
-    assert json.loads(forgot.stdout)["kept"] == [1, *range(min(fold.version, 87), 92)]
+    (folded,) = [span for span, _ in reader.folds()]
+    assert json.loads(forgot.stdout)["kept"] == [1, *range(min(folded.version, 87), 92)]
     replica = Replica(store)
     assert replica.sync() == 91
     assert_same_bits(replica.state_dict(), last)

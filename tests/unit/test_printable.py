@@ -60,6 +60,8 @@ COMMANDS = (
     ["forget", "CHANNEL", "--keep-last", "1", "--dry-run", "--json"],
     ["prune", "CHANNEL", "--grace", "0"],
     ["prune", "CHANNEL", "--grace", "0", "--dry-run", "--json"],
+    ["anchor", "CHANNEL", "--timeout", "0"],
+    ["anchor", "CHANNEL", "--timeout", "0", "--json"],
     ["fold", "CHANNEL", "1", "2"],
     ["fold", "CHANNEL", "1", "2", "--json"],
     ["relay", "CHANNEL", "COPY", "--once"],
@@ -236,6 +238,7 @@ def test_every_command_that_reads_a_channel_is_here() -> None:
     help_text = CliRunner().invoke(main, ["--help"]).output
     commands = re.findall(r"^  ([a-z]+)  ", help_text.partition("Commands:")[2], re.MULTILINE)
     assert set(commands) == {command[0] for command in COMMANDS} | {
+        "cost",
         "demo",
         "deploy",
         "keygen",

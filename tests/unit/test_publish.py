@@ -902,8 +902,9 @@ def test_what_servers_keep_exactly_is_kept_unless_a_pattern_says_other(dtype: st
 
 
 def test_what_is_wider_than_the_model_is_named_with_the_pattern_that_keeps_it(
-    memory_url: str, caplog: pytest.LogCaptureFixture
+    memory_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("DELTASYNC_KEEP_LAST", "100")
     tensors = {"a.weight": torch.zeros(9, dtype=torch.bfloat16), "b.norm.weight": torch.zeros(3)}
     with Publisher(f"{memory_url}-a") as publisher:
         publisher.publish(tensors).wait(60)
