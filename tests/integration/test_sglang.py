@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -320,6 +322,23 @@ def test_two_ranks_commit_in_the_same_step(tmp_path: Path) -> None:
     with serving(saved, None, *TWO_RANKS, **A_CORE_EACH) as (fresh, _):
         assert made(generate(fresh, 32)) == reply
         assert checksums(fresh) == sums
+
+
+@pytest.mark.slow
+def test_grpo_rolls_out_on_a_server_that_serves_each_step(tmp_path: Path) -> None:
+    checkpoint, channel, root = save_model(tmp_path), f"file://{tmp_path}/channel", Path(__file__).parents[2]
+    options = ["--max_steps", "3", "--max_completion_length", "16", "--output_dir", str(tmp_path / "out")]
+    options += ["--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false", "--save_strategy", "no"]
+    with serving(checkpoint, channel) as (server, _):
+        command = [sys.executable, root / "examples" / "grpo_sglang.py", "--model", checkpoint, "--channel", channel]
+        command += ["--server", server.url, *options]
+        environ = {**os.environ, "PYTHONPATH": str(root), "TRL_EXPERIMENTAL_SILENCE": "1"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START_S, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        status = server.wait(lambda status: status["version"] == 4)
+    made_by = re.findall(r"step=(\d+) tokens_by_version=\{'(\d+)': \d+\}", done.stdout)
+    assert made_by == [("0", "1"), ("1", "2"), ("2", "3")]
+    assert status["error"] is None
 
 
 def test_options_that_cannot_be_followed_are_refused_by_their_names() -> None:

@@ -30,6 +30,7 @@ with Publisher("memory://wheel") as publisher:
 replica = Replica("memory://wheel")
 assert replica.sync() in (1, 2)
 assert torch.equal(replica.state_dict()["w"], weights["w"].bfloat16())
+import sglang_plugin
 import vllm_plugin
 assert not {"vllm", "trl"} & set(sys.modules)
 print("wheel ok")
@@ -73,9 +74,14 @@ def installed(needs: Distribution, seen: set[str], extras: tuple[str, ...] = ())
 def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"deltasync", "vllm_plugin", "trl_callback"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {
+        "deltasync",
+        "vllm_plugin",
+        "sglang_plugin",
+        "trl_callback",
+    }
     assert {"deltasync/deploy/spaces/vllm/Dockerfile", "deltasync/deploy/haproxy/replicas.lua"} <= set(names)
-    assert {"deltasync/py.typed", "vllm_plugin/py.typed", "trl_callback/py.typed"} <= set(names)
+    assert {f"{package}/py.typed" for package in ("deltasync", "vllm_plugin", "sglang_plugin", "trl_callback")} <= set(names)
     assert {
         "vllm_plugin/page.html",
         *(f"deltasync/dashboard/{name}" for name in ("page.html", "page.css", "page.js", "charts.js")),
