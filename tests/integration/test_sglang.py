@@ -85,7 +85,7 @@ def save_version(checkpoint: Path, server: Server, folder: Path) -> Path:
 
 def checksums(server: Server) -> list[dict[str, str]]:
     """SGLang's own checksums of all weights, on each rank."""
-    return [rank["checksums"] for rank in server.json("/weights_checker", {"action": "checksum"})["payload"]]
+    return [rank["checksums"] for rank in server.json("/weights_checker", {"action": "checksum"})["ranks"]]
 
 
 def logprobs_over(checkpoint: Path, by_version: Mapping[int, Path], reply: Mapping[str, Any]) -> list[float]:
