@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_plugin import logger
-from sglang_plugin.scheduler import MARK, DeltaSyncScheduler
+from sglang_plugin.scheduler import MARK
+from sglang_plugin.scheduler import DeltaSyncScheduler as _Ours
 
-_ours: DeltaSyncScheduler | None = None  # of the scheduler in this process
-_Ours = DeltaSyncScheduler
+_ours: _Ours | None = None  # of the scheduler in this process
 
 
 def install() -> None:
@@ -28,7 +28,7 @@ def install() -> None:
     def initialized(self: Any, *args: Any, **kwargs: Any) -> None:
         global _ours
         initialize(self, *args, **kwargs)
-        _ours = DeltaSyncScheduler(self)
+        _ours = _Ours(self)
 
     def handlers(handlers: Any, ours: _Ours, self: Any) -> Any:
         ask = ours.questions.ask if ours.questions is not None else lambda question: None

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,11 +20,13 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import CommitError, DeltaSyncError, ModelMismatchError, redacted
 from deltasync.following import Follow
 from deltasync.following.engine import limit_threads, open_reader
-from deltasync.following.metrics import Metrics
 from deltasync.following.questions import Questions
 from deltasync.following.shards import Shard, ShardsTarget, TorchRanks, serve_beside
 from deltasync.live import plan
 from sglang_plugin import logger
+
+if TYPE_CHECKING:
+    from deltasync.following.metrics import Metrics
 
 MARK = "deltasync"
 """What a request of ours begins with, and the key of our part of SGLang's internal state."""
@@ -65,6 +67,8 @@ class DeltaSyncScheduler:
             serve_beside(self.shard)
             return
         settings = settings.at_port(get_serving().port, parallel.dp_rank if parallel.dp_size > 1 else None)
+        from deltasync.following.metrics import Metrics  # in this process alone: SGLang sets up prometheus_client first
+
         target, self._metrics = ShardsTarget(self.shard, self._between_steps), Metrics()
         follow = Follow(reader, target, settings, observer=self._metrics, prefetch=ranks.size == 1, log=logger)
         self.questions = Questions(follow, target.digest)

@@ -117,7 +117,7 @@ def channel(checkpoint: Path) -> str:
 
 @pytest.fixture(scope="module")
 def running(checkpoint: Path, channel: str) -> Iterator[tuple[Server, Child]]:
-    with serving(checkpoint, channel) as (server, child):
+    with serving(checkpoint, channel, "--enable-metrics") as (server, child):
         yield server, child
 
 
@@ -238,6 +238,15 @@ def test_released_weights_are_left_alone_and_audited_before_the_next_token(serve
     server.open("/resume_memory_occupation", {"tags": ["weights"]}).close()
     server.assert_serves(version)
     assert versions(generate(server)) == [(version, 0, 12)]
+
+
+def test_metrics_are_beside_sglangs(server: Server) -> None:
+    served = server.status()["version"]
+    with server.open("/metrics/") as reply:
+        text = reply.read().decode()
+    assert re.search(rf"^deltasync_served_version(\{{.*\}})? {served}\.0$", text, re.MULTILINE)
+    assert re.search(r"^deltasync_pause_seconds_count(\{.*\})? [1-9]", text, re.MULTILINE)
+    assert "sglang:" in text
 
 
 def test_pins(server: Server) -> None:
