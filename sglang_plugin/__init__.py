@@ -27,10 +27,7 @@ logger = get_logger("sglang.deltasync")
 
 
 def register() -> None:
-    """Prepare this process for following: SGLang's plugin hook, which it calls before anything is configured.
-
-    In the process that serves HTTP, options that cannot be followed end the start with one sentence.
-    """
+    """Prepare this process for following, before anything is configured. Options that are refused end the start later."""
     if not os.environ.get("DELTASYNC_CHANNEL"):
         return
     if "sglang.srt.managers.scheduler" in sys.modules:  # where there may be a scheduler

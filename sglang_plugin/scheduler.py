@@ -52,15 +52,13 @@ class DeltaSyncScheduler:
         self.salt, self.paused = "deltasync 0", False
         self.questions: Questions | None = None
         self._metrics: Metrics | None = None
-        self._scheduler, self._settings = scheduler, settings
+        self._scheduler, self._settings, self._salts = scheduler, settings, 0
         self._runner = scheduler.tp_worker.model_runner
         self.model = self._runner.model
-        self._salts = 0
-        self._waiting: deque[tuple[Any, ...]] = deque()
-        self._answers: deque[Future[Any]] = deque()
+        self._waiting, self._answers = deque[tuple[Any, ...]](), deque[Future[Any]]()
         ranks = TorchRanks(parallel.tp_group.cpu_group)
-        limit_threads(os.environ.get("OMP_NUM_THREADS", ""), ranks.size)
         reader = open_reader(settings, ranks.size)
+        limit_threads(os.environ.get("OMP_NUM_THREADS", ""), ranks.size)
         self.shard = Shard(reader, self, ranks)
         self._wake, self._woken = _waker(scheduler.idle_sleeper)
         if ranks.number:
@@ -71,7 +69,7 @@ class DeltaSyncScheduler:
 
         target, self._metrics = ShardsTarget(self.shard, self._between_steps), Metrics()
         follow = Follow(reader, target, settings, observer=self._metrics, prefetch=ranks.size == 1, log=logger)
-        self.questions = Questions(follow, target.digest)
+        self.questions = Questions(follow, target.digest, settings.http_token)
         logger.info("deltasync follows %s (%s) as %s", self.channel, follow.pin, settings.replica_id)
         follow.start()
 
