@@ -142,7 +142,7 @@ test-vllm: .venv-vllm-$(VLLM)/.ready
 # for sgl_kernel (requirements/sgl_kernel.py). The tests run in .venv, and start the server there.
 SGLANG ?= 0.5.23
 test-sglang: setup .venv-sglang/.ready
-	LONG_TESTS=1 $(BIN)/pytest -p no:cacheprovider tests/integration/test_sglang.py
+	LONG_TESTS=1 $(BIN)/pytest -p no:cacheprovider --timeout 1800 tests/integration/test_sglang.py
 
 # torchvision registers operators of its CUDA build when it is imported; nothing here calls them.
 .venv-sglang/.ready: pyproject.toml Makefile requirements/sglang.txt requirements/sgl_kernel.py

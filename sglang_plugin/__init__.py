@@ -6,8 +6,7 @@ The server then follows the channel, reports under /deltasync/, and keeps its ca
 `register` in each of its processes, because the package names it as an entry point of `sglang.srt.plugins`. Without
 DELTASYNC_CHANNEL nothing in SGLang is changed.
 
-    rank        one scheduler's part: load plan, proof, stage and commit, the same program on all ranks
-    target      what the follow loop of the first rank drives
+    scheduler   a scheduler as one rank of a replica (`deltasync.following.shards`)
     hooks       where SGLang's scheduler calls us: requests, caches, sleep, other updates of weights
     routes      /deltasync/ in the HTTP server's process
     refusals    versions and options that are refused at start
@@ -28,10 +27,7 @@ logger = get_logger("sglang.deltasync")
 
 
 def register() -> None:
-    """Prepare this process for following: SGLang's plugin hook, which it calls before anything is configured.
-
-    In the process that serves HTTP, options that cannot be followed end the start with one sentence.
-    """
+    """Prepare this process for following, before anything is configured. Options that are refused end the start later."""
     if not os.environ.get("DELTASYNC_CHANNEL"):
         return
     if "sglang.srt.managers.scheduler" in sys.modules:  # where there may be a scheduler

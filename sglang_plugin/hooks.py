@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_plugin import logger
-from sglang_plugin.scheduler import MARK, DeltaSyncScheduler
+from sglang_plugin.scheduler import MARK
+from sglang_plugin.scheduler import DeltaSyncScheduler as _Ours
 
-_ours: DeltaSyncScheduler | None = None  # of the scheduler in this process
-_Ours = DeltaSyncScheduler
+_ours: _Ours | None = None  # of the scheduler in this process
 
 
 def install() -> None:
@@ -28,12 +28,18 @@ def install() -> None:
     def initialized(self: Any, *args: Any, **kwargs: Any) -> None:
         global _ours
         initialize(self, *args, **kwargs)
-        _ours = DeltaSyncScheduler(self)
+        _ours = _Ours(self)
 
     def handlers(handlers: Any, ours: _Ours, self: Any) -> Any:
-        ask = ours.questions.ask if ours.questions is not None else lambda question: None
-        ours_too = internal_state._UpdateHandler(lambda key, question: None, lambda key, question: ask(question))
-        return handlers(self) | {MARK: ours_too}
+        def check(key: str, question: Any) -> None:
+            if ours.questions is not None and not ours.questions.takes(question):
+                raise internal_state.UpdateRejected("This is for deltasync's own routes.")
+
+        def ask(key: str, question: Any) -> None:
+            if ours.questions is not None:
+                ours.questions.ask(question)
+
+        return handlers(self) | {MARK: internal_state._UpdateHandler(check, ask)}
 
     Scheduler.__init__ = initialized
     _around(SchedulerRequestReceiver, "_pull_raw_reqs", _pull)
@@ -48,9 +54,8 @@ def install() -> None:
     _around(Updater, "check_weights", _check)
     _around(state, "get_internal_state", _state)
     _around(state, "_update_handlers", handlers)
-    for name in ("disk", "distributed", "tensor", "ipc"):
-        _around(Updater, f"update_weights_from_{name}", _refuse)
-    for name in ("begin_weight_update", "end_weight_update"):
+    sources = (f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
+    for name in (*sources, "begin_weight_update", "end_weight_update"):
         _around(Updater, name, _refuse)
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from deltasync.errors import ConfigError
 
-VERSIONS = ("0.5.23",)
-"""Versions of SGLang that deltasync follows with."""
+VERSIONS = ("0.5.23",)  # of SGLang
 
 OPTIONS: dict[str, dict[str, object]] = {
     "hands prompts keys that other weights computed": {

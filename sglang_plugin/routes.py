@@ -32,7 +32,8 @@ def install(server: Any) -> None:
     async def ask(question: dict[str, Any]) -> None:
         from sglang.srt.managers.io_struct import SetInternalStateReq
 
-        await server._global_state.tokenizer_manager.set_internal_state(SetInternalStateReq(server_args={MARK: question}))
+        asked = SetInternalStateReq(server_args={MARK: question | {"token": routes.settings.http_token}})
+        await server._global_state.tokenizer_manager.set_internal_state(asked)
 
     routes = RemoteRoutes(states, ask)
     server.app.include_router(routes.router())

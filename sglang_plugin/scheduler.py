@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,11 +20,13 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import CommitError, DeltaSyncError, ModelMismatchError, redacted
 from deltasync.following import Follow
 from deltasync.following.engine import limit_threads, open_reader
-from deltasync.following.metrics import Metrics
 from deltasync.following.questions import Questions
 from deltasync.following.shards import Shard, ShardsTarget, TorchRanks, serve_beside
 from deltasync.live import plan
 from sglang_plugin import logger
+
+if TYPE_CHECKING:
+    from deltasync.following.metrics import Metrics
 
 MARK = "deltasync"
 """What a request of ours begins with, and the key of our part of SGLang's internal state."""
@@ -50,24 +52,24 @@ class DeltaSyncScheduler:
         self.salt, self.paused = "deltasync 0", False
         self.questions: Questions | None = None
         self._metrics: Metrics | None = None
-        self._scheduler, self._settings = scheduler, settings
+        self._scheduler, self._settings, self._salts = scheduler, settings, 0
         self._runner = scheduler.tp_worker.model_runner
         self.model = self._runner.model
-        self._salts = 0
-        self._waiting: deque[tuple[Any, ...]] = deque()
-        self._answers: deque[Future[Any]] = deque()
+        self._waiting, self._answers = deque[tuple[Any, ...]](), deque[Future[Any]]()
         ranks = TorchRanks(parallel.tp_group.cpu_group)
-        limit_threads(os.environ.get("OMP_NUM_THREADS", ""), ranks.size)
         reader = open_reader(settings, ranks.size)
+        limit_threads(os.environ.get("OMP_NUM_THREADS", ""), ranks.size)
         self.shard = Shard(reader, self, ranks)
         self._wake, self._woken = _waker(scheduler.idle_sleeper)
         if ranks.number:
             serve_beside(self.shard)
             return
         settings = settings.at_port(get_serving().port, parallel.dp_rank if parallel.dp_size > 1 else None)
+        from deltasync.following.metrics import Metrics  # in this process alone: SGLang sets up prometheus_client first
+
         target, self._metrics = ShardsTarget(self.shard, self._between_steps), Metrics()
         follow = Follow(reader, target, settings, observer=self._metrics, prefetch=ranks.size == 1, log=logger)
-        self.questions = Questions(follow, target.digest)
+        self.questions = Questions(follow, target.digest, settings.http_token)
         logger.info("deltasync follows %s (%s) as %s", self.channel, follow.pin, settings.replica_id)
         follow.start()
 

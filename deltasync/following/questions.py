@@ -19,11 +19,20 @@ STATUS_CODES = {"ConfigError": 422, "MissingVersionError": 409, "PinnedError": 4
 
 
 class Questions:
-    """Questions to one loop. `digest` returns the sha256 of every tensor, while the loop does not step."""
+    """Questions to one loop. `digest` returns the sha256 of every tensor, while the loop does not step.
 
-    def __init__(self, follow: Follow, digest: Callable[[], dict[str, str]]) -> None:
-        self._follow, self._digest = follow, digest
+    Whoever can put questions past the routes has to know `token`, if there is one.
+    """
+
+    def __init__(self, follow: Follow, digest: Callable[[], dict[str, str]], token: str | None = None) -> None:
+        self._follow, self._digest, self._token = follow, digest, token
         self._answers: dict[str, dict[str, Any]] = {}
+
+    def takes(self, question: Any) -> bool:
+        """Whether this is a question, and by one who may ask."""
+        if not isinstance(question, dict) or not isinstance(question.get("id"), str):
+            return False
+        return isinstance(question.get("timeout_s"), float) and question.get("token") == self._token
 
     def ask(self, question: dict[str, Any]) -> None:
         """Begin to answer in a thread. A question has an `id` and `timeout_s`.

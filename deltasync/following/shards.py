@@ -114,6 +114,7 @@ class Shard:
         self.held = False
         self._asleep = False
         self._reader, self._engine = reader, engine
+        self._device = next((each.device for each in engine.model.parameters()), torch.device("cpu"))
         self._memory = threading.Lock()  # held while a thread reads the weights, which sleep takes away
         self._places: Places | None = None
         self._plan: plan.LoadPlan | None = None
@@ -146,6 +147,8 @@ class Shard:
         Raises:
             DeltaSyncError: it raised on one; a CommitError if there is one.
         """
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device)  # whichever thread this is
         if self.ranks.size == 1:
             return [body()]
         mine: tuple[Any, tuple[str, str, Any] | None]
@@ -321,9 +324,8 @@ class Shard:
             self._check_awake()
             if staged is None:
                 raise StageError("What was staged is gone, because the engine slept.")
-            device = next(self._engine.model.parameters()).device
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)  # what the engine has launched
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)  # what the engine has launched
             committed.append(follower.commit(staged))
             return staged.staged.parts, staged.staged.changed
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -83,7 +85,7 @@ def save_version(checkpoint: Path, server: Server, folder: Path) -> Path:
 
 def checksums(server: Server) -> list[dict[str, str]]:
     """SGLang's own checksums of all weights, on each rank."""
-    return [rank["checksums"] for rank in server.json("/weights_checker", {"action": "checksum"})["payload"]]
+    return [rank["checksums"] for rank in server.json("/weights_checker", {"action": "checksum"})["ranks"]]
 
 
 def logprobs_over(checkpoint: Path, by_version: Mapping[int, Path], reply: Mapping[str, Any]) -> list[float]:
@@ -115,7 +117,7 @@ def channel(checkpoint: Path) -> str:
 
 @pytest.fixture(scope="module")
 def running(checkpoint: Path, channel: str) -> Iterator[tuple[Server, Child]]:
-    with serving(checkpoint, channel) as (server, child):
+    with serving(checkpoint, channel, "--enable-metrics") as (server, child):
         yield server, child
 
 
@@ -238,6 +240,21 @@ def test_released_weights_are_left_alone_and_audited_before_the_next_token(serve
     assert versions(generate(server)) == [(version, 0, 12)]
 
 
+def test_questions_past_the_routes_are_refused(server: Server) -> None:
+    for question in (None, {}, {"id": "1"}, {"id": 1, "timeout_s": 1.0}, {"id": "1", "timeout_s": 1.0, "token": "guessed"}):
+        server.open("/set_internal_state", {"server_args": {"deltasync": question}}).close()
+    assert server.json("/deltasync/sync", {})["version"] == server.status()["version"]
+
+
+def test_metrics_are_beside_sglangs(server: Server) -> None:
+    served = server.status()["version"]
+    with server.open("/metrics/") as reply:
+        text = reply.read().decode()
+    assert re.search(rf"^deltasync_served_version(\{{.*\}})? {served}\.0$", text, re.MULTILINE)
+    assert re.search(r"^deltasync_pause_seconds_count(\{.*\})? [1-9]", text, re.MULTILINE)
+    assert "sglang:" in text
+
+
 def test_pins(server: Server) -> None:
     newest = server.status()["version"]
     weights = {name: tensor.clone() for name, tensor in server.weights.items()}
@@ -320,6 +337,23 @@ def test_two_ranks_commit_in_the_same_step(tmp_path: Path) -> None:
     with serving(saved, None, *TWO_RANKS, **A_CORE_EACH) as (fresh, _):
         assert made(generate(fresh, 32)) == reply
         assert checksums(fresh) == sums
+
+
+@pytest.mark.slow
+def test_grpo_rolls_out_on_a_server_that_serves_each_step(tmp_path: Path) -> None:
+    checkpoint, channel, root = save_model(tmp_path), f"file://{tmp_path}/channel", Path(__file__).parents[2]
+    options = ["--max_steps", "3", "--max_completion_length", "16", "--output_dir", str(tmp_path / "out")]
+    options += ["--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false", "--save_strategy", "no"]
+    with serving(checkpoint, channel) as (server, _):
+        command = [sys.executable, root / "examples" / "grpo_sglang.py", "--model", checkpoint, "--channel", channel]
+        command += ["--server", server.url, *options]
+        environ = {**os.environ, "PYTHONPATH": str(root), "TRL_EXPERIMENTAL_SILENCE": "1"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START_S, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        status = server.wait(lambda status: status["version"] == 4)
+    made_by = re.findall(r"step=(\d+) tokens_by_version=\{'(\d+)': \d+\}", done.stdout)
+    assert made_by == [("0", "1"), ("1", "2"), ("2", "3")]
+    assert status["error"] is None
 
 
 def test_options_that_cannot_be_followed_are_refused_by_their_names() -> None:

@@ -30,6 +30,7 @@ with Publisher("memory://wheel") as publisher:
 replica = Replica("memory://wheel")
 assert replica.sync() in (1, 2)
 assert torch.equal(replica.state_dict()["w"], weights["w"].bfloat16())
+import sglang_plugin
 import vllm_plugin
 assert not {"vllm", "trl"} & set(sys.modules)
 print("wheel ok")

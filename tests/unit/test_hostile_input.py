@@ -637,7 +637,7 @@ def _forbidden(tree: ast.AST) -> Iterator[str]:
             yield from ("shell=True" for keyword in node.keywords if keyword.arg == "shell")
 
 
-@pytest.mark.parametrize("package", ["deltasync", "vllm_plugin", "trl_callback"])
+@pytest.mark.parametrize("package", ["deltasync", "vllm_plugin", "sglang_plugin", "trl_callback"])
 def test_nothing_that_is_read_is_ever_executed(package: str) -> None:
     paths = list((Path(deltasync.__file__).parents[1] / package).rglob("*.py"))
     assert paths

@@ -1,0 +1,109 @@
+"""Routes of a replica whose loop is elsewhere, over a loop of host memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from deltasync import Publisher, open_store
+from deltasync.channel.reading import ChannelReader
+from deltasync.config import ReplicaSettings
+from deltasync.following import Follow, MemoryTarget
+from deltasync.following.questions import Questions
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+TOKEN = "secret"
+
+
+@pytest.fixture
+def loop(memory_url: str) -> Iterator[tuple[Publisher, Follow]]:
+    reader = ChannelReader(open_store(memory_url))
+    follow = Follow(reader, MemoryTarget(reader), ReplicaSettings(poll_interval_s=0.02), heartbeats=False)
+    with Publisher(memory_url) as publisher:
+        follow.start()
+        yield publisher, follow
+        follow.stop()
+
+
+@pytest.fixture
+def client(loop: tuple[Publisher, Follow], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    from deltasync.following.routes import RemoteRoutes
+
+    monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", TOKEN)
+    monkeypatch.setenv("DELTASYNC_DIGEST_ROUTE", "1")
+    questions = Questions(loop[1], lambda: {"w": "digest"}, TOKEN)
+
+    async def states() -> list[dict[str, Any]]:
+        return [questions.state(False)]
+
+    async def ask(question: dict[str, Any]) -> None:
+        assert questions.takes(question | {"token": TOKEN})
+        questions.ask(question)
+
+    app = FastAPI()
+    app.include_router(RemoteRoutes(states, ask).router())
+    with TestClient(app, headers={"authorization": f"Bearer {TOKEN}"}) as client:
+        yield client
+
+
+def publish(publisher: Publisher, value: float, step: int) -> int:
+    return publisher.publish([("w", torch.full((8,), value))], step=step).wait(60).version
+
+
+def test_what_routes_ask_of_a_loop_in_another_process(loop: tuple[Publisher, Follow], client: Any) -> None:
+    assert client.get("/deltasync/ready").status_code == 503
+    assert client.post("/deltasync/sync", json={"timeout_s": 0.1}).status_code == 504
+    for step in (10, 20):
+        publish(loop[0], step, step)
+    assert client.post("/deltasync/sync", json={"version": 2}).json() == {"version": 2}
+    assert client.post("/receive_weight_update", json={"version": 20, "other": 1}).json() == {"version": 2}
+    assert client.post("/receive_weight_update", json={"version": 30, "timeout_s": 0.1}).status_code == 504
+    assert client.get("/deltasync/ready").json() == {"ready": True, "reason": None}
+    assert client.get("/deltasync/status").json()["version"] == 2
+    assert client.get("/deltasync/digest").json() == {"version": 2, "sha256": {"w": "digest"}}
+
+
+def test_pins(loop: tuple[Publisher, Follow], client: Any) -> None:
+    for step in (1, 2):
+        publish(loop[0], step, step)
+    assert client.post("/deltasync/pin", json={"pin": "1"}).json() == {"version": 1}
+    for body, code in (({"pin": "9"}, 409), ({"pin": "some"}, 422), ({"nip": "1"}, 422), ({}, 422)):
+        assert client.post("/deltasync/pin", json=body).status_code == code, body
+    assert client.post("/deltasync/sync", json={"version": 2}).status_code == 409
+    assert client.get("/deltasync/status").json()["pin"] == "1"
+
+
+def test_without_the_token_only_readiness_is_told(loop: tuple[Publisher, Follow], client: Any) -> None:
+    del client.headers["authorization"]
+    assert [client.get(f"/deltasync/{route}").status_code for route in ("status", "digest", "ready")] == [401, 401, 503]
+    client.headers["origin"] = "http://other.site"
+    assert client.post("/deltasync/sync", json={}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "question",
+    [None, [], {}, {"id": "1"}, {"id": 1, "timeout_s": 1.0, "token": TOKEN}, {"id": "1", "timeout_s": 1.0}],
+)
+def test_other_questions_are_not_taken(loop: tuple[Publisher, Follow], question: Any) -> None:
+    questions = Questions(loop[1], dict, TOKEN)
+    assert not questions.takes(question)
+    assert questions.takes({"id": "1", "timeout_s": 1.0, "token": TOKEN})
+
+
+def test_only_the_last_answers_are_kept(loop: tuple[Publisher, Follow]) -> None:
+    questions = Questions(loop[1], dict)
+    for number in range(70):
+        questions.ask({"id": str(number), "timeout_s": 5.0, "digest": True})
+    while not all((answers := questions.state(True)["answers"]).values()):
+        time.sleep(0.01)
+    assert [*answers] == [str(number) for number in range(6, 70)]
+    assert questions.state(True)["not_ready"].startswith("This server does not generate now.")
