@@ -47,7 +47,7 @@ def digests(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
 class Server:
     """A server by its command, to which `--port` is added."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, **environ: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -55,12 +55,12 @@ class Server:
         own = {"PYTHONPATH": str(ROOT), "DELTASYNC_DIGEST_ROUTE": "1", "DELTASYNC_POLL_INTERVAL_S": "0.05"}
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [*command, "--port", str(port)], env=os.environ | own, stdout=file, stderr=subprocess.STDOUT
+                [*command, "--port", str(port)], env=os.environ | own | environ, stdout=file, stderr=subprocess.STDOUT
             )
 
-    def request(self, path: str, body: Any = None) -> tuple[int, dict[str, str], Any]:
+    def request(self, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
         data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
+        asked = urllib.request.Request(self.url + path, data, {"content-type": "application/json"} | headers)
         try:
             with urllib.request.urlopen(asked, timeout=PATIENCE_S) as reply:
                 return reply.status, {name.lower(): value for name, value in reply.headers.items()}, json.loads(reply.read())
@@ -102,8 +102,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(command: Sequence[str], log: Path) -> Iterator[Server]:
-    server = Server(command, log)
+def serving(command: Sequence[str], log: Path, **environ: str) -> Iterator[Server]:
+    server = Server(command, log, **environ)
     try:
         yield server
     finally:
