@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[1]
+START_S = 300.0
 PATIENCE_S = 60.0
 
 
@@ -69,7 +70,7 @@ class Server:
 
     def first_answer(self, path: str) -> tuple[int, dict[str, str], Any]:
         """Of a server that may not have started yet."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
@@ -78,6 +79,7 @@ class Server:
         raise AssertionError(f"It has not started: {self.log.read_text()}")
 
     def until(self, version: int) -> None:
+        self.first_answer("/health")
         deadline = time.monotonic() + PATIENCE_S
         while (self.first_answer("/deltasync/status")[2]["version"] or 0) < version:
             assert time.monotonic() < deadline, f"version {version} is not served: {self.log.read_text()}"

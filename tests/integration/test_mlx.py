@@ -322,11 +322,11 @@ def test_a_server_serves_one_model_and_says_what_it_does_not(checkpoint: Path, t
             assert server.request("/v1/completions", {"prompt": "w1", "max_tokens": 1, name: value})[0] == code
         assert server.request("/health")[0] == 200
     with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log3", "--adapter-path", "adapter") as server:
-        assert server.process.wait(PATIENCE_S) == 1
+        assert server.process.wait(http_server.START_S) == 1
         assert "takes no --adapter-path" in server.log.read_text()
     other = save(llama(tied=True), tmp_path / "other")
     with serving(other, f"file://{tmp_path}/channel", tmp_path / "log4") as server:
-        assert server.process.wait(PATIENCE_S) == 1
+        assert server.process.wait(http_server.START_S) == 1
         assert server.log.read_text().splitlines()[-1].startswith("deltasync: ")
 
 
