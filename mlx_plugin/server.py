@@ -19,6 +19,7 @@ from mlx_lm import server
 import deltasync
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.following.requests import token_matches
 from mlx_plugin.module import arrays, bits
 
 following: deltasync.Following  # by the one model that is served
@@ -107,8 +108,11 @@ class Handler(server.APIHandler):
 
     def do_GET(self) -> None:
         """Answer a GET request."""
-        code, body, reason = 200, {}, following.not_ready
-        if self.path == "/deltasync/status":
+        code, body, reason, token = 200, {}, following.not_ready, settings.http_token
+        is_open = token is None or token_matches(self.headers.get("authorization"), token)
+        if self.path in ("/deltasync/status", "/deltasync/digest") and not is_open:
+            code, body = 401, {"error": "Send DELTASYNC_HTTP_TOKEN as a bearer token."}
+        elif self.path == "/deltasync/status":
             body = msgspec.to_builtins(following.status)
         elif self.path == "/deltasync/ready":
             code, body = 200 if reason is None else 503, {"ready": reason is None, "reason": reason}

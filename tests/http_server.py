@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[1]
+START_S = 300.0
 PATIENCE_S = 60.0
 
 
@@ -47,7 +48,7 @@ def digests(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
 class Server:
     """A server by its command, to which `--port` is added."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, **environ: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -55,12 +56,12 @@ class Server:
         own = {"PYTHONPATH": str(ROOT), "DELTASYNC_DIGEST_ROUTE": "1", "DELTASYNC_POLL_INTERVAL_S": "0.05"}
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [*command, "--port", str(port)], env=os.environ | own, stdout=file, stderr=subprocess.STDOUT
+                [*command, "--port", str(port)], env=os.environ | own | environ, stdout=file, stderr=subprocess.STDOUT
             )
 
-    def request(self, path: str, body: Any = None) -> tuple[int, dict[str, str], Any]:
+    def request(self, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
         data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
+        asked = urllib.request.Request(self.url + path, data, {"content-type": "application/json"} | headers)
         try:
             with urllib.request.urlopen(asked, timeout=PATIENCE_S) as reply:
                 return reply.status, {name.lower(): value for name, value in reply.headers.items()}, json.loads(reply.read())
@@ -69,7 +70,7 @@ class Server:
 
     def first_answer(self, path: str) -> tuple[int, dict[str, str], Any]:
         """Of a server that may not have started yet."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
@@ -78,6 +79,7 @@ class Server:
         raise AssertionError(f"It has not started: {self.log.read_text()}")
 
     def until(self, version: int) -> None:
+        self.first_answer("/health")
         deadline = time.monotonic() + PATIENCE_S
         while (self.first_answer("/deltasync/status")[2]["version"] or 0) < version:
             assert time.monotonic() < deadline, f"version {version} is not served: {self.log.read_text()}"
@@ -102,8 +104,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(command: Sequence[str], log: Path) -> Iterator[Server]:
-    server = Server(command, log)
+def serving(command: Sequence[str], log: Path, **environ: str) -> Iterator[Server]:
+    server = Server(command, log, **environ)
     try:
         yield server
     finally:

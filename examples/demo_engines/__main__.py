@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import shutil
 import sys
 import time
@@ -144,7 +145,9 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
     summary = report.summarize(
         out, {each.engine.name: each.proofs for each in running}, statuses, answers, expected, tokenizer
     )
-    return summary | {"wall_s": round(time.monotonic() - began_s, 1)}
+    own = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = sum(each.ru_utime + each.ru_stime for each in own)
+    return summary | {"wall_s": round(time.monotonic() - began_s, 1), "cpu_s": round(cpu_s, 1)}
 
 
 def main() -> int:

@@ -75,9 +75,8 @@ def summarize(
 
 def table(summary: dict[str, Any]) -> list[str]:
     """Return the summary in lines."""
-    rows = [
-        f"{summary['versions_published']} versions of one run, {summary['wall_s']:.0f} s; the answer: {summary['answer']!r}"
-    ]
+    times = f"{summary['wall_s']:.0f} s, {summary['cpu_s']:.0f} s of CPU"
+    rows = [f"{summary['versions_published']} versions of one run in {times}; the answer: {summary['answer']!r}"]
     for name, each in summary["engines"].items():
         same = "the same tokens" if each["tokens"] == summary["tokens"] else f"OTHER TOKENS: {each['tokens']}"
         wrong = f", DIFFERENT at {each['sha256_differs_at']}" if each["sha256_differs_at"] else ""

@@ -23,7 +23,10 @@ ENGINES = {
     ),
     "python examples/serve_transformers.py": (
         OWN,
-        [("python", "examples/serve_transformers.py", "--help"), ("transformers", "serve", "--help")],
+        [
+            ("python", "examples/serve_transformers.py", "--help"),
+            ("python", "-m", "transformers.cli.transformers", "serve", "--help"),
+        ],
     ),
 }
 """By how a command begins: the programs of its environment, and what prints its options."""

@@ -238,9 +238,11 @@ def test_what_is_refused(checkpoint: Path, memory_url: str) -> None:
         follow(object(), memory_url)
 
 
-def serving(checkpoint: Path, channel: str, log: Path, *options: str) -> contextlib.AbstractContextManager[Server]:
+def serving(
+    checkpoint: Path, channel: str, log: Path, *options: str, **environ: str
+) -> contextlib.AbstractContextManager[Server]:
     command = [sys.executable, "-m", "mlx_plugin.server", str(checkpoint), "--channel", channel, *options]
-    return http_server.serving(command, log)
+    return http_server.serving(command, log, **environ)
 
 
 def complete(server: Server, **options: Any) -> tuple[dict[str, str], Any]:
@@ -320,18 +322,25 @@ def test_a_server_serves_one_model_and_says_what_it_does_not(checkpoint: Path, t
             assert server.request("/v1/completions", {"prompt": "w1", "max_tokens": 1, name: value})[0] == code
         assert server.request("/health")[0] == 200
     with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log3", "--adapter-path", "adapter") as server:
-        assert server.process.wait(PATIENCE_S) == 1
+        assert server.process.wait(http_server.START_S) == 1
         assert "takes no --adapter-path" in server.log.read_text()
     other = save(llama(tied=True), tmp_path / "other")
     with serving(other, f"file://{tmp_path}/channel", tmp_path / "log4") as server:
-        assert server.process.wait(PATIENCE_S) == 1
+        assert server.process.wait(http_server.START_S) == 1
         assert server.log.read_text().splitlines()[-1].startswith("deltasync: ")
 
 
 def test_a_server_starts_before_the_first_version(checkpoint: Path, tmp_path: Path) -> None:
-    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log") as server:
+    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log", DELTASYNC_HTTP_TOKEN="secret") as server:
         code, _, reply = server.first_answer("/deltasync/ready")
         assert code == 503 and "no version" in reply["reason"]
+        for path in ("/deltasync/status", "/deltasync/digest"):
+            assert server.request(path)[0] == 401
         with training(f"file://{tmp_path}/channel", weights_of(checkpoint)) as trainer:
-            server.until(trainer.publish())
-            assert server.digest() == digests(trainer.published[1])
+            assert trainer.publish() == 1
+            deadline = time.monotonic() + PATIENCE_S
+            while server.request("/deltasync/ready")[0] != 200:
+                assert time.monotonic() < deadline, server.log.read_text()
+                time.sleep(0.05)
+            code, _, found = server.request("/deltasync/digest", authorization="Bearer secret")
+            assert (code, found) == (200, {"version": 1, "sha256": digests(trainer.published[1])})
