@@ -20,13 +20,13 @@ from benchmarks.codec import simulate
 from deltasync import codec
 from deltasync.kernels import cpu_diff
 from deltasync.live import LiveMemory, Segment
-from deltasync.tensors import TensorSpec
+from deltasync.tensors import Delta, Layout, Sparse, TensorSpec
 from deltasync.tensors.bits import signed_view
 
 SHAPES = ((4096, 4096), (3072, 1024), (2048, 1024), (1024, 1024))
 WAYS = (1, 2, 4, 8)
 _CHANGED = 0.0107
-_FINGERPRINT = "0123456789abcdef"
+_FINGERPRINT = 0x0123456789ABCDEF
 
 
 def measure(shape: tuple[int, int]) -> dict[str, Any]:
@@ -36,9 +36,8 @@ def measure(shape: tuple[int, int]) -> dict[str, Any]:
     index_K, step_K = cpu_diff.diff(old_N, new_N)
 
     def encoded(name: str, spec: TensorSpec) -> bytes:
-        encoder = codec.get(name).encoder()
-        encoder.add(spec, index_K, step_K, new_N, _FINGERPRINT)
-        return encoder.finish(2, 1).to_bytes()
+        delta = Delta(Layout({"w": spec}), {spec.item_bytes: Sparse(index_K, step_K)})
+        return codec.get(name).encode(delta, lambda _: (new_N, 0), {"w": _FINGERPRINT}, 2, 1).to_bytes()
 
     vector = TensorSpec("w", "bfloat16", (spec.element_count,))
     bodies = {"packed": encoded("packed", spec), "whole": encoded("context", vector), "tiles": encoded("context", spec)}
@@ -50,11 +49,11 @@ def measure(shape: tuple[int, int]) -> dict[str, Any]:
         memory = LiveMemory({"w": spec}, {"w": [Segment(part.clone(), part.stride(), part.storage_offset())]})
 
         def decode(memory: LiveMemory = memory) -> np.ndarray:
-            (patch,) = codec.get("context").decode(payload, {"w": spec}, memory.bits, memory.held)
-            assert patch.index_K is not None
-            at_K = np.searchsorted(index_K, patch.index_K)
-            assert (index_K[at_K] == patch.index_K).all() and (step_K[at_K] == patch.data).all()
-            return patch.index_K
+            delta, _ = codec.get("context").decode(payload, Layout({"w": spec}), memory.bits, memory.wanted)
+            found = delta.steps[spec.item_bytes]
+            at_K = np.searchsorted(index_K, found.at_K)
+            assert (index_K[at_K] == found.at_K).all() and (step_K[at_K] == found.data_K).all()
+            return found.at_K
 
         share = decode().size / index_K.size
         workers.append({"by": "rows" if dim == 0 else "columns", "ways": ways, "share": share, "s": common.best_s(decode)})

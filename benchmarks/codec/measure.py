@@ -9,7 +9,6 @@ can be undone.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -23,14 +22,17 @@ from benchmarks.codec.data import Delta, Sample
 from benchmarks.codec.peers import PEERS, Peer
 from benchmarks.common import best_s, peak_extra_bytes, say, timed
 from deltasync import codec
+from deltasync.codec.base import delta_of
 from deltasync.config import CODECS
 from deltasync.kernels import cpu_diff
-from deltasync.tensors import TensorSpec
+from deltasync.live import LiveMemory, Segment
+from deltasync.tensors import Layout, TensorSpec
+from deltasync.tensors.bits import signed_view
 
 _TIMED_DELTAS = 4  # first deltas of a sample that are timed; sizes are of all
 _MEMCPY_BYTES = 1 << 30
 _ROUNDS = 5
-_FINGERPRINT = "0123456789abcdef"
+_FINGERPRINT = 0x0123456789ABCDEF
 
 Bits = Mapping[str, np.ndarray]
 Encode = Callable[[Bits, Bits], bytes]
@@ -76,25 +78,24 @@ def _measure_sample(sample: Sample, memcpy_gb_s: Callable[[], float]) -> dict[st
 
 
 def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
-    chosen = codec.get(name)
-    takes_old = "old" in inspect.signature(chosen.decode).parameters
+    chosen, layout = codec.get(name), Layout(specs)
+    fingerprints = dict.fromkeys(specs, _FINGERPRINT)
+    held: list[tuple[Bits, LiveMemory]] = []  # of the weights that were written last
 
     def encode(old: Bits, new: Bits) -> bytes:
-        encoder = chosen.encoder()
-        for tensor, spec in specs.items():
-            index_K, step_K = cpu_diff.diff(old[tensor], new[tensor])
-            if index_K.size:
-                encoder.add(spec, index_K, step_K, new[tensor], _FINGERPRINT)
-        return encoder.finish(2, 1).to_bytes()
+        found = ((tensor, *cpu_diff.diff(old[tensor], new[tensor]), False) for tensor in specs)
+        delta = delta_of(layout, found)
+        return chosen.encode(delta, lambda tensor: (new[tensor], 0), fingerprints, 2, 1).to_bytes()
 
     def apply(payload: bytes, live: Bits) -> None:
-        opened = codec.open_payload(payload)
-        known: dict[str, Any] = {"old": live.__getitem__} if takes_old else {}
-        for patch in chosen.decode(opened, specs, **known):
-            if patch.absolute or patch.index_K is None:
-                patch.apply(live[patch.name])
-            else:  # in place and with the fingerprint, as a joining replica does; the peers keep no old values either
-                cpu_diff.add(0, live[patch.name], patch.index_K, patch.data, (0, 0))
+        # In place and with the fingerprint, as a joining replica does; the peers keep no old values either.
+        if not held or held[0][0] is not live:
+            segments = {tensor: [Segment(signed_view(bits), (1,), 0)] for tensor, bits in live.items()}
+            held[:] = [(live, LiveMemory(specs, segments))]
+            held[0][1].parts = {tensor: (0,) for tensor in specs}
+        ((_, memory),) = held
+        delta, _ = chosen.decode(codec.open_payload(payload), layout, live.__getitem__)
+        memory.apply(delta)
 
     return encode, apply
 

@@ -83,13 +83,15 @@ def measure(
 
     writes = []
     patches = []
-    for patch, _ in payloads.patches(reader, second, memory.gather, memory.held):
-        assert patch.index_K is not None and not patch.absolute
-        old_K = memory.gather(patch.name)[patch.index_K]
-        new_K = old_K + patch.data
-        patches.append((reader.specs[patch.name], patch.index_K, new_K))
-        for segment in segments[patch.name]:
-            at, dest_index_K = segment.locate(patch.index_K)
+    delta, _ = payloads.delta(reader, second, memory.gather, memory.wanted)
+    for name in delta.counts():
+        (index_K, step_K), known = delta.of(name)
+        assert not known.at_K.size
+        old_K = memory.gather(name)[index_K]
+        new_K = old_K + step_K
+        patches.append((reader.specs[name], index_K, new_K))
+        for segment in segments[name]:
+            at, dest_index_K = segment.locate(index_K)
             live = segment.flat().numpy()
             taken = slice(None) if at is None else at
             writes.append((live.view(f"u{live.itemsize}"), dest_index_K.astype(np.int64), old_K[taken], new_K[taken]))

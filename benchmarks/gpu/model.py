@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.machine import Machine, random_bits, random_positions
+from deltasync.codec.base import delta_of
 from deltasync.live import LiveMemory, Segment, Staged
 from deltasync.publish.device_copies import DeviceCopies
-from deltasync.tensors import Patch, TensorSpec
+from deltasync.tensors import Changed, Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of
 
 Shapes = dict[str, tuple[int, ...]]
@@ -85,7 +87,7 @@ class Run:
     Attributes:
         model: The model.
         memory: The replica's live memory.
-        patches: What the trainer published, for `memory.stage`.
+        changed: What the trainer published, for `memory.stage`.
     """
 
     def __init__(self, machine: Machine, model: Model, changed_fraction: float) -> None:
@@ -95,7 +97,8 @@ class Run:
         self._at_K = random_positions(model.flat.numel(), changed_fraction, machine.device, 4)
         self._copies = DeviceCopies({name: bits_of(tensor).copy() for name, tensor in model.weights.items()})
         self.memory = LiveMemory(model.specs, model.segments, machine.device_of)
-        self.patches: list[tuple[Patch, int]] = []
+        self._layout = Layout(model.specs)
+        self.changed = Changed(Delta(self._layout, {}), {})
 
     def measure(self, copy_rate: float, scatter_s: float | None) -> None:
         """Measure everything.
@@ -113,7 +116,7 @@ class Run:
         self._publish(copy_rate, scatter_s is not None)
         staged: list[Staged] = []
         committed: list[Staged] = []
-        row = machine.measure(self._label("stage"), lambda: staged.append(memory.stage(self.patches)), staged.clear)
+        row = machine.measure(self._label("stage"), lambda: staged.append(memory.stage(self.changed)), staged.clear)
         row.note = f"holds {staged[0].device_bytes / 1e6:,.1f} MB on the device until it is confirmed"
         before = dict(memory.parts)
 
@@ -146,16 +149,14 @@ class Run:
     def _publish(self, copy_rate: float, judged: bool) -> None:
         """Measure the trainer's half: from the optimizer's step on the device to the changes on the host."""
         weights, flat, machine = self.model.weights, self.model.flat, self._machine
-        found: dict[str, Patch] = {}
+        found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
         def publish() -> None:
             found.clear()
             self._copies.begin("device")
             for name, tensor in weights.items():
-                for each in self._copies.differences(name, tensor, "keep", "device", lasting=True):
-                    self._add(found, *each)
-            for each in self._copies.rest():
-                self._add(found, *each)
+                found.update(self._steps(self._copies.differences(name, tensor, "keep", "device", lasting=True)))
+            found.update(self._steps(self._copies.rest()))
 
         def change() -> None:
             flat[self._at_K] += 1
@@ -166,11 +167,11 @@ class Run:
         publish()  # from here on it knows how many changes to expect
         row = machine.measure(self._label("publish: detect"), publish, change)
         row.rate = 2 * flat.nbytes / row.seconds
-        assert sum(patch.changed for patch in found.values()) == self._at_K.numel()
+        assert sum(at_K.size for at_K, _ in found.values()) == self._at_K.numel()
         # Several versions were published; the replica takes them as one.
         versions = int(flat[self._at_K[0]] - self.model.live[self._at_K[0]])
-        for patch in found.values():
-            self.patches.append((dataclasses.replace(patch, data=patch.data * np.uint16(versions)), 0))
+        steps = ((name, at_K, step_K * np.uint16(versions), False) for name, (at_K, step_K) in found.items())
+        self.changed = Changed(delta_of(self._layout, steps), dict.fromkeys(found))
         if judged:
             read_s = 2 * flat.nbytes / copy_rate
             machine.bar(f"{self._name}: publish, in times of reading both copies", row.seconds / read_s, 3)
@@ -180,8 +181,14 @@ class Run:
         """Free the trainer's copies: a replica has none."""
         self._copies.clear()
 
-    def _add(self, found: dict[str, Patch], name: str, at_K: np.ndarray, step_K: np.ndarray) -> None:
-        found[name] = Patch.steps(self.model.specs[name], at_K, step_K)
+    @staticmethod
+    def _steps(
+        differences: Iterator[tuple[str, np.ndarray | None, np.ndarray]],
+    ) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
+        for name, at_K, step_K in differences:
+            assert at_K is not None, "a tensor was compared on the host"
+            if at_K.size:
+                yield name, (at_K, step_K)
 
     def _check(self, flat: torch.Tensor, what: str) -> None:
         assert torch.equal(self.model.live, flat), f"{what} left other bits"

@@ -10,7 +10,6 @@ import torch
 from benchmarks.gpu.machine import Machine, Row
 from benchmarks.gpu.model import Run
 from deltasync.live import Staged
-from deltasync.tensors import Patch
 
 _ANCHOR_ROOM_BYTES = 256 << 20
 _GPU_ALONE = "needs a GPU"
@@ -25,7 +24,7 @@ def captured_graph(machine: Machine, run: Run) -> None:
     if machine.interpreted:
         machine.rows.append(Row(what="captured graph", seconds=0.0, note=_GPU_ALONE))
         return
-    (segment,) = run.model.segments[run.patches[0][0].name]
+    (segment,) = run.model.segments[next(iter(run.changed.fingerprints))]
     weight = segment.live.reshape(-1)
     result = torch.empty_like(weight)
     stream = torch.cuda.Stream(machine.device)
@@ -39,7 +38,7 @@ def captured_graph(machine: Machine, run: Run) -> None:
     graph.replay()
     before = result.clone()
     assert torch.equal(before, weight)
-    committed = run.memory.commit(run.memory.stage(run.patches))
+    committed = run.memory.commit(run.memory.stage(run.changed))
     graph.replay()
     assert torch.equal(result, weight) and not torch.equal(result, before), "a captured graph does not see a commit"
     run.memory.rollback(committed)
@@ -70,7 +69,7 @@ def staging_beside_work(machine: Machine, run: Run) -> None:
 
     work()
     alone_s = statistics.median(work() for _ in range(5))
-    staged_alone_s = machine.median_s(lambda: run.memory.stage(run.patches))
+    staged_alone_s = machine.median_s(lambda: run.memory.stage(run.changed))
     beside: list[float] = []
     ended = threading.Event()
 
@@ -81,7 +80,7 @@ def staging_beside_work(machine: Machine, run: Run) -> None:
     worker = threading.Thread(target=keep_busy)
     worker.start()
     try:
-        staged_beside_s = machine.seconds(lambda: run.memory.stage(run.patches))
+        staged_beside_s = machine.seconds(lambda: run.memory.stage(run.changed))
     finally:
         ended.set()
         worker.join()
@@ -99,7 +98,7 @@ def anchor_without_room(machine: Machine, run: Run) -> None:
     """
     model, memory = run.model, run.memory
     other = {name: (~tensor.view(torch.int16)).cpu().numpy().reshape(-1) for name, tensor in model.weights.items()}
-    patches = [(Patch(name, None, bits_N.view("u2"), absolute=True), 0) for name, bits_N in other.items()]
+    weights = [(name, bits_N.view("u2"), None) for name, bits_N in other.items()]
     held = model.live.cpu().clone()
     versions: list[Staged] = []
     committed: list[Staged] = []
@@ -110,7 +109,7 @@ def anchor_without_room(machine: Machine, run: Run) -> None:
 
     _leave_room(machine)
     try:
-        row = machine.measure("anchor: stage", lambda: versions.append(memory.stage(patches)), versions.clear)
+        row = machine.measure("anchor: stage", lambda: versions.append(memory.stage_weights(weights)), versions.clear)
         machine.bar("anchor: stage, extra device memory in MB", (row.peak_bytes or 0) / 1e6, 256)
         row = machine.measure("anchor: commit", lambda: committed.append(memory.commit(versions[0])), back)
         row.rate = 2 * model.live.nbytes / row.seconds

@@ -408,7 +408,7 @@ class _Reader:
         match self._row.get("groups"):
             case [] if not len(self._row_B2):
                 return []
-            case [0, *others] as groups if all(type(block) is int for block in others):
+            case [0, *_] as groups if all(type(block) is int for block in groups):
                 if all(one < other for one, other in itertools.pairwise([*groups, len(self._row_B2)])):
                     return groups
         raise CorruptDataError("Payload has groups that are not ascending blocks.")

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from deltasync import kernels
 from deltasync.errors import undoing
-from deltasync.kernels.cpu import SwapTable
 from deltasync.kernels.table import Table
 from deltasync.live.devices import Device
 from deltasync.live.segments import Segment
+
+if TYPE_CHECKING:
+    from deltasync.kernels.cpu import SwapTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

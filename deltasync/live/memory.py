@@ -234,7 +234,8 @@ class LiveMemory:
         host, devices = HostStaging(), dict[Device, DeviceStaging]()
         for absolute, of in ((False, delta.steps), (True, delta.known)):
             for width, sparse in of.items():
-                host.elements(self._on_host(width), sparse, absolute)
+                if (places := self._on_host(width)).targets:
+                    host.elements(places, sparse, absolute)
         for name in delta.counts() if self._devices else ():
             both = delta.of(name)
             for target in self._targets(name):

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from deltasync import kernels
 from deltasync.errors import StageError
-from deltasync.kernels.cpu import SwapTable
 from deltasync.kernels.table import Entry, Table
 from deltasync.live.devices import Device
 from deltasync.live.exchange import Copy, DeviceSwap, HostSwap, Swap, Target, Values
 from deltasync.live.segments import Parts, Segment, unsigned
 from deltasync.tensors import Sparse, Vector, fingerprint, index_dtype, region_end
 from deltasync.tensors.bits import signed_view
+
+if TYPE_CHECKING:
+    from deltasync.kernels.cpu import SwapTable
 
 _HOST_PIECE_BYTES = 4 << 20
 _DEVICE_PIECE_BYTES = 32 << 20

@@ -460,12 +460,13 @@ def _renamed(entry: str) -> Callable[[dict[str, Any]], None]:
         ),
         _set_vector("2", tensors=1),
         _set_vector("2", blocks=0),
+        *(_set_vector("2", groups=wrong) for wrong in ([], [1], [0, 1], [0, 0], [-1], [0.0], ["0"], [True], 0, None, {})),
         _set_vector("2", planes=[1, 2]),
         _set_vector("2", planes="all"),
         lambda header: header.pop("__metadata__"),
         lambda header: header[".2.tables"].update(dtype="I8"),
         lambda header: header[".2.blocks"].update(dtype="F32"),
-        *(_renamed(f".2.{entry}") for entry in ("tensors", "fingerprints", "blocks", "groups", "tables", "words")),
+        *(_renamed(f".2.{entry}") for entry in ("fingerprints", "blocks", "tables", "words")),
     ],
 )
 def test_a_payload_whose_header_contradicts_itself_is_a_format_error(
@@ -481,7 +482,7 @@ def test_a_payload_whose_header_contradicts_itself_is_a_format_error(
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "U16", "I16", "F8_E4M3", "BOOL"])
 def test_streams_of_another_dtype_are_a_format_error(scene: Scene, dtype: str) -> None:
     def change(header: dict[str, Any]) -> None:
-        for key in (".2.words", ".2.tables", ".2.blocks", ".2.groups", ".2.fingerprints"):
+        for key in (".2.words", ".2.tables", ".2.blocks", ".2.fingerprints"):
             start, end = header[key]["data_offsets"]
             width = 1 if dtype in ("F8_E4M3", "BOOL") else 2
             if (end - start) % width == 0:

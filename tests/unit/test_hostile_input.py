@@ -30,7 +30,8 @@ from deltasync.codec.base import FORMAT, Encoded
 from deltasync.errors import CorruptDataError, DeltaSyncError, FormatError, MissingVersionError, StageError
 from deltasync.live import LiveMemory
 from deltasync.stores.base import ObjectInfo, Store
-from deltasync.tensors import TensorSpec
+from deltasync.tensors import Delta as TensorDelta
+from deltasync.tensors import Layout, Sparse, TensorSpec
 from tests.channels import EPOCH, RUN, Made, made, trained
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
@@ -216,34 +217,40 @@ def test_a_payload_that_changes_more_than_its_record_says_is_corrupt(
 def test_a_delta_of_other_shapes_is_corrupt(channel: Made, name: str, caplog: pytest.LogCaptureFixture) -> None:
     spec = TensorSpec("w", "bfloat16", (20, 4000))
     index_K, step_K = np.array([3, 79_999], np.int32), np.array([1, 1], np.uint16)
-    encoder = codec.get(name).encoder()
-    encoder.add(spec, index_K, step_K, np.zeros(spec.element_count, np.uint16), "0" * 16)
-    _append(channel, encoder.finish(2, 1), name)
-    _refused(channel, "'w'", caplog)
+    delta = TensorDelta(Layout({"w": spec}), {2: Sparse(index_K, step_K)})
+    new = np.zeros(spec.element_count, np.uint16)
+    _append(channel, codec.get(name).encode(delta, lambda _: (new, 0), {"w": 0}, 2, 1), name)
+    _refused(channel, "malformed block of elements of 2 bytes" if name == "packed" else "'w'", caplog)
 
 
 @pytest.mark.parametrize("name", ["packed", "context", "raw"])
 def test_a_delta_of_other_dtypes_is_corrupt_or_not_the_published_bits(
     channel: Made, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    encoder = codec.get(name).encoder()
     index_K = np.arange(0, 800, 3, dtype=np.int32)
     spec = TensorSpec("w", "float64", (20, 40))
-    encoder.add(spec, index_K, np.full(index_K.size, 1 << 40, np.uint64), np.zeros(800, np.uint64), "0" * 16)
-    _append(channel, encoder.finish(2, 1), name)
-    _refused(channel, "w", caplog)
+    delta = TensorDelta(Layout({"w": spec}), {8: Sparse(index_K, np.full(index_K.size, 1 << 40, np.uint64))})
+    _append(channel, codec.get(name).encode(delta, lambda _: (np.zeros(800, np.uint64), 0), {"w": 0}, 2, 1), name)
+    _refused(channel, "elements of '8' bytes" if name == "packed" else "w", caplog)
+
+
+_ONE = bytes([0, 0x80, 0x20])  # a table: symbol 0 has all 4096 slots
+
+
+def test_a_payload_with_more_tables_than_groups_is_corrupt(channel: Made, caplog: pytest.LogCaptureFixture) -> None:
+    _append(channel, _vector_payload(blocks=[[1, 2]], tables=_ONE * 2 * 200_000), "packed")
+    _refused(channel, "more tables than groups|malformed block", caplog)
 
 
 def test_a_payload_with_more_tables_than_patches_is_corrupt(channel: Made, caplog: pytest.LogCaptureFixture) -> None:
-    one = bytes([0, 0x80, 0x20])  # symbol 0 has all 4096 slots
     row = {"w": {"changed": 1, "fingerprint": "0" * 16, "group": 0}}
     arrays = {
         ".words": torch.zeros(2, dtype=torch.int32),
-        ".blocks": torch.tensor([[1, 2]], dtype=torch.int32),
-        ".tables": torch.frombuffer(bytearray(one * 2 * 200_000), dtype=torch.uint8),
+        ".blocks": torch.tensor([[1, 2, 0]], dtype=torch.int32),
+        ".tables": torch.frombuffer(bytearray((b"\xff\xff" + _ONE * 2) * 200_000), dtype=torch.uint8),
     }
-    _append(channel, Encoded(arrays, _payload_metadata(row, block_elements="800")), "packed")
-    _refused(channel, "more tables", caplog)
+    _append(channel, Encoded(arrays, _payload_metadata(row, "800", "context")), "context")
+    _refused(channel, "more tables than patches", caplog)
 
 
 @pytest.mark.parametrize(
@@ -261,16 +268,35 @@ def test_a_row_of_the_table_of_patches_that_says_nonsense_is_corrupt(fields: dic
     rows = {"w": {"changed": 1, "fingerprint": "0" * 16, "group": 0} | fields}
     arrays = {
         ".words": torch.zeros(2, dtype=torch.int32),
-        ".blocks": torch.tensor([[1, 2]], dtype=torch.int32),
+        ".blocks": torch.tensor([[1, 2, 0]], dtype=torch.int32),
         ".tables": torch.zeros(0, dtype=torch.uint8),
     }
-    data = Encoded(arrays, _payload_metadata(rows, block_elements="800")).to_bytes()
+    data = Encoded(arrays, _payload_metadata(rows, "800", "context")).to_bytes()
     with pytest.raises(CorruptDataError, match=expected):
-        list(codec.get("packed").decode(codec.open_payload(data), {"w": TensorSpec("w", "bfloat16", (20, 40))}))
+        codec.get("context").decode(codec.open_payload(data), Layout(SPECS), lambda _: np.zeros(800, np.uint16))
 
 
-def _payload_metadata(rows: dict[str, Any], block_elements: str = "", name: str = "packed") -> dict[str, str]:
+def _vector_payload(
+    *, blocks: Sequence[Sequence[int]], tables: bytes = b"", changed: int = 1, **dense: tuple[torch.Tensor, object]
+) -> Encoded:
+    """A payload of `packed` that changes `w`, by blocks of 800 elements that are in one group, or as a whole."""
+    row = {"tensor": 0, "tensors": 1, "block": 0, "blocks": len(blocks), "groups": [0][: len(blocks)], "planes": None}
+    entries = {
+        "tensors": torch.ones(1, dtype=torch.uint8),
+        "fingerprints": torch.zeros(1, dtype=torch.int64),
+        "blocks": torch.tensor(blocks, dtype=torch.int32).reshape(-1, 2),
+        "tables": torch.from_numpy(np.frombuffer(bytearray(tables), np.uint8)),
+        "words": torch.zeros(sum(words for _, words in blocks), dtype=torch.int32),
+    }
+    arrays = {f".2.{entry}": array for entry, array in entries.items()} | {name: held for name, (held, _) in dense.items()}
+    vectors, whole = json.dumps({"2": row}), json.dumps({name: sizes for name, (_, sizes) in dense.items()})
+    extra = {"block_elements": "800", "vectors": vectors, "dense": whole}
+    return Encoded.of("packed", 2, 1, changed, arrays, extra)
+
+
+def _payload_metadata(rows: dict[str, Any], block_elements: str, name: str) -> dict[str, str]:
     return {
+        "changed": str(sum(int(row["changed"]) for row in rows.values())),
         "format": FORMAT,
         "codec": name,
         "version": "2",
@@ -299,7 +325,7 @@ def test_raw_indices_outside_the_tensor_or_out_of_order_are_corrupt(
     index_K = torch.tensor(index, dtype=torch.int32)
     arrays = {"w.indices": index_K, "w.values": torch.zeros(len(index), dtype=torch.bfloat16)}
     row = {"w": {"changed": len(index), "fingerprint": "0" * 16}}
-    _append(channel, Encoded(arrays, _payload_metadata(row, name="raw")), "raw")
+    _append(channel, Encoded(arrays, _payload_metadata(row, "", "raw")), "raw")
     _refused(channel, "not ascending", caplog)
 
 
@@ -315,14 +341,8 @@ def test_planes_that_are_not_the_tensor_are_corrupt(channel: Made, frames: str, 
         "other": zstandard.ZstdCompressor().compress(bytes(801)),
         "unsized": zstandard.ZstdCompressor(write_content_size=False).compress(bytes(800)),
     }[frames]
-    row = {"w": {"changed": 800, "fingerprint": "0" * 16, "dense": [len(good), len(frame)]}}
-    arrays = {
-        "w": torch.frombuffer(bytearray(good + frame), dtype=torch.uint8),
-        ".words": torch.zeros(0, dtype=torch.int32),
-        ".blocks": torch.zeros((0, 2), dtype=torch.int32),
-        ".tables": torch.zeros(0, dtype=torch.uint8),
-    }
-    _append(channel, Encoded(arrays, _payload_metadata(row, "800")), "packed")
+    whole = torch.frombuffer(bytearray(good + frame), dtype=torch.uint8)
+    _append(channel, _vector_payload(blocks=[], changed=800, w=(whole, [len(good), len(frame)])), "packed")
     _refused(channel, "plane of 'w'", caplog)
 
 
@@ -600,7 +620,7 @@ def test_weight_files_that_lie_about_themselves_are_corrupt(channel: Made, data:
     assert replica.version is None
     reader = ChannelReader(channel.store)
     with pytest.raises(CorruptDataError):
-        list(payloads.patches(reader, reader.record(channel.tip)))
+        list(payloads.weights(reader, reader.record(channel.tip)))
 
 
 # Code

@@ -49,6 +49,12 @@ def store(memory_url: str) -> FaultyStore:
 
 
 @pytest.fixture
+def in_parts(in_groups: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each changed tensor is a part."""
+    monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
+
+
+@pytest.fixture
 def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each changed tensor is a group."""
     monkeypatch.setattr("deltasync.publish.encode.GROUP_CHANGED", 1)
@@ -60,7 +66,7 @@ def assert_holds(store: Store, version: int, weights: Weights) -> None:
     assert_same_bits(replica.state_dict(), weights)
 
 
-@pytest.mark.usefixtures("in_groups")
+@pytest.mark.usefixtures("in_parts")
 def test_parts_go_up_while_later_ones_are_encoded(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = states(2)
     with Publisher(store, codec="packed") as publisher:
@@ -135,7 +141,7 @@ class Meeting(FaultyStore):
         super().put(key, data, guard=guard)
 
 
-@pytest.mark.usefixtures("in_groups")
+@pytest.mark.usefixtures("in_parts")
 def test_parts_are_stored_in_parallel(memory_url: str) -> None:
     first, second = states(2)
     store = Meeting(open_store(memory_url), PUTS)
@@ -297,8 +303,7 @@ def test_no_second_copy_of_the_model_is_made(tmp_path: Path, monkeypatch: pytest
         tracemalloc.start()
         try:
             for weights in versions[2:]:
-                receipt = publisher.publish(weights.items())
-            receipt.wait(60)
+                publisher.publish(weights.items()).wait(60)
             publisher.close()
             _, peak_bytes = tracemalloc.get_traced_memory()
         finally:
