@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import pickle
-from typing import Any
+from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
+from deltasync.ranks.peers import Peers
 
 
 class Traffic:
-    """Counts from now on, for the life of this process: collectives of publishers' groups."""
+    """Counts what this rank says to the others within `publish`, and rank 0's answers, for the life of this process."""
 
     def __init__(self) -> None:
         self.moved_bytes = 0
-        gather, reduce = dist.all_gather_object, dist.all_reduce
+        exchange = Peers._exchange
 
-        def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
-            self._count(group, len(pickle.dumps(value)))
-            gather(found, value, group=group)
+        def counted(peers: Peers, value: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
+            answer = exchange(peers, value, combine)
+            self.moved_bytes += len(value) + (len(answer) if peers.rank == 0 else 0)
+            return answer
 
-        def all_reduce(tensor: torch.Tensor, *arguments: Any, group: Any = None, **options: Any) -> Any:
-            self._count(group, tensor.nbytes)
-            return reduce(tensor, *arguments, group=group, **options)
-
-        dist.all_gather_object, dist.all_reduce = all_gather_object, all_reduce
-
-    def _count(self, group: Any, size: int) -> None:
-        if getattr(group, "group_desc", None) == "deltasync":
-            self.moved_bytes += size
+        Peers._exchange = counted  # type: ignore[method-assign]

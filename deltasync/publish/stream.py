@@ -135,14 +135,15 @@ def by_rows(stream: Stream) -> Callable[[], Tensors]:
     """
 
     def cut(stream: Stream) -> Iterator[tuple[str, Tensor]]:
-        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor import DTensor, Shard
 
         for name, tensor in map(pair_of, tensors_of(stream)):
-            if hasattr(tensor, "placements") and not is_range(tensor):
+            if isinstance(tensor, DTensor) and not is_range(tensor):
                 with torch.no_grad():
                     rows = [each if each.is_replicate() else Shard(0) for each in tensor.placements]
-                    tensor = tensor.detach().redistribute(placements=rows)
-            yield name, tensor
+                    yield name, tensor.detach().redistribute(placements=rows)
+            else:
+                yield name, tensor
 
     return lambda: cut(stream)
 

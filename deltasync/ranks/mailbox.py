@@ -1,8 +1,8 @@
 """The key-value store that the ranks of one publisher share, and a sign of life of each rank.
 
 It is torch.distributed's, below a prefix of its own for each publisher: no process group is made, so the ranks may belong to
-any others. A rank is lost when its process says nothing for a while, says that it ends, or is seen dead on the same host; not
-when it takes long.
+any others. A rank is lost when its process says nothing for a while, says that it ends, or is seen dead on the same host;
+not when it takes long.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Mailbox:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        if group == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise ConfigError(
                 f"Rank {dist.get_rank()} is not in the group that it publishes with. Give it a group of its own."
             )
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.timeout_s = timeout_s
         self._silence_s = min(SILENCE_S, timeout_s)
-        self._group_store = group.get_group_store()
+        self._group_store: Any = group.get_group_store()
         self._session = self._meet(PrefixStore("deltasync", self._group_store.clone()))
         # Waiting on a connection holds up all who use it, so each thread has its own.
         self._beats = _Beats(self.connect(), self.rank)
@@ -92,8 +92,8 @@ class Mailbox:
         while missing := {rank: key for rank, key in missing.items() if not _has(store, key)}:
             if patience.waited_s > self.timeout_s:
                 raise PublishError(
-                    f"{ranks_of(missing)} did not open the publisher within {self.timeout_s:g} s. Make it on all ranks of the "
-                    "group, and look for the error of the rank that did not."
+                    f"{ranks_of(missing)} did not open the publisher within {self.timeout_s:g} s. Make it on all ranks of "
+                    "the group, and look for the error of the rank that did not."
                 )
             patience.say(missing)
 
@@ -119,8 +119,8 @@ class Mailbox:
             outside = [rank for rank in missing if rank in seen and not seen[rank][0].endswith(b"in")]
             if bounded and outside and patience.waited_s > self.timeout_s:
                 raise PublishError(
-                    f"{ranks_of(outside)} lives, but did not {what} within {self.timeout_s:g} s. All ranks call the same methods "
-                    f"of their publishers, in the same order. {WAY_ON}"
+                    f"{ranks_of(outside)} lives, but did not {what} within {self.timeout_s:g} s. All ranks call the same "
+                    f"methods of their publishers, in the same order. {WAY_ON}"
                 )
             patience.say(missing)
         return [store.get(key) for key in keys.values()]

@@ -12,6 +12,7 @@ import datetime
 import json
 import pickle
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -94,7 +95,8 @@ class Peers:
         if self.size == 1:
             return [value]
         # pickle, as the collectives of torch.distributed do it: between processes of one trainer, through its own store
-        return [pickle.loads(each) for each in pickle.loads(self._exchange(pickle.dumps(value), pickle.dumps))]
+        values = pickle.loads(self._exchange(zlib.compress(pickle.dumps(value), 1), pickle.dumps))
+        return [pickle.loads(zlib.decompress(each)) for each in values]
 
     def first(self, action: Callable[[], _Value], problem: BaseException | None = None, same: object = None) -> _Value:
         """Run an action on the first rank and return its result at all ranks.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import fnmatch
 import functools
 import re
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,8 +41,13 @@ def int_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
     """Return flat unsigned bit patterns on the host, shape N; they share the memory of a contiguous CPU tensor."""
-    view: np.ndarray = int_view(tensor).cpu().numpy()
-    return view.view(f"u{view.itemsize}")
+    view = int_view(tensor).cpu()
+    if not view.numel():
+        return np.empty(0, f"u{view.element_size()}")
+    # Not by `numpy()`, after which torch refuses to resize the storage, as FSDP does with a trainer's parameters.
+    memory: Any = (ctypes.c_byte * view.nbytes).from_address(view.data_ptr())
+    memory.owner = view  # lives as long as the array does
+    return np.frombuffer(memory, f"u{view.element_size()}")
 
 
 def signed_view(bits_N: np.ndarray) -> torch.Tensor:

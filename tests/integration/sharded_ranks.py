@@ -63,7 +63,7 @@ class Scenario:
         dist.barrier()
 
     def publisher(self, **settings: Any) -> Publisher:
-        return Publisher(self.store, group=dist.group.WORLD, retry_delay_s=0.01, peer_timeout_s=60, **settings)
+        return Publisher(self.store, group=dist.group.WORLD, retry_delay_s=0.01, peer_timeout_s=150, **settings)
 
     def note(self, receipt: Receipt, moved_bytes: int = 0) -> None:
         numbers = ("version", "kind", "step", "changed", "total", "payload_bytes", "anchor_bytes", "digest")
@@ -281,7 +281,7 @@ def other_shards() -> None:
     refuses(ConfigError, lambda: Publisher(url, group=dist.group.WORLD).publish([("w", columns)]))
     half = TensorRange(torch.zeros(4), 0, (8,))
     refuses(DeltaSyncError, lambda: Publisher(url, group=dist.group.WORLD).publish([("w", half)]))
-    refuses(DeltaSyncError, lambda: Publisher(url, group=dist.group.WORLD).publish([(f"w{rank}", whole)]))
+    refuses(DeltaSyncError, lambda: Publisher(url, group=dist.group.WORLD).publish(iter([(f"w{rank}", whole)])))
     scenario.end()
 
 

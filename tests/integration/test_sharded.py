@@ -27,11 +27,13 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
-def torchrun(size: int, folder: Path, *more: str, script: str = "sharded_ranks.py", **environ: str) -> None:
+def torchrun(
+    size: int, folder: Path, *more: str, script: str = "sharded_ranks.py", timeout_s: float = 300, **environ: str
+) -> None:
     path = str(ROOT / "tests/integration" / script)
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", path, str(folder), *more]
     environ = environment() | environ
-    done = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-5000:]
 
 

@@ -1,0 +1,63 @@
+"""Every way of cutting a model over ranks is published whole, or refused by all ranks: the table of guides/sharded.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_sharded import ROOT, torchrun
+
+_PAGE = ROOT / "docs/guides/sharded.md"
+_ROW = re.compile(r"^\| `([^`]+)` \| (published|refused at the start|refused after an evaluation) \|", re.MULTILINE)
+
+SAID = dict(_ROW.findall(_PAGE.read_text()))
+"""The kinds of the guide's table, and what it says of each."""
+
+FEW = ["fsdp2 root", "fsdp2 named_parameters", "fsdp1", "tensor parallel", "experts by local names"]
+_OF_FOUR = {"fsdp2 over tensor parallel", "shards of one dimension, copies of another", "hsdp"}  # two dimensions of a mesh
+_BY_SIZE = {"pipeline stages, experts by global names"}  # has other layers on other numbers of ranks
+_FIRST = [[1, "anchor"], [2, "delta"], [3, "delta"], [4, "delta"]]
+
+
+def run(folder: Path, size: int, names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """What each rank was told of each kind."""
+    torchrun(size, folder, *names, script="kinds_ranks.py", timeout_s=900)
+    files = {name: [folder / f"{name.replace(' ', '-')}.{rank}.json" for rank in range(size)] for name in names}
+    return {name: [json.loads(file.read_text()) for file in each] for name, each in files.items()}
+
+
+def prove(said: str, told: list[dict[str, Any]], versions: list[list[Any]]) -> None:
+    """All ranks have the same outcome, and it is the one that the guide says. The ranks have compared the bits."""
+    if said == "published":
+        assert all(each == {"versions": versions} for each in told), told
+        return
+    assert all("refused" in each and each["versions"] == told[0]["versions"] for each in told), told
+    ((step, kind),) = {tuple(each["refused"][:2]) for each in told}
+    assert kind in ("ConfigError", "ModelMismatchError")
+    assert (step == 0) == (said == "refused at the start"), told
+
+
+def test_the_table_names_every_kind() -> None:
+    source = (ROOT / "tests/integration/kinds_ranks.py").read_text()
+    kinds = re.findall(r'^    "([^"]+)": ', source[source.index("KINDS:") :], re.MULTILINE)
+    assert len(kinds) > 20 and list(SAID) == kinds
+
+
+def test_a_part_of_the_table_holds_on_two_ranks(tmp_path: Path) -> None:
+    for name, told in run(tmp_path / "kinds", 2, FEW).items():
+        prove(SAID[name], told, _FIRST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_table_holds_and_other_ranks_go_on(tmp_path: Path, size: int) -> None:
+    names = [name for name in SAID if size == 4 or name not in _OF_FOUR]
+    for name, told in run(tmp_path / "kinds", size, names).items():
+        prove(SAID[name], told, _FIRST)
+    others = [name for name in names if SAID[name] == "published" and name not in _OF_FOUR | _BY_SIZE]
+    for told in run(tmp_path / "kinds", 6 - size, others).values():
+        prove("published", told, [[5, "delta"], [6, "delta"]])
