@@ -30,6 +30,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "eos_token_id": 2,
 }
+_MOST = 50_000_000  # parameters of a stand-in
 _ROWS = 17
 
 compared: list[str] = []
@@ -145,7 +146,12 @@ def _checkpoint(name: str, folder: Path) -> str:
     if not path.exists():
         torch.manual_seed(0)
         labels = {"num_labels": 1} if "SequenceClassification" in found[1] else {}
-        kind(kind.config_class(**_SIZES, **labels)).save_pretrained(path)
+        config = kind.config_class(**_SIZES, **labels)
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
+        if count > _MOST:  # its vision tower has sizes of its own
+            raise OSError(f"There is no small stand-in for {name}: it has {count:,} parameters.")
+        kind(config).save_pretrained(path)
         demo_model.build_tokenizer().save_pretrained(path)
     return str(path)
 
