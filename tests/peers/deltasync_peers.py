@@ -79,11 +79,15 @@ def _compare(trainer: Any, folder: Path) -> None:
     found, wanted = replica.state_dict(), _saved(trainer.accelerator.unwrap_model(trainer.model), folder / "saved")
     names = sorted(found.keys() ^ wanted.keys())
     names += [
-        name for name in found.keys() & wanted.keys() if not torch.equal(found[name], wanted[name].to(found[name].dtype))
+        name for name in found.keys() & wanted.keys() if not _same_bits(found[name], wanted[name].to(found[name].dtype))
     ]
     said = f"{type(trainer).__name__} of {type(trainer.model).__name__}"
     (different if names else compared).append(f"{said}: {', '.join(names[:3])}" if names else said)
     assert not names, different[-1]
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 def _saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
