@@ -48,6 +48,7 @@ __all__ = [
     "line",
     "prune",
     "quiet",
+    "quota",
     "repair",
     "source_of",
     "survey",
