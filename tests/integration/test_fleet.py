@@ -82,7 +82,7 @@ def cached(store: FaultyStore, tmp_path: Path) -> Store:
 
 def test_a_replica_that_starts_late_catches_up_with_a_running_trainer(store: FaultyStore) -> None:
     states: list[Weights] = []
-    with Publisher(store, anchor_every=20) as publisher:
+    with Publisher(store, anchor_every=20, retention=Retention(fold_every=0)) as publisher:
         publish(publisher, states, 30)
         training = threading.Thread(target=publish, args=(publisher, states, 60))
         training.start()
