@@ -274,7 +274,7 @@ class Uploader:
         )
         wanted = self._wanted(job)
         sample = None
-        if wanted is not None:
+        if wanted is not None and not self._signals.others:  # else they were collected from all ranks
             job.weights = Weights.of(job.shadow, self.settings)
             sample = Sample(job.shadow.bits) if wanted != "fold" else None
         job.released.set()

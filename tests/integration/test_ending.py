@@ -96,8 +96,8 @@ def test_the_soak(number: signal.Signals, tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, signal, sys, torch
-from deltasync import Publisher
-publisher = Publisher(sys.argv[1], anchor_every=2)
+from deltasync import Publisher, Retention
+publisher = Publisher(sys.argv[1], anchor_every=2, retention=Retention())
 weights = {f"t{number}": torch.full((64, 64), 1.0) for number in range(300)}
 for step in range(3):
     publisher.publish(weights)
