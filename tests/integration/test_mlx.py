@@ -294,21 +294,27 @@ def test_requests_over_commits_end_and_leave_no_cache(checkpoint: Path, trainer:
     with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log") as server:
         server.until(1)
         for options in ({}, {"seed": 7}):
-            begun = server.request("/deltasync/status")[2]["version"]
-            with ThreadPoolExecutor(1) as pool:
-                long = pool.submit(complete, server, max_tokens=400, logit_bias={"63": -100}, **options)
-                while not long.done():
-                    server.until(trainer.publish())
-                headers, reply = long.result()
-            assert reply["usage"]["completion_tokens"] == 400
-            now = max(trainer.published)
-            assert now > begun
+            for count in (1000, 4000, 16000):  # until a version comes before it ends, however fast this machine is
+                begun = server.log.read_text().count("Prompt processing progress")
+                with ThreadPoolExecutor(1) as pool:
+                    long = pool.submit(complete, server, max_tokens=count, logit_bias={"63": -100}, **options)
+                    while server.log.read_text().count("Prompt processing progress") == begun:
+                        time.sleep(0.01)
+                    now = trainer.publish()
+                    server.until(now)
+                    if not options:
+                        server.complete("w50 w51", max_tokens=1)  # caches are of the new version from here on
+                    is_over_a_commit = not long.done()
+                    headers, reply = long.result()
+                assert reply["usage"]["completion_tokens"] == count
+                if is_over_a_commit:
+                    break
+            assert is_over_a_commit
             if not options:
                 spans = json.loads(headers["x-deltasync-spans"])[0]
-                versions = [version for version, _ in spans]
-                assert sum(count for _, count in spans) == 400
-                assert len(versions) > 1 and versions == sorted(versions)
-                assert headers["x-deltasync-versions"] == f"{versions[0]}..{versions[-1]}"
+                assert [version for version, _ in spans] == [now - 1, now]
+                assert sum(made for _, made in spans) == count
+                assert headers["x-deltasync-versions"] == f"{now - 1}..{now}"
             # The same beginning: what the long request left was of several versions.
             _, again = complete(server)
             assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
