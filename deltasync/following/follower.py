@@ -148,8 +148,10 @@ class Follower:
         before = time.perf_counter()
         whole: Delta | Mapping[str, np.ndarray]
         with _map_out_of_memory(way[-1].record.version):
-            if way[0].use_anchor and not goes_back(way):
-                staged, whole = self._stage_weights(way)
+            # What comes before full weights, which a writer that starts over stores between deltas, does not matter.
+            first = max((at for at, stored in enumerate(way) if stored.use_anchor), default=None)
+            if first is not None and not goes_back(way):
+                staged, whole = self._stage_weights(way[first:])
             else:
                 changed = self._undone(way[:-1]) if goes_back(way) else self._changed(way)
                 staged, whole = self.memory.stage(changed), changed.delta

@@ -29,6 +29,7 @@ __all__ = [
     "Vector",
     "bits",
     "check_specs",
+    "delta",
     "fingerprint",
     "index_dtype",
     "region_end",

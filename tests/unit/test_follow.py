@@ -70,6 +70,24 @@ def test_steady_state_is_one_request(memory_url: str) -> None:
         assert cursor.next(have) == []
 
 
+@pytest.mark.parametrize("codec_name", ["packed", "context", "raw"])
+def test_full_weights_between_deltas(store: Store, codec_name: str) -> None:
+    """As of a writer that starts over: the steps before them do not matter, those after them do."""
+    channel = Made(store, codec_name=codec_name)
+    channel.create(weights())
+    channel.anchor(weights())
+    channel.head()
+    replica = Replica(store)
+    assert replica.sync() == 1
+    for kind in ("delta", "anchor", "delta", "anchor", "anchor", "delta", "delta"):
+        assert channel.tip is not None
+        model = trained(channel.bits[channel.tip.sha256], channel.tip.version)
+        channel.anchor(model) if kind == "anchor" else channel.delta(model)
+    channel.head()
+    assert replica.sync() == 8
+    _holds(replica, channel)
+
+
 def test_a_seal_leads_into_the_next_epoch(store: Store) -> None:
     channel = made(store, 2)
     replica = Replica(store)
