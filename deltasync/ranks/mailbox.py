@@ -15,7 +15,7 @@ import time
 import uuid
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ class Mailbox:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.timeout_s = timeout_s
         self._silence_s = min(SILENCE_S, timeout_s)
-        self._group_store: Any = group.get_group_store()
+        self._group_store = cast("Any", group.get_group_store())
         self._session = self._meet(PrefixStore("deltasync", self._group_store.clone()))
         # Waiting on a connection holds up all who use it, so each thread has its own.
         self._beats = _Beats(self.connect(), self.rank)
@@ -216,7 +216,7 @@ class _Patience:
         """Sleep; log the ranks when it is time to."""
         if time.monotonic() - self._said_s > 60:
             self._said_s = time.monotonic()
-            logger.warning("Waiting for %s to %s, since %.0f s.", ranks_of(ranks), self._what, self.waited_s)
+            logger.warning("Waiting for %s to %s, since %.0f s.", ranks_of(ranks).lower(), self._what, self.waited_s)
         time.sleep(min(0.1, max(0.0005, self.waited_s / 20)))
 
 
