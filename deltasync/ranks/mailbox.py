@@ -55,14 +55,19 @@ class Mailbox:
         self.timeout_s = timeout_s
         self._silence_s = min(SILENCE_S, timeout_s)
         self._group_store = cast("Any", group.get_group_store())
-        self._session = self._meet(PrefixStore("deltasync", self._group_store.clone()))
-        # Waiting on a connection holds up all who use it, so each thread has its own.
+        # One for all threads, none of which blocks on it. Those of others may wait on the group's for long.
+        self._connection = self._group_store.clone()
+        self._session = self._meet(PrefixStore("deltasync", self._connection))
         self._beats = _Beats(self.connect(), self.rank)
         _open.add(self)
         self._hosts: dict[int, str] = {}
 
     def connect(self) -> Any:
-        """Return a connection to the store, for one thread."""
+        """Return the keys of this publisher. Ask only for those that are there, as who waits holds up all threads."""
+        return PrefixStore(f"deltasync/{self._session}", self._connection)
+
+    def connect_apart(self) -> Any:
+        """Return the same by a connection of its own, which may wait."""
         return PrefixStore(f"deltasync/{self._session}", self._group_store.clone())
 
     def _meet(self, store: Any) -> str:
@@ -153,7 +158,7 @@ class Mailbox:
         return bool(host) and host == _host() and _process(pid.split()[0]) != pid
 
     def end(self, how: str) -> None:
-        """Say that this rank answers no more, and why. No thread and no connection is left."""
+        """Say that this rank answers no more, and why. No thread is left."""
         _open.discard(self)
         self._beats.end(how)
 
