@@ -16,7 +16,7 @@ class Traffic:
 
         def counted(peers: Peers, value: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
             answer = exchange(peers, value, combine)
-            self.moved_bytes += len(value) + (len(answer) if peers.rank == 0 else 0)
+            self.moved_bytes += len(value if peers.rank else answer)
             return answer
 
         Peers._exchange = counted  # type: ignore[method-assign]

@@ -435,7 +435,7 @@ class Publisher:
             if error is None:
                 self._last_loss = None if receipt.kind == "delta" else self._last_loss
             elif isinstance(error, PublishLostError) and error.__cause__ is not None:
-                cause = re.sub("[0-9]+|[0-9a-f-]{8,}", "", f"{type(error.__cause__).__name__} {error.__cause__}")
+                cause = re.sub(r"[0-9a-f]*[0-9][0-9a-f.-]*", "", f"{type(error.__cause__).__name__} {error.__cause__}")
                 if cause == self._last_loss:
                     self._last_loss = None
                     raise PublishLostError(

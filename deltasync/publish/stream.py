@@ -141,7 +141,8 @@ def by_rows(stream: Stream) -> Callable[[], Tensors]:
             if isinstance(tensor, DTensor) and not is_range(tensor):
                 with torch.no_grad():
                     rows = [each if each.is_replicate() else Shard(0) for each in tensor.placements]
-                    yield name, tensor.detach().redistribute(placements=rows)
+                    shard: Any = tensor.detach()
+                    yield name, shard.redistribute(placements=rows)
             else:
                 yield name, tensor
 

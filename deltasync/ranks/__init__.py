@@ -1,3 +1,3 @@
 """Messages between the ranks of a sharded trainer."""
 
-__all__ = ["peers"]
+__all__ = ["mailbox", "peers"]

@@ -15,7 +15,7 @@ import time
 import uuid
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -54,15 +54,20 @@ class Mailbox:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.timeout_s = timeout_s
         self._silence_s = min(SILENCE_S, timeout_s)
-        self._group_store: Any = group.get_group_store()
-        self._session = self._meet(PrefixStore("deltasync", self._group_store.clone()))
-        # Waiting on a connection holds up all who use it, so each thread has its own.
+        self._group_store = cast("Any", group.get_group_store())
+        # One for all threads, none of which blocks on it. Those of others may wait on the group's for long.
+        self._connection = self._group_store.clone()
+        self._session = self._meet(PrefixStore("deltasync", self._connection))
         self._beats = _Beats(self.connect(), self.rank)
         _open.add(self)
         self._hosts: dict[int, str] = {}
 
     def connect(self) -> Any:
-        """Return a connection to the store, for one thread."""
+        """Return the keys of this publisher. Ask only for those that are there, as who waits holds up all threads."""
+        return PrefixStore(f"deltasync/{self._session}", self._connection)
+
+    def connect_apart(self) -> Any:
+        """Return the same by a connection of its own, which may wait."""
         return PrefixStore(f"deltasync/{self._session}", self._group_store.clone())
 
     def _meet(self, store: Any) -> str:
@@ -153,7 +158,7 @@ class Mailbox:
         return bool(host) and host == _host() and _process(pid.split()[0]) != pid
 
     def end(self, how: str) -> None:
-        """Say that this rank answers no more, and why. No thread and no connection is left."""
+        """Say that this rank answers no more, and why. No thread is left."""
         _open.discard(self)
         self._beats.end(how)
 
@@ -216,7 +221,7 @@ class _Patience:
         """Sleep; log the ranks when it is time to."""
         if time.monotonic() - self._said_s > 60:
             self._said_s = time.monotonic()
-            logger.warning("Waiting for %s to %s, since %.0f s.", ranks_of(ranks), self._what, self.waited_s)
+            logger.warning("Waiting for %s to %s, since %.0f s.", ranks_of(ranks).lower(), self._what, self.waited_s)
         time.sleep(min(0.1, max(0.0005, self.waited_s / 20)))
 
 

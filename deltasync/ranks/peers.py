@@ -67,14 +67,15 @@ class Peers:
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Tell the others meanwhile that this rank is in a method of its publisher, however long that takes."""
-        if self._mailbox is None:
+        mailbox = self._mailbox
+        if mailbox is None:
             yield
             return
-        self._mailbox.inside(True)
+        mailbox.inside(True)
         try:
             yield
         finally:
-            self._mailbox.inside(False)
+            mailbox.inside(False)
 
     def leave(self) -> None:
         """Tell the others that this rank has opened its publisher, and trains."""
@@ -87,7 +88,7 @@ class Peers:
         if self._mailbox is not None:
             self._lost = self._lost or f"Rank {self.rank} {how}."
             self._mailbox.end(how)
-            self._store = None
+            self._store = self._mailbox = None
             self.signals.close()
 
     def share(self, value: _Value) -> list[_Value]:
@@ -167,7 +168,7 @@ class Peers:
         if self._weights is None:
             assert self._mailbox is not None
             self.agree(None)  # all ranks are here now, and connect
-            store, timeout = self._mailbox.connect(), datetime.timedelta(seconds=self._timeout_s)
+            store, timeout = self._mailbox.connect_apart(), datetime.timedelta(seconds=self._timeout_s)
 
             def connect() -> None:
                 self._weights = dist.ProcessGroupGloo(PrefixStore("weights", store), self.rank, self.size, timeout)
@@ -250,7 +251,7 @@ class Signals:
 
     def close(self) -> None:
         """Leave the store; nothing is said any more."""
-        self._store = self._ended = None
+        self._store = self._mailbox = self._ended = None
 
     def wait_for(self, event: threading.Event) -> None:
         """Other ranks: wait for what the first rank decides, as long as it lives.

@@ -44,10 +44,11 @@ def test_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fsdp2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [2, 4])
+def test_fsdp2(tmp_path: Path, processes: int) -> None:
     save_model(tmp_path)
     url = f"file://{tmp_path}/channel"
-    told = run_example("fsdp2.py", "--model", "model", "--channel", url, "--steps", "3", cwd=tmp_path, processes=2)
+    told = run_example("fsdp2.py", "--model", "model", "--channel", url, "--steps", "3", cwd=tmp_path, processes=processes)
     assert [line.split(":")[0] for line in told.splitlines()] == ["version 2", "version 3", "version 4"]
     replica = Replica(url)
     assert replica.sync() == 4
