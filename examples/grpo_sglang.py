@@ -44,7 +44,8 @@ class SGLangRollout:
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """Return the completions of these prompts by the weights of the trainer's last step."""
-        post(f"{self.url}/receive_weight_update", {"version": trainer.state.global_step})
+        step = trainer.state.global_step  # 0 is the first version, whatever it is
+        post(f"{self.url}/receive_weight_update", {"version": step} if step else {})
         tokenizer, args = trainer.processing_class, trainer.args
         chats = [each if isinstance(each, list) else [{"role": "user", "content": each}] for each in prompts]
         prompt_ids = [tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False) for each in chats]
@@ -59,7 +60,7 @@ class SGLangRollout:
         versions: Counter[str] = Counter()
         for span in (span for reply in replies for span in reply["meta_info"]["weight_versions"]):
             versions[span["version"]] += span["end"] - span["start"]
-        print(f"step={trainer.state.global_step} tokens_by_version={dict(versions)}")
+        print(f"step={step} tokens_by_version={dict(versions)}")
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [reply["output_ids"] for reply in replies],
