@@ -109,7 +109,7 @@ class Handler(server.APIHandler):
     def do_GET(self) -> None:
         """Answer a GET request."""
         code, reason, token = 200, following.not_ready, settings.http_token
-        body: dict[str, Any] = {}
+        body: dict[str, Any]
         is_open = token is None or token_matches(self.headers.get("authorization"), token)
         if self.path in ("/deltasync/status", "/deltasync/digest") and not is_open:
             code, body = 401, {"error": "Send DELTASYNC_HTTP_TOKEN as a bearer token."}
