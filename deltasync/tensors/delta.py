@@ -92,13 +92,19 @@ class Delta:
     def split(self, most: int) -> Iterator[Delta]:
         """Yield it in pieces of about `most` elements, which end where tensors end; nothing if it is empty."""
         assert not self.known
+        piece, count = dict[int, Sparse](), 0
         for width, (at_K, data_K) in self.steps.items():
             edge_T, low = self.layout.vectors[width].first_T, 0
             while low < at_K.size:
-                end = edge_T[np.searchsorted(edge_T, at_K[min(low + most, at_K.size) - 1], side="right")]
+                end = edge_T[np.searchsorted(edge_T, at_K[min(low + most - count, at_K.size) - 1], side="right")]
                 high = int(np.searchsorted(at_K, end))
-                yield Delta(self.layout, {width: Sparse(at_K[low:high], data_K[low:high])})
-                low = high
+                piece[width] = Sparse(at_K[low:high], data_K[low:high])
+                count, low = count + high - low, high
+                if count >= most:
+                    yield Delta(self.layout, piece)
+                    piece, count = {}, 0
+        if piece:
+            yield Delta(self.layout, piece)
 
 
 class Changed(NamedTuple):

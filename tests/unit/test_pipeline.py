@@ -400,6 +400,16 @@ def test_connections_that_were_idle_are_opened_again_at_the_beginning_of_a_publi
             assert store.calls.count(("read", keys.HEAD)) == (idle_s > 0)
 
 
+def test_a_small_version_of_several_widths_is_its_record_alone(store: FaultyStore) -> None:
+    weights: Weights = {"half": torch.zeros(9).bfloat16(), "single": torch.zeros(9), "ids": torch.arange(9)}
+    with Publisher(store, dtype="keep") as publisher:
+        publisher.publish(weights).wait(60)
+        weights = {name: tensor + 1 for name, tensor in weights.items()}
+        publisher.publish(weights).wait(60)
+    assert not list(store.list(keys.PARTS))
+    assert_holds(store, 2, weights)
+
+
 def test_receipts_tell_the_digest_and_the_publisher_what_it_published(store: FaultyStore) -> None:
     versions = states(3)
     with Publisher(store) as publisher:
