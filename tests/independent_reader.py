@@ -35,7 +35,7 @@ DTYPES = {
 Model = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
 Record = dict[str, Any]
 Decoded = tuple[dict[str, np.ndarray], dict[str, str]]  # bits of each changed tensor, and its fingerprint
-VECTOR_ENTRIES = ("fingerprints", "blocks", "tables", "words")
+VECTOR_ENTRIES = ("counts", "fingerprints", "blocks", "tables", "words")
 Entry = tuple[str, tuple[int, ...], bytes]
 
 
@@ -350,6 +350,7 @@ class Channel:
         whole = json.loads(metadata.get("dense", "{}"))
         check(not any(name.startswith(".") or name == "__metadata__" for name in whole), "name of a dense tensor")
         digests: dict[str, str] = {}
+        said: dict[str, int] = {}
         flat: dict[str, np.ndarray] = {}
         for width, row in json.loads(metadata["vectors"]).items():
             names = [name for name, (dtype, _) in self.table.items() if DTYPES[dtype][0] == 8 * int(width)]
@@ -363,6 +364,8 @@ class Channel:
             check(first >= 0 and first + count <= len(names) and not flags[count:].any(), "bitmap")
             changed = [names[first + at] for at in np.flatnonzero(flags)]
             after = array(part["fingerprints"], "int64", (len(changed),))
+            counts = array(part["counts"], "int32" if len(old) < 2**31 else "int64", (len(changed),))
+            said |= {name: int(value) for name, value in zip(changed, counts, strict=True)}
             digests |= {name: f"{int(value):016x}" for name, value in zip(changed, after, strict=True)}
             flat[width] = self.vector(old, row, part, block_elements, int(width))
             at = 0
@@ -384,6 +387,8 @@ class Channel:
             entry = entries.pop(name)
             found[name] = array(entry, dtype, shape) if mark is True else planes(entry, mark, dtype, shape)
         check(not entries, "entries left")
+        for name, count in said.items():
+            check(count == int((found[name] != model[name][2]).sum()), name, "changed")
         return found, digests
 
     def vector(self, old: np.ndarray, row: dict, part: dict, block_elements: int, width: int) -> np.ndarray:

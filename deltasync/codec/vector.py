@@ -5,6 +5,7 @@ bytes of which elements changed, a payload has
 
     .W.tensors       uint8[ceil(T / 8)]   a bit for each tensor of a range of the table, the lowest bit first: is it changed?
                                           Absent if all are
+    .W.counts        int32[changed]       changed elements of each changed tensor; int64 from 2**31 elements of the vector on
     .W.fingerprints  int64[changed]       what the fingerprints of the changed tensors become; bit patterns of uint64
     .W.blocks        int32[B, 2]          changed elements and words of each block, or its planes (below)
     .W.tables        uint8[bytes]         for each group the table of gaps, then that of steps (`tables`)
@@ -96,6 +97,7 @@ class VectorCodec:
             entries, more = _encode(vector, steps)
             if not flag_T.all():
                 entries["tensors"] = torch.from_numpy(np.packbits(flag_T, bitorder="little"))
+            entries["counts"] = torch.from_numpy(count_T[changed_T].astype(vector.index_dtype))
             entries["fingerprints"] = torch.from_numpy(digest_T.view(np.int64))
             arrays |= {f".{width}.{entry}": array for entry, array in entries.items()}
             vectors[str(width)] = row | more
@@ -122,6 +124,7 @@ class VectorCodec:
         steps: dict[int, Sparse] = {}
         known: dict[int, list[Sparse]] = {}
         fingerprints: dict[str, int] = {}
+        counted, lacking = 0, set[str]()
         size = block_elements(payload)
         rows = _rows(payload, layout, size)
         readers = {width: _Reader(payload, layout.vectors[width], row, size) for width, row in rows}
@@ -131,13 +134,22 @@ class VectorCodec:
             raise CorruptDataError(f"Payload has blocks with {coded} changes, and should have {payload.changed}.")
         for width, reader in readers.items():
             vector = layout.vectors[width]
-            number_T, digest_T = reader.changed_tensors()
+            number_T, count_T, digest_T = reader.changed_tensors()
+            counted += int(count_T.sum(dtype=np.uint64))
             fingerprints |= dict(zip((vector.names[t] for t in number_T.tolist()), digest_T.tolist(), strict=True))
             found = reader.decode(None if wanted is None else _spans(vector, number_T, wanted))
             if found.at_K.size:
                 steps[width] = found
-                if not np.isin(np.flatnonzero(vector.count(found.at_K)), number_T).all():
-                    raise CorruptDataError("Payload changes tensors that it does not name.")
+            found_T = vector.count(found.at_K)
+            left_T = np.zeros_like(found_T)
+            left_T[number_T] = count_T
+            left_T -= found_T
+            if (left_T < 0).any() or (count_T <= 0).any():
+                raise CorruptDataError("Payload changes tensors that it does not name, or more of them than it says.")
+            if wanted is None:
+                lacking |= {vector.names[t] for t in np.flatnonzero(left_T).tolist()}
+        if counted != payload.changed or lacking - whole.keys():
+            raise CorruptDataError("Payload counts the changes of its tensors wrong.")
         for name, sizes in whole.items():
             if name not in fingerprints:
                 raise CorruptDataError(f"Payload has a dense tensor that it does not name, {name!r:.100}.")
@@ -355,16 +367,20 @@ class _Reader:
             raise CorruptDataError("Payload has a block with a negative number of changes or words.")
         return row_B2
 
-    def changed_tensors(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of the changed tensors, and what their fingerprints become, uint64."""
+    def changed_tensors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the numbers of the changed tensors, how many elements change, and what their fingerprints become, uint64."""
+        number_T, index = self._numbers(), self._vector.index_dtype
+        count_T = self._take("counts", index.name, number_T.size).view(index)
+        return number_T, count_T.astype(np.int64), self._take("fingerprints", "int64", number_T.size)
+
+    def _numbers(self) -> np.ndarray:
         count = self._row["tensors"]
         if f".{self._vector.width}.tensors" not in self._payload.arrays:
-            return np.arange(count) + self._row["tensor"], self._take("fingerprints", "int64", count)
+            return np.arange(count) + self._row["tensor"]
         flags = np.unpackbits(self._take("tensors", "uint8", -(-count // 8)), bitorder="little")
         if flags[count:].any():
             raise CorruptDataError("Payload names tensors that the channel does not have.")
-        number_T = np.flatnonzero(flags) + self._row["tensor"]
-        return number_T, self._take("fingerprints", "int64", number_T.size)
+        return np.flatnonzero(flags) + self._row["tensor"]
 
     def decode(self, span_R2: np.ndarray | None) -> Sparse:
         """Decode the blocks that overlap any of these spans of positions; all for None."""

@@ -1,4 +1,4 @@
-"""How much of each layer a version changed, by the tables in the headers of its payloads."""
+"""How much of each layer a version changed, by the tables in its payloads; blocks are not read."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
 
 from deltasync.channel.documents import File
 from deltasync.codec.base import MOST_HEADER_BYTES
 from deltasync.errors import CorruptDataError
 from deltasync.stores.base import Store
+from deltasync.tensors import Layout
 
 _FIRST_BYTES = 1 << 16  # the header of some 500 patches: usually one request is enough
 _NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
@@ -26,10 +30,10 @@ def layer_of(name: str) -> str:
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
 
-def read_changed(store: Store, file: File) -> dict[str, int]:
-    """Changed elements of each tensor, from the header of a record or part; empty for a record whose payload is in parts.
+def read_changed(store: Store, file: File, layout: Layout) -> dict[str, int]:
+    """Changed elements of each tensor, from the tables of a record or part; empty for a record whose payload is in parts.
 
-    Reads the header only, so no digest is checked.
+    Reads the header, and the entries that count changes, so no digest is checked.
 
     Raises:
         CorruptDataError: the header cannot be read.
@@ -44,10 +48,33 @@ def read_changed(store: Store, file: File) -> dict[str, int]:
         data += store.read_range(file.key, len(data), size)
     try:
         header = json.loads(data[8:size])
-        patches = header["__metadata__"]["patches"] if "__metadata__" in header else "{}"
-        return {name: int(row["changed"]) for name, row in json.loads(patches).items()}
+        metadata = header.get("__metadata__", {})
+        if "vectors" not in metadata:
+            return {name: int(row["changed"]) for name, row in json.loads(metadata.get("patches", "{}")).items()}
+        found: dict[str, int] = {}
+        for width, row in json.loads(metadata["vectors"]).items():
+            names = layout.vectors[int(width)].names[row["tensor"] :][: row["tensors"]]
+            held = {key: _entry(store, file, header, size, f".{width}.{key}") for key in ("tensors", "counts")}
+            if held["tensors"].size:
+                flags = np.unpackbits(held["tensors"], bitorder="little", count=len(names))
+                names = tuple(name for name, flag in zip(names, flags, strict=True) if flag)
+            found |= dict(zip(names, held["counts"].tolist(), strict=True))
+        return found
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"The header of {file.key} cannot be read: {error!r}.") from error
+
+
+_ENTRY_DTYPES = {"U8": "u1", "I32": "<i4", "I64": "<i8"}
+
+
+def _entry(store: Store, file: File, header: Mapping[str, Any], start: int, key: str) -> np.ndarray:
+    """Read one entry of a safetensors file; empty if there is none."""
+    if key not in header:
+        return np.empty(0, np.uint8)
+    first, last = header[key]["data_offsets"]
+    if not 0 <= first <= last <= file.bytes - start:
+        raise ValueError(f"{key} has wrong offsets")
+    return np.frombuffer(store.read_range(file.key, start + first, start + last), _ENTRY_DTYPES[header[key]["dtype"]])
 
 
 def by_layer(counts: Iterable[tuple[str, int]]) -> Counter[str]:

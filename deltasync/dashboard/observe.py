@@ -146,7 +146,7 @@ class Observer:
         assert delta is not None
         changed = Counter[str]()
         for file in (File(key=key, bytes=self._held[key].bytes, sha256=""), *delta.parts):
-            changed.update(read_changed(self._reader.store, file))
+            changed.update(read_changed(self._reader.store, file, self._reader.layout))
         return changed
 
     def _waiting_for_headers(self) -> list[int]:

@@ -18,7 +18,7 @@ import importlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -118,8 +118,15 @@ def _all_gated(module: torch.nn.Module, gate: Gate) -> Iterator[None]:
         yield
 
 
+class AnyModule(Protocol):
+    """A `torch.nn.Module` or an `mlx.nn.Module`, which need not be installed."""
+
+    def parameters(self) -> Any:
+        """Return its parameters."""
+
+
 def follow(
-    module: Any,
+    module: AnyModule,
     channel: str | os.PathLike[str] | Store,
     *,
     names: Names | Mapping[str, str | Sequence[str] | None] = plain_name,

@@ -172,8 +172,9 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
         if stored.record.delta is not None:
             counts = dict.fromkeys(LAYERS, 0)
             for _, data in payloads.fetch(ChannelReader(store.inner), stored):
-                for name, row in codec.open_payload(data).patches.items():
-                    counts[layer_of(name)] += row["changed"]
+                delta, _ = codec.get("packed").decode(codec.open_payload(data), ChannelReader(store.inner).layout)
+                for name, changed in delta.counts().items():
+                    counts[layer_of(name)] += changed
             expected[version] = list(counts.values())
     monkeypatch.setattr("deltasync.dashboard.heat._FIRST_BYTES", 200)  # shorter than a header
     observer = Observer(store, heat=4)

@@ -30,8 +30,8 @@ Scene = Callable[[Driver], Coroutine[Any, Any, None]]
 def store(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
     """The store of driver, worker and trainer."""
     store = FaultyStore(open_store(memory_url))
-    for module in ("target", "worker"):
-        monkeypatch.setattr(f"vllm_plugin.{module}.open_nearest", lambda _: store)
+    for module in ("deltasync.following.engine", "vllm_plugin.worker"):
+        monkeypatch.setattr(f"{module}.open_nearest", lambda _: store)
     yield store
     store.heal()
 
