@@ -219,6 +219,8 @@ def _around(reader: ChannelReader, stored: Stored, progress: Progress) -> tuple[
         ways = {info.key: found for info, found in zip(infos, beside, strict=True) if found.sha256 == stored.sha256}
     if record.delta is not None and record.base is not None:
         files = [File(key=stored.key, bytes=stored.size, sha256=stored.sha256), *record.delta.parts]
-        for counts in in_parallel(lambda file: read_changed(reader.store, file, reader.layout), files, "payload headers", progress):
+        for counts in in_parallel(
+            lambda file: read_changed(reader.store, file, reader.layout), files, "payload headers", progress
+        ):
             changed.update(counts)
     return ways, changed

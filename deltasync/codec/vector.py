@@ -368,7 +368,7 @@ class _Reader:
         return row_B2
 
     def changed_tensors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the numbers of the changed tensors, how many elements change, and what their fingerprints become, uint64."""
+        """Return the numbers of the changed tensors, how many elements change, and their fingerprints then, uint64."""
         number_T, index = self._numbers(), self._vector.index_dtype
         count_T = self._take("counts", index.name, number_T.size).view(index)
         return number_T, count_T.astype(np.int64), self._take("fingerprints", "int64", number_T.size)
