@@ -54,11 +54,10 @@ def read_changed(store: Store, file: File, layout: Layout) -> dict[str, int]:
         found: dict[str, int] = {}
         for width, row in json.loads(metadata["vectors"]).items():
             names = layout.vectors[int(width)].names[row["tensor"] :][: row["tensors"]]
-            held = {key: _entry(store, file, header, size, f".{width}.{key}") for key in ("tensors", "counts")}
-            if held["tensors"].size:
-                flags = np.unpackbits(held["tensors"], bitorder="little", count=len(names))
-                names = tuple(name for name, flag in zip(names, flags, strict=True) if flag)
-            found |= dict(zip(names, held["counts"].tolist(), strict=True))
+            if f".{width}.tensors" in header:
+                flags = np.unpackbits(_entry(store, file, header, size, f".{width}.tensors"), bitorder="little")
+                names = tuple(name for name, flag in zip(names, flags, strict=False) if flag)
+            found |= dict(zip(names, _entry(store, file, header, size, f".{width}.counts").tolist(), strict=True))
         return found
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"The header of {file.key} cannot be read: {error!r}.") from error
@@ -68,9 +67,7 @@ _ENTRY_DTYPES = {"U8": "u1", "I32": "<i4", "I64": "<i8"}
 
 
 def _entry(store: Store, file: File, header: Mapping[str, Any], start: int, key: str) -> np.ndarray:
-    """Read one entry of a safetensors file; empty if there is none."""
-    if key not in header:
-        return np.empty(0, np.uint8)
+    """Read one entry of a safetensors file."""
     first, last = header[key]["data_offsets"]
     if not 0 <= first <= last <= file.bytes - start:
         raise ValueError(f"{key} has wrong offsets")

@@ -283,6 +283,7 @@ def _vector_payload(
     row = {"tensor": 0, "tensors": 1, "block": 0, "blocks": len(blocks), "groups": [0][: len(blocks)], "planes": None}
     entries = {
         "tensors": torch.ones(1, dtype=torch.uint8),
+        "counts": torch.tensor([changed], dtype=torch.int32),
         "fingerprints": torch.zeros(1, dtype=torch.int64),
         "blocks": torch.tensor(blocks, dtype=torch.int32).reshape(-1, 2),
         "tables": torch.from_numpy(np.frombuffer(bytearray(tables), np.uint8)),
