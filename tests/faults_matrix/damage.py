@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 
 import pytest
@@ -40,7 +41,7 @@ class _Run:
     def __init__(self, open_: Open, retention: Retention | None = None) -> None:
         self.open, self.retention = open_, retention or Retention()
         self.store, self.replica = open_(), Replica(open_())
-        self.publisher = Publisher(open_(), anchor_every=4, retention=self.retention)
+        self.publisher = Publisher(open_(), anchor_every=None if retention else 4, retention=self.retention)
         self.seed = 0
         self.publish(2)
         assert self.replica.sync() == 2
@@ -140,7 +141,13 @@ def _announced(prefix: str, open_: Open) -> Seen:
 def _fold(open_: Open) -> Seen:
     run = _Run(open_, Retention(fold_every=4))
     run.publish(_FOLDED)
-    folds = [info.key for info in run.store.list(keys.FOLDS) if keys.fold_of(info.key)]
+    folds: list[str] = []
+    deadline = time.monotonic() + 30
+    while not folds:  # written in the background
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        folds = [info.key for info in run.store.list(keys.FOLDS) if keys.fold_of(info.key)]
+    assert run.replica.sync(1) == 1  # from where folds lead
     spoil(run.store, max(folds))
     with listening() as warned:
         assert run.replica.sync() == _FOLDED

@@ -58,7 +58,7 @@ def patched(tell: Tell) -> Iterator[None]:
             (ChannelCursor, "next", "the way is planned"),
             (CachedStore, "_download", "an object is fetched"),
             (CachedStore, "keep", "the cache has a file"),
-            (HostStaging, "add", "a tensor is translated"),
+            (HostStaging, "elements", "a tensor is translated"),
             (Follower, "stage", "all is staged"),
             (LiveMemory, "_exchange", "all values are exchanged"),
             (Follower, "commit", "all is written, nothing confirmed"),
@@ -73,7 +73,7 @@ def patched(tell: Tell) -> Iterator[None]:
             replace(*names, **folders)
 
         stack.enter_context(mock.patch.object(cache.os, "replace", replace_told))
-        stack.enter_context(mock.patch.object(payloads, "patches", _decoding(payloads.patches, tell)))
+        stack.enter_context(mock.patch.object(payloads, "delta", _decoding(payloads.delta, tell)))
         stack.enter_context(mock.patch.object(cpu, "swap_by", _swapping(cpu.swap_by, tell)))
         stack.enter_context(mock.patch.object(LiveMemory, "commit", _copying(LiveMemory.commit, tell)))
         yield
@@ -89,12 +89,13 @@ def _after(original: Callable[..., Any], step: str, tell: Tell) -> Callable[...,
 
 
 def _decoding(original: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
-    def patches(*arguments: Any, **keywords: Any) -> Iterator[Any]:
-        for patch in original(*arguments, **keywords):
+    def delta(*arguments: Any, **keywords: Any) -> Any:
+        found = original(*arguments, **keywords)
+        for _ in found.fingerprints:
             tell("a tensor is decoded")
-            yield patch
+        return found
 
-    return patches
+    return delta
 
 
 def _swapping(original: Callable[..., int], tell: Tell) -> Callable[..., int]:

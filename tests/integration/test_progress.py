@@ -17,7 +17,7 @@ import torch
 from deltasync import Publisher
 from deltasync.cli import main
 
-AT_ONCE = {"keygen", "router"}  # router becomes HAProxy, which logs
+AT_ONCE = {"anchor", "cost", "keygen", "router"}  # router becomes HAProxy, which logs
 STREAM = {"demo", "serve", "deploy space vllm", "deploy space wordle"}  # print what they do, line by line
 SHOW = {
     "follow": "{channel} --once",

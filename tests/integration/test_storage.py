@@ -19,7 +19,7 @@ from deltasync.channel import keys, requests
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.dashboard.forecast import FOLD_PART_ELEMENTS, PART_CHANGED, delta_bits, fold_bits, forecast
-from deltasync.publish import fold, job
+from deltasync.publish import encode, fold
 from deltasync.publish.budget import LEAST_FOLDED, Budget
 from deltasync.publish.chain import Sample
 from tests.conftest import assert_same_bits
@@ -70,7 +70,7 @@ def test_the_size_of_a_fold_is_computed_and_estimated_as_it_is() -> None:
     elements = sum(held.size for held in bits.values())
     assert sample.fold_bytes(bits) == pytest.approx(elements * fold_bits(0.01, 40) / 8, rel=0.02)
     assert delta_bits(0.01) == pytest.approx(9.88, abs=0.01)
-    assert (PART_CHANGED, FOLD_PART_ELEMENTS) == (job.GROUP_CHANGED, fold.GROUP_ELEMENTS)
+    assert (PART_CHANGED, FOLD_PART_ELEMENTS) == (encode.GROUP_CHANGED, fold.GROUP_ELEMENTS)
 
 
 def test_full_weights_take_the_place_of_a_fold_that_is_no_longer_small() -> None:

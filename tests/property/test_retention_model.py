@@ -161,7 +161,7 @@ class Life:
         self.publish(1, False, "")
         housekeeping.prune(self.reader, grace_s=0)
         held = housekeeping.survey(self.reader)
-        found = [record for record in (*held.records.values(), *held.folds.values()) if record is not None]
+        found = [record for record in (*held.records.values(), *held.beside.values()) if record is not None]
         named = {file.key for record in found for file in record.files}
         left = {info.key for prefix in (keys.PARTS, keys.ANCHORS) for info in self.store.list(prefix)}
         last = self.channel.tip

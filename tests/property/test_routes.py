@@ -141,12 +141,19 @@ def by_reference_kernels(store: Store, count: int) -> Proof:
     bits = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in reader.specs.items()}
     digests = {name: reference.fingerprint(fingerprint.tensor_key(name), held) for name, held in bits.items()}
     for stored in find_way(reader, None, reader.numbered(count).version):
-        for patch, expected in payloads.patches(reader, stored, lambda name: bits[name].copy()):
-            index_K = np.arange(patch.data.size) if patch.index_K is None else patch.index_K
-            key = fingerprint.tensor_key(patch.name)
-            _, gained = reference.scatter(key, bits[patch.name], index_K, patch.data, patch.absolute, index_K)
-            digests[patch.name] = (digests[patch.name] + gained) & fingerprint.MASK
-            assert digests[patch.name] == expected
+        if stored.use_anchor:
+            weights = payloads.weights(reader, stored)
+            changes = [(name, np.arange(held.size), held, True) for name, held, _ in weights]
+            expected = {name: digest for name, _, digest in payloads.weights(reader, stored)}
+        else:
+            delta, expected = payloads.delta(reader, stored, lambda name: bits[name].copy())
+            both = [(name, *delta.of(name)) for name in expected]
+            changes = [(name, *steps, False) for name, steps, _ in both] + [(name, *known, True) for name, _, known in both]
+        for name, index_K, data_K, absolute in changes:
+            key = fingerprint.tensor_key(name)
+            _, gained = reference.scatter(key, bits[name], index_K, data_K, absolute, index_K)
+            digests[name] = (digests[name] + gained) & fingerprint.MASK
+        assert {name: digests[name] for name in expected} == expected
     return proof(bits, total_of(digests))
 
 
