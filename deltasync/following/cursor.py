@@ -100,7 +100,9 @@ class ChannelCursor:
         self._singly_to = 0  # versions up to this one are taken one by one
         self._undoes = True  # whether to go back by undoing; until that fails
         self._blamed = ""  # what was skipped last
-        self._checked: tuple[Version, str] | None = None  # a pinned version that the log of this newer epoch has, too
+        self._checked: tuple[Version, str, int] | None = (
+            None  # a version that the log of this newer epoch has by this number
+        )
 
     @property
     def epoch(self) -> str | None:
@@ -530,12 +532,12 @@ class ChannelCursor:
             return []
         if found and found[0].base == have and found[-1].version == newest and number == newest.version:
             return list(found)
-        if have is not None and self._checked == (have, newest.epoch):
+        if have is not None and self._checked == (have, newest.epoch, number):
             return []
         target = None if number == newest.version else self.reader.numbered(number)
         wanted = newest if target is None else target.version
         if have == wanted:
-            self._checked = have, newest.epoch
+            self._checked = have, newest.epoch, number
             return []
         if have is None or have.version < number:
             return self._find_chain(have, wanted)

@@ -95,6 +95,13 @@ def test_replica_that_follows_gives_published_bits_at_every_version(codec: str) 
         assert _by_replica(replica) == expected[str(version)], version
 
 
+def test_a_replica_that_looks_again_at_its_version_takes_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refresh finds the version of an older epoch where it is; that says nothing of another number."""
+    monkeypatch.setattr("deltasync.following.cursor.REFRESH_S", 0.0)
+    replica = Replica(f"file://{GOLDEN / 'packed'}")
+    assert [replica.sync(version) for version in VERSIONS] == list(VERSIONS)
+
+
 def test_replica_that_starts_late_gives_published_bits_at_every_version(codec: str) -> None:
     expected = _expected(codec)["versions"]
     for version in VERSIONS:
