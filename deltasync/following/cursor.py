@@ -101,7 +101,7 @@ class ChannelCursor:
         self._undoes = True  # whether to go back by undoing; until that fails
         self._blamed = ""  # what was skipped last
         self._checked: tuple[Version, str, int] | None = (
-            None  # a version that the log of this newer epoch has by this number
+            None  # a version that this newer epoch has by this number
         )
 
     @property
