@@ -100,9 +100,7 @@ class ChannelCursor:
         self._singly_to = 0  # versions up to this one are taken one by one
         self._undoes = True  # whether to go back by undoing; until that fails
         self._blamed = ""  # what was skipped last
-        self._checked: tuple[Version, str, int] | None = (
-            None  # a version that this newer epoch has by this number
-        )
+        self._checked: tuple[Version, str, int] | None = None  # a version that this newer epoch has by this number
 
     @property
     def epoch(self) -> str | None:
