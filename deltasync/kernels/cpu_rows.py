@@ -13,7 +13,7 @@ from numba import carray, prange
 
 from deltasync.kernels.compiled import kernel
 from deltasync.kernels.cpu import AHEAD, CHANGES, cell, threads
-from deltasync.kernels.cpu_diff import ROW, find, scratch
+from deltasync.kernels.cpu_diff import ROW, find, room, scratch
 from deltasync.kernels.intrinsics import pointer, prefetch, prefetch_to_write
 
 _U1, _U2 = np.uint64(1), np.uint64(2)
@@ -149,7 +149,7 @@ class Taken:
         """Return the positions and steps. Only before the thread's next `advance`, which reuses its scratch."""
         offset_RP, step_RP, _ = scratch(bits)
         start_R = np.concatenate(([0], np.cumsum(self.count_R)))
-        at_K, step_K = np.empty(start_R[-1], index), np.empty(start_R[-1], bits)
+        at_K, step_K = room(int(start_R[-1]), index), room(int(start_R[-1]), bits)
         with threads(int(start_R[-1]) // ROW):
             places = self._position_R, self.chunk_RF[:, 5], start_R
             _join(*places, offset_RP.reshape(-1), step_RP.reshape(-1), at_K, step_K)
@@ -191,7 +191,7 @@ def advance(taken: Taken, key_T: np.ndarray, bound_T2: np.ndarray, bits: np.dtyp
     Args:
         taken: The chunks; mutated with what changed.
         key_T: Fingerprint key of each tensor.
-        bound_T2: As `bounds` of `cpu_diff.advance`, of each tensor; uint64[T, 2].
+        bound_T2: Of each tensor a mask, and the largest masked bit pattern that is not counted; uint64[T, 2].
         bits: dtype of the bit patterns.
 
     Returns:

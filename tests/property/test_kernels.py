@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.kernels import cpu, cpu_diff, reference, torch_ops
+from deltasync.publish.shadow import Shadow
 from deltasync.tensors.fingerprint import MASK
+from tests import one_tensor
 from tests import strategies as our
 
 keys = st.integers(0, MASK)
@@ -21,6 +23,10 @@ keys = st.integers(0, MASK)
 
 def _signed(bits: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(bits.copy().view(f"i{bits.itemsize}"))
+
+
+def _shared(bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(bits.view(np.int16))
 
 
 def _swap(writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
@@ -54,10 +60,10 @@ def test_cpu_kernels_are_the_reference_over_several_parallel_chunks(density: flo
         np.testing.assert_array_equal(found, expected)
     assert cpu.fingerprint(5, new_N) == reference.fingerprint(5, new_N)
     index_K, step_K = reference.diff(old_N, new_N)
-    added, _ = cpu_diff.add(5, old_N.copy(), index_K, step_K, (0, 0))
+    added, _ = one_tensor.add(5, old_N.copy(), index_K, step_K, (0, 0))
     assert added == (cpu.fingerprint(5, new_N) - fingerprint_before) & MASK
     for found, expected in zip(
-        cpu_diff.advance(5, old_N, new_N, (0, 0), 0, index_K.dtype), (index_K, step_K, added), strict=False
+        one_tensor.advance(5, old_N, new_N, (0, 0), 0, index_K.dtype), (index_K, step_K, added), strict=False
     ):
         np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(old_N, new_N)
@@ -123,7 +129,7 @@ def test_steps_are_added_as_the_reference_scatters_them(key: int, pair: tuple[np
     index_K, step_K = reference.diff(old_N, new_N)
     after_N = old_N.copy()
     mask, limit = (1 << (8 * old_N.itemsize - 1)) - 1, int(new_N[new_N.size // 2]) if new_N.size else 0
-    added, above = cpu_diff.add(key, after_N, index_K, step_K, (mask, limit), start)
+    added, above = one_tensor.add(key, after_N, index_K, step_K, (mask, limit), start)
     assert above == any(int(bits) & mask > limit for bits in new_N[index_K])
     np.testing.assert_array_equal(after_N, new_N)
     _, wanted = reference.scatter(key, old_N.copy(), index_K, step_K, False, index_K + np.int64(start))
@@ -135,21 +141,23 @@ def test_to_advance_is_to_diff_and_add(key: int, pair: tuple[np.ndarray, np.ndar
     old_N, new_N = pair
     bounds = (1 << (8 * old_N.itemsize - 1)) - 1, int(new_N[0]) if new_N.size else 0
     wanted_K, wanted_step_K = reference.diff(old_N, new_N)
-    added = cpu_diff.add(key, old_N.copy(), wanted_K, wanted_step_K, bounds, start)
-    index_K, step_K, *found = cpu_diff.advance(key, old_N, new_N, bounds, start, np.dtype(index))
+    added = one_tensor.add(key, old_N.copy(), wanted_K, wanted_step_K, bounds, start)
+    index_K, step_K, *found = one_tensor.advance(key, old_N, new_N, bounds, start, np.dtype(index))
     assert (index_K.dtype, tuple(found)) == (index, added)
     np.testing.assert_array_equal(index_K, wanted_K + np.int64(start))
     np.testing.assert_array_equal(step_K, wanted_step_K)
     np.testing.assert_array_equal(old_N, new_N)
 
 
-@pytest.mark.parametrize("fails", ["_joined", "_piece"])
+@pytest.mark.parametrize("fails", ["deltasync.kernels.cpu_rows.by_tensor", "deltasync.kernels.cpu_rows.Taken.join"])
 def test_what_cannot_be_advanced_keeps_its_bits(fails: str) -> None:
     random = np.random.default_rng(0)
     old_N = random.integers(0, 1 << 16, (1 << 23) + 5, np.uint16)
     before_N, new_N = old_N.copy(), ~old_N
-    with mock.patch.object(cpu_diff, fails, side_effect=MemoryError), pytest.raises(MemoryError):
-        cpu_diff.advance(5, old_N, new_N, (0, 0), 7, np.dtype(np.int32))
+    shadow = Shadow.whole({"w": _shared(old_N)})
+    with mock.patch(fails, side_effect=MemoryError), pytest.raises(MemoryError):
+        shadow.advance({"w": _shared(new_N)}, "keep", 0)
+    shadow.retreat()
     np.testing.assert_array_equal(old_N, before_N)
 
 
@@ -208,9 +216,10 @@ def test_kernels_run_where_two_threads_may_not_use_them_at_once() -> None:
     code = """
 import numpy as np
 from deltasync.kernels import cpu, cpu_diff
+from tests import one_tensor
 old_N, new_N = np.zeros(1 << 18, np.uint16), np.ones(1 << 18, np.uint16)
 print(cpu.threading_layer(), cpu_diff.diff(old_N, new_N)[0].size)
-print(cpu_diff.advance(5, old_N, new_N, (0, 0), 0, np.dtype(np.int32))[0].size, (old_N == new_N).all())
+print(one_tensor.advance(5, old_N, new_N, (0, 0), 0, np.dtype(np.int32))[0].size, (old_N == new_N).all())
 """
     environ = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120, check=True)
