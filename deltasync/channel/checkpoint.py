@@ -21,7 +21,7 @@ from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.kernels import cpu, cpu_diff
 from deltasync.tensors import Delta, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, cast
-from deltasync.tensors.delta import steps_of
+from deltasync.tensors.delta import of_tensor
 
 _WEIGHTS = "model.safetensors"
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -158,7 +158,7 @@ def compare(
         parts[name] = cpu.fingerprint(fingerprint.tensor_key(name), held, start)
         at_K, step_K = cpu_diff.diff(held, bits[name])
         if at_K.size:
-            changes.append(steps_of(layout, name, at_K, step_K, start))
+            changes.append(of_tensor(layout, name, at_K, step_K, start=start))
     return parts, changes
 
 

@@ -24,13 +24,12 @@ __all__ = ["OldBits", "Wanted", "base", "dense", "get", "open_payload"]
 @functools.cache
 def _codecs() -> dict[str, Codec]:
     from deltasync.codec.blocks import BlockCodec
-    from deltasync.codec.context import ContextModel
     from deltasync.codec.raw import RawCodec
     from deltasync.codec.vector import VectorCodec
 
     return {
         "packed": VectorCodec(),
-        "context": BlockCodec(ContextModel),
+        "context": BlockCodec(),
         "raw": RawCodec(),
     }
 

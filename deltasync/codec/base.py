@@ -31,6 +31,7 @@ from safetensors import SafetensorError
 
 from deltasync.errors import CorruptDataError, ModelMismatchError, UnsupportedFormatError
 from deltasync.tensors import ITEM_BYTES, SAFETENSORS_DTYPES, Delta, Layout, Region, Sparse, TensorSpec, index_dtype
+from deltasync.tensors.delta import joined, of_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -332,18 +333,7 @@ def spec_for(specs: Mapping[str, TensorSpec], name: str, changed: int) -> Tensor
 
 def delta_of(layout: Layout, patches: Iterable[tuple[str, np.ndarray | None, np.ndarray, bool]]) -> Delta:
     """Join patches: name, ascending flat indices or None for all, data, and whether that is new bits instead of steps."""
-    found: dict[tuple[bool, int], list[tuple[int, np.ndarray, np.ndarray]]] = {}
-    for name, index_K, data_K, absolute in patches:
-        width, first, last = layout.span(name)
-        dtype = layout.vectors[width].index_dtype
-        at_K = np.arange(first, last, dtype=dtype) if index_K is None else index_K.astype(dtype) + dtype.type(first)
-        if at_K.size:
-            found.setdefault((absolute, width), []).append((first, at_K, data_K))
-    both: tuple[dict[int, Sparse], dict[int, Sparse]] = {}, {}
-    for (absolute, width), parts in found.items():
-        parts.sort(key=lambda part: part[0])
-        both[absolute][width] = Sparse(*(np.concatenate(arrays) for arrays in list(zip(*parts, strict=True))[1:]))
-    return Delta(layout, *both)
+    return joined([Delta(layout, {}), *(of_tensor(layout, *patch) for patch in patches)])
 
 
 def indices_of(steps: Sparse, spec: TensorSpec) -> np.ndarray:

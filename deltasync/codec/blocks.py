@@ -1,8 +1,8 @@
-"""What `packed` and `context` share: tensors are cut into blocks, and groups of tensors share tables.
+"""The container of `context`: tensors are cut into blocks, and groups of tensors share tables.
 
     .words   int32[W]      streams of all blocks, in the order of the table of patches and of each tensor's blocks; bit
                            patterns of unsigned 32-bit words (`kernels.rans` describes a stream)
-    .blocks  int32[B, F]   a row for each block: changed elements, words, and what the codec adds
+    .blocks  int32[B, 3]   a row for each block: changed elements, words, and a level (`context`)
     .tables  uint8[T]      tables of all groups, without gaps
 
 A block has `block_elements` (metadata) elements; the last one has what is left. A block without changes has no words. A
@@ -10,15 +10,15 @@ tensor's row in the table of patches may hold
 
     "group": g                  the number of its group
     "blocks": [first, last]     the payload has only these blocks, `last` not included
-    "range": [start, stop]      `context` only: the payload has only these elements, cut into blocks from `start` on
-    "tiles": [rows, columns]    `context` only: its blocks are tiles (`tiles`)
+    "range": [start, stop]      the payload has only these elements, cut into blocks from `start` on
+    "tiles": [rows, columns]    its blocks are tiles (`tiles`)
     "dense": true, or sizes     no group and no blocks, which would be larger: the entry `{name}` is the tensor in its dtype
                                 and shape, or its planes of these sizes (`dense`)
 
 If the metadata has `block_planes`, `.blocks` is uint8: the differences from row to row (of the first row, from 0), column by
 column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into planes of these sizes.
 
-A payload of `context` codes small tensors, and those with few changes for their tiles, as `packed` does; their groups have
+Small tensors, and those with few changes for their tiles, are coded by gaps, as `packed` codes vectors; their groups have
 the tables of `packed` after two bytes 255. Tensors with many changes have a group of their own. Others share one with
 similar tensors, so that tables stay small beside what they describe.
 """
@@ -51,7 +51,7 @@ from deltasync.codec.context import ContextModel
 from deltasync.codec.packed import PackedModel
 from deltasync.codec.tables import Cursor
 from deltasync.codec.tiles import Grid
-from deltasync.codec.vector import block_elements
+from deltasync.codec.vector import block_elements, read_rows, rows_entry
 from deltasync.errors import CorruptDataError, ShareError
 from deltasync.kernels import coder
 from deltasync.kernels.rans import Blocks
@@ -62,7 +62,6 @@ from deltasync.tensors.fingerprint import to_hex
 BLOCK = 1 << 19
 _RESERVED = {".words", ".blocks", ".tables", RECORD, "__metadata__"}  # a tensor of such a name cannot be dense
 OWN_GROUP = 1 << 15  # changed elements from which a tensor has tables of its own
-_MOST_ROWS = 1 << 24  # of `.blocks` in planes: small planes could ask for any amount of memory
 _GAPS = bytes([255, 255])  # would be 256 classes from number 255 on, which tables of `context` cannot have
 
 _Patch = tuple[str, np.ndarray | None, np.ndarray, bool]  # as `delta_of` takes it
@@ -74,8 +73,7 @@ Model = PackedModel | ContextModel
 class BlockEncoder:
     """Collects and encodes the patches of one delta."""
 
-    def __init__(self, model: type[Model]) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._changes: list[Change] = []
 
     def add(
@@ -91,9 +89,7 @@ class BlockEncoder:
             fingerprint: Fingerprint of the whole tensor after the delta, 16 hex digits.
             start: First element of the range.
         """
-        origin, stop = (start, start + new.size) if self._model.needs_old else (0, spec.element_count)
-        by_gaps = not self._model.needs_old
-        grid = None if by_gaps else Grid.fit(spec, start, stop)
+        grid = Grid.fit(spec, start, start + new.size)
         if grid is not None and index_K.size >= tiles.FEW * grid.count:
             index_K, step_K, bound_B = grid.by_tiles(index_K, step_K)
             blocks = grid.blocks(bound_B)
@@ -101,12 +97,11 @@ class BlockEncoder:
             index_K -= index_K.dtype.type(start)
             self._changes.append(Change(spec, index_K, step_K, new, fingerprint, start, blocks, grid.ways))
             return
-        if origin:
-            index_K = index_K - index_K.dtype.type(origin)
-        first, last = (start - origin) // BLOCK, -(-(start - origin + new.size) // BLOCK)
-        bound_B = np.searchsorted(index_K, np.arange(first, last + 1) * BLOCK).astype(np.int64)
-        blocks = Blocks.of(stop - origin, BLOCK, bound_B, first)
-        by_gaps |= grid is not None or spec.element_count < tiles.SMALL
+        if start:
+            index_K = index_K - index_K.dtype.type(start)
+        bound_B = np.searchsorted(index_K, np.arange(-(-new.size // BLOCK) + 1) * BLOCK).astype(np.int64)
+        blocks = Blocks.of(new.size, BLOCK, bound_B)
+        by_gaps = grid is not None or spec.element_count < tiles.SMALL
         self._changes.append(Change(spec, index_K, step_K, new, fingerprint, start, blocks, by_gaps=by_gaps))
 
     def finish(self, version: int, base_version: int) -> Encoded:
@@ -114,11 +109,11 @@ class BlockEncoder:
         rows: dict[str, dict[str, Any]] = {}
         arrays: dict[str, torch.Tensor] = {}
         models, group_of = self._fit()
-        words, blocks = [np.empty(0, np.uint32)], [np.empty((0, self._model.block_fields), np.int32)]
+        words, blocks = [np.empty(0, np.uint32)], [np.empty((0, ContextModel.block_fields), np.int32)]
         used: dict[int, int] = {}
         for change, group in zip(self._changes, group_of, strict=True):
             row = rows[change.spec.name] = {"changed": change.index_K.size, "fingerprint": change.fingerprint}
-            coded, row_BF = _encode(models[group], change, self._model.block_fields)
+            coded, row_BF = _encode(models[group], change, ContextModel.block_fields)
             found = _dense(change, coded.nbytes + row_BF.nbytes)
             if found is not None:
                 row["dense"], arrays[change.spec.name] = found
@@ -126,20 +121,19 @@ class BlockEncoder:
             row["group"] = used.setdefault(group, len(used))
             if change.ways is not None:
                 row["tiles"] = change.ways
-            if not change.whole and self._model.needs_old:
+            if not change.whole:
                 row["range"] = [change.start, change.start + change.new.size]
-            elif not change.whole:
-                first = change.start // BLOCK
-                row["blocks"] = [first, first + len(row_BF)]
             words.append(coded)
             blocks.append(row_BF)
         tables = b"".join(self._marked(models[group]) for group in used)
-        arrays[".blocks"], metadata = _rows_entry(np.concatenate(blocks))
+        arrays[".blocks"], planes = rows_entry(np.concatenate(blocks))
         arrays[".words"] = torch.from_numpy(np.concatenate(words).view(np.int32))
         arrays[".tables"] = torch.from_numpy(np.frombuffer(bytearray(tables), np.uint8))
         changed = sum(row["changed"] for row in rows.values())
-        extra = {"patches": json.dumps(rows, separators=(",", ":")), "block_elements": str(BLOCK), **metadata}
-        return Encoded.of(self._model.codec, version, base_version, changed, arrays, extra)
+        extra = {"patches": json.dumps(rows, separators=(",", ":")), "block_elements": str(BLOCK)}
+        if planes is not None:
+            extra["block_planes"] = json.dumps(planes)
+        return Encoded.of(ContextModel.codec, version, base_version, changed, arrays, extra)
 
     def _fit(self) -> tuple[list[Model], list[int]]:
         """Return the models, and for each change the number of its model."""
@@ -153,7 +147,7 @@ class BlockEncoder:
         return [_model_of(changes[0]).fit(changes) for changes in members.values()], [number[key] for key in keys]
 
     def _marked(self, model: Model) -> bytes:
-        return (b"" if isinstance(model, self._model) else _GAPS) + model.to_bytes()
+        return (b"" if isinstance(model, ContextModel) else _GAPS) + model.to_bytes()
 
 
 def _model_of(change: Change) -> type[Model]:
@@ -182,52 +176,34 @@ def _dense(change: Change, sparse_bytes: int) -> tuple[object, torch.Tensor] | N
     return (True, tensor_of(change.new.copy(), change.spec)) if sparse_bytes >= change.new.nbytes else None
 
 
-def _rows_entry(row_BF: np.ndarray) -> tuple[torch.Tensor, dict[str, str]]:
-    """Return the entry `.blocks`, and its metadata."""
-    more_BF = np.diff(row_BF, axis=0, prepend=np.zeros_like(row_BF[:1]))
-    found = dense.compress(np.ascontiguousarray(((more_BF << 1) ^ (more_BF >> 31)).T).view(np.uint32).reshape(-1))
-    if found is None or len(row_BF) > _MOST_ROWS:
-        return torch.from_numpy(row_BF), {}
-    return found[1], {"block_planes": json.dumps(found[0])}
-
-
 def rows_of(payload: Payload, count: int, fields: int) -> np.ndarray:
     """Return the rows of `.blocks`, int32[count, fields].
 
     Raises:
         CorruptDataError: the entry has another shape or dtype, or a row has a negative number of changes or words.
     """
-    entry = payload.arrays.get(".blocks")
-    if "block_planes" in payload.metadata and count <= _MOST_ROWS:
+    sizes = None
+    if "block_planes" in payload.metadata:
         try:
-            sizes = json.loads(payload.metadata["block_planes"])
+            sizes = (
+                json.loads(payload.metadata["block_planes"]) or []
+            )  # null says no sizes, and not that there are no planes
         except (ValueError, RecursionError):
-            sizes = None
-        number_N = dense.decompress(entry, sizes, TensorSpec(".blocks", "int32", (fields, count)))
-        more_FB = ((number_N >> 1) ^ (0 - (number_N & 1))).view(np.int32).reshape(fields, count)
-        row_BF = np.cumsum(more_FB, axis=1, dtype=np.int32).T
-    elif entry is not None and entry.dtype == torch.int32 and entry.shape == (count, fields):
-        row_BF = entry.numpy()
-    else:
-        raise CorruptDataError(f"Payload has no table of blocks, int32[{count}, {fields}].")
-    if (row_BF[:, :2] < 0).any():
-        raise CorruptDataError("Payload has a block with a negative number of changes or words.")
-    return row_BF
+            sizes = []
+    return read_rows(payload, ".blocks", count, fields, sizes)
 
 
 class BlockCodec:
-    """A codec that cuts tensors into blocks. If `needs_old`, decoding needs the old weights."""
+    """The codec `context`. Decoding needs the old weights."""
 
-    def __init__(self, model: type[Model]) -> None:
-        self.name = model.codec
-        self.needs_old = model.needs_old
-        self._model = model
+    name = ContextModel.codec
+    needs_old = True
 
     def encode(
         self, delta: Delta, new: NewBits, fingerprints: Mapping[str, int], version: int, base_version: int
     ) -> Encoded:
         """See `VectorCodec.encode`."""
-        encoder = BlockEncoder(self._model)
+        encoder = BlockEncoder()
         for name in delta.counts():
             spec, (bits_N, start), (steps, _) = delta.layout.specs[name], new(name), delta.of(name)
             encoder.add(spec, indices_of(steps, spec), steps.data_K, bits_N, to_hex(fingerprints[name]), start)
@@ -258,7 +234,7 @@ class BlockCodec:
             ShareError: it needs more of some tensors than the caller holds: whole tiles, or all where there are none.
             CorruptDataError: the payload contradicts itself or the tensor table.
         """
-        streams = _Streams(self._model, payload, specs, old if self.needs_old else None)
+        streams = _Streams(payload, specs, old)
         chosen = {} if wanted is None else streams.chosen(specs, payload, wanted)
         for name, row in payload.patches.items():
             spec = specs[name]
@@ -285,13 +261,12 @@ class _Cut:
 class _Streams:
     """Reads the blocks of a payload from front to back."""
 
-    def __init__(self, model: type[Model], payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None) -> None:
+    def __init__(self, payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None) -> None:
         self._block_elements = block_elements(payload)
-        self._model = model
         self._old = old
         rows = ((spec_for(specs, name, row["changed"]), row) for name, row in payload.patches.items())
         self._cuts = {spec.name: self._cut(spec, row) for spec, row in rows if not row.get("dense")}
-        self._row_BF = rows_of(payload, sum(cut.count for cut in self._cuts.values()), model.block_fields)
+        self._row_BF = rows_of(payload, sum(cut.count for cut in self._cuts.values()), ContextModel.block_fields)
         self._word_B = _bounds(self._row_BF[:, 1])
         self._words = take(payload, ".words", "int32", int(self._word_B[-1]))
         self._next = 0
@@ -373,7 +348,7 @@ class _Streams:
             first, last = self._span(spec, row, stop - start)
             return _Cut(start, stop, first, last - first, None)
         match row["tiles"]:
-            case [int(down), int(across)] if self._model.needs_old and "blocks" not in row:
+            case [int(down), int(across)] if "blocks" not in row:
                 grid = Grid.cut(spec, start, stop, (down, across))
                 if grid is not None:
                     return _Cut(start, stop, 0, grid.count, grid)
@@ -381,7 +356,7 @@ class _Streams:
 
     def _range(self, spec: TensorSpec, row: Mapping[str, Any]) -> tuple[int, int]:
         """Return which elements of the tensor are cut into blocks: the first one, and the one after the last."""
-        if not self._model.needs_old or "range" not in row:
+        if "range" not in row:
             return 0, spec.element_count
         match row["range"]:
             case [int(start), int(stop)] if 0 <= start <= stop <= spec.element_count and "blocks" not in row:
@@ -409,13 +384,13 @@ class _Streams:
 
     def _needs_old(self, at: int) -> bool:
         """Whether the tables at this place are for changes that are decoded by the old bits."""
-        return self._model.needs_old and not self._tables.startswith(_GAPS, at)
+        return not self._tables.startswith(_GAPS, at)
 
     def _read(self, cursor: Cursor) -> Model:
-        if self._model.needs_old and not self._needs_old(cursor.at):
+        if not self._needs_old(cursor.at):
             cursor.at += len(_GAPS)
             return PackedModel.read(cursor)
-        return self._model.read(cursor)
+        return ContextModel.read(cursor)
 
 
 def _bounds(count_B: np.ndarray) -> np.ndarray:

@@ -1,16 +1,4 @@
-"""`packed`: gaps and ULP steps, entropy coded block by block; decoding needs no old values.
-
-The arrays are those of `blocks`; `.blocks` has two columns. The tables of a group are that of gaps, then that of steps
-(`tables`). The stream of a block holds two numbers for each changed element, in ascending order:
-
-- the gap: unchanged elements between it and the changed one before, or the start of the block;
-- the step: new minus old bit pattern modulo 2**width, as a signed number, 1, -1, 2, -2 -> 1, 0, 3, 2.
-
-A number is coded as a bucket, 12 bits of the state by the group's table, and extra bits. Bucket s below 16 is the number s.
-Bucket s from 16 on holds the numbers from (4 + s % 4) << e to ((5 + s % 4) << e) - 1 with e = s // 4 - 2. Their low e bits
-follow from the top, in groups of 24 and a last one of what is left, each a uniform symbol (start = value, freq = 1, bits =
-size of the group).
-"""
+"""The tables of a group of `context` that is coded by gaps, as `packed` codes vectors (`vector`): of gaps, then of steps."""
 
 from __future__ import annotations
 
@@ -30,9 +18,7 @@ from deltasync.tensors import TensorSpec
 class PackedModel:
     """The two tables of a group of tensors: of gaps and of steps."""
 
-    codec: ClassVar[str] = "packed"
     needs_old: ClassVar[bool] = False
-    block_fields: ClassVar[int] = 2
 
     def __init__(self, freq_TS: np.ndarray) -> None:
         self.tables = Tables.of(freq_TS)

@@ -43,7 +43,7 @@ import numpy as np
 import torch
 
 from deltasync.codec import dense, tables
-from deltasync.codec.base import RECORD, Encoded, NewBits, OldBits, Payload, Wanted, take
+from deltasync.codec.base import RECORD, Encoded, NewBits, OldBits, Payload, Wanted, delta_of, take
 from deltasync.codec.tables import Cursor
 from deltasync.errors import CorruptDataError
 from deltasync.kernels import coder, counts
@@ -55,7 +55,7 @@ BLOCK = 1 << 19
 GROUP_CHANGED = 1 << 15
 """Changed elements that are worth tables of their own."""
 
-_MOST_BLOCKS = 1 << 24  # of `.W.blocks` in planes: small planes could ask for any amount of memory
+_MOST_ROWS = 1 << 24  # of a table of blocks in planes: small planes could ask for any amount of memory
 
 
 class VectorCodec:
@@ -122,7 +122,7 @@ class VectorCodec:
             CorruptDataError: the payload contradicts itself or the tensor table.
         """
         steps: dict[int, Sparse] = {}
-        known: dict[int, list[Sparse]] = {}
+        patches: list[tuple[str, None, np.ndarray, bool]] = []  # dense tensors
         fingerprints: dict[str, int] = {}
         counted, lacking = 0, set[str]()
         size = block_elements(payload)
@@ -160,14 +160,8 @@ class VectorCodec:
                 bits_N = dense.decompress(payload.arrays.get(name), sizes, spec)
             if width in steps and steps[width].between(first, last).at_K.size:
                 raise CorruptDataError(f"Payload has {name!r} twice.")
-            if bits_N.size:
-                at_K = np.arange(first, last, dtype=layout.vectors[width].index_dtype)
-                known.setdefault(width, []).append(Sparse(at_K, bits_N))
-        joined = {}
-        for width, parts in known.items():
-            parts.sort(key=lambda part: int(part.at_K[0]))
-            joined[width] = Sparse(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-        return Delta(layout, steps, joined), fingerprints
+            patches.append((name, None, bits_N, True))
+        return Delta(layout, steps, delta_of(layout, patches).known), fingerprints
 
 
 def _encode(vector: Vector, steps: Sparse) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -185,7 +179,7 @@ def _encode(vector: Vector, steps: Sparse) -> tuple[dict[str, torch.Tensor], dic
         coded, row_B2[low:high, 1] = coder.encode(part, at_K[held], step_K[held], Tables.of(freq_TS), None)
         words.append(coded)
         tables_ += b"".join(map(tables.to_bytes, freq_TS))
-    blocks_entry, planes = _rows_entry(row_B2)
+    blocks_entry, planes = rows_entry(row_B2)
     entries = {
         "blocks": blocks_entry,
         "tables": torch.from_numpy(np.frombuffer(tables_, np.uint8)),
@@ -269,13 +263,33 @@ def _dense(vector: Vector, t: int, steps: Sparse, new: NewBits) -> tuple[object,
     return (True, tensor_of(bits_N.copy(), spec)) if sparse_bytes >= bits_N.nbytes else None
 
 
-def _rows_entry(row_BF: np.ndarray) -> tuple[torch.Tensor, list[int] | None]:
+def rows_entry(row_BF: np.ndarray) -> tuple[torch.Tensor, list[int] | None]:
     """Return the entry of a table of blocks, and the sizes of its planes."""
     more_BF = np.diff(row_BF, axis=0, prepend=np.zeros_like(row_BF[:1]))
     found = dense.compress(np.ascontiguousarray(((more_BF << 1) ^ (more_BF >> 31)).T).view(np.uint32).reshape(-1))
-    if found is None or len(row_BF) > _MOST_BLOCKS:
+    if found is None or len(row_BF) > _MOST_ROWS:
         return torch.from_numpy(row_BF), None
     return found[1], found[0]
+
+
+def read_rows(payload: Payload, key: str, count: int, fields: int, planes: object) -> np.ndarray:
+    """Return a table of blocks, int32[count, fields], from its entry and the sizes of its planes, None for no planes.
+
+    Raises:
+        CorruptDataError: the entry has another shape or dtype, or a row has a negative number of changes or words.
+    """
+    entry = payload.arrays.get(key)
+    if planes is not None and count <= _MOST_ROWS:
+        number_N = dense.decompress(entry, planes, TensorSpec(key, "int32", (fields, count)))
+        more_FB = ((number_N >> 1) ^ (0 - (number_N & 1))).view(np.int32).reshape(fields, count)
+        row_BF = np.cumsum(more_FB, axis=1, dtype=np.int32).T
+    elif entry is not None and entry.dtype == torch.int32 and entry.shape == (count, fields):
+        row_BF = entry.numpy()
+    else:
+        raise CorruptDataError(f"Payload has no table of blocks {key!r}, int32[{count}, {fields}].")
+    if (row_BF[:, :2] < 0).any():
+        raise CorruptDataError("Payload has a block with a negative number of changes or words.")
+    return row_BF
 
 
 def _object(payload: Payload, key: str) -> dict[str, Any]:
@@ -336,7 +350,7 @@ class _Reader:
     def __init__(self, payload: Payload, vector: Vector, row: Mapping[str, Any], block: int) -> None:
         self._payload, self._vector, self._row, self._block = payload, vector, row, block
         self._first = row["block"]
-        self._row_B2 = self._table(row["blocks"], row.get("planes"))
+        self._row_B2 = read_rows(payload, f".{vector.width}.blocks", row["blocks"], 2, row.get("planes"))
         self._bound_B = _bounds(self._row_B2[:, 0])
         self._word_B = _bounds(self._row_B2[:, 1])
         blocks = self._blocks()
@@ -354,18 +368,6 @@ class _Reader:
 
     def _blocks(self) -> Blocks:
         return Blocks.of(self._vector.element_count, self._block, self._bound_B, self._first)
-
-    def _table(self, count: int, planes: object) -> np.ndarray:
-        if planes is not None and count <= _MOST_BLOCKS:
-            entry = self._payload.arrays.get(f".{self._vector.width}.blocks")
-            number_N = dense.decompress(entry, planes, TensorSpec(".blocks", "int32", (2, count)))
-            more_FB = ((number_N >> 1) ^ (0 - (number_N & 1))).view(np.int32).reshape(2, count)
-            row_B2 = np.cumsum(more_FB, axis=1, dtype=np.int32).T
-        else:
-            row_B2 = self._take("blocks", "int32", 2 * count).view(np.int32).reshape(count, 2)
-        if (row_B2 < 0).any():
-            raise CorruptDataError("Payload has a block with a negative number of changes or words.")
-        return row_B2
 
     def changed_tensors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the numbers of the changed tensors, how many elements change, and their fingerprints then, uint64."""

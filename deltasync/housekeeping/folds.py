@@ -25,7 +25,7 @@ from deltasync.kernels import cpu_diff
 from deltasync.live import model_fingerprint
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of
-from deltasync.tensors.delta import joined, steps_of
+from deltasync.tensors.delta import joined, of_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def write_fold(
     for done, (name, new_N) in enumerate(new.items(), start=1):
         index_K, step_K = cpu_diff.diff(old[name], new_N)
         if index_K.size:
-            pieces.append(steps_of(layout, name, index_K, step_K))
+            pieces.append(of_tensor(layout, name, index_K, step_K))
         progress("tensors", done, len(reader.specs))
     changes = joined(pieces) if pieces else None
     payload = None

@@ -21,7 +21,7 @@ from deltasync.errors import CorruptDataError
 from deltasync.kernels import cpu_diff
 from deltasync.publish.shadow import Snapshot
 from deltasync.tensors import Delta as Changes
-from deltasync.tensors.delta import joined, steps_of
+from deltasync.tensors.delta import joined, of_tensor
 
 CODEC = "packed"
 """Of folds: it decodes without old bits, can be undone, and is the smaller one where much has changed."""
@@ -66,7 +66,7 @@ def _groups(reader: ChannelReader, base: Stored, snapshot: Snapshot) -> Iterator
         digest = snapshot.take(name, new_N)
         index_K, step_K = cpu_diff.diff(old_N, new_N)
         if index_K.size:
-            group[name] = Change(old_N, new_N, steps_of(layout, name, index_K, step_K), digest)
+            group[name] = Change(old_N, new_N, of_tensor(layout, name, index_K, step_K), digest)
             size += new_N.size
         if size >= GROUP_ELEMENTS:
             yield group

@@ -119,11 +119,24 @@ class Changed(NamedTuple):
     fingerprints: Mapping[str, int | None]
 
 
-def steps_of(layout: Layout, name: str, index_K: np.ndarray, step_K: np.ndarray, start: int = 0) -> Delta:
-    """Return steps of one tensor, at ascending flat indices counted from its element `start`, as a delta."""
-    width, first, _ = layout.span(name)
+def of_tensor(
+    layout: Layout, name: str, index_K: np.ndarray | None, data_K: np.ndarray, absolute: bool = False, start: int = 0
+) -> Delta:
+    """Return changes of one tensor as a delta.
+
+    Args:
+        layout: The model.
+        name: The tensor.
+        index_K: Ascending flat indices, counted from element `start`; None for all elements.
+        data_K: Steps, or new bit patterns.
+        absolute: Whether they are new bit patterns.
+        start: Where indices begin.
+    """
+    width, first, last = layout.span(name)
     index = layout.vectors[width].index_dtype
-    return Delta(layout, {width: Sparse(index_K.astype(index) + index.type(first + start), step_K)} if index_K.size else {})
+    at_K = np.arange(first, last, dtype=index) if index_K is None else index_K.astype(index) + index.type(first + start)
+    found = {width: Sparse(at_K, data_K)} if at_K.size else {}
+    return Delta(layout, {}, found) if absolute else Delta(layout, found)
 
 
 def fold(deltas: Sequence[Delta]) -> Delta:
