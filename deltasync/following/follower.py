@@ -210,7 +210,8 @@ class Follower:
         """Return what undoes records; without fingerprints, which records have only for the bits after them."""
         delta = self._changed(way).delta
         if delta.known:
-            name = next(iter(Delta(delta.layout, {}, delta.known).counts()))
+            width, known = next(iter(delta.known.items()))
+            name = delta.layout.vectors[width].touched(known.at_K)[0]
             error = MissingVersionError(f"{name} was written as a whole since, which cannot be undone.")
             error.key = way[0].key
             raise error

@@ -196,9 +196,9 @@ class LiveMemory:
 
         Mutates the live weights and `parts`; if it raises, some of them are written.
         """
-        for width, (at_K, bits_K) in delta.known.items():
+        for width, (at_K, _) in delta.known.items():
             vector = self._layout.vectors[width]
-            for name in Delta(self._layout, {}, {width: Sparse(at_K, bits_K)}).counts():
+            for name in vector.touched(at_K):
                 _, known = delta.of(name)
                 (segment,) = self._place(name)
                 step_K = known.data_K - unsigned(segment.flat())[known.at_K]

@@ -159,8 +159,8 @@ def _same(found: Changes, delta: Changes, shadow: Shadow) -> bool:
         left = np.array_equal(steps.at_K[inside_K], at_K) and np.array_equal(steps.data_K[inside_K], step_K)
         if not left or not np.isin(rest_K, known.at_K, assume_unique=True).all():
             return False
-        for name in Changes(delta.layout, {}, {width: known}).counts():
-            _, bits = Changes(delta.layout, {}, {width: known}).of(name)
+        for name in delta.layout.vectors[width].touched(known.at_K):
+            _, bits = found.of(name)
             if not np.array_equal(shadow.bits[name][bits.at_K - shadow.ranges[name][0]], bits.data_K):
                 return False
     return True

@@ -64,6 +64,10 @@ class Vector:
         counts: np.ndarray = np.diff(np.searchsorted(at_K, self.first_T))
         return counts
 
+    def touched(self, at_K: np.ndarray) -> list[str]:
+        """Return the names of the tensors in which these ascending positions lie, in order."""
+        return [self.names[t] for t in np.flatnonzero(self.count(at_K)).tolist()]
+
     def tensor(self, at_K: np.ndarray) -> np.ndarray:
         """Return the number of the tensor in which each position lies, int64[K]."""
         numbers: np.ndarray = np.searchsorted(self.first_T, at_K, side="right") - 1
