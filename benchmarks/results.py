@@ -49,7 +49,7 @@ _README = {
 }
 """Encodings in the README's table, and their names there."""
 
-_SPANS = {"one step": 1, "fold of 8": 8, "fold of 32": 32}
+_SPANS = {"one step": 1, "compaction of 8": 8, "compaction of 32": 32}
 
 _FLOORS = {"copy_s": "a copy", "disk_s": "writing to the disk", "sha256_s": "sha256"}
 
@@ -146,7 +146,7 @@ def _nearest_to_rl() -> dict[str, Any]:
 
 
 def codec_masters() -> Iterator[str]:
-    """Yield sizes of one step and of folds, by master, and the bytes of a fold by those of its steps."""
+    """Yield sizes of one step and of compactions, by master, and the bytes of a compaction by those of its steps."""
     samples = [
         (_master(f"{master} 1.07%, {span}"), _master(f"{master} 1.07%, one step"), steps)
         for master in ("fp32", "bf16 start", "bf16")

@@ -3,7 +3,7 @@
     python -m benchmarks.storage [--elements 8e6] [--versions 210] [--changed 0.01 0.001] [--json]
 
 A model of bfloat16 weights is published to a store in memory. In each version a share of its elements, chosen anew, moves by
-one step up or down. Counted are the bytes of deltas, folds and anchors after the first version, and what a replica reads
+one step up or down. Counted are the bytes of deltas, compactions and anchors after the first version, and what a replica reads
 that joins after the last one. Beside it stands what `deltasync cost` computes for the same run.
 """
 
@@ -59,20 +59,20 @@ def measure(elements: int, changed: float, versions: int, **options: Any) -> dic
     assert all(np.array_equal(bits_of(joined[name]), bits_of(tensor)) for name, tensor in weights.items())
     full_bytes = sum(tensor.nbytes for tensor in weights.values())
     delta_bytes = _sum(sizes, keys.VERSIONS) + sum(size for key, size in sizes.items() if is_part(key))
-    folded_bytes = _sum(sizes, keys.FOLDS) + sum(size for key, size in sizes.items() if is_fold_part(key))
+    compacted_bytes = _sum(sizes, keys.COMPACTIONS) + sum(size for key, size in sizes.items() if is_compaction_part(key))
     anchor_bytes = _sum(sizes, keys.ANCHORS) + _sum(sizes, keys.ANNOUNCEMENTS)
     computed = forecast(elements, changed, 1.0, versions=versions, by_reference=False)
-    folds = sorted((span.version, span.base) for span, _ in ChannelReader(store).folds())
+    compactions = sorted((span.version, span.base) for span, _ in ChannelReader(store).compactions())
     return {
         "elements": elements,
         "changed_fraction": changed,
         "versions": versions,
         "full_bytes": full_bytes,
         "delta_bytes": delta_bytes,
-        "fold_bytes": folded_bytes,
+        "compaction_bytes": compacted_bytes,
         "anchor_bytes": anchor_bytes,
-        "folds": [[base, version] for version, base in folds],
-        "stored_per_delta": (delta_bytes + folded_bytes + anchor_bytes) / delta_bytes,
+        "compactions": [[base, version] for version, base in compactions],
+        "stored_per_delta": (delta_bytes + compacted_bytes + anchor_bytes) / delta_bytes,
         "joiner_bytes": reading.bytes,
         "joiner_of_full": reading.bytes / full_bytes,
         "worst_joiner_of_full": worst(store, full_bytes),
@@ -103,7 +103,7 @@ def worst(store: Store, full_bytes: int) -> float:
     """Return the most that a joiner of any version fetches, by the bytes of full weights: of what leads there at the end."""
     reader = ChannelReader(store)
     deltas = {slot.version: reader.document(info).payload_bytes for slot, info in reader.slots()}
-    ends = {span.version: reader.document(info).payload_bytes for span, info in reader.folds()}
+    ends = {span.version: reader.document(info).payload_bytes for span, info in reader.compactions()}
     most = after = 0
     for version in sorted(deltas):
         after = ends[version] if version in ends else after + deltas[version] * (version > 1)
@@ -111,23 +111,33 @@ def worst(store: Store, full_bytes: int) -> float:
     return 1 + most / full_bytes
 
 
-def is_fold_part(key: str) -> bool:
-    """Whether a key is that of a part of a fold."""
-    return key.startswith(keys.PARTS) and "/fold-" in key
+def is_compaction_part(key: str) -> bool:
+    """Whether a key is that of a part of a compaction."""
+    return key.startswith(keys.PARTS) and "/compaction-" in key
 
 
 def is_part(key: str) -> bool:
     """Whether a key is that of a part of a delta."""
-    return key.startswith(keys.PARTS) and "/fold-" not in key
+    return key.startswith(keys.PARTS) and "/compaction-" not in key
 
 
 def lines(found: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Yield a table."""
-    heads = ("changed", "deltas", "folds", "anchors", "stored/delta", "computed", "joiner/full", "computed", "worst joiner")
+    heads = (
+        "changed",
+        "deltas",
+        "compactions",
+        "anchors",
+        "stored/delta",
+        "computed",
+        "joiner/full",
+        "computed",
+        "worst joiner",
+    )
     rows = [
         (
             f"{row['changed_fraction']:.2%}",
-            *(f"{row[name] / 1e6:.2f} MB" for name in ("delta_bytes", "fold_bytes", "anchor_bytes")),
+            *(f"{row[name] / 1e6:.2f} MB" for name in ("delta_bytes", "compaction_bytes", "anchor_bytes")),
             f"{row['stored_per_delta']:.3f}",
             f"{row['computed_stored_per_delta']:.3f}",
             f"{row['joiner_of_full']:.3f}",

@@ -18,7 +18,7 @@ import torch
 from mlx.utils import tree_flatten, tree_unflatten
 
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.errors import ConfigError, StageError
 from deltasync.following import Commit, Gate, GatedTarget, Names, StagedVersion, reclassed
 from deltasync.live import LiveMemory
@@ -74,7 +74,7 @@ class ModuleTarget(GatedTarget):
                 found[own] = bits(array).ctypes.data
         return found
 
-    def stage(self, chain: Sequence[Stored]) -> StagedVersion:
+    def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion:
         """As `Target.stage`. Takes memory for a second copy of the weights, until no graph has the first any more."""
         live = self._opened.memory
         copies = {own: mx.array(bits(each)).view(each.dtype) for own, each in arrays(self._module).items()}

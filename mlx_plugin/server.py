@@ -41,12 +41,12 @@ class Caches(server.LRUPromptCache):
 
     at = -1  # `Following.exchanges` then
 
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> Any:
+    def fetch_failover_cache(self, model: Any, tokens: list[int]) -> Any:
         """Return the nearest cache of the live weights, and the tokens that it lacks."""
         if self.at != following.exchanges:
             self.trim_to(n_sequences=0)
             self.at = following.exchanges
-        return super().fetch_nearest_cache(model, tokens)
+        return super().fetch_failover_cache(model, tokens)
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: Any, **options: Any) -> None:
         """Keep a cache, unless the weights have changed since it was begun."""

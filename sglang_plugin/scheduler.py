@@ -21,7 +21,7 @@ from deltasync.errors import CommitError, DeltaSyncError, ModelMismatchError, re
 from deltasync.following import Follow
 from deltasync.following.engine import limit_threads, open_reader
 from deltasync.following.questions import Questions
-from deltasync.following.shards import Shard, ShardsTarget, TorchRanks, serve_beside
+from deltasync.following.shards import Shard, ShardsTarget, TorchRanks, serve_in_thread
 from deltasync.live import plan
 from sglang_plugin import logger
 
@@ -62,7 +62,7 @@ class DeltaSyncScheduler:
         self.shard = Shard(reader, self, ranks)
         self._wake, self._woken = _waker(scheduler.idle_sleeper)
         if ranks.number:
-            serve_beside(self.shard)
+            serve_in_thread(self.shard)
             return
         settings = settings.at_port(get_serving().port, parallel.dp_rank if parallel.dp_size > 1 else None)
         from deltasync.following.metrics import Metrics  # in this process alone: SGLang sets up prometheus_client first

@@ -14,15 +14,15 @@ from deltasync.channel.documents import (
     Anchor,
     Channel,
     Delta,
+    EpochDocument,
     File,
     Head,
-    Opening,
     Record,
     Reference,
-    Version,
+    VersionId,
     sha256_hex,
 )
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.kernels import cpu, cpu_diff
@@ -75,7 +75,7 @@ class Made:
     signer: Signer | None = None
     codec_name: str = "packed"
     epoch: str = EPOCH
-    tip: Version | None = None
+    tip: VersionId | None = None
     bits: dict[str, Weights] = dataclasses.field(default_factory=dict)
     specs: dict[str, TensorSpec] = dataclasses.field(default_factory=dict)
     run_id: str = RUN
@@ -95,20 +95,20 @@ class Made:
         )
         self._put(keys.CHANNEL, self._signed(keys.CHANNEL, documents.encode(channel)))
 
-    def anchor(self, model: Weights, step: int | None = None, shard_bytes: int = 1 << 30) -> Stored:
+    def anchor(self, model: Weights, step: int | None = None, shard_bytes: int = 1 << 30) -> StoredRecord:
         """The next version, of full weights."""
         number = 1 if self.tip is None else self.tip.version + 1
         stored = self.store_anchor(model, number, shard_bytes)
         return self.append(self.record("anchor", number, model, anchor=stored, step=step), None, model)
 
-    def refer(self, model: Weights, reference: Reference) -> Stored:
+    def refer(self, model: Weights, reference: Reference) -> StoredRecord:
         """The next version, of weights that lie elsewhere; `reference` gets their fingerprints."""
         number = 1 if self.tip is None else self.tip.version + 1
         digests = {name: self.fingerprint(name, model) for name in self.specs}
         anchor = Anchor(reference=dataclasses.replace(reference, fingerprints=digests))
         return self.append(self.record("anchor", number, model, anchor=anchor, requires=[REFERENCE]), None, model)
 
-    def delta(self, model: Weights, parts: int = 0, step: int | None = None, inline: bool = True) -> Stored:
+    def delta(self, model: Weights, parts: int = 0, step: int | None = None, inline: bool = True) -> StoredRecord:
         """The next version, a delta; so many parts hold some of its tensors each, the record the rest, if `inline`."""
         assert self.tip is not None
         number = self.tip.version + 1
@@ -121,7 +121,7 @@ class Made:
         delta = Delta(codec=self.codec_name, changed=sum(changed for _, changed in groups), parts=files)
         return self.append(self.record("delta", number, model, delta=delta, step=step), inline, model)
 
-    def seal(self, next_epoch: str) -> Stored:
+    def seal(self, next_epoch: str) -> StoredRecord:
         """End the log, and go on in another epoch."""
         number = 1 if self.tip is None else self.tip.version + 1
         sealed = Record(
@@ -138,34 +138,36 @@ class Made:
         self.epoch = next_epoch
         return stored
 
-    def fold(self, base: Version, version: Version) -> Stored:
+    def compaction(self, base: VersionId, version: VersionId) -> StoredRecord:
         """Another way from one version to a later one."""
         before, after = self.bits[base.sha256], self.bits[version.sha256]
         groups = self.encode(before, after, version.version, base.version, 1)
         delta = Delta(codec=self.codec_name, changed=sum(changed for _, changed in groups))
-        return self._fold(base, version, after, groups[0][0] if groups else None, delta=delta)
+        return self._compaction(base, version, after, groups[0][0] if groups else None, delta=delta)
 
-    def announce(self, version: Version, compression: str | None = None) -> Stored:
+    def announce(self, version: VersionId, compression: str | None = None) -> StoredRecord:
         """Full weights of a version, beside the log."""
         model = self.bits[version.sha256]
         stored = self.store_anchor(model, version.version, compression=compression)
         requires = [] if compression is None else [compression]
-        return self._fold(None, version, model, None, anchor=stored, requires=requires)
+        return self._compaction(None, version, model, None, anchor=stored, requires=requires)
 
-    def open(self, epoch: str, continues: Version | None) -> None:
+    def open(self, epoch: str, continues: VersionId | None) -> None:
         """Store what an epoch says of itself; write in it from now on."""
-        opening = Opening(run_id=self.run_id, epoch=epoch, continues=continues, writer="a test", created_at=documents.now())
+        opening = EpochDocument(
+            run_id=self.run_id, epoch=epoch, continues=continues, writer="a test", created_at=documents.now()
+        )
         self._put(keys.epoch_document(epoch), documents.encode(opening))
         self.epoch = epoch
 
-    def head(self, version: Version | None = None, anchor: str | None = None) -> None:
+    def head(self, version: VersionId | None = None, anchor: str | None = None) -> None:
         """Point head at a version, the newest by default."""
         newest = version or self.tip
         assert newest is not None
         named = Head(run_id=self.run_id, version=newest.version, epoch=newest.epoch, sha256=newest.sha256, anchor=anchor)
         self._put(keys.HEAD, documents.encode(named))
 
-    def append(self, document: Record, payload: Encoded | None, model: Weights) -> Stored:
+    def append(self, document: Record, payload: Encoded | None, model: Weights) -> StoredRecord:
         stored = record.encode(document, keys.slot(document.version, document.epoch), payload, self.signer)
         self._put(stored.key, stored.data)
         self.tip = stored.version
@@ -206,10 +208,10 @@ class Made:
         tensors = {name: tensor_of(bits_of(tensor).copy(), self.specs[name]) for name, tensor in model.items()}
         written = anchors.weight_files(tensors, self.fingerprints(model), shard_bytes, compression)
         files = {name: self.put_file(f"{folder}/{name}", data) for name, data in written}
-        companions = [self.put_file(f"{folder}/config.json", b"{}")]
-        companions += [file for name, file in files.items() if name == anchors.INDEX]
+        model_files = [self.put_file(f"{folder}/config.json", b"{}")]
+        model_files += [file for name, file in files.items() if name == anchors.INDEX]
         weight_files = [file for name, file in files.items() if name != anchors.INDEX]
-        return Anchor(directory=folder, files=weight_files, companions=companions)
+        return Anchor(directory=folder, files=weight_files, model_files=model_files)
 
     def put_file(self, key: str, data: bytes) -> File:
         self._put(key, data)
@@ -227,11 +229,11 @@ class Made:
             **rest,  # type: ignore[arg-type]
         )
 
-    def _fold(
-        self, base: Version | None, version: Version, model: Weights, payload: Encoded | None, **rest: object
-    ) -> Stored:
-        number, kind = version.version, "announcement" if base is None else "fold"
-        key = keys.announcement(number, self.epoch) if base is None else keys.fold(base.version, number, self.epoch)
+    def _compaction(
+        self, base: VersionId | None, version: VersionId, model: Weights, payload: Encoded | None, **rest: object
+    ) -> StoredRecord:
+        number, kind = version.version, "announcement" if base is None else "compaction"
+        key = keys.announcement(number, self.epoch) if base is None else keys.compaction(base.version, number, self.epoch)
         made = self.record(kind, number, model, **rest)
         made = dataclasses.replace(made, epoch=version.epoch, base=base, sha256=version.sha256)
         stored = record.encode(made, key, payload, self.signer)
@@ -246,8 +248,8 @@ class Made:
         self.store.put(key, data)
 
 
-def made(store: Store, versions: int, signer: Signer | None = None, folds: Sequence[tuple[int, int]] = ()) -> Made:
-    """A channel with an anchor and deltas after it, folds between some of them, and head."""
+def made(store: Store, versions: int, signer: Signer | None = None, compactions: Sequence[tuple[int, int]] = ()) -> Made:
+    """A channel with an anchor and deltas after it, compactions between some of them, and head."""
     channel = Made(store, signer)
     model: Weights = weights()
     channel.create(model)
@@ -255,8 +257,8 @@ def made(store: Store, versions: int, signer: Signer | None = None, folds: Seque
     for seed in range(1, versions):
         model = trained(model, seed)
         written.append(channel.delta(model).version)
-    for base, version in folds:
-        channel.fold(written[base - 1], written[version - 1])
+    for base, version in compactions:
+        channel.compaction(written[base - 1], written[version - 1])
     channel.head()
     return channel
 
@@ -280,9 +282,9 @@ def filled(
     anchors: Collection[int] = (),
     parts: Collection[int] = (),
     seals: Collection[int] = (),
-    folds: Collection[tuple[int, int]] = (),
+    compactions: Collection[tuple[int, int]] = (),
     signer: Signer | None = None,
-) -> tuple[Made, list[Version]]:
+) -> tuple[Made, list[VersionId]]:
     """A channel with a version of each state, whose trainer's step is ten times its number; and its versions.
 
     Args:
@@ -291,10 +293,10 @@ def filled(
         anchors: Versions whose anchor is announced beside the log.
         parts: Versions whose payload is in parts.
         seals: Versions after which the log is sealed and an epoch begins.
-        folds: (base, version) of each.
+        compactions: (base, version) of each.
         signer: Signs it.
     """
-    channel, versions = Made(store, signer), list[Version]()
+    channel, versions = Made(store, signer), list[VersionId]()
     channel.create(states[0])
     for number, model in enumerate(states, start=1):
         step = 10 * number
@@ -302,13 +304,15 @@ def filled(
         versions.append(stored.version)
         if number in anchors:
             channel.announce(stored.version)
-        for base, version in folds:
+        for base, version in compactions:
             if version == number:
-                channel.fold(versions[base - 1], stored.version)
+                channel.compaction(versions[base - 1], stored.version)
         if number in seals:
             following = keys.new_epoch(keys.epoch_number(channel.epoch) + 1)
             channel.seal(following)
-            opening = Opening(run_id=RUN, epoch=following, continues=channel.tip, writer="", created_at=documents.now())
+            opening = EpochDocument(
+                run_id=RUN, epoch=following, continues=channel.tip, writer="", created_at=documents.now()
+            )
             channel.put_file(keys.epoch_document(following), documents.encode(opening))
     channel.head()
     return channel, versions

@@ -114,7 +114,7 @@ class Driver(Follow):
     def caught_up(self) -> bool:
         return self._caught_up == self._begun
 
-    async def look(self, pin: Pin | None = None, *, asked: bool = False) -> None:
+    async def refresh(self, pin: Pin | None = None, *, asked: bool = False) -> None:
         """Take one step; `status` tells how it went."""
         self._asked |= asked
         with contextlib.suppress(Exception):

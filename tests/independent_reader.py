@@ -119,7 +119,7 @@ class Channel:
 
     def record(self, key: str) -> tuple[Record, str]:
         """The document of a record, with the object as `object`, and the digest of the object."""
-        data = self.bounded(key, self.record_bytes + self.payload_bytes * key.startswith("folds/"))
+        data = self.bounded(key, self.record_bytes + self.payload_bytes * key.startswith("compactions/"))
         check(len(data) >= 8, "record", key)
         (size,) = struct.unpack("<Q", data[-8:])
         check(0 < size <= len(data) - 8, "record", key)
@@ -142,14 +142,14 @@ class Channel:
         wanted = {
             "delta": {"fingerprint", "delta"},
             "anchor": {"fingerprint", "anchor"},
-            "fold": {"fingerprint", "sha256", "delta"},
+            "compaction": {"fingerprint", "sha256", "delta"},
             "announcement": {"fingerprint", "sha256", "anchor"},
             "seal": {"next_epoch"},
         }
         check(has == wanted[kind], "fields of", kind, key)
         before = 0 if base is None else base["version"]
-        if kind == "fold":
-            named = re.fullmatch(rf"folds/([0-9]{{10}})-([0-9]{{10}})\.{EPOCH}\.safetensors", key)
+        if kind == "compaction":
+            named = re.fullmatch(rf"compactions/([0-9]{{10}})-([0-9]{{10}})\.{EPOCH}\.safetensors", key)
             check(named is not None and (int(named[1]), int(named[2])) == (before, version), "span of", key)
             check(0 < before < version, "base of", key)
         elif kind == "announcement":
@@ -192,9 +192,9 @@ class Channel:
     # 7: planning
 
     def ways(self, target: Identity) -> list[Record]:
-        """The records, folds and announcements that lead to a version, those with an anchor first."""
+        """The records, compactions and announcements that lead to a version, those with an anchor first."""
         number, epoch, _ = target
-        beside = [*self.folder.glob(f"folds/*-{number:010}.*"), *self.folder.glob(f"announcements/{number:010}.*")]
+        beside = [*self.folder.glob(f"compactions/*-{number:010}.*"), *self.folder.glob(f"announcements/{number:010}.*")]
         keys = [str(path.relative_to(self.folder)) for path in sorted(beside)]
         found = []
         for key in [slot(number, epoch), *keys]:
@@ -202,7 +202,7 @@ class Channel:
                 record, sha = self.record(key)
                 here = (
                     identity(record)
-                    if record["kind"] in ("fold", "announcement")
+                    if record["kind"] in ("compaction", "announcement")
                     else (record["version"], record["epoch"], sha)
                 )
                 check(here == target, "digest of", key)
@@ -257,7 +257,7 @@ class Channel:
         if record["anchor"].get("reference") is not None:
             return self.reference(record)
         folder = record["anchor"]["directory"] + "/"
-        for row in record["anchor"].get("companions") or []:
+        for row in record["anchor"].get("model_files") or []:
             check(row["key"].startswith(folder), "companion", row["key"])
             self.file(row)
         for row in record["anchor"]["files"]:

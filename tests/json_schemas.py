@@ -11,28 +11,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.dashboard.forecast import Forecast
-from deltasync.dashboard.snapshot import FoldRow, ReplicaRow, VersionRow
-from deltasync.housekeeping.doctor import Finding
-from deltasync.housekeeping.mend import Repaired
+from deltasync.dashboard.snapshot import CompactionRow, ReplicaRow, VersionRow
+from deltasync.maintenance.doctor import Finding
+from deltasync.maintenance.repairs import Repaired
 
 
 class LogLine(TypedDict):
-    """A version, or a fold or an announced anchor that leads to one.
+    """A version, or a compaction or an announced anchor that leads to one.
 
     Attributes:
-        version: The version itself, or the one that the fold or anchor leads to.
+        version: The version itself, or the one that the compaction or anchor leads to.
         sha256: Digest of the record; null as long as nothing names it.
         key: The object's key.
-        kind: `delta`, `anchor`, `fold` or `announced`.
+        kind: `delta`, `anchor`, `compaction` or `announced`.
         reference: The checkpoint that it refers to instead of holding weights.
-        base_version: Where a delta or fold begins.
+        base_version: Where a delta or compaction begins.
         step: The trainer's step.
         created_at: When it was encoded, by the writer's clock.
         changed_fraction: Changed elements divided by all elements.
         delta_bytes, anchor_bytes: Size of the payload.
-        bits_per_changed: Payload bits per changed element of a delta or fold.
+        bits_per_changed: Payload bits per changed element of a delta or compaction.
         coalesced: Publishes that it covers.
         fingerprint: The model's fingerprint.
     """
@@ -55,7 +55,7 @@ class LogLine(TypedDict):
 
 
 class Shown(TypedDict):
-    """A record or fold.
+    """A record or compaction.
 
     Attributes:
         bytes: The object's size.
@@ -100,8 +100,8 @@ class Checked(TypedDict):
 
     Attributes:
         newest: The newest version, if it is known.
-        versions, anchors, folds: How many there are, damaged ones included.
-        data_bytes: Size of all records, folds, parts and anchors.
+        versions, anchors, compactions: How many there are, damaged ones included.
+        data_bytes: Size of all records, compactions, parts and anchors.
         publishing: Files that nothing names yet.
         garbage_objects: Number of files that nothing names.
         garbage_bytes: Their size.
@@ -114,7 +114,7 @@ class Checked(TypedDict):
     newest: Version | None
     versions: int
     anchors: int
-    folds: int
+    compactions: int
     data_bytes: int
     publishing: int
     garbage_objects: int
@@ -145,7 +145,7 @@ class Forgot(TypedDict):
         leading: Records kept because they lead to others.
         recent: Records kept because they were needed within the grace.
         deleted: Keys of all objects that were deleted, or would be.
-        folds: The folds among them.
+        compactions: The compactions among them.
     """
 
     kept: list[int]
@@ -154,7 +154,7 @@ class Forgot(TypedDict):
     leading: list[str]
     recent: list[str]
     deleted: list[str]
-    folds: list[str]
+    compactions: list[str]
     dry_run: bool
 
 
@@ -194,7 +194,7 @@ class CopiedObjects(TypedDict):
 
     Attributes:
         version: The newest version that was listed.
-        objects, bytes: Stored in the target, without head.
+        objects, bytes: StoredRecord in the target, without head.
         skipped: Objects that were there already.
         problems: Damaged or missing objects of the source, which were left out.
     """
@@ -259,10 +259,10 @@ class AnchorSeen(TypedDict):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FoldSeen(FoldRow):
-    """A fold."""
+class FoldSeen(CompactionRow):
+    """A compaction."""
 
-    event: Literal["fold"]
+    event: Literal["compaction"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -309,7 +309,7 @@ SCHEMAS: dict[str, tuple[str, tuple[type, ...]]] = {
     "forget": (ONE, (Forgot,)),
     "prune": (ONE, (Pruned,)),
     "anchor": (ONE, (Asked,)),
-    "fold": (ONE, (Shown,)),
+    "compact": (ONE, (Shown,)),
     "export": (ONE, (ExportedFiles,)),
     "cp": (ONE, (CopiedObjects,)),
     "relay": (LINES, (CopiedObjects,)),

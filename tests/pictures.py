@@ -65,19 +65,19 @@ def main(out: Path) -> None:
             )
             heartbeat.write(store, told)
 
-        with Publisher(store, anchor_every=15, retention=Retention(fold_every=5)) as publisher:
+        with Publisher(store, anchor_every=15, retention=Retention(compact_every=5)) as publisher:
             for version in range(1, VERSIONS + 1):
                 publisher.publish(model.items(), step=4 * version).wait(60)
                 step(model, version, random)
                 for name, wait_s, last in (("gpu-east-0", 0.2, 60), ("gpu-east-1", 0.15, 59), ("gpu-west-0", 0.3, 55)):
                     time.sleep(wait_s * (0.8 + 0.4 * torch.rand(1, generator=random).item()))
                     beat(name, min(version, last))
-                    observer.look()
+                    observer.refresh()
             beat("fresh", None, "waiting")
             beat("gpu-west-0", 55, "staging")
             beat("gpu-west-1", 41, "failed", ERROR)
             beat("laptop", 23, age_s=2400)
-        observer.look()
+        observer.refresh()
         observer.read_headers(VERSIONS)
         document = page(observer.snapshot()).replace(store.url.encode(), SHOWN.encode())
         (Path(folder) / "page.html").write_bytes(document)

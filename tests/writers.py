@@ -14,9 +14,9 @@ import pytest
 
 from deltasync import open_store
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import Anchor, Channel, Delta, Head, Record, Version, sha256_hex, table_sha256
+from deltasync.channel.documents import Anchor, Channel, Delta, Head, Record, VersionId, sha256_hex, table_sha256
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer
 from deltasync.config import PublisherSettings
 from deltasync.errors import FormatError, MissingVersionError
@@ -124,7 +124,7 @@ class Script:
         settings = PublisherSettings(retries=retries, retry_delay_s=0.0)
         self.log: Log = open_channel(self.reader, settings, resume, signer, lease)
         self.channel, self.tip = self.log.channel, self.log.tip
-        self.end: Stored | None = None
+        self.end: StoredRecord | None = None
         if self.tip is not None:
             with contextlib.suppress(MissingVersionError, FormatError):
                 self.end = self.reader.record(self.tip)
@@ -145,7 +145,7 @@ class Script:
             )
         )
 
-    def publish(self, said: str = "", *, wait: bool = True) -> Stored:
+    def publish(self, said: str = "", *, wait: bool = True) -> StoredRecord:
         """One version: full weights where there is no base that can be read, else a delta.
 
         Args:
@@ -177,7 +177,7 @@ class Script:
         return found
 
 
-def history(store: Store) -> list[Version]:
+def history(store: Store) -> list[VersionId]:
     """All versions that lead to the newest one, oldest first, as a new reader finds them; their files have their digests."""
     reader = ChannelReader(store)
     found = list(reader.versions())[::-1]

@@ -39,7 +39,7 @@ class Fleet:
         seen, self._seen = self._seen, None
         if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = time.monotonic()
-            _in_background(self._look, run_id)
+            _in_background(self._refresh, run_id)
         if seen is None:
             return {}
         live = [beat for beat in seen if heartbeat.is_live(beat)]
@@ -48,11 +48,11 @@ class Fleet:
             metrics["delta_sync/served_lag"] = max(0, newest_version - min(served))
         return metrics
 
-    def _look(self, run_id: str) -> None:
+    def _refresh(self, run_id: str) -> None:
         try:
             if self._beats is None or self._beats[0] != run_id:
                 self._beats = run_id, heartbeat.Heartbeats(self._store, run_id)
-            self._seen = heartbeat.ask(self._urls, run_id) if self._urls else self._beats[1].look()
+            self._seen = heartbeat.ask(self._urls, run_id) if self._urls else self._beats[1].refresh()
         except DeltaSyncError:
             self._seen = None  # the next look may succeed
 
@@ -112,7 +112,7 @@ class Pace:
             due.error = None  # that was nobody's concern until now
             if not self._looks:
                 self._looks = True
-                threading.Thread(target=self._look, name="deltasync-replicas", daemon=True).start()
+                threading.Thread(target=self._refresh, name="deltasync-replicas", daemon=True).start()
             self._changed.wait_for(lambda: due.error is not None or self._serves(due))
         if due.error is not None:
             raise due.error
@@ -134,7 +134,7 @@ class Pace:
     def _serves(self, published: _Published) -> bool:
         return self._served is not None and self._served.number >= published.number
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """Wait for one version after the other, until the fleet serves all or it is known why not."""
         while True:
             with self._changed:

@@ -299,7 +299,7 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
                 _save("generation config", model.generation_config, folder)
         if processing_class is not None:
             _save("tokenizer or processor", processing_class, folder)
-        return anchors.companion_files(Path(folder))
+        return anchors.read_model_files(Path(folder))
 
 
 def _save(what: str, thing: Any, folder: str) -> None:

@@ -71,7 +71,7 @@ class PatientStore(WrappedStore):
 class Backlog:
     """The versions that are not stored yet, and whether to publish another one.
 
-    One version uploads and one waits; a further one is folded into that which waits, at the cost of encoding again. That
+    One version uploads and one waits; a further one is merged into that which waits, at the cost of encoding again. That
     cost is kept to a share of the time, so that training is as fast with a dead store as with a quick one.
     """
 

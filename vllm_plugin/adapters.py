@@ -25,9 +25,9 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadL
 from deltasync.channel import adapter_base
 from deltasync.channel.adapter_base import AdapterBase
 from deltasync.channel.checkpoint import find, first_five, load
-from deltasync.channel.documents import Version, sha256_hex
+from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     ApplyError,
@@ -56,7 +56,7 @@ _GRACE_S = 60.0  # for requests that have looked up a version's name and do not 
 class _Staging(NamedTuple):
     """What was noted when staging a chain began, and the config that its adapter has."""
 
-    chain: Sequence[Stored]
+    chain: Sequence[StoredRecord]
     config: bytes
     tokens_before: int
     begun_s: float
@@ -73,7 +73,7 @@ class AdapterTarget(MemoryTarget):
         ConfigError: the adapter has the name of a served model.
     """
 
-    version: Version | None = None
+    version: VersionId | None = None
 
     def __init__(self, engine: Any, reader: ChannelReader, settings: ReplicaSettings, models: Any, run: Run) -> None:
         assert settings.adapter is not None
@@ -83,7 +83,7 @@ class AdapterTarget(MemoryTarget):
         self.served: list[str] = []
         self._engine, self._models, self._run = engine, models, run
         self._adapter = settings.adapter
-        self._last: Stored | None = None  # of `version`
+        self._last: StoredRecord | None = None  # of `version`
         self._config = b""
         self._staging: _Staging
         self._refusals: dict[bytes | None, str | None] = {}  # of each base that the channel named
@@ -120,17 +120,17 @@ class AdapterTarget(MemoryTarget):
         super().settle()
         self.version = self._opened.version
 
-    def stage(self, chain: Sequence[Stored]) -> StagedVersion | Sequence[Stored]:
+    def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | Sequence[StoredRecord]:
         """As `Target.stage`; refuse an adapter of another base model."""
         tokens_before, begun_s, config = generated_tokens(), time.perf_counter(), self._config
         if chain[0].use_anchor:
-            found = self._companion(chain[0], _CONFIG)
+            found = self._model_file(chain[0], _CONFIG)
             if found is None:
                 raise ConfigError(
                     f"{self.reader.store.url} holds no {_CONFIG}, so it is not the channel of an adapter. Publish with "
                     "adapter_only=True, or start the server without --adapter."
                 )
-            config, base = found, self._companion(chain[0], adapter_base.FILE)
+            config, base = found, self._model_file(chain[0], adapter_base.FILE)
             if base not in self._refusals:
                 self._refusals[base] = self._refusal(base)
             if (refusal := self._refusals[base]) is not None:
@@ -169,11 +169,11 @@ class AdapterTarget(MemoryTarget):
             )
         return None
 
-    def _companion(self, stored: Stored, name: str) -> bytes | None:
+    def _model_file(self, stored: StoredRecord, name: str) -> bytes | None:
         """Read a file beside an anchor's weights; None if there is none."""
         anchor = stored.record.anchor
         assert anchor is not None
-        for file in anchor.companions:
+        for file in anchor.model_files:
             if file.key == f"{anchor.directory}/{name}":
                 try:
                     return self.reader.fetch(file)
@@ -182,7 +182,7 @@ class AdapterTarget(MemoryTarget):
                     raise
         return None
 
-    def commit(self, staged: StagedVersion | Sequence[Stored]) -> Commit:
+    def commit(self, staged: StagedVersion | Sequence[StoredRecord]) -> Commit:
         """Write the tensors, have vLLM load them, and serve them under the adapter's name too."""
         running, done, staging = running_requests(), super().commit(staged), self._staging
         version = staging.chain[-1].version
@@ -246,7 +246,7 @@ class AdapterTarget(MemoryTarget):
         if isinstance(self._run, OnLoop):
             self._run.cancel()
 
-    def _versioned(self, version: Version) -> str:
+    def _versioned(self, version: VersionId) -> str:
         return f"{self._adapter}-v{unique_name(self._names, version)}"
 
     def _folder(self, name: str) -> Path:

@@ -194,7 +194,7 @@ class DeltaSyncEndpoints:
         )
         try:
             self._settings = self._settings.at_port(getattr(args, "port", 0), _rank(args))
-            self._look_at_address(args)
+            self._check_address(args)
             self._metrics = Metrics()
             self._refused = await self._refusal(engine_client, args) or ""
             if not self._refused:
@@ -209,7 +209,7 @@ class DeltaSyncEndpoints:
                 self._metrics.following.set(0)
             logger.error("This server does not follow %s. %s", redacted(channel), self._refused)
 
-    def _look_at_address(self, args: Namespace) -> None:
+    def _check_address(self, args: Namespace) -> None:
         """Note whether only this machine reaches the server, and warn if others do without a token."""
         host = getattr(args, "host", None)
         without_token = self._settings.http_token is None

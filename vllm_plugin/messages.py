@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.errors import (
     ApplyError,
     DeltaSyncError,
@@ -113,7 +113,7 @@ class Work(msgspec.Struct):
 class Live(msgspec.Struct):
     """The version whose bits a worker holds, None if they are of no version."""
 
-    version: Version | None
+    version: VersionId | None
 
 
 class CommitReply(msgspec.Struct):

@@ -19,9 +19,9 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from deltasync.channel import payloads
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings
 from deltasync.errors import CommitError, DeltaSyncError
 from deltasync.following import HISTORY, Commit, Follow, Identify
@@ -91,7 +91,7 @@ class LiveVersions:
 
 
 class _Staged(NamedTuple):
-    chain: Sequence[Stored]
+    chain: Sequence[StoredRecord]
     tokens_before: int
 
 
@@ -106,7 +106,7 @@ class EngineTarget:
     """
 
     def __init__(self, engine: Any, reader: ChannelReader, settings: ReplicaSettings, metrics: Metrics, run: Run) -> None:
-        self.version: Version | None = None
+        self.version: VersionId | None = None
         self.live = LiveVersions()
         self.workers = Workers(engine, reader)
         self.pauses = Pauses(engine)
@@ -129,7 +129,7 @@ class EngineTarget:
         found = identify(total)
         self._run(self._identified(found))
 
-    async def _identified(self, found: Stored | None) -> None:
+    async def _identified(self, found: StoredRecord | None) -> None:
         await self.workers.identified(found)
         if found is not None:
             await self._announce(found.version)
@@ -160,13 +160,13 @@ class EngineTarget:
         if identity is not None:
             await self.pauses.release()
 
-    async def _announce(self, version: Version | None) -> None:
+    async def _announce(self, version: VersionId | None) -> None:
         """Tell vLLM which version is live, which labels tokens and keeps the prefix cache apart."""
         await self._engine.update_weight_version("unknown" if version is None else unique_name(self._names, version))
         self.version = version
         self.live.note(None if version is None else version.version)
 
-    def stage(self, chain: Sequence[Stored]) -> _Staged | None:
+    def stage(self, chain: Sequence[StoredRecord]) -> _Staged | None:
         """Have the workers stage a chain. Returns None if one does not know its bits."""
         self._sure_s = -math.inf
         tokens_before = generated_tokens()

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltasync.channel.nearest import open_nearest
+from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     CommitError,
@@ -258,7 +258,7 @@ class WorkerReplica:
         self._staged = None
         if not self._follower.settled:
             return Work("unsettled")
-        read: list[Stored] = []
+        read: list[StoredRecord] = []
         try:
             for handed in way:
                 read.append(self._reader.handed(*handed))
@@ -352,4 +352,4 @@ def open_channel(channel: str) -> Store:
     """Open a channel's store, behind the cache that the processes of this machine share."""
     settings = ReplicaSettings.from_env()
     workers = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return behind_cache(open_nearest(channel), settings.cache_dir, settings.cache_bytes, workers)
+    return behind_cache(open_failover(channel), settings.cache_dir, settings.cache_bytes, workers)

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from deltasync.channel.documents import Version, sha256_hex
+from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.errors import ApplyError, CommitError, ModelMismatchError, printable
 from deltasync.live import assemble, combine, model_fingerprint, proof
 from deltasync.tensors import Region
@@ -83,7 +83,7 @@ class Workers:
             _warn(of, f"take the fallback, because {why}: a commit has vLLM load their layers again, which takes longer")
         return self._fingerprint(audits)
 
-    async def identified(self, stored: Stored | None) -> None:
+    async def identified(self, stored: StoredRecord | None) -> None:
         """Tell the workers which version they hold, None for no version of the channel."""
         await self._call(_NOTHING, "identified", None if stored is None else handed([stored])[0])
 
@@ -91,7 +91,7 @@ class Workers:
         """Whether all workers know which version's bits they hold."""
         return all(await self._call(bool, "settled"))
 
-    async def settle(self) -> Version | None:
+    async def settle(self) -> VersionId | None:
         """Audit the workers. Returns the version that they hold, or None if the bits are not what they were taken for."""
         total = self._fingerprint(await self._audits("audit", []))
         named = {live.version for live in await self._call(Live, "settle", total)}
@@ -116,7 +116,7 @@ class Workers:
         self.fingerprints = combine(self._regions, [audit.parts for audit in audits])
         return model_fingerprint(self.fingerprints)
 
-    async def stage(self, way: Sequence[Stored]) -> list[Work]:
+    async def stage(self, way: Sequence[StoredRecord]) -> list[Work]:
         """Have all workers stage a way while tokens are generated. Returns what each ended with.
 
         A tensor of which a worker holds too little to decode it is handed to all workers that hold a part of it, once.
@@ -231,7 +231,7 @@ def _check_undone(replies: Sequence[Failure | None]) -> None:
             raise CommitError(f"A worker's weights are uncertain. {reply.error()}")
 
 
-def handed(way: Sequence[Stored]) -> list[Handed]:
+def handed(way: Sequence[StoredRecord]) -> list[Handed]:
     """Return records for the workers, with their bytes up to a limit: workers read the others by themselves."""
     found: list[Handed] = []
     left = _HANDED_BYTES

@@ -24,7 +24,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "--data",
         choices=("simulation", "masters", "replaced", "demo", "finetune", "real", "all"),
         default="simulation",
-        help="simulated deltas, simulated steps and folds of three kinds of masters (takes some minutes), a simulated "
+        help="simulated deltas, simulated steps and compactions of three kinds of masters (takes some minutes), a simulated "
         "matrix replaced by another, the deltas of a demo's channel, those of a fine-tuning run made here (takes a minute), "
         "these two (real), or all of these",
     )

@@ -32,8 +32,8 @@ MASTER_RUNS: tuple[tuple[simulate.Master, float], ...] = (
 )
 """Master, and the fraction that one step changes."""
 
-MIDDLE_STEP = 100  # the middle of each fold, so that a fold of 8 compares with 8 times this step
-FOLDS = (1, 8, 32)  # steps
+MIDDLE_STEP = 100  # the middle of each compaction, so that a compaction of 8 compares with 8 times this step
+COMPACTIONS = (1, 8, 32)  # steps
 
 TUNING_STEPS = 12
 TUNING_DELTAS = 2  # last deltas that are measured: Adam's moments have settled by then
@@ -99,14 +99,14 @@ def simulation(changed_fraction: float, element_count: int) -> Sample:
 
 
 def masters(element_count: int) -> Iterator[Sample]:
-    """Yield one step and folds of 8 and 32 steps for each of `MASTER_RUNS`, on a matrix like that of `simulation`."""
+    """Yield one step and compactions of 8 and 32 steps for each of `MASTER_RUNS`, on a matrix like that of `simulation`."""
     spec = _matrix(element_count)
-    first = [MIDDLE_STEP - 1 - steps // 2 for steps in FOLDS]
-    spans = [(version, version + steps) for version, steps in zip(first, FOLDS, strict=True)]
+    first = [MIDDLE_STEP - 1 - steps // 2 for steps in COMPACTIONS]
+    spans = [(version, version + steps) for version, steps in zip(first, COMPACTIONS, strict=True)]
     for master, changed_fraction in MASTER_RUNS:
         found = simulate.changes(changed_fraction, spec.element_count, 0, master, spans)
-        for steps, change in zip(FOLDS, found, strict=True):
-            span = "one step" if steps == 1 else f"fold of {steps}"
+        for steps, change in zip(COMPACTIONS, found, strict=True):
+            span = "one step" if steps == 1 else f"compaction of {steps}"
             yield _simulated("masters", f"{master} {changed_fraction:.2%}, {span}", spec, change)
 
 

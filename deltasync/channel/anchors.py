@@ -32,7 +32,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
 """Suffixes of files that hold weights. Some of these formats run code when they are loaded."""
 
 
-def companion_files(directory: Path) -> dict[str, bytes]:
+def read_model_files(directory: Path) -> dict[str, bytes]:
     """Read the files at the top of a checkpoint directory that are not weights, by name: config, tokenizer, templates.
 
     Raises:

@@ -23,7 +23,7 @@ REFERENCE = "reference"
 COMPRESSED = "zstd"
 """The compression of weight files, and the feature that a record with such an anchor requires."""
 
-BESIDE = ("fold", "announcement")
+SHORTCUTS = ("compaction", "announcement")
 """Kinds of the objects beside the log, which are other ways to a version."""
 
 FEATURES = frozenset({REFERENCE, COMPRESSED})
@@ -51,7 +51,7 @@ TokenLag = tuple[_Lag, _Lag, _Lag]
 
 _REPO = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _REVISION = re.compile(r"[0-9A-Za-z]{1,64}")
-_FILES, _COMPANIONS, COMPANION_BYTES = 65_536, 1_024, 256 << 20
+_FILES, _MODEL_FILES, COMPANION_BYTES = 65_536, 1_024, 256 << 20
 
 
 def sha256_hex(data: bytes | memoryview) -> str:
@@ -74,7 +74,7 @@ class File:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Version:
+class VersionId:
     """The identity of a version: its number, the epoch that wrote it, the digest of its record."""
 
     version: Number
@@ -129,12 +129,12 @@ class Anchor:
 
     Attributes:
         directory: Folder of all its files; empty for a reference.
-        companions: The files beside the weights: config, tokenizer, index.
+        model_files: The files beside the weights: config, tokenizer, index.
     """
 
     directory: str = ""
     files: Annotated[list[File], msgspec.Meta(max_length=_FILES)] = dataclasses.field(default_factory=list)
-    companions: Annotated[list[File], msgspec.Meta(max_length=_COMPANIONS)] = dataclasses.field(default_factory=list)
+    model_files: Annotated[list[File], msgspec.Meta(max_length=_MODEL_FILES)] = dataclasses.field(default_factory=list)
     reference: Reference | None = None
 
 
@@ -143,12 +143,12 @@ class Record:
     """The document of a record; `docs/format.md` describes each field.
 
     Attributes:
-        kind: `delta` or `anchor` for a version; `seal` for the end of a log; `fold` and `announcement` for other ways
+        kind: `delta` or `anchor` for a version; `seal` for the end of a log; `compaction` and `announcement` for other ways
             to a version, by a delta or by an anchor beside the log.
-        version, epoch: The slot; of a fold or an announcement, that of the version it leads to.
-        base: The version that it follows; of a fold, where it starts. None in version 1 and in announcements.
+        version, epoch: The slot; of a compaction or an announcement, that of the version it leads to.
+        base: The version that it follows; of a compaction, where it starts. None in version 1 and in announcements.
         fingerprint: Fingerprint of the model at `version`; None in a seal.
-        sha256: Digest of the record of `version`; in folds and announcements only.
+        sha256: Digest of the record of `version`; in compactions and announcements only.
         token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens trained for its last publish.
     """
 
@@ -158,7 +158,7 @@ class Record:
     version: Number
     epoch: Epoch
     created_at: _Time
-    base: Version | None = None
+    base: VersionId | None = None
     fingerprint: Fingerprint | None = None
     delta: Delta | None = None
     anchor: Anchor | None = None
@@ -179,11 +179,11 @@ class Record:
     @property
     def files(self) -> list[File]:
         """All files that it names."""
-        return [*self.payload_files, *(() if self.anchor is None else self.anchor.companions)]
+        return [*self.payload_files, *(() if self.anchor is None else self.anchor.model_files)]
 
     @property
     def slot(self) -> Slot:
-        """The slot; of a fold or an announcement, that of the version it leads to."""
+        """The slot; of a compaction or an announcement, that of the version it leads to."""
         return Slot(self.version, self.epoch)
 
     @property
@@ -220,19 +220,19 @@ class Head:
     requires: _Requires = dataclasses.field(default_factory=list)
 
     @property
-    def newest(self) -> Version:
+    def newest(self) -> VersionId:
         """The version it names."""
-        return Version(self.version, self.epoch, self.sha256)
+        return VersionId(self.version, self.epoch, self.sha256)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Opening:
+class EpochDocument:
     """The document of an epoch: who opened the channel, and what it continues (None: nothing, or not known yet)."""
 
     format: str = FORMAT
     run_id: _RunId
     epoch: Epoch
-    continues: Version | None
+    continues: VersionId | None
     writer: Annotated[str, msgspec.Meta(max_length=200)]
     created_at: _Time
     requires: _Requires = dataclasses.field(default_factory=list)
@@ -264,7 +264,7 @@ class Channel:
         return {name: TensorSpec(name, dtype, shape) for name, (dtype, shape) in self.tensors.items()}
 
 
-Document = Channel | Record | Head | Opening
+Document = Channel | Record | Head | EpochDocument
 describe(*get_args(Document))
 _Document = TypeVar("_Document", bound=Document)
 
@@ -314,7 +314,7 @@ def _problems(document: Document, key: str) -> Iterator[str]:
         yield from _channel_problems(document)
     elif isinstance(document, Record):
         yield from _record_problems(document, key)
-    elif isinstance(document, Opening) and key != keys.epoch_document(document.epoch):
+    elif isinstance(document, EpochDocument) and key != keys.epoch_document(document.epoch):
         yield f"it is the document of epoch {document.epoch}"
 
 
@@ -333,8 +333,8 @@ def _channel_problems(document: Channel) -> Iterator[str]:
 
 def _record_problems(document: Record, key: str) -> Iterator[str]:
     base_number = 0 if document.base is None else document.base.version
-    if document.kind in BESIDE:
-        span = keys.beside_of(key)
+    if document.kind in SHORTCUTS:
+        span = keys.shortcut_of(key)
         if span is None or (span.base, span.version) != (base_number, document.version):
             yield f"its kind is {document.kind} and it leads to version {document.version}"
         if base_number >= document.version:
@@ -367,7 +367,7 @@ def _kind_problems(document: Record) -> Iterator[str]:
         "delta": {"base", "fingerprint", "delta"},
         "anchor": {"fingerprint", "anchor"} | base,
         "seal": {"next_epoch"} | base,
-        "fold": {"base", "fingerprint", "sha256", "delta"},
+        "compaction": {"base", "fingerprint", "sha256", "delta"},
         "announcement": {"fingerprint", "sha256", "anchor"},
     }
     if document.kind not in wanted:
@@ -378,8 +378,8 @@ def _kind_problems(document: Record) -> Iterator[str]:
 
 def _anchor_problems(anchor: Anchor, requires: list[str]) -> Iterator[str]:
     reference, folder = anchor.reference, anchor.directory
-    files = [*anchor.files, *anchor.companions]
-    if sum(file.bytes for file in anchor.companions) > COMPANION_BYTES:
+    files = [*anchor.files, *anchor.model_files]
+    if sum(file.bytes for file in anchor.model_files) > COMPANION_BYTES:
         yield "the files beside its weights have more than 256 MiB"
     if reference is None:
         if not folder.startswith(keys.ANCHORS):

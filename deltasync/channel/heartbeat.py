@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from deltasync.channel import keys
-from deltasync.channel.documents import SMALL_BYTES, Epoch, Number, Sha256, Version
+from deltasync.channel.documents import SMALL_BYTES, Epoch, Number, Sha256, VersionId
 from deltasync.channel.threads import each
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
@@ -85,11 +85,11 @@ class Heartbeat:
     time_s: float = dataclasses.field(default_factory=time.time)
 
     @property
-    def serving(self) -> Version | None:
+    def serving(self) -> VersionId | None:
         """Identity of the version that it serves, None if it serves none or gives only a number."""
         if self.version is None or self.epoch is None or self.sha256 is None:
             return None
-        return Version(self.version, self.epoch, self.sha256)
+        return VersionId(self.version, self.epoch, self.sha256)
 
 
 describe(Heartbeat)
@@ -111,7 +111,7 @@ def read_all(store: Store, run_id: str, deadline: float | None = None) -> list[H
         TransientStoreError: the heartbeats could not even be listed by the deadline.
         StoreError: the heartbeats cannot be read.
     """
-    return Heartbeats(store, run_id).look(deadline)
+    return Heartbeats(store, run_id).refresh(deadline)
 
 
 _State = tuple[int, float, str | None]
@@ -126,7 +126,9 @@ class Heartbeats:
         self._seen: dict[str, tuple[_State, float, bool]] = {}  # by key, since when, and whether it was another before
         self._read: dict[str, tuple[_State | None, Heartbeat | Literal["unreadable"]]] = {}
 
-    def look(self, deadline: float | None = None, enough: Callable[[Heartbeat], bool] = lambda _: False) -> list[Heartbeat]:
+    def refresh(
+        self, deadline: float | None = None, enough: Callable[[Heartbeat], bool] = lambda _: False
+    ) -> list[Heartbeat]:
         """Return what `read_all` does; a heartbeat that was `enough` before is not read again."""
         (listed,) = each([keys.REPLICAS], lambda prefix: list(self._store.list(prefix)), deadline)
         if listed is None:
@@ -206,7 +208,7 @@ def ask_models(url: str) -> list[str]:
     return [str(model.get("id")) for model in found if isinstance(model, dict)] if isinstance(found, list) else []
 
 
-def tell(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
+def post(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
     """Post `body` to a server's route `sync` or `pin`, and wait until it serves the version that is asked for.
 
     Returns the server's answer, which has the `version` that it serves.
@@ -292,7 +294,7 @@ def wait_for(
             if urls:
                 heartbeats = ask(urls, run_id, look_until)
             else:
-                heartbeats = known.look(look_until, lambda beat: _serves(beat, version, published))
+                heartbeats = known.refresh(look_until, lambda beat: _serves(beat, version, published))
         except TransientStoreError:
             if time.monotonic() >= deadline:
                 raise

@@ -14,7 +14,7 @@ EPOCHS = "epochs/"
 VERSIONS = "versions/"
 PARTS = "parts/"
 ANCHORS = "anchors/"
-FOLDS = "folds/"
+COMPACTIONS = "compactions/"
 ANNOUNCEMENTS = "announcements/"
 REPLICAS = "replicas/"
 ANCHOR_REQUEST = "requests/anchor.json"
@@ -26,7 +26,7 @@ LARGEST_VERSION = 9_999_999_999
 _EPOCH = r"[0-9]{6}-[0-9a-f]{8}"
 _VERSION = r"[0-9]{10}"
 _SLOT = re.compile(rf"versions/([0-9]{{7}})/({_VERSION})\.({_EPOCH})\.safetensors")
-_FOLD = re.compile(rf"folds/({_VERSION})-({_VERSION})\.({_EPOCH})\.safetensors")
+_COMPACTION = re.compile(rf"compactions/({_VERSION})-({_VERSION})\.({_EPOCH})\.safetensors")
 _ANNOUNCEMENT = re.compile(rf"announcements/({_VERSION})\.({_EPOCH})\.safetensors")
 _EPOCH_DOCUMENT = re.compile(rf"epochs/({_EPOCH})\.json")
 _FILE = re.compile(rf"(?:parts|anchors)/({_VERSION})\.({_EPOCH})\.([0-9]{{1,9}})/.+")
@@ -54,7 +54,7 @@ class Slot:
 class Span:
     """What the key of an object beside the log says: it leads to `version`, and `author` wrote it.
 
-    A fold leads there from version `base`, which is 0 for an announcement: its anchor needs no other version.
+    A compaction leads there from version `base`, which is 0 for an announcement: its anchor needs no other version.
     """
 
     base: int
@@ -68,7 +68,7 @@ def new_epoch(number: int) -> str:
 
 
 def new_author() -> str:
-    """A name for a tool that writes folds or anchors."""
+    """A name for a tool that writes compactions or anchors."""
     return TOOL + secrets.token_hex(4)
 
 
@@ -95,14 +95,14 @@ def slot_of(key: str) -> Slot | None:
     return Slot(int(match[2]), match[3])
 
 
-def fold(base: int, version: int, author: str) -> str:
-    """Key of a fold from version `base`, at least 1."""
-    return f"{FOLDS}{base:010d}-{version:010d}.{author}.safetensors"
+def compaction(base: int, version: int, author: str) -> str:
+    """Key of a compaction from version `base`, at least 1."""
+    return f"{COMPACTIONS}{base:010d}-{version:010d}.{author}.safetensors"
 
 
-def fold_of(key: str) -> Span | None:
-    """The span that a fold's key names, None for any other key."""
-    match = _FOLD.fullmatch(key)
+def compaction_of(key: str) -> Span | None:
+    """The span that a compaction's key names, None for any other key."""
+    match = _COMPACTION.fullmatch(key)
     return Span(int(match[1]), int(match[2]), match[3]) if match and int(match[1]) else None
 
 
@@ -111,10 +111,10 @@ def announcement(version: int, author: str) -> str:
     return f"{ANNOUNCEMENTS}{version:010d}.{author}.safetensors"
 
 
-def beside_of(key: str) -> Span | None:
-    """The span that the key of a fold or an announcement names, None for any other key."""
+def shortcut_of(key: str) -> Span | None:
+    """The span that the key of a compaction or an announcement names, None for any other key."""
     match = _ANNOUNCEMENT.fullmatch(key)
-    return Span(0, int(match[1]), match[2]) if match else fold_of(key)
+    return Span(0, int(match[1]), match[2]) if match else compaction_of(key)
 
 
 def epoch_document(epoch: str) -> str:
@@ -138,9 +138,9 @@ def part(rank: int, number: int) -> str:
     return f"{rank:03d}-{number:05d}.safetensors"
 
 
-def fold_part(base: int, number: int) -> str:
-    """File name of a part of a fold, among the parts of the version that it leads to; numbered from 1."""
-    return f"fold-{base:010d}-{number:05d}.safetensors"
+def compaction_part(base: int, number: int) -> str:
+    """File name of a part of a compaction, among the parts of the version that it leads to; numbered from 1."""
+    return f"compaction-{base:010d}-{number:05d}.safetensors"
 
 
 def anchor_folder(version: int, author: str, attempt: int = 0) -> str:

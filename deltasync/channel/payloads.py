@@ -1,4 +1,4 @@
-"""Fetch and decode what a record or fold names: its payloads, its weight files, or its reference."""
+"""Fetch and decode what a record or compaction names: its payloads, its weight files, or its reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deltasync.channel import checkpoint
 from deltasync.channel.anchors import read_weights
 from deltasync.channel.documents import File, Record, Reference
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import ahead
 from deltasync.codec.base import read_metadata
 from deltasync.errors import ConfigError, CorruptDataError, MissingVersionError, ModelMismatchError
@@ -28,23 +28,23 @@ FILES_AHEAD = 2
 """Weight files that are fetched and checked, each by a thread, while one is used."""
 
 
-def fetch(reader: ChannelReader, stored: Stored) -> list[tuple[str, bytes]]:
-    """Fetch the payloads of a delta or fold as (key, bytes), that in the record first. Nothing for full weights."""
+def fetch(reader: ChannelReader, stored: StoredRecord) -> list[tuple[str, bytes]]:
+    """Fetch the payloads of a delta or compaction as (key, bytes), that in the record first. Nothing for full weights."""
     return [] if stored.use_anchor else list(_payloads(reader, stored))
 
 
 def delta(
     reader: ChannelReader,
-    stored: Stored,
+    stored: StoredRecord,
     old: codec.OldBits | None = None,
     wanted: codec.Wanted | None = None,
     fetched: Sequence[tuple[str, bytes]] | None = None,
 ) -> Changed:
-    """Decode a delta or a fold: its changes, and the fingerprints of changed tensors after them.
+    """Decode a delta or a compaction: its changes, and the fingerprints of changed tensors after them.
 
     Args:
         reader: Reads the channel.
-        stored: The record of the version, or the fold.
+        stored: The record of the version, or the compaction.
         old: Returns the bits of a tensor before the change; some codecs need them.
         wanted: As in `Codec.decode`.
         fetched: The result of `fetch`; if None, files are fetched as they are needed.
@@ -55,7 +55,7 @@ def delta(
     return decode(stored.record, _payloads(reader, stored) if fetched is None else fetched, reader.layout, old, wanted)
 
 
-def weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.ndarray, int]]:
+def weights(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, np.ndarray, int]]:
     """Read full weights, each tensor once: name, read-only unsigned bit patterns of shape N, fingerprint.
 
     Raises:
@@ -83,7 +83,7 @@ def decode(
     old: codec.OldBits | None,
     wanted: codec.Wanted | None = None,
 ) -> Changed:
-    """`delta` of a delta or fold whose payloads, (key, bytes), were fetched."""
+    """`delta` of a delta or compaction whose payloads, (key, bytes), were fetched."""
     assert record.delta is not None and record.base is not None
     parts: list[Delta] = []
     fingerprints: dict[str, int] = {}
@@ -115,7 +115,7 @@ def unlike(reader: ChannelReader, reference: Reference, fingerprints: Mapping[st
     return f"The weights here are not those of {reference}: {_differing(wrong, reader.specs)}"
 
 
-def _payloads(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, bytes]]:
+def _payloads(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, bytes]]:
     """Each payload as (key, bytes); the next ones are fetched while one is used."""
     data = stored.data
     if data is None:
@@ -126,7 +126,7 @@ def _payloads(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, byte
         yield file.key, part
 
 
-def _files(reader: ChannelReader, stored: Stored, count: int) -> Iterator[tuple[File, bytes]]:
+def _files(reader: ChannelReader, stored: StoredRecord, count: int) -> Iterator[tuple[File, bytes]]:
     """The parts or weight files; up to `count` are fetched ahead."""
     files = stored.record.payload_files
     return zip(files, ahead(reader.fetch, files, count), strict=True)

@@ -1,10 +1,10 @@
-"""Plan the way from the version that a replica has to the one it wants.
+"""Plan the chain from the version that a replica has to the one it wants.
 
-A way is a list of records, folds and announcements. Each leads from its base to its version; anchors lead from nothing. The
-cheapest way is estimated from listings, where versions are numbers. Then its objects are read from the end back. Each must
+A chain is a list of records, compactions and announcements. Each leads from its base to its version; anchors lead from nothing. The
+cheapest chain is estimated from listings, where versions are numbers. Then its objects are read from the end back. Each must
 have the identity by which the one after it names its base, down to the identity that the replica has, or to full weights.
 
-A way back has the records to undo, newest first, and then the record of the older version that is wanted.
+A chain back has the records to undo, newest first, and then the record of the older version that is wanted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from deltasync.channel import keys
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import MOST_DAMAGED, ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import ahead
 from deltasync.errors import FormatError, MissingVersionError
 from deltasync.stores.base import ObjectInfo
@@ -26,8 +26,8 @@ from deltasync.tensors import weight_bytes
 
 logger = logging.getLogger(__name__)
 
-HOP_BYTES = 1 << 15
-"""Cost of a hop beside its payload, a request and a commit, in bytes that could be fetched in that time."""
+EDGE_BYTES = 1 << 15
+"""Cost of a edge beside its payload, a request and a commit, in bytes that could be fetched in that time."""
 
 _UNDONE = "packed"  # the codec that can be undone: it decodes without the old values
 _NEAR = 8  # versions; a target this near is read without a listing
@@ -36,7 +36,7 @@ _HELD_BYTES = 1 << 28  # most bytes of records that are kept for staging
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Hop:
+class Edge:
     """A record, or an object beside the log, by its listing.
 
     It leads from number to number; `base` is 0 for nothing, `key` None for a version's record.
@@ -48,36 +48,36 @@ class Hop:
     key: str | None = None
 
 
-def cheapest(start: int, target: int, hops: Iterable[Hop]) -> list[Hop] | None:
-    """The cheapest sequence of hops from version `start` (0: nothing) to `target`, None if there is none.
+def cheapest(start: int, target: int, edges: Iterable[Edge]) -> list[Edge] | None:
+    """The cheapest sequence of edges from version `start` (0: nothing) to `target`, None if there is none.
 
     It may also begin at 0, because full weights can be loaded at any time.
     """
     # Hops only lead forward, so in ascending order the cost of every base is known first.
     cost: dict[int, float] = {0: 0, start: 0}
-    last: dict[int, Hop] = {}
-    for hop in sorted((hop for hop in hops if hop.version <= target), key=lambda hop: (hop.version, hop.base)):
-        total = cost.get(hop.base, math.inf) + hop.bytes + HOP_BYTES
-        if total < cost.get(hop.version, math.inf):
-            cost[hop.version], last[hop.version] = total, hop
+    last: dict[int, Edge] = {}
+    for edge in sorted((edge for edge in edges if edge.version <= target), key=lambda edge: (edge.version, edge.base)):
+        total = cost.get(edge.base, math.inf) + edge.bytes + EDGE_BYTES
+        if total < cost.get(edge.version, math.inf):
+            cost[edge.version], last[edge.version] = total, edge
     if target not in last:
         return [] if target == start else None
-    way: list[Hop] = []
+    chain: list[Edge] = []
     at = target
     while at in last:
-        way.append(last[at])
+        chain.append(last[at])
         at = last[at].base
-    return way[::-1]
+    return chain[::-1]
 
 
-def find_way(
+def find_chain(
     reader: ChannelReader,
-    have: Version | None,
-    target: Version,
+    have: VersionId | None,
+    target: VersionId,
     avoid: Mapping[str, str] | None = None,
-    at_hand: Stored | None = None,
-) -> list[Stored]:
-    """Find the records and folds from one version to another; each is read, and its digest checked.
+    at_hand: StoredRecord | None = None,
+) -> list[StoredRecord]:
+    """Find the records and compactions from one version to another; each is read, and its digest checked.
 
     Args:
         reader: Reads the channel.
@@ -87,7 +87,7 @@ def find_way(
         at_hand: A record that was read already.
 
     Returns:
-        The way, empty if `have` is `target`. It may start with full weights (`Stored.use_anchor`).
+        The chain, empty if `have` is `target`. It may start with full weights (`StoredRecord.use_anchor`).
 
     Raises:
         MissingVersionError: nothing that can be read leads there.
@@ -99,18 +99,18 @@ def find_way(
     if have is not None and 0 < target.version - have.version <= _NEAR:
         numbers = range(have.version + 1, target.version + 1)
         try:
-            return search.read(have, [Hop(number - 1, number, 0) for number in numbers])
+            return search.read(have, [Edge(number - 1, number, 0) for number in numbers])
         except MissingVersionError as error:
-            logger.info("%s Looking for another way.", error)
+            logger.info("%s Looking for another chain.", error)
     return search.by_listings(have)
 
 
-def find_way_back(
-    reader: ChannelReader, have: Version, target: Stored, avoid: Mapping[str, str] | None = None
-) -> list[Stored]:
-    """Find the records and folds to undo, newest first, then `target`, the record of an older version.
+def find_chain_back(
+    reader: ChannelReader, have: VersionId, target: StoredRecord, avoid: Mapping[str, str] | None = None
+) -> list[StoredRecord]:
+    """Find the records and compactions to undo, newest first, then `target`, the record of an older version.
 
-    The result is empty if full weights are cheaper, or the only way. `avoid` is as in `find_way`.
+    The result is empty if full weights are cheaper, or the only chain. `avoid` is as in `find_chain`.
 
     Raises:
         StoreError: the store failed.
@@ -118,49 +118,49 @@ def find_way_back(
     search = _Search(reader, have, avoid or {})
     start = target.record.version
     if have.version - start <= _NEAR:
-        hops: list[Hop] | None = [Hop(number - 1, number, 0) for number in range(start + 1, have.version + 1)]
+        edges: list[Edge] | None = [Edge(number - 1, number, 0) for number in range(start + 1, have.version + 1)]
     else:
-        hops = cheapest(start, have.version, [hop for hop in search.listed() if hop.base])
+        edges = cheapest(start, have.version, [edge for edge in search.listed() if edge.base])
     full_bytes = weight_bytes(reader.specs.values())
-    if not hops or sum(hop.bytes for hop in hops) >= full_bytes:
+    if not edges or sum(edge.bytes for edge in edges) >= full_bytes:
         return []
     try:
-        way = [*reversed(search.read(target.version, hops)), target]
+        chain = [*reversed(search.read(target.version, edges)), target]
     except MissingVersionError as error:
         logger.info("%s Going back to version %s by full weights.", error, target.version)
         return []
-    deltas = [stored.record.delta for stored in way[:-1]]
+    deltas = [stored.record.delta for stored in chain[:-1]]
     is_undone = all(delta is not None and delta.codec == _UNDONE for delta in deltas)
-    return way if is_undone and payload_bytes(way) < full_bytes else []
+    return chain if is_undone and payload_bytes(chain) < full_bytes else []
 
 
-def goes_back(way: Sequence[Stored]) -> bool:
-    """Whether a way leads back, as those of `find_way_back`."""
-    return len(way) > 1 and way[0].record.version > way[-1].record.version
+def is_revert(chain: Sequence[StoredRecord]) -> bool:
+    """Whether a chain leads back, as those of `find_chain_back`."""
+    return len(chain) > 1 and chain[0].record.version > chain[-1].record.version
 
 
-def payload_bytes(way: Sequence[Stored]) -> int:
-    """Bytes to download for a way: `Record.payload_bytes` of all but the record where a way back ends."""
-    return sum(stored.record.payload_bytes for stored in (way[:-1] if goes_back(way) else way))
+def payload_bytes(chain: Sequence[StoredRecord]) -> int:
+    """Bytes to download for a chain: `Record.payload_bytes` of all but the record where a chain back ends."""
+    return sum(stored.record.payload_bytes for stored in (chain[:-1] if is_revert(chain) else chain))
 
 
 class _UnreadableError(MissingVersionError):
-    """A hop from a listing cannot be used."""
+    """A edge from a listing cannot be used."""
 
-    def __init__(self, message: str, hop: Hop) -> None:
+    def __init__(self, message: str, edge: Edge) -> None:
         super().__init__(message)
-        self.hop = hop
+        self.edge = edge
 
 
 class _ForkedError(MissingVersionError):
-    """The version that the replica has is not on the way."""
+    """The version that the replica has is not on the chain."""
 
 
 class _Search:
-    """The search for a way to one version; `avoid` is as in `find_way`."""
+    """The search for a chain to one version; `avoid` is as in `find_chain`."""
 
     def __init__(
-        self, reader: ChannelReader, target: Version, avoid: Mapping[str, str], at_hand: Stored | None = None
+        self, reader: ChannelReader, target: VersionId, avoid: Mapping[str, str], at_hand: StoredRecord | None = None
     ) -> None:
         self._reader = reader
         self._target = target
@@ -169,18 +169,20 @@ class _Search:
         self._epochs: dict[int, str] = {}  # of each listed version
         self._known: dict[str, ObjectInfo] = {}
 
-    def by_listings(self, have: Version | None) -> list[Stored]:
-        """The cheapest way of those that are listed and can be read."""
+    def by_listings(self, have: VersionId | None) -> list[StoredRecord]:
+        """The cheapest chain of those that are listed and can be read."""
         target = self._target
-        hops, problem = self.listed(), ""
+        edges, problem = self.listed(), ""
         if have is not None and have.version >= target.version:
             _log_fork(have)
             have = None
         for _ in range(MOST_DAMAGED + 1):
-            found = cheapest(0 if have is None else have.version, target.version, hops)
+            found = cheapest(0 if have is None else have.version, target.version, edges)
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
-                message = f"No way leads from {begin} to version {target}; the next anchor or fold makes one. {problem}"
+                message = (
+                    f"No chain leads from {begin} to version {target}; the next anchor or compaction makes one. {problem}"
+                )
                 raise MissingVersionError(message.rstrip())
             try:
                 return self.read(have, found)
@@ -189,61 +191,68 @@ class _Search:
                 _log_fork(have)
                 have = None
             except _UnreadableError as error:
-                hops.remove(error.hop)
+                edges.remove(error.edge)
                 problem = str(error)
-                logger.warning("%s Looking for another way.", error)
+                logger.warning("%s Looking for another chain.", error)
         raise MissingVersionError(problem)
 
-    def listed(self) -> list[Hop]:
-        """All hops by listings. A record with none before it may be full weights, or a fold may lead to its base."""
+    def listed(self) -> list[Edge]:
+        """All edges by listings. A record with none before it may be full weights, or a compaction may lead to its base."""
         full_bytes = weight_bytes(self._reader.specs.values())
         slots = {slot.version: (slot, info) for slot, info in self._reader.slots() if slot.epoch <= self._target.epoch}
-        beside = self._reader.beside()
-        folded = {span.version for span, _ in beside if span.base}
-        hops = []
+        beside = self._reader.shortcuts()
+        compacted = {span.version for span, _ in beside if span.base}
+        edges = []
         for version, (slot, info) in slots.items():
             self._epochs[version], self._known[info.key] = slot.epoch, info
             if version > 1:
-                hops.append(Hop(version - 1, version, info.bytes))
-            if version - 1 not in slots:  # where a fold leads to it, it most likely is a delta whose base was forgotten
-                hops.append(Hop(0, version, info.bytes + full_bytes * (2 if version in folded else 1)))
+                edges.append(Edge(version - 1, version, info.bytes))
+            if (
+                version - 1 not in slots
+            ):  # where a compaction leads to it, it most likely is a delta whose base was forgotten
+                edges.append(Edge(0, version, info.bytes + full_bytes * (2 if version in compacted else 1)))
         for span, info in beside:
             self._known[info.key] = info
             if info.key not in self._avoid:
-                hops.append(Hop(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key))
-        return hops
+                edges.append(Edge(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key))
+        return edges
 
-    def read(self, have: Version | None, hops: Sequence[Hop]) -> list[Stored]:
-        """Read the objects of these hops, the last first. Raises _UnreadableError or _ForkedError."""
-        target, back = self._target, list(reversed(hops))
-        guesses = [hop.key or keys.slot(hop.version, self._epochs.get(hop.version, target.epoch)) for hop in back]
-        way: list[Stored] = []
-        at: Version | None = target
+    def read(self, have: VersionId | None, edges: Sequence[Edge]) -> list[StoredRecord]:
+        """Read the objects of these edges, the last first. Raises _UnreadableError or _ForkedError."""
+        target, back = self._target, list(reversed(edges))
+        guesses = [edge.key or keys.slot(edge.version, self._epochs.get(edge.version, target.epoch)) for edge in back]
+        chain: list[StoredRecord] = []
+        at: VersionId | None = target
         held_bytes = 0
         with contextlib.closing(ahead(self._try_to_read, guesses, _AHEAD)) as reads:
-            for hop, guess, read in zip(back, guesses, reads, strict=True):
+            for edge, guess, read in zip(back, guesses, reads, strict=True):
                 assert at is not None
-                key = hop.key or at.key
+                key = edge.key or at.key
                 found = read if key == guess else self._try_to_read(key)
                 if not isinstance(found, str) and (found.version != at or found.record.kind == "seal"):
                     found = f"{key} does not lead to version {at}."
-                if not way and not isinstance(found, str) and found.is_beside and not self._has_fingerprint_of_record(found):
+                if (
+                    not chain
+                    and not isinstance(found, str)
+                    and found.is_shortcut
+                    and not self._has_fingerprint_of_record(found)
+                ):
                     found = f"{key} promises other bits than the record of version {at}."
                 if isinstance(found, str):
-                    # The fold after it may name a base that does not exist.
-                    raise _UnreadableError(found, back[len(way) - 1] if way and way[-1].is_beside else hop)
+                    # The compaction after it may name a base that does not exist.
+                    raise _UnreadableError(found, back[len(chain) - 1] if chain and chain[-1].is_shortcut else edge)
                 held_bytes += found.size
-                way.append(found if held_bytes <= _HELD_BYTES else dataclasses.replace(found, data=None))
+                chain.append(found if held_bytes <= _HELD_BYTES else dataclasses.replace(found, data=None))
                 at = found.record.base
                 if found.use_anchor or at == have:
-                    return way[::-1]
+                    return chain[::-1]
                 if have is not None and at is not None and at.version == have.version:
-                    if found.is_fold:
-                        raise _UnreadableError(f"{key} starts from another version {at.version} than {have}.", hop)
-                    raise _ForkedError(f"{have} is not on the way to {target}.")
+                    if found.is_compaction:
+                        raise _UnreadableError(f"{key} starts from another version {at.version} than {have}.", edge)
+                    raise _ForkedError(f"{have} is not on the chain to {target}.")
         raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 
-    def _has_fingerprint_of_record(self, beside: Stored) -> bool:
+    def _has_fingerprint_of_record(self, beside: StoredRecord) -> bool:
         """Whether an object beside the log has the fingerprint of the record that it leads to, if that can be read.
 
         Nothing else checks it.
@@ -252,7 +261,7 @@ class _Search:
         other = not isinstance(found, str) and found.version == beside.version and found
         return not other or other.record.fingerprint == beside.record.fingerprint
 
-    def _try_to_read(self, key: str) -> Stored | str:
+    def _try_to_read(self, key: str) -> StoredRecord | str:
         """The object, or why it cannot be used."""
         if key in self._avoid:
             return self._avoid[key] or f"{key} is left out."
@@ -264,5 +273,5 @@ class _Search:
             return str(error)
 
 
-def _log_fork(have: Version) -> None:
+def _log_fork(have: VersionId) -> None:
     logger.warning("Version %s is not the channel's version %d any more; starting from full weights.", have, have.version)

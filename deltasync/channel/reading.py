@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Channel, File, Head, Opening, Record, Version, sha256_hex
+from deltasync.channel.documents import Channel, EpochDocument, File, Head, Record, VersionId, sha256_hex
 from deltasync.channel.keys import Slot, Span
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Trusted, signed_by
 from deltasync.config import ReaderSettings
 from deltasync.errors import (
@@ -30,7 +30,7 @@ from deltasync.tensors import Layout, TensorSpec
 MOST_DAMAGED = 64
 """Most records, missing or damaged, that one search passes over."""
 
-_Document = TypeVar("_Document", Channel, Head, Opening)
+_Document = TypeVar("_Document", Channel, Head, EpochDocument)
 
 _END_BYTES = 1 << 14  # of a record; nearly all documents fit
 
@@ -133,9 +133,9 @@ class ChannelReader:
         found = self._read_small(keys.HEAD, Head)
         return found if found is not None and found.run_id == self.channel().run_id else None
 
-    def opening(self, epoch: str) -> Opening | None:
+    def opening(self, epoch: str) -> EpochDocument | None:
         """The document of an epoch, None if it is missing or damaged."""
-        return self._read_small(keys.epoch_document(epoch), Opening)
+        return self._read_small(keys.epoch_document(epoch), EpochDocument)
 
     def _read_small(self, key: str, kind: type[_Document]) -> _Document | None:
         try:
@@ -143,22 +143,22 @@ class ChannelReader:
         except (ObjectMissingError, FormatError):
             return None
 
-    def slot(self, slot: Slot, known: ObjectInfo | None = None) -> Stored | None:
+    def slot(self, slot: Slot, known: ObjectInfo | None = None) -> StoredRecord | None:
         """The record in a slot, a version or a seal; None if the slot is empty. See `stored`."""
         try:
             return self.stored(slot.key, known=known)
         except MissingVersionError:
             return None
 
-    def record(self, version: Version) -> Stored:
+    def record(self, version: VersionId) -> StoredRecord:
         """The record of a version; a seal is refused. See `stored`."""
         found = self.stored(version.key, version.sha256)
         if not found.record.is_version:
             raise CorruptDataError(f"{version.key} is a seal, and not a version.")
         return found
 
-    def stored(self, key: str, sha256: str | None = None, known: ObjectInfo | None = None) -> Stored:
-        """Read and check a record, a fold or an announcement.
+    def stored(self, key: str, sha256: str | None = None, known: ObjectInfo | None = None) -> StoredRecord:
+        """Read and check a record, a compaction or an announcement.
 
         Args:
             key: Its key.
@@ -171,8 +171,8 @@ class ChannelReader:
         """
         most = record.most_bytes(key, self.specs)
         try:
-            if self.trusted is not None and sha256 is None and keys.fold_of(key) is not None:
-                # Anybody can store a large fold, so the signed size is checked before the rest is read.
+            if self.trusted is not None and sha256 is None and keys.compaction_of(key) is not None:
+                # Anybody can store a large compaction, so the signed size is checked before the rest is read.
                 most = record.most_bytes(keys.VERSIONS, self.specs)
                 known = known or next((info for info in self.store.list(key) if info.key == key), None)
                 if known is not None and known.bytes > most:
@@ -184,7 +184,7 @@ class ChannelReader:
         return self._decoded(data, key)
 
     def document(self, info: ObjectInfo) -> Record:
-        """Read only the document of a record, fold or announcement, by its entry in a listing.
+        """Read only the document of a record, compaction or announcement, by its entry in a listing.
 
         The signature is checked, the digest and the payload are not: use it to see what there is, not to apply it.
 
@@ -209,7 +209,7 @@ class ChannelReader:
         self._check(found, info.key)
         return found
 
-    def handed(self, key: str, sha256: str, data: bytes | None) -> Stored:
+    def handed(self, key: str, sha256: str, data: bytes | None) -> StoredRecord:
         """As `stored`, from bytes that another process has read; if `data` is None, they are read here."""
         if data is None:
             return self.stored(key, sha256)
@@ -231,7 +231,7 @@ class ChannelReader:
                 f"{key} names {found.payload_bytes:,} bytes, which is more than the channel's tensors take."
             )
 
-    def _decoded(self, data: bytes, key: str) -> Stored:
+    def _decoded(self, data: bytes, key: str) -> StoredRecord:
         found = record.decode(data, key, self.trusted)
         self._check(found.record, key)
         return found
@@ -286,26 +286,26 @@ class ChannelReader:
         found = [(slot, info) for info in self.store.list(prefix) if (slot := keys.slot_of(info.key)) is not None]
         return sorted(found, key=lambda pair: pair[0])
 
-    def folds(self) -> list[tuple[Span, ObjectInfo]]:
-        """List the folds."""
-        return self._beside(keys.FOLDS)
+    def compactions(self) -> list[tuple[Span, ObjectInfo]]:
+        """List the compactions."""
+        return self._shortcuts(keys.COMPACTIONS)
 
     def announcements(self) -> list[tuple[Span, ObjectInfo]]:
         """List the announcements of anchors beside the log."""
-        return self._beside(keys.ANNOUNCEMENTS)
+        return self._shortcuts(keys.ANNOUNCEMENTS)
 
-    def beside(self) -> list[tuple[Span, ObjectInfo]]:
-        """List folds and announcements."""
-        return [*self.folds(), *self.announcements()]
+    def shortcuts(self) -> list[tuple[Span, ObjectInfo]]:
+        """List compactions and announcements."""
+        return [*self.compactions(), *self.announcements()]
 
-    def _beside(self, prefix: str) -> list[tuple[Span, ObjectInfo]]:
-        return [(span, info) for info in self.store.list(prefix) if (span := keys.beside_of(info.key)) is not None]
+    def _shortcuts(self, prefix: str) -> list[tuple[Span, ObjectInfo]]:
+        return [(span, info) for info in self.store.list(prefix) if (span := keys.shortcut_of(info.key)) is not None]
 
     def epochs(self) -> list[str]:
         """List the epochs that have a document, ascending."""
         return sorted(epoch for info in self.store.list(keys.EPOCHS) if (epoch := keys.epoch_of(info.key)) is not None)
 
-    def newest(self, listed: Sequence[tuple[Slot, ObjectInfo]] | None = None) -> Stored | None:
+    def newest(self, listed: Sequence[tuple[Slot, ObjectInfo]] | None = None) -> StoredRecord | None:
         """The last record of the greatest epoch, None if there is none. If it is a seal, its base is the newest version.
 
         Args:
@@ -319,7 +319,7 @@ class ChannelReader:
             raise damaged
         return found
 
-    def newest_readable(self, listed: Sequence[tuple[Slot, ObjectInfo]]) -> tuple[Stored | None, FormatError | None]:
+    def newest_readable(self, listed: Sequence[tuple[Slot, ObjectInfo]]) -> tuple[StoredRecord | None, FormatError | None]:
         """As `newest`, and why the newest of the damaged records that were passed over cannot be read; None if none was.
 
         Up to `MOST_DAMAGED` are passed over; the limit bounds the cost of a flood of them.
@@ -334,7 +334,7 @@ class ChannelReader:
                 problem = problem or error
         return None, problem
 
-    def numbered(self, version: int) -> Stored:
+    def numbered(self, version: int) -> StoredRecord:
         """The record of a version by its number, in the greatest epoch. Raises MissingVersionError if there is none."""
         for slot, info in reversed(self.slots(keys.folder(version))):
             if slot.version == version:
@@ -343,14 +343,14 @@ class ChannelReader:
                     return stored
         raise MissingVersionError(f"Version {version} is not in {self.store.url}: not published yet, or forgotten.")
 
-    def versions(self) -> Iterator[Version]:
+    def versions(self) -> Iterator[VersionId]:
         """Read the versions from the newest one back. Ends where one is missing or damaged."""
         stored = self.newest()
         if stored is not None:
             newest = stored.version if stored.record.is_version else stored.record.base
             yield from (found.version for found in self.back_from(newest))
 
-    def back_from(self, version: Version | None) -> Iterator[Stored]:
+    def back_from(self, version: VersionId | None) -> Iterator[StoredRecord]:
         """Read the records from a version back. Ends where one is missing or damaged."""
         with contextlib.suppress(MissingVersionError, FormatError):
             while version is not None:

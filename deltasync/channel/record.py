@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping
 
 from deltasync.channel import documents, keys, signing
-from deltasync.channel.documents import Record, Version
+from deltasync.channel.documents import Record, VersionId
 from deltasync.channel.signing import Signer, Trusted
 from deltasync.codec.base import Encoded, body
 from deltasync.errors import CorruptDataError
@@ -28,7 +28,7 @@ _NO_DIGEST = "0" * 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
+class StoredRecord:
     """A record as an object of the store; `data` is the object's `size` bytes, or None once they were dropped."""
 
     key: str
@@ -38,13 +38,13 @@ class Stored:
     data: bytes | None = dataclasses.field(default=None, repr=False)
 
     @property
-    def version(self) -> Version:
+    def version(self) -> VersionId:
         """Identity of the version that it is or, beside the log, leads to."""
         record = self.record
-        return Version(record.version, record.epoch, self.sha256 if record.sha256 is None else record.sha256)
+        return VersionId(record.version, record.epoch, self.sha256 if record.sha256 is None else record.sha256)
 
     @property
-    def base(self) -> Version | None:
+    def base(self) -> VersionId | None:
         """The version whose bits it builds on; None for full weights, even if they follow a version in the log."""
         return None if self.use_anchor else self.record.base
 
@@ -54,17 +54,17 @@ class Stored:
         return self.record.anchor is not None
 
     @property
-    def is_fold(self) -> bool:
+    def is_compaction(self) -> bool:
         """Whether it is a delta over several versions, which lies beside the log."""
-        return self.record.kind == "fold"
+        return self.record.kind == "compaction"
 
     @property
-    def is_beside(self) -> bool:
-        """Whether it lies beside the log: it is another way to a version, a fold or an announcement."""
-        return self.record.kind in documents.BESIDE
+    def is_shortcut(self) -> bool:
+        """Whether it lies beside the log: it is another way to a version, a compaction or an announcement."""
+        return self.record.kind in documents.SHORTCUTS
 
 
-def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | None) -> Stored:
+def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | None) -> StoredRecord:
     """Make the object of a record to be stored at `key`; `body_bytes` and `body_sha256` are filled in here."""
     arrays, metadata = ({}, {}) if payload is None else (payload.arrays, payload.metadata)
     size = 0
@@ -81,7 +81,7 @@ def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | N
     end = _sealed(filled, key, signer) + _LENGTH.pack(size)
     digest.update(end)
     data = b"".join((*front, end))
-    return Stored(key, digest.hexdigest(), len(data), filled, data)
+    return StoredRecord(key, digest.hexdigest(), len(data), filled, data)
 
 
 def _sealed(record: Record, key: str, signer: Signer | None) -> bytes:
@@ -89,7 +89,7 @@ def _sealed(record: Record, key: str, signer: Signer | None) -> bytes:
     return document if signer is None else signer.seal(key, document)
 
 
-def decode(data: bytes, key: str, trusted: Trusted | None) -> Stored:
+def decode(data: bytes, key: str, trusted: Trusted | None) -> StoredRecord:
     """Parse and check the whole object at `key`, whose bytes are hashed once.
 
     Raises:
@@ -103,7 +103,7 @@ def decode(data: bytes, key: str, trusted: Trusted | None) -> Stored:
     if found.body_sha256 != digest.hexdigest():
         raise CorruptDataError(f"{key} has another body than its document says.")
     digest.update(view[found.body_bytes :])
-    return Stored(key, digest.hexdigest(), len(data), found, data)
+    return StoredRecord(key, digest.hexdigest(), len(data), found, data)
 
 
 def document_bytes(end: bytes, key: str) -> int:
@@ -140,10 +140,10 @@ def signed_by(data: bytes) -> str | None:
 
 
 def most_bytes(key: str, specs: Mapping[str, TensorSpec]) -> int:
-    """Most bytes that the record, fold or announcement at this key may have."""
+    """Most bytes that the record, compaction or announcement at this key may have."""
     names = sum(len(name.encode()) for name in specs)
     most = (5 << 20) + (len(specs) << 10) + 32 * names
-    return most if keys.fold_of(key) is None else most + most_payload_bytes(specs)
+    return most if keys.compaction_of(key) is None else most + most_payload_bytes(specs)
 
 
 def most_payload_bytes(specs: Mapping[str, TensorSpec]) -> int:

@@ -14,8 +14,8 @@ from deltasync.cli.output import cell, echo_json, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
-    from deltasync.housekeeping import Progress
-    from deltasync.housekeeping.doctor import Finding
+    from deltasync.maintenance import Progress
+    from deltasync.maintenance.doctor import Finding
 
 _SCALE = {"M": 1e6, "B": 1e9, "T": 1e12}
 _STYLE = {"ok": "green", "warning": "yellow", "failure": "red"}
@@ -56,7 +56,7 @@ def doctor(reader: ChannelReader, model: float, as_json: bool) -> None:
 
 
 def _findings(reader: ChannelReader, model: float, progress: Progress) -> list[Finding]:
-    from deltasync.housekeeping.doctor import examine
+    from deltasync.maintenance.doctor import examine
 
     findings: list[Finding] = []
     for finding in examine(reader, parameters=model):

@@ -16,7 +16,7 @@ from deltasync.cli.output import echo, echo_json, show_copied, with_bars
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
     from deltasync.following import Commit, Follow, MemoryTarget
-    from deltasync.housekeeping import Copied, Relay
+    from deltasync.maintenance import Copied, Relay
 
 
 class _Printer:
@@ -103,12 +103,12 @@ def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: 
     Waits for the channel. Only head is replaced at TARGET, and nothing is deleted. If this is stopped or killed, each TARGET
     can be read, and the same command continues. Ends with Ctrl-C or SIGTERM.
     """
-    from deltasync import housekeeping
+    from deltasync import maintenance
     from deltasync.stores import open_store
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     printer = _CopyPrinter(as_json)
-    printer.relay = relay = housekeeping.Relay(reader, [open_store(target) for target in targets], printer)
+    printer.relay = relay = maintenance.Relay(reader, [open_store(target) for target in targets], printer)
     if once:
         copied = with_bars(relay.step)
         sys.exit(0 if copied is None else printer.show(copied))

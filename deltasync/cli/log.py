@@ -1,4 +1,4 @@
-"""`deltasync log | show`: a table of the versions of a channel, and one record or fold in full."""
+"""`deltasync log | show`: a table of the versions of a channel, and one record or compaction in full."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from deltasync.channel.documents import Record
     from deltasync.channel.keys import Slot
     from deltasync.channel.reading import ChannelReader
-    from deltasync.channel.record import Stored
+    from deltasync.channel.record import StoredRecord
     from deltasync.errors import DeltaSyncError
-    from deltasync.housekeeping import Progress
+    from deltasync.maintenance import Progress
 
 _COLUMNS = ("version", "digest", "kind", "step", "time", "changed", "delta", "bits", "anchor")
 _LEFT = ("digest", "kind", "time")
@@ -31,7 +31,7 @@ _field = functools.partial(field, width=16)
 
 
 def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, Any]:
-    """Return the row that `log` prints for a version, a fold or an announced anchor, as plain data.
+    """Return the row that `log` prints for a version, a compaction or an announced anchor, as plain data.
 
     `sha256` is the digest of the version that the record is or leads to, `total` the elements of all tensors.
     """
@@ -62,7 +62,7 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
     "--last", type=click.IntRange(min=1), metavar="N", help=f"Show only the newest N versions. Default: {_SHOWN}, JSON: all."
 )
 def log(reader: ChannelReader, last: int | None, as_json: bool) -> None:
-    """List the versions of CHANNEL, oldest first, each followed by the folds and anchors that lead to it.
+    """List the versions of CHANNEL, oldest first, each followed by the compactions and anchors that lead to it.
 
     Reads the records of the versions that are shown.
     """
@@ -83,11 +83,11 @@ def log(reader: ChannelReader, last: int | None, as_json: bool) -> None:
     columns = [(name, "left" if name in _LEFT else "right") for name in _COLUMNS]
     shown = table(columns, title=title, caption=_totals(rows), box=None, padding=(0, 1, 0, 0))
     for each in rows:
-        is_fold, is_version = each["kind"] == "fold", each["kind"] in ("delta", "anchor")
+        is_compaction, is_version = each["kind"] == "compaction", each["kind"] in ("delta", "anchor")
         shown.add_row(
-            f"{each['base_version']}-{each['version']}" if is_fold else str(each["version"]),
+            f"{each['base_version']}-{each['version']}" if is_compaction else str(each["version"]),
             (each["sha256"] or "")[:12] if is_version else "",
-            each["kind"] if is_version or is_fold else "anchor",
+            each["kind"] if is_version or is_compaction else "anchor",
             text_of(each["step"]),
             cell(each["created_at"][time].replace("T", " ")),
             "" if each["delta_bytes"] is None else f"{each['changed_fraction']:.3%}",
@@ -103,7 +103,7 @@ def _read(
     reader: ChannelReader, last: int | None, progress: Progress
 ) -> tuple[list[dict[str, Any]], str, list[DeltaSyncError]]:
     """Return the rows, the newest version as text, and the problems."""
-    from deltasync import housekeeping
+    from deltasync import maintenance
     from deltasync.tensors import weight_elements
 
     def newest(slots: Iterable[Slot]) -> list[Slot]:
@@ -111,16 +111,16 @@ def _read(
         listed = list(slots)
         return listed if last is None else [slot for slot in listed if slot.version > listed[-1].version - last - 2]
 
-    held = housekeeping.survey(reader, progress, wanted=newest)
-    shown = housekeeping.line(held.records)[: last or None][::-1]
-    digests = housekeeping.identities(reader, held, shown)
+    held = maintenance.survey(reader, progress, wanted=newest)
+    shown = maintenance.line(held.records)[: last or None][::-1]
+    digests = maintenance.identities(reader, held, shown)
     total = weight_elements(reader.specs.values())
     rows = []
     for slot in shown:
         record = held.records[slot]
         if record is not None:
             rows.append(row(slot.key, record, digests.get(slot), total))
-        for key, beside in held.beside.items():
+        for key, beside in held.shortcuts.items():
             if beside is not None and beside.slot == slot:
                 rows.append(row(key, beside, beside.sha256, total))
     newest_version = f"{shown[-1].version} ({(digests.get(shown[-1]) or '')[:12]})" if shown else "none"
@@ -129,10 +129,10 @@ def _read(
 
 def _totals(rows: Iterable[dict[str, Any]]) -> str:
     """Return how many rows of each kind there are, and their bytes."""
-    sizes: dict[str, list[int]] = {"deltas": [], "anchors": [], "folds": []}
+    sizes: dict[str, list[int]] = {"deltas": [], "anchors": [], "compactions": []}
     for each in rows:
         if each["delta_bytes"] is not None:
-            sizes["folds" if each["kind"] == "fold" else "deltas"].append(each["delta_bytes"])
+            sizes["compactions" if each["kind"] == "compaction" else "deltas"].append(each["delta_bytes"])
         if each["anchor_bytes"] is not None:
             sizes["anchors"].append(each["anchor_bytes"])
     return ", ".join(f"{len(listed)} {kind} {sum(listed):,} bytes" for kind, listed in sizes.items() if listed)
@@ -143,7 +143,7 @@ def _totals(rows: Iterable[dict[str, Any]]) -> str:
 def show(reader: ChannelReader, what: str, as_json: bool) -> None:
     """Show a record of CHANNEL: its document, its signature, the ways that lead to it, its most changed tensors.
 
-    Give a version's number, `latest` (the default), or the key of a record, seal or fold from `deltasync log --json`.
+    Give a version's number, `latest` (the default), or the key of a record, seal or compaction from `deltasync log --json`.
     """
     from deltasync.channel.record import signed_by
     from deltasync.tensors import weight_elements
@@ -174,7 +174,7 @@ def show(reader: ChannelReader, what: str, as_json: bool) -> None:
     ways, changed = with_bars(_around, reader, stored)
     for key, way in ways.items():
         more = "" if way.delta is None else f"  {way.delta.changed:,} changed"
-        _field("anchor" if way.delta is None else "fold", f"{key}  {way.payload_bytes:,} bytes{more}")
+        _field("anchor" if way.delta is None else "compaction", f"{key}  {way.payload_bytes:,} bytes{more}")
     if stored.record.delta is not None and stored.record.base is not None:
         total = weight_elements(reader.specs.values())
         since = f"since version {stored.record.base.version}"
@@ -184,7 +184,7 @@ def show(reader: ChannelReader, what: str, as_json: bool) -> None:
         echo(f"{fractions[name]:16.4%} {reader.specs[name]}")
 
 
-def _find(reader: ChannelReader, what: str) -> Stored:
+def _find(reader: ChannelReader, what: str) -> StoredRecord:
     from deltasync.channel import keys
     from deltasync.errors import ConfigError, NotPublishedError
 
@@ -198,24 +198,24 @@ def _find(reader: ChannelReader, what: str) -> Stored:
             reader.channel()
             raise NotPublishedError(f"{reader.store.url} holds no version yet.")
         return stored
-    if keys.slot_of(what) is None and keys.beside_of(what) is None:
-        raise ConfigError(f"{what!r} is neither a version, nor `latest`, nor the key of a record or fold.")
+    if keys.slot_of(what) is None and keys.shortcut_of(what) is None:
+        raise ConfigError(f"{what!r} is neither a version, nor `latest`, nor the key of a record or compaction.")
     return reader.stored(what)
 
 
-def _around(reader: ChannelReader, stored: Stored, progress: Progress) -> tuple[dict[str, Record], dict[str, int]]:
-    """Return folds and announced anchors of a version by key, and changed elements by tensor.
+def _around(reader: ChannelReader, stored: StoredRecord, progress: Progress) -> tuple[dict[str, Record], dict[str, int]]:
+    """Return compactions and announced anchors of a version by key, and changed elements by tensor.
 
     The latter come from the headers of payloads, whose digests are not checked.
     """
     from deltasync.channel.documents import File
     from deltasync.dashboard.heat import read_changed
-    from deltasync.housekeeping import in_parallel
+    from deltasync.maintenance import in_parallel
 
     record, ways, changed = stored.record, {}, Counter[str]()
     if record.is_version:
-        infos = [info for span, info in reader.beside() if span.version == record.version]
-        beside = in_parallel(reader.document, infos, "folds", progress)
+        infos = [info for span, info in reader.shortcuts() if span.version == record.version]
+        beside = in_parallel(reader.document, infos, "compactions", progress)
         ways = {info.key: found for info, found in zip(infos, beside, strict=True) if found.sha256 == stored.sha256}
     if record.delta is not None and record.base is not None:
         files = [File(key=stored.key, bytes=stored.size, sha256=stored.sha256), *record.delta.parts]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from deltasync.housekeeping import Copied
+    from deltasync.maintenance import Copied
 
 _Result = TypeVar("_Result")
 
@@ -68,7 +68,7 @@ def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -
 
     Nothing is shown with --json. Until the first report, the bar only moves.
     """
-    from deltasync.housekeeping import quiet
+    from deltasync.maintenance import quiet
 
     context = click.get_current_context(silent=True)
     if not sys.stderr.isatty() or (context is not None and context.params.get("as_json")):

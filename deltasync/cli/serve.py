@@ -82,9 +82,9 @@ def serve(
       DELTASYNC_CHANNEL=URL DELTASYNC_ADAPTER=NAME vllm serve MODEL \\
         --logprobs-mode processed_logprobs --enable-lora --max-loras 4
     """
-    from deltasync.channel.nearest import open_nearest
+    from deltasync.channel.failover import open_failover
 
-    if open_nearest(channel).url.startswith("memory://"):
+    if open_failover(channel).url.startswith("memory://"):
         raise ConfigError(
             "A memory:// channel exists in one process only; vLLM needs one it can reach, such as file:///path."
         )

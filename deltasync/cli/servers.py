@@ -48,7 +48,7 @@ def pin(server: str, pin: str, timeout_s: float, as_json: bool) -> None:
 def _post(server: str, route: str, body: dict[str, object], timeout_s: float, as_json: bool) -> None:
     from deltasync.channel import heartbeat
 
-    answer = with_bars(lambda progress: heartbeat.tell(server, route, body, timeout_s))
+    answer = with_bars(lambda progress: heartbeat.post(server, route, body, timeout_s))
     if as_json:
         echo_json(answer)
     else:

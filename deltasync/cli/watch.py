@@ -33,7 +33,7 @@ _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 @timeout
 @click.option("--last", type=click.IntRange(min=1), metavar="N", default=100, help="Start with the newest N versions.")
 def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float | None, last: int, as_json: bool) -> None:
-    """Watch CHANNEL live: its versions, folds, replicas and cost.
+    """Watch CHANNEL live: its versions, compactions, replicas and cost.
 
     If the output is not a terminal, one line is printed for each change. Only documents and heartbeats are read. Ends with
     Ctrl-C, or as the options say.
@@ -53,7 +53,7 @@ def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float
     with contextlib.nullcontext() if lines else Live(console=Console(), auto_refresh=False) as live:
         while True:
             try:
-                snapshot = with_bars(observer.look) if before is None else observer.look()
+                snapshot = with_bars(observer.refresh) if before is None else observer.refresh()
             except DeltaSyncError as error:
                 if once:
                     raise
@@ -94,8 +94,11 @@ def _events(snapshot: Snapshot) -> Iterator[tuple[tuple[Any, ...], dict[str, Any
         if row.anchor_bytes is not None:
             anchor = {"version": row.version, "sha256": row.sha256, "payload_bytes": row.anchor_bytes}
             yield ("anchor", row.version), {"event": "anchor", **anchor}
-    for fold in snapshot.folds:
-        yield ("fold", fold.base_version, fold.version), {"event": "fold", **dataclasses.asdict(fold)}
+    for compaction in snapshot.compactions:
+        yield (
+            ("compaction", compaction.base_version, compaction.version),
+            {"event": "compaction", **dataclasses.asdict(compaction)},
+        )
     for replica in snapshot.replicas:
         state = (replica.version, replica.sha256, replica.state, replica.live, replica.pin, replica.error)
         yield ("replica", replica.replica_id, *state), {"event": "replica", **dataclasses.asdict(replica)}
@@ -120,8 +123,8 @@ def sentence(change: dict[str, Any]) -> str:
             text = _version(change)
         case "anchor":
             text = f"anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
-        case "fold":
-            text = f"fold {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
+        case "compaction":
+            text = f"compaction {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
         case "replica":
             text = _replica(change)
         case "forgotten":
@@ -174,13 +177,13 @@ def _summary(snapshot: Snapshot) -> str:
         head = snapshot.versions[-1]
         newest = f"{named(head.version, snapshot.head_sha256, head.step)}, {duration(snapshot.time_s - head.created_s)} ago"
     anchors = sum(row.anchor_bytes is not None for row in snapshot.versions)
-    counts = f"{count(len(snapshot.versions), 'version')}, {anchors} with full weights, {count(len(snapshot.folds), 'fold')}"
+    counts = f"{count(len(snapshot.versions), 'version')}, {anchors} with full weights, {count(len(snapshot.compactions), 'compaction')}"
     gone = f", {snapshot.forgotten} forgotten" if snapshot.forgotten else ""
     return f"{newest}; {counts}{gone}; model {size_of(snapshot.full_bytes)}"
 
 
 def _versions(snapshot: Snapshot) -> RenderableType:
-    columns = ("version", "digest", "step", "age", "changed", "delta", "anchor", "folds from")
+    columns = ("version", "digest", "step", "age", "changed", "delta", "anchor", "compactions from")
     deltas = [row.delta_bytes or 0 for row in snapshot.versions[-60:]]
     shown = table([(name, "right") for name in columns], caption=f"delta payload {sparkline(deltas)}", box=None)
     for row in snapshot.versions[-_SHOWN:]:
@@ -192,7 +195,9 @@ def _versions(snapshot: Snapshot) -> RenderableType:
             "" if row.changed is None else f"{row.changed / max(snapshot.element_count, 1):.4%}",
             text_of(row.delta_bytes, size_of),
             row.kind if row.kind == "reference" else text_of(row.anchor_bytes, size_of),
-            ", ".join(str(fold.base_version) for fold in snapshot.folds if fold.version == row.version),
+            ", ".join(
+                str(compaction.base_version) for compaction in snapshot.compactions if compaction.version == row.version
+            ),
         )
     return shown
 
@@ -267,7 +272,7 @@ def dashboard(reader: ChannelReader, out: Path | None, port: int, interval_s: fl
     observer = Observer(reader.store, last=last, heat=heat, trusted_keys=reader.trusted)
     if out is not None:
         reader.channel()  # raises if there is none: the URL is probably wrong
-        with_bars(observer.look)
+        with_bars(observer.refresh)
         with_bars(observer.read_headers, heat)
         out.write_bytes(page(observer.snapshot()))
         return

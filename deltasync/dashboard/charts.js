@@ -86,10 +86,10 @@ function tick(chart, y, text) {
 }
 const steps = high => { const power = 10 ** Math.floor(Math.log10(high)); return power * [1, 2, 5, 10].find(f => f * power >= high * 0.999); };
 
-function drawSizes(cols, folds) {
+function drawSizes(cols, compactions) {
   const chart = start("sizes", 210, cols), { svg, base } = chart;
   const rows = cols.flatMap(col => col.row ?? []);
-  const all = [...rows.flatMap(r => [r.delta_bytes, r.anchor_bytes]), ...folds.map(f => f.payload_bytes)].filter(n => n > 0);
+  const all = [...rows.flatMap(r => [r.delta_bytes, r.anchor_bytes]), ...compactions.map(f => f.payload_bytes)].filter(n => n > 0);
   const low = (all.length ? Math.min(...all) : 1e3) / 1.8, high = Math.max(...all, low * 10) * 1.8;
   const y = n => n > 0 ? base - (base - 10) * Math.log(n / low) / Math.log(high / low) : base;
   const wide = high / low > 50;
@@ -98,10 +98,10 @@ function drawSizes(cols, folds) {
   drawAxis(chart);
   const at = new Map(cols.map((col, i) => [col.row?.version, i]));
   const x = version => at.has(version) ? chart.mids[at.get(version)] : left;
-  for (const fold of folds) {
-    if (!at.has(fold.version)) continue;
-    const line = add(svg, "line", { class: "fold", x1: x(fold.base_version) + 2, x2: x(fold.version) - 2, y1: y(fold.payload_bytes), y2: y(fold.payload_bytes) });
-    add(line, "title", {}, `fold ${fold.base_version}-${fold.version}: ${bytes(fold.payload_bytes)}`);
+  for (const compaction of compactions) {
+    if (!at.has(compaction.version)) continue;
+    const line = add(svg, "line", { class: "compaction", x1: x(compaction.base_version) + 2, x2: x(compaction.version) - 2, y1: y(compaction.payload_bytes), y2: y(compaction.payload_bytes) });
+    add(line, "title", {}, `compaction ${compaction.base_version}-${compaction.version}: ${bytes(compaction.payload_bytes)}`);
   }
   const radius = Math.max(1, Math.min(3.2, chart.step * 0.42));
   cols.forEach(({ row }, i) => {
@@ -135,7 +135,7 @@ const drawFractions = (cols, total) => drawLines("fractions", cols, [["delta", r
 function drawAges(cols) {
   const known = cols.some(col => col.row?.token_lag);
   show("tokens", known);
-  if (known) drawLines("ages", cols, ["delta", "fold", "anchor"].map((colour, i) => [colour, row => row.token_lag?.[i] ?? null]).reverse(), 1, n => short(n));
+  if (known) drawLines("ages", cols, ["delta", "compaction", "anchor"].map((colour, i) => [colour, row => row.token_lag?.[i] ?? null]).reverse(), 1, n => short(n));
 }
 
 // Starts at the first version whose layers are known.

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from deltasync.channel.documents import Record
 from deltasync.channel.heartbeat import Heartbeat
-from deltasync.housekeeping import quota
+from deltasync.maintenance import quota
 from deltasync.stores.base import ObjectInfo
 
 HEARTBEATS_PER_HOUR = 360
@@ -39,7 +39,7 @@ class Rates:
 
     Attributes:
         publish: A version whose payload is in its record; head is read and replaced behind it.
-        put: One more object: a part, a file of an anchor, a fold.
+        put: One more object: a part, a file of an anchor, a compaction.
         follow: Reading a version whose payload is in its record.
         get: Reading one more object.
         look: A request for a record that does not exist yet.
@@ -127,7 +127,7 @@ def estimate(
 ) -> Costs:
     """Add up what a run published, what its channel holds and what its replicas fetched.
 
-    `records` are all records and folds that were seen, `held` all records, folds and files that are there now. Times are
+    `records` are all records and compactions that were seen, `held` all records, compactions and files that are there now. Times are
     seconds since the epoch; `created_s`, when the channel was created, also counts for objects of unknown age.
     """
     rates = RATES.get(urlsplit(url).scheme, _LOCAL)
@@ -152,7 +152,7 @@ def estimate(
     for what, found in (
         ("deltas", deltas := [record for record in records if record.kind == "delta"]),
         ("anchors", [record for record in records if record.anchor is not None]),
-        ("folds", [record for record in records if record.kind == "fold"]),
+        ("compactions", [record for record in records if record.kind == "compaction"]),
     ):
         if found:
             puts = sum(len(record.files) + (not record.is_version) for record in found)
@@ -172,7 +172,7 @@ def estimate(
         heartbeats += round(hours * HEARTBEATS_PER_HOUR)
     add("deltas, download", fetches, [(fetches, rates.follow), (parts, rates.get)], S3_GET_USD, down=fetched_bytes)
     if rates is not _LOCAL:
-        add("looks for a record", looks, [(looks, rates.look)], S3_GET_USD)
+        add("looks for a record", looks, [(looks, rates.poll)], S3_GET_USD)
         add("heartbeats", heartbeats, [(heartbeats, rates.heartbeat)], S3_PUT_USD)
 
     byte_s = sum(info.bytes * max(0.0, now_s - (info.modified_s or created_s)) for info in held)

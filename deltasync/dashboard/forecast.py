@@ -1,8 +1,8 @@
 """Compute what a run will store, request and cost, from the size of its model and how much of it changes.
 
-It steps through the versions with the publisher's own budget (`publish.budget`), so that folds and anchors come where
+It steps through the versions with the publisher's own budget (`publish.budget`), so that compactions and anchors come where
 the publisher writes them. Sizes are entropies. A delta takes `h(p) / p` bits for the place of a changed element, and
-`STEP_BITS` for its step. A fold is that of a random walk: each version moves a share `p` of the elements by one step.
+`STEP_BITS` for its step. A compaction is that of a random walk: each version moves a share `p` of the elements by one step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from deltasync.publish.budget import Budget
 STEP_BITS = 1.8
 """Of a changed element's step, in deltas of `packed` (`benchmarks.codec`)."""
 
-PART_CHANGED, FOLD_PART_ELEMENTS = 1 << 20, 1 << 25
-"""Changed elements in a part of a delta, and elements of a part of a fold."""
+PART_CHANGED, COMPACTION_PART_ELEMENTS = 1 << 20, 1 << 25
+"""Changed elements in a part of a delta, and elements of a part of a compaction."""
 
 _RECORD_BYTES = 1500  # header and document of a small record
 _SWEPT = 16  # versions from one sweep to the next, at least, as `publish.keep`
@@ -49,7 +49,7 @@ class Forecast:
 
     Attributes:
         uploads: What the trainer stores, by kind.
-        stored_per_delta: Bytes of deltas, folds and later anchors for each byte of delta.
+        stored_per_delta: Bytes of deltas, compactions and later anchors for each byte of delta.
         joiner_bytes: What a late joiner that has the first weights fetches at the end.
         joiner_of_full: That and the first weights, by the bytes of full weights.
         held_bytes: What the channel holds at the end.
@@ -90,8 +90,8 @@ def delta_bits(changed_fraction: float) -> float:
     return float(-(share * np.log2(share)).sum()) / changed_fraction + STEP_BITS
 
 
-def fold_bits(changed_fraction: float, versions: int) -> float:
-    """Return the bits of a fold over so many versions, for each element of the model, changed or not."""
+def compaction_bits(changed_fraction: float, versions: int) -> float:
+    """Return the bits of a compaction over so many versions, for each element of the model, changed or not."""
     moves = changed_fraction * versions  # per element, expected
     size = 1 << max(6, math.ceil(math.log2(16 * math.sqrt(moves) + 32)))
     angle = 2 * np.pi * np.arange(size) / size
@@ -131,48 +131,53 @@ def forecast(
     full_bytes, bits = params * item_bytes, bits_per_changed or delta_bits(changed_fraction)
     delta_bytes = params * changed_fraction * bits / 8 + _RECORD_BYTES
     rates = RATES["s3"]
-    budget, base, folded_bytes = Budget(1), 1, 0.0
-    folds, anchors, byte_s, held = list[float](), 0, 0.0, 0.0 if by_reference else full_bytes
+    budget, base, compacted_bytes = Budget(1), 1, 0.0
+    compactions, anchors, byte_s, held = list[float](), 0, 0.0, 0.0 if by_reference else full_bytes
     bounded = 0.0
     for version in range(2, count + 2):
         budget.earn(delta_bytes)
         held += delta_bytes
         span = version - base
 
-        def fold_bytes(span: int = span) -> float:
-            return params * fold_bits(changed_fraction, span) / 8 + _RECORD_BYTES
+        def compaction_bytes(span: int = span) -> float:
+            return params * compaction_bits(changed_fraction, span) / 8 + _RECORD_BYTES
 
-        found = budget.choose(version, full_bytes, fold_bytes, folds=True)
-        if found == "fold":
-            folded_bytes = fold_bytes()
-            folds.append(folded_bytes)
-            held += folded_bytes
-            budget.end(version, folded_bytes)
+        found = budget.choose(version, full_bytes, compaction_bytes, compactions=True)
+        if found == "compaction":
+            compacted_bytes = compaction_bytes()
+            compactions.append(compacted_bytes)
+            held += compacted_bytes
+            budget.end(version, compacted_bytes)
         elif found == "anchor":
-            anchors, base, folded_bytes = anchors + 1, version, 0.0
+            anchors, base, compacted_bytes = anchors + 1, version, 0.0
             held += full_bytes
             budget.end(version, full_bytes)
         if keep_last is not None:
-            tail = max(keep_last + max(_SWEPT, keep_last // 2), version - budget.folded)
+            tail = max(keep_last + max(_SWEPT, keep_last // 2), version - budget.compacted)
             based_bytes = 0.0 if by_reference and not anchors else full_bytes
-            bounded = max(bounded, min(held, based_bytes + folded_bytes + tail * delta_bytes))
+            bounded = max(bounded, min(held, based_bytes + compacted_bytes + tail * delta_bytes))
         byte_s += (held if keep_last is None else min(held, bounded)) * every_s
     parts = max(0, math.ceil(params * changed_fraction / PART_CHANGED) - 1) if delta_bytes > 4 << 20 else 0
-    fold_parts = math.ceil(params / FOLD_PART_ELEMENTS)
+    compaction_parts = math.ceil(params / COMPACTION_PART_ELEMENTS)
     files = math.ceil(full_bytes / (1 << 26)) + 1
     whole = anchors + (not by_reference)
     uploads = [
         Item(
             what="deltas", count=count, requests=count * (rates.publish.requests + parts), bytes=round(count * delta_bytes)
         ),
-        Item(what="folds", count=len(folds), requests=len(folds) * (fold_parts + 1), bytes=round(sum(folds))),
+        Item(
+            what="compactions",
+            count=len(compactions),
+            requests=len(compactions) * (compaction_parts + 1),
+            bytes=round(sum(compactions)),
+        ),
         Item(what="anchors", count=whole, requests=whole * files, bytes=round(whole * full_bytes)),
     ]
     hours = count * every_s / 3600
     looks = round(hours * rates.looks_per_hour) + count * rates.looks_per_version
     replica_requests = looks + count * (1 + parts)
     replica_bytes = count * delta_bytes
-    joiner_bytes = folded_bytes + (count + 1 - budget.folded) * delta_bytes
+    joiner_bytes = compacted_bytes + (count + 1 - budget.compacted) * delta_bytes
     puts = sum(item.requests for item in uploads) + round(replicas * hours * HEARTBEATS_PER_HOUR)
     return Forecast(
         params=params,
@@ -186,7 +191,7 @@ def forecast(
         delta_bytes=round(delta_bytes),
         bits_per_changed=bits,
         uploads=uploads,
-        stored_per_delta=1 + (sum(folds) + anchors * full_bytes) / (count * delta_bytes) if count else 1.0,
+        stored_per_delta=1 + (sum(compactions) + anchors * full_bytes) / (count * delta_bytes) if count else 1.0,
         joiner_bytes=round(joiner_bytes),
         joiner_of_full=1 + joiner_bytes / full_bytes,
         held_bytes=round(held),

@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from deltasync.channel import heartbeat, keys
-from deltasync.channel.documents import BESIDE, File, Record, Version
+from deltasync.channel.documents import SHORTCUTS, File, Record, VersionId
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.keys import Slot, Span
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
 from deltasync.dashboard.costs import estimate
 from deltasync.dashboard.heat import by_layer, read_changed
-from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, fold_row, version_row
+from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, compaction_row, version_row
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
-from deltasync.housekeeping import Progress, attempt, digests, in_parallel, quiet
+from deltasync.maintenance import Progress, attempt, digests, in_parallel, quiet
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.tensors import weight_bytes, weight_elements
 
-_LIST_EVERY_S = 10.0  # folds, anchors and forgotten versions are seen this late, because head does not tell of them
+_LIST_EVERY_S = 10.0  # compactions, anchors and forgotten versions are seen this late, because head does not tell of them
 _LAGS = 2000  # how many are kept
 
 _Item = TypeVar("_Item")
@@ -42,12 +42,12 @@ class Observer:
     def __init__(self, store: Store, *, last: int = 500, heat: int = 0, trusted_keys: str | Trusted | None = None) -> None:
         self._reader = ChannelReader(store, trusted_keys)
         self._last, self._heat_last = last, heat
-        self._head: Version | None = None
+        self._head: VersionId | None = None
         self._listed_s = float("-inf")
-        self._documents: dict[str, Record] = {}  # of all records and folds that were seen, by key
+        self._documents: dict[str, Record] = {}  # of all records and compactions that were seen, by key
         self._line: dict[int, Slot] = {}  # versions that were read, by number, ascending
         self._numbers: set[int] = set()  # all version numbers that were listed
-        self._held: dict[str, ObjectInfo] = {}  # records, folds and files that were listed last
+        self._held: dict[str, ObjectInfo] = {}  # records, compactions and files that were listed last
         self._problems: dict[str, str] = {}
         self._beats: list[Heartbeat] = []
         self._served: dict[str, int | None] = {}
@@ -57,7 +57,7 @@ class Observer:
         self._tried: set[int] = set()  # versions whose headers were read, damaged or not, since the last listing
         self._layers = Counter[str]()  # elements of each
 
-    def look(self, progress: Progress = quiet) -> Snapshot:
+    def refresh(self, progress: Progress = quiet) -> Snapshot:
         """Read what is new, and return everything that was seen.
 
         Raises:
@@ -81,7 +81,7 @@ class Observer:
         self._layers = self._layers or by_layer((spec.name, spec.element_count) for spec in self._reader.specs.values())
         slots = dict(self._reader.slots())
         last = max((slot.version for slot in slots), default=0)
-        documents: list[tuple[Slot | Span, ObjectInfo]] = [*slots.items(), *self._reader.beside()]
+        documents: list[tuple[Slot | Span, ObjectInfo]] = [*slots.items(), *self._reader.shortcuts()]
         files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in self._reader.store.list(prefix)]
         self._held = {info.key: info for info in (*(info for _, info in documents), *files)}
         recent = [info for of, info in documents if of.version > last - self._last - 1]
@@ -163,9 +163,9 @@ class Observer:
         specs = self._reader.specs.values()
         head = {} if self._head is None else {self._head.slot: self._head.sha256}  # a hint, good enough to show
         named = head | digests(self._documents.values())
-        beside = [found for key in self._held if (found := self._documents.get(key)) is not None and found.kind in BESIDE]
+        beside = [found for key in self._held if (found := self._documents.get(key)) is not None and found.kind in SHORTCUTS]
         announced = {each.slot: each for each in beside if each.anchor is not None}
-        folds = [fold_row(each) for each in beside if each.delta is not None]
+        compactions = [compaction_row(each) for each in beside if each.delta is not None]
         shown = list(self._line.values())[-self._last :]
         rows = [version_row(slot, self._documents[slot.key], named.get(slot), announced.get(slot)) for slot in shown]
         newest = rows[-1]
@@ -183,7 +183,7 @@ class Observer:
             versions=rows,
             forgotten=newest.version - len(self._numbers),
             unread=len(self._numbers) - len(rows),
-            folds=sorted(folds, key=lambda fold: fold.version),
+            compactions=sorted(compactions, key=lambda compaction: compaction.version),
             replicas=[self._replica_row(beat, newest.version, now_s) for beat in self._beats],
             lags=list(self._lags),
             layers=list(self._layers) if self._heat_last else [],

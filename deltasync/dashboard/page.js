@@ -72,13 +72,13 @@ function showCosts(costs) {
 }
 
 function showVersions(found) {
-  const rows = [...found.versions.map(row => ({ ...row, order: row.version })), ...found.folds.map(fold => ({ ...fold, kind: "fold", order: fold.version + 0.5 }))];
+  const rows = [...found.versions.map(row => ({ ...row, order: row.version })), ...found.compactions.map(compaction => ({ ...compaction, kind: "compaction", order: compaction.version + 0.5 }))];
   rows.sort((a, b) => b.order - a.order);
-  say("listed", rows.length > ROWS ? `the newest ${ROWS} of ${many(rows.length)}` : `${plural(found.versions.length, "version")}, ${plural(found.folds.length, "fold")}`);
+  say("listed", rows.length > ROWS ? `the newest ${ROWS} of ${many(rows.length)}` : `${plural(found.versions.length, "version")}, ${plural(found.compactions.length, "compaction")}`);
   const size = n => n === null || n === undefined ? "" : bytes(n);
   table("versions", [["version", "n"], ["digest", "more"], ["kind", ""], ["step", "n"], ["encoded", "more"], ["changed", "n"], ["delta", "n"], ["bits per changed", "n more"], ["anchor", "n"]], rows.slice(0, ROWS).map(row => {
-    const payload = row.kind === "fold" ? row.payload_bytes : row.delta_bytes;
-    return [row.kind === "fold" ? `${row.base_version}–${row.version}` : cell => link(cell, row.version), (row.sha256 ?? "").slice(0, 12), row.kind, row.step ?? "", date(row.created_s),
+    const payload = row.kind === "compaction" ? row.payload_bytes : row.delta_bytes;
+    return [row.kind === "compaction" ? `${row.base_version}–${row.version}` : cell => link(cell, row.version), (row.sha256 ?? "").slice(0, 12), row.kind, row.step ?? "", date(row.created_s),
       row.changed === null ? "" : percent(row.changed / Math.max(found.element_count, 1)), size(payload), row.changed && payload ? (8 * payload / row.changed).toFixed(2) : "", size(row.anchor_bytes)];
   }));
 }
@@ -104,7 +104,7 @@ function showTiles(found, cost) {
   const silent = found.replicas.filter(row => !row.live && row.state !== "stopped").length, failed = live.filter(row => row.state === "failed").length, stale = live.filter(row => row.state === "stale").length;
   say("lagging", [failed && `${failed} failed`, stale && `${stale} stale`, silent && `${silent} silent`, pinned && `${pinned} pinned`].filter(Boolean).join(", "));
   if (found.costs) say("stored", bytes(found.costs.stored_bytes));
-  say("cost", cost ? `${cost} so far, without traffic` : `${plural(found.versions.length + found.unread, "version")}, ${plural(found.folds.length, "fold")}`);
+  say("cost", cost ? `${cost} so far, without traffic` : `${plural(found.versions.length + found.unread, "version")}, ${plural(found.compactions.length, "compaction")}`);
 }
 
 // Show the version that `#v42` in the address names.
@@ -123,7 +123,7 @@ function showVersion() {
     ["changed", row.changed === null ? null : `${many(row.changed)} elements, ${percent(row.changed / Math.max(data.element_count, 1))} of all`],
     ["anchor", row.kind === "reference" ? "the weights that training began with" : row.anchor_bytes === null ? null : bytes(row.anchor_bytes)],
     ["publishes together", row.coalesced > 1 ? many(row.coalesced) : null],
-    ["folds", data.folds.filter(fold => fold.version === number).map(fold => `from version ${many(fold.base_version)}, ${bytes(fold.payload_bytes)}`).join("; ")],
+    ["compactions", data.compactions.filter(compaction => compaction.version === number).map(compaction => `from version ${many(compaction.base_version)}, ${bytes(compaction.payload_bytes)}`).join("; ")],
   ] : [["", "Forgotten, not published yet, or older than what was read."]];
   byId("vfacts").replaceChildren();
   for (const [name, fact] of facts.filter(fact => fact[1])) { element(byId("vfacts"), "dt", name); element(byId("vfacts"), "dd", fact); }
@@ -150,13 +150,13 @@ function draw() {
   showReplicas(found);
   showVersion();
   show("problems", found.problems.length); say("problems", found.problems.slice(-5).join("\n"));
-  const key = [innerWidth, found.newest_version, found.versions.length, found.forgotten, found.folds.length, found.heat_unread, Object.keys(found.heat).length, byTime].join();
+  const key = [innerWidth, found.newest_version, found.versions.length, found.forgotten, found.compactions.length, found.heat_unread, Object.keys(found.heat).length, byTime].join();
   if (key === drawn) return;
   drawn = key; charts = [];
   const cols = columns(found.versions).filter(col => !byTime || col.row);
   left = innerWidth < 600 ? 72 : 104;
   show("gaps", cols.some(col => col.gap)); say("gone", found.unread ? "forgotten or not read" : "forgotten"); show("tip", false);
-  drawSizes(cols, found.folds); drawFractions(cols, found.element_count); drawAges(cols); drawHeat(cols, found); showVersions(found);
+  drawSizes(cols, found.compactions); drawFractions(cols, found.element_count); drawAges(cols); drawHeat(cols, found); showVersions(found);
 }
 
 function receive(found) {
@@ -197,7 +197,7 @@ addEventListener("mousemove", event => {
     if (row.kind === "reference") lines.push("the weights that training began with");
     if (row.token_lag) lines.push(`trained tokens ${row.token_lag.map(n => short(n)).join(" / ")} versions old (mean / p95 / max)`);
     if (row.coalesced > 1) lines.push(`${row.coalesced} publishes together`);
-    data.folds.filter(fold => fold.version === row.version).forEach(fold => lines.push(`fold from ${fold.base_version}: ${bytes(fold.payload_bytes)}`));
+    data.compactions.filter(compaction => compaction.version === row.version).forEach(compaction => lines.push(`compaction from ${compaction.base_version}: ${bytes(compaction.payload_bytes)}`));
     const layer = chart.layer?.(event.clientY - box.top), heat = data.heat[row.version];
     if (layer !== undefined && layer !== null) lines.push(`${data.layers[layer]}: ${heat ? percent(heat[layer]) : "not known"}`);
   }

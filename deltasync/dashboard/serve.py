@@ -55,7 +55,7 @@ class PageServer:
         except OSError as error:
             raise ConfigError(f"Port {port} on 127.0.0.1 cannot be used: {error.strerror}.") from None
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}/"
-        self._looking = threading.Thread(target=self._look, name="deltasync-dashboard", daemon=True)
+        self._looking = threading.Thread(target=self._refresh, name="deltasync-dashboard", daemon=True)
 
     def run(self) -> None:
         """Serve until an exception such as Ctrl-C."""
@@ -69,10 +69,10 @@ class PageServer:
         self._stop.set()
         self._http.server_close()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         while not self._stop.is_set():
             try:
-                self._show(self._observer.look())
+                self._show(self._observer.refresh())
                 while not self._stop.is_set() and self._observer.read_headers(_HEADERS_AT_ONCE):
                     self._show(self._observer.snapshot())
                 self._show(self._observer.snapshot())

@@ -43,8 +43,8 @@ class VersionRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FoldRow:
-    """One fold that starts from a version."""
+class CompactionRow:
+    """One compaction that starts from a version."""
 
     base_version: int
     version: int
@@ -120,7 +120,7 @@ class Snapshot:
     versions: list[VersionRow] = dataclasses.field(default_factory=list)
     forgotten: int = 0
     unread: int = 0
-    folds: list[FoldRow] = dataclasses.field(default_factory=list)
+    compactions: list[CompactionRow] = dataclasses.field(default_factory=list)
     replicas: list[ReplicaRow] = dataclasses.field(default_factory=list)
     lags: list[LagRow] = dataclasses.field(default_factory=list)
     layers: list[str] = dataclasses.field(default_factory=list)
@@ -132,7 +132,7 @@ class Snapshot:
 
 
 def version_row(slot: Slot, found: Record, sha256: str | None, announced: Record | None) -> VersionRow:
-    """The row of a version: its record, the record's digest, and the fold that announces an anchor of it, if any."""
+    """The row of a version: its record, the record's digest, and the compaction that announces an anchor of it, if any."""
     delta = found.delta
     weights = found if found.anchor is not None else announced
     anchor = None if weights is None or weights.reference is not None else weights.anchor
@@ -155,10 +155,10 @@ def version_row(slot: Slot, found: Record, sha256: str | None, announced: Record
     )
 
 
-def fold_row(found: Record) -> FoldRow:
-    """The row of a fold."""
+def compaction_row(found: Record) -> CompactionRow:
+    """The row of a compaction."""
     assert found.base is not None and found.delta is not None
-    return FoldRow(
+    return CompactionRow(
         base_version=found.base.version,
         version=found.version,
         created_s=found.created_s,

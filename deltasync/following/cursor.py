@@ -20,11 +20,11 @@ from types import MappingProxyType
 from typing import Any
 
 from deltasync.channel import keys
-from deltasync.channel.documents import Head, Version
+from deltasync.channel.documents import Head, VersionId
 from deltasync.channel.keys import Slot
-from deltasync.channel.plan import find_way, find_way_back, goes_back, payload_bytes
+from deltasync.channel.plan import find_chain, find_chain_back, is_revert, payload_bytes
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import each
 from deltasync.errors import (
     CorruptDataError,
@@ -75,13 +75,13 @@ class ChannelCursor:
 
     def __init__(self, reader: ChannelReader, max_age_s: float | None = None, prefetch: bool = True) -> None:
         self.reader = reader
-        self.newest: Version | None = None
+        self.newest: VersionId | None = None
         self.failure: DeltaSyncError | None = None
         self.followed_s: float | None = None
         self.follows_s = time.time()
         self._max_age_s = max_age_s
         self._prefetch = Prefetch(reader) if prefetch else None
-        self._read_last: Stored | None = None  # the record of the newest version, if it was read
+        self._read_last: StoredRecord | None = None  # the record of the newest version, if it was read
         self._served: tuple[str, int] = "", 0  # `Slot.newness` of the newest version that was served
         self._pin = NEWEST  # the last call's
         self._refresh_due_s = self._retry_due_s = 0.0
@@ -89,18 +89,18 @@ class ChannelCursor:
         self._refreshes = self._failures = 0
         self._lost = True  # whether a poll is no use before a refresh
         self._moved = self._lags = False  # whether the last call returned records; whether the last two did
-        self._rest: list[Stored] = []  # the rest of the last chain
+        self._rest: list[StoredRecord] = []  # the rest of the last chain
         self._next_epoch: str | None = None  # named by a seal
         self._ahead: dict[str, Any] = {}  # by key: objects that were read at once for one caller; None: missing
         self._damaged: FormatError | None = None  # why a record that is newer than the newest version cannot be read
-        self._unproven: Version | None = None  # named by head, but not readable
+        self._unproven: VersionId | None = None  # named by head, but not readable
         self._absent: tuple[str, float] | None = None  # the slot whose record was missing, and since when
         self._lists_until_s = 0.0  # until then records are listed, because what answers remembers that they were missing
         self._skipped: dict[str, tuple[float, str]] = {}  # objects that plans avoid: until when, and why
         self._singly_to = 0  # versions up to this one are taken one by one
         self._undoes = True  # whether to go back by undoing; until that fails
         self._blamed = ""  # what was skipped last
-        self._checked: tuple[Version, str, int] | None = None  # a version that this newer epoch has by this number
+        self._checked: tuple[VersionId, str, int] | None = None  # a version that this newer epoch has by this number
 
     @property
     def epoch(self) -> str | None:
@@ -109,15 +109,15 @@ class ChannelCursor:
 
     def next(
         self,
-        have: Version | None,
+        have: VersionId | None,
         *,
         pin: Pin = NEWEST,
         known: Mapping[str, ObjectInfo] = NOTHING_KNOWN,
         refresh: bool = False,
         ahead: bool = False,
         pushed: bool = False,
-    ) -> list[Stored]:
-        """Return the records and folds to take now, in one commit; empty if `have` is where the pin points.
+    ) -> list[StoredRecord]:
+        """Return the records and compactions to take now, in one commit; empty if `have` is where the pin points.
 
         Args:
             have: The version that the replica holds.
@@ -163,7 +163,7 @@ class ChannelCursor:
         """Whether head is as in the last refresh, which failed: a retry would plan on the same objects."""
         return self.reader.head() == self._head
 
-    def _failed(self, error: DeltaSyncError, have: Version | None) -> None:
+    def _failed(self, error: DeltaSyncError, have: VersionId | None) -> None:
         """Note an error of `next`, unless it only says that a version is not published yet."""
         newest = 0 if self.newest is None else self.newest.version
         awaited = have is None or self._pin.of(newest) == 0 if isinstance(error, NotPublishedError) else False
@@ -180,8 +180,8 @@ class ChannelCursor:
         self.failure, self._lost = error, is_outage and self._lost
 
     def _next(
-        self, have: Version | None, known: Mapping[str, ObjectInfo], refresh: bool, ahead: bool, pushed: bool
-    ) -> list[Stored]:
+        self, have: VersionId | None, known: Mapping[str, ObjectInfo], refresh: bool, ahead: bool, pushed: bool
+    ) -> list[StoredRecord]:
         is_there = have is not None and have.version == self._pin.version
         if not refresh and is_there:
             return []
@@ -193,7 +193,7 @@ class ChannelCursor:
         elif refresh:
             lists = self.failure is not None and not isinstance(self.failure, StoreError)
             self._refresh(lists, _REFRESH_PUSHED_S if pushed else REFRESH_S)
-        found: list[Stored] = []
+        found: list[StoredRecord] = []
         newest = 0 if self.newest is None else self.newest.version
         joins = have is None and 0 < self._pin.of(newest) <= newest
         waits = (self._pin.version or 0) > newest
@@ -221,8 +221,8 @@ class ChannelCursor:
             raise self._damaged
         return chain
 
-    def lag_s(self, chain: Sequence[Stored]) -> float | None:
-        """Return the seconds since the version that `chain` led to, or its fold, was encoded, by two machines' clocks.
+    def lag_s(self, chain: Sequence[StoredRecord]) -> float | None:
+        """Return the seconds since the version that `chain` led to, or its compaction, was encoded, by two machines' clocks.
 
         Call it when that version is served. None where that is no lag: the version was encoded before this replica followed,
         is older than one that was served, or a pin says when to take it.
@@ -233,13 +233,13 @@ class ChannelCursor:
         self._served = max(self._served, record.slot.newness)
         return time.time() - record.created_s if is_news else None
 
-    def mark_bad(self, chain: Sequence[Stored], key: str | None = None, why: object = "") -> None:
+    def mark_bad(self, chain: Sequence[StoredRecord], key: str | None = None, why: object = "") -> None:
         """Avoid this chain from now on.
 
         `key` is that of the record whose objects were missing or damaged; None if the bits were not the promised ones.
         """
         self._lost, self._rest = True, []
-        if goes_back(chain):
+        if is_revert(chain):
             self._undoes = False
             return
         if key is not None:
@@ -264,7 +264,7 @@ class ChannelCursor:
     def _skip(self, key: str, why: str, for_s: float = _SKIP_S) -> None:
         self._skipped[key] = time.monotonic() + for_s, why
 
-    def _is_again(self, stored: Stored) -> bool:
+    def _is_again(self, stored: StoredRecord) -> bool:
         """Whether the store gives the same record again. If not, a damaged answer was taken for a record."""
         try:
             return self.reader.stored(stored.key).sha256 == stored.sha256
@@ -283,7 +283,7 @@ class ChannelCursor:
             raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
         self._lost = False
 
-    def identify(self, total: int) -> Stored | None:
+    def identify(self, total: int) -> StoredRecord | None:
         """Find the version whose model has this fingerprint, among the newest ones and those with full weights.
 
         Raises:
@@ -293,7 +293,7 @@ class ChannelCursor:
         newest = self.reader.back_from(self.newest)
         for stored in itertools.chain(itertools.islice(newest, _IDENTIFY), self._from_nothing()):
             if stored.record.fingerprint == f"{total:016x}":
-                return self.reader.record(stored.version) if stored.is_beside else stored
+                return self.reader.record(stored.version) if stored.is_shortcut else stored
         return None
 
     def tied(self) -> dict[str, str]:
@@ -301,7 +301,7 @@ class ChannelCursor:
         references = (stored.record.reference for stored in self._from_nothing())
         return next((reference.tied for reference in references if reference is not None), {})
 
-    def _from_nothing(self) -> Iterator[Stored]:
+    def _from_nothing(self) -> Iterator[StoredRecord]:
         """Yield the newest announced anchors, then the first record."""
         announced = sorted(((span.version, info.key) for span, info in self.reader.announcements()), reverse=True)
         first = [info.key for _, info in self.reader.slots(keys.folder(1))[:1]]
@@ -342,7 +342,7 @@ class ChannelCursor:
             raise found
         return found
 
-    def _poll(self, known: Mapping[str, ObjectInfo]) -> list[Stored]:
+    def _poll(self, known: Mapping[str, ObjectInfo]) -> list[StoredRecord]:
         """Read the record after the newest version, and those after it that were read ahead or announced.
 
         Returns those that are there.
@@ -350,7 +350,7 @@ class ChannelCursor:
         Raises:
             FormatError: the next record cannot be used.
         """
-        found: list[Stored] = []
+        found: list[StoredRecord] = []
         for _ in range(_SEALS):
             slot = self._next_slot()
             if found and slot.key not in self._ahead and slot.key not in known:
@@ -358,8 +358,8 @@ class ChannelCursor:
             if slot.key in self._skipped:
                 raise CorruptDataError(self._skipped[slot.key][1])
             ask = functools.partial(self._ask, slot, known)
-            stored: Stored | None = self._read(slot.key, ask)
-            while stored is None and not found and self._prefetch is not None and self._prefetch.look(slot):
+            stored: StoredRecord | None = self._read(slot.key, ask)
+            while stored is None and not found and self._prefetch is not None and self._prefetch.expect(slot):
                 stored = ask()
             if stored is not None and slot.version != self._pin.version and stored.record.base != self.newest:
                 raise CorruptDataError(f"{slot.key} does not follow version {self.newest}.")
@@ -389,7 +389,7 @@ class ChannelCursor:
         number = 1 if self.newest is None else self.newest.version + 1
         return Slot(max(number, self._pin.version or 0), self.epoch or self.reader.channel().epoch)
 
-    def _ask(self, slot: Slot, known: Mapping[str, ObjectInfo] = NOTHING_KNOWN) -> Stored | None:
+    def _ask(self, slot: Slot, known: Mapping[str, ObjectInfo] = NOTHING_KNOWN) -> StoredRecord | None:
         """Return the record in a slot, if there is one."""
         info = known.get(slot.key)
         if info is None and time.monotonic() < self._lists_until_s:
@@ -434,9 +434,9 @@ class ChannelCursor:
             self._note(named)
         return True, False
 
-    def _is_led_to(self, version: Version) -> bool:
-        """Whether a fold or an announced anchor leads to a version whose record cannot be read: it names the record."""
-        for span, info in self.reader.beside():
+    def _is_led_to(self, version: VersionId) -> bool:
+        """Whether a compaction or an announced anchor leads to a version whose record cannot be read: it names the record."""
+        for span, info in self.reader.shortcuts():
             with contextlib.suppress(MissingVersionError, FormatError):
                 if span.version == version.version and self.reader.stored(info.key, known=info).version == version:
                     return True
@@ -474,7 +474,7 @@ class ChannelCursor:
             self.newest = None
         self._note(found, stored if is_version else None)
 
-    def _is_lost(self, newest: Version, found: Version) -> bool:
+    def _is_lost(self, newest: VersionId, found: VersionId) -> bool:
         """Whether the store was restored from a backup without the newest version.
 
         Raises:
@@ -492,7 +492,7 @@ class ChannelCursor:
         logger.warning("%s Starting from full weights.", sentence)
         return True
 
-    def _note(self, version: Version, read: Stored | None = None) -> None:
+    def _note(self, version: VersionId, read: StoredRecord | None = None) -> None:
         """Note that a version exists: `read` is its record, None if a checked seal names it."""
         if self.newest is None or version.slot.newness > self.newest.slot.newness:
             self.newest, self._read_last = version, None
@@ -516,7 +516,7 @@ class ChannelCursor:
 
     # The chain to where the pin points
 
-    def _plan(self, have: Version | None, found: Sequence[Stored]) -> list[Stored]:
+    def _plan(self, have: VersionId | None, found: Sequence[StoredRecord]) -> list[StoredRecord]:
         """Return the chain to where the pin points; `found` are the newest records, if they were polled."""
         newest = self.newest
         number = 0 if newest is None else self._pin.of(newest.version)
@@ -540,24 +540,24 @@ class ChannelCursor:
         if have is None or have.version < number:
             return self._find_chain(have, wanted)
         if target is not None and self._undoes and have.version > number:
-            chain = find_way_back(self.reader, have, target, self._avoided())
+            chain = find_chain_back(self.reader, have, target, self._avoided())
             if chain and len(chain) <= _BATCH and payload_bytes(chain) <= _BATCH_BYTES:
                 return chain
         if target is None:
             logger.warning("Version %s is not the channel's any more; starting from full weights.", have)
         return self._find_chain(None, wanted)
 
-    def _find_chain(self, have: Version | None, target: Version) -> list[Stored]:
-        return find_way(self.reader, have, target, self._avoided(), self._read_last)
+    def _find_chain(self, have: VersionId | None, target: VersionId) -> list[StoredRecord]:
+        return find_chain(self.reader, have, target, self._avoided(), self._read_last)
 
     def _avoided(self) -> dict[str, str]:
         return {key: why for key, (_, why) in self._skipped.items()}
 
-    def _batch(self, chain: Sequence[Stored], have: Version | None) -> list[Stored]:
+    def _batch(self, chain: Sequence[StoredRecord], have: VersionId | None) -> list[StoredRecord]:
         """Return the first records of a chain, those that go into one commit; keep the rest."""
         # A replica without weights takes full weights alone. For others a chain that starts from full weights is one commit,
         # because a replica that serves must not go back to an older version in between. So is a chain back.
-        if goes_back(chain):
+        if is_revert(chain):
             return list(chain)
         most = 1 if have is not None and have.version < self._singly_to else _BATCH
         count, batch_bytes = 0, 0

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from deltasync.channel.documents import Version
-from deltasync.channel.nearest import open_nearest
+from deltasync.channel.documents import VersionId
+from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
@@ -21,7 +21,7 @@ from deltasync.stores.cache import behind_cache
 def open_reader(settings: ReplicaSettings, process_count: int = 1) -> ChannelReader:
     """Open the channel, behind the cache that the processes of this machine share."""
     assert settings.channel is not None
-    store = behind_cache(open_nearest(settings.channel), settings.cache_dir, settings.cache_bytes, process_count)
+    store = behind_cache(open_failover(settings.channel), settings.cache_dir, settings.cache_bytes, process_count)
     return ChannelReader(store, settings.trusted_keys)
 
 
@@ -47,7 +47,7 @@ def limit_threads(given: str, process_count: int | None) -> None:
         )
 
 
-def unique_name(names: OrderedDict[int, str], version: Version) -> str:
+def unique_name(names: OrderedDict[int, str], version: VersionId) -> str:
     """Return a version's number, with the start of its digest if `names` has another version of that number.
 
     Args:

@@ -13,15 +13,15 @@ import torch
 
 from deltasync import codec, kernels
 from deltasync.channel import payloads
-from deltasync.channel.documents import Version
-from deltasync.channel.plan import goes_back
+from deltasync.channel.documents import VersionId
+from deltasync.channel.plan import is_revert
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import ahead
 from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
 from deltasync.live import LiveMemory, Staged, model_fingerprint
 from deltasync.tensors import Changed, Delta
-from deltasync.tensors.delta import fold
+from deltasync.tensors.delta import merge
 from deltasync.tensors.fingerprint import MASK
 
 _Item = TypeVar("_Item")
@@ -38,7 +38,7 @@ class StagedVersion:
         whole: What brings the tensors up to it that `Follower.complete` keeps whole, and their bits if they are new.
     """
 
-    way: Sequence[Stored]
+    chain: Sequence[StoredRecord]
     staged: Staged
     whole: Delta | Mapping[str, np.ndarray]
     stage_s: float
@@ -56,14 +56,14 @@ class Follower:
     def __init__(self, reader: ChannelReader, memory: LiveMemory) -> None:
         self.reader = reader
         self.memory = memory
-        self.version: Version | None = None
+        self.version: VersionId | None = None
         self.progressed_s = 0.0
         self._fingerprint: str | None = None
         self.settled = True
-        self._loaded: list[Stored] = []  # the way that `load` has taken
+        self._loaded: list[StoredRecord] = []  # the chain that `load` has taken
         self._whole: dict[str, np.ndarray] = {}  # of `version`: the bits of tensors of which memory has a part
 
-    def identified(self, stored: Stored | None) -> None:
+    def identified(self, stored: StoredRecord | None) -> None:
         """Note that the live bits are those of a version, or of none."""
         self.version = None if stored is None else stored.version
         self._fingerprint = None if stored is None else stored.record.fingerprint
@@ -89,8 +89,8 @@ class Follower:
         """
         self._whole[name] = bits_N
 
-    def load(self, way: Sequence[Stored]) -> Version:
-        """Take a way into host memory that nobody uses yet, without keeping what would undo it.
+    def load(self, chain: Sequence[StoredRecord]) -> VersionId:
+        """Take a chain into host memory that nobody uses yet, without keeping what would undo it.
 
         If a version fails, everything up to the one before is loaded again. So `version` is the last good one, or None.
 
@@ -98,19 +98,19 @@ class Follower:
             StoreError, FormatError, MissingVersionError, StageError, FingerprintMismatchError: as `stage` and `confirm`.
         """
         try:
-            self._load(way)
+            self._load(chain)
         except DeltaSyncError:
             if self.version is None and self._loaded:
                 self._load([*self._loaded])
             raise
-        return way[-1].version
+        return chain[-1].version
 
-    def _load(self, way: Sequence[Stored]) -> None:
+    def _load(self, chain: Sequence[StoredRecord]) -> None:
         wanted: dict[str, int | None] = {}
-        done: list[Stored] = []
+        done: list[StoredRecord] = []
         try:
-            with contextlib.closing(self._fetched(way)) as fetched, kernels.cpu.beside(payloads.FILES_AHEAD):
-                for stored in way:
+            with contextlib.closing(self._fetched(chain)) as fetched, kernels.cpu.leave_cores(payloads.FILES_AHEAD):
+                for stored in chain:
                     with self._blaming(stored), _map_out_of_memory(stored.record.version):
                         got = next(fetched)
                         self.version, self.settled = None, False
@@ -129,8 +129,8 @@ class Follower:
             if done and right and f"{model_fingerprint(found):016x}" == done[-1].record.fingerprint:
                 self.identified(done[-1])
                 self._loaded += done
-        if self.version != way[-1].version:
-            raise FingerprintMismatchError(f"The tensors of version {way[-1].record.version} are not its model.")
+        if self.version != chain[-1].version:
+            raise FingerprintMismatchError(f"The tensors of version {chain[-1].record.version} are not its model.")
 
     def _progressing(self, items: Iterable[_Item]) -> Iterator[_Item]:
         """Yield items, and note when each was finished."""
@@ -138,35 +138,35 @@ class Follower:
             yield item
             self.progressed_s = time.monotonic()
 
-    def stage(self, way: Sequence[Stored]) -> StagedVersion:
-        """Fetch, check, decode, merge and translate the versions of a way. Live weights are untouched.
+    def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion:
+        """Fetch, check, decode, merge and translate the versions of a chain. Live weights are untouched.
 
         Raises:
-            StoreError, ChainError, FormatError, StageError: retry, or take another way.
+            StoreError, ChainError, FormatError, StageError: retry, or take another chain.
             ShareError: `complete` these tensors first.
         """
         before = time.perf_counter()
         whole: Delta | Mapping[str, np.ndarray]
-        with _map_out_of_memory(way[-1].record.version):
+        with _map_out_of_memory(chain[-1].record.version):
             # What comes before full weights, which a writer that starts over stores between deltas, does not matter.
-            first = max((at for at, stored in enumerate(way) if stored.use_anchor), default=None)
-            if first is not None and not goes_back(way):
-                staged, whole = self._stage_weights(way[first:])
+            first = max((at for at, stored in enumerate(chain) if stored.use_anchor), default=None)
+            if first is not None and not is_revert(chain):
+                staged, whole = self._stage_weights(chain[first:])
             else:
-                changed = self._undone(way[:-1]) if goes_back(way) else self._changed(way)
+                changed = self._undone(chain[:-1]) if is_revert(chain) else self._changed(chain)
                 staged, whole = self.memory.stage(changed), changed.delta
-        return StagedVersion(way, staged, whole, time.perf_counter() - before)
+        return StagedVersion(chain, staged, whole, time.perf_counter() - before)
 
-    def _stage_weights(self, way: Sequence[Stored]) -> tuple[Staged, dict[str, np.ndarray]]:
+    def _stage_weights(self, chain: Sequence[StoredRecord]) -> tuple[Staged, dict[str, np.ndarray]]:
         """Stage full weights and the deltas after them, tensor by tensor, so that only one of them is held."""
         whole: dict[str, np.ndarray] = {}
         later: Changed | None = None
-        if way[1:]:
-            first = {} if not any(map(_needs_old, way)) else {name: bits_N for name, bits_N, _ in self._weights(way[0])}
-            later = self._changed(way[1:], first.__getitem__)
+        if chain[1:]:
+            first = {} if not any(map(_needs_old, chain)) else {name: bits_N for name, bits_N, _ in self._weights(chain[0])}
+            later = self._changed(chain[1:], first.__getitem__)
 
         def weights() -> Iterator[tuple[str, np.ndarray, int | None]]:
-            for name, bits_N, expected in self._weights(way[0]):
+            for name, bits_N, expected in self._weights(chain[0]):
                 digest: int | None = expected
                 if later is not None and name in later.fingerprints:
                     bits_N, digest = bits_N.copy(), later.fingerprints[name]
@@ -178,7 +178,7 @@ class Follower:
 
         return self.memory.stage_weights(weights()), whole
 
-    def _weights(self, stored: Stored) -> Iterator[tuple[str, np.ndarray, int]]:
+    def _weights(self, stored: StoredRecord) -> Iterator[tuple[str, np.ndarray, int]]:
         with self._blaming(stored):
             yield from payloads.weights(self.reader, stored)
 
@@ -191,11 +191,11 @@ class Follower:
             return None
         return lambda name: None if name in self._whole else self.memory.held(name)
 
-    def _fetched(self, way: Sequence[Stored]) -> Generator[Sequence[tuple[str, bytes]], None, None]:
-        return ahead(lambda stored: payloads.fetch(self.reader, stored), way, _FETCHED_AHEAD)
+    def _fetched(self, chain: Sequence[StoredRecord]) -> Generator[Sequence[tuple[str, bytes]], None, None]:
+        return ahead(lambda stored: payloads.fetch(self.reader, stored), chain, _FETCHED_AHEAD)
 
     @contextlib.contextmanager
-    def _blaming(self, stored: Stored) -> Iterator[None]:
+    def _blaming(self, stored: StoredRecord) -> Iterator[None]:
         """Note in an error that the objects of `stored` are missing or damaged."""
         try:
             yield
@@ -206,18 +206,18 @@ class Follower:
                 self.settled = False
             raise
 
-    def _undone(self, way: Sequence[Stored]) -> Changed:
+    def _undone(self, chain: Sequence[StoredRecord]) -> Changed:
         """Return what undoes records; without fingerprints, which records have only for the bits after them."""
-        delta = self._changed(way).delta
+        delta = self._changed(chain).delta
         if delta.known:
             width, known = next(iter(delta.known.items()))
             name = delta.layout.vectors[width].touched(known.at_K)[0]
             error = MissingVersionError(f"{name} was written as a whole since, which cannot be undone.")
-            error.key = way[0].key
+            error.key = chain[0].key
             raise error
         return Changed(delta.undone(), dict.fromkeys(delta.counts()))
 
-    def _changed(self, way: Sequence[Stored], first: codec.OldBits | None = None) -> Changed:
+    def _changed(self, chain: Sequence[StoredRecord], first: codec.OldBits | None = None) -> Changed:
         """Return what records change together, after the live bits or those of `first`."""
         done: list[Delta] = []
         fingerprints: dict[str, int | None] = {}
@@ -230,17 +230,17 @@ class Follower:
                     delta.apply(name, bits_N)
             return bits_N
 
-        with contextlib.closing(self._fetched(way)) as fetched:
-            for stored in way:
+        with contextlib.closing(self._fetched(chain)) as fetched:
+            for stored in chain:
                 with self._blaming(stored):
                     got = next(fetched)
                     delta, digests = payloads.delta(self.reader, stored, old, self._wanted, got)
                 done.append(delta)
                 fingerprints |= digests
                 if sum(each.changed for each in done) > _HELD * delta.layout.element_count:
-                    done = [fold(done)]
+                    done = [merge(done)]
                 self.progressed_s = time.monotonic()
-        return Changed(fold(done), fingerprints)
+        return Changed(merge(done), fingerprints)
 
     def commit(self, staged: StagedVersion) -> StagedVersion:
         """Write a staged version and return it; call `confirm` or `rollback` next.
@@ -250,7 +250,7 @@ class Follower:
             CommitError: the write failed and could not be undone.
         """
         try:
-            with _map_out_of_memory(staged.way[-1].record.version):
+            with _map_out_of_memory(staged.chain[-1].record.version):
                 self.memory.commit(staged.staged)
         except BaseException:
             self.settled = False
@@ -259,7 +259,7 @@ class Follower:
 
     def confirm(
         self, committed: StagedVersion, fingerprints: Mapping[str, int] | None = None, total: int | None = None
-    ) -> Version:
+    ) -> VersionId:
         """Compare fingerprints with the published ones, of each tensor and of the model, and set `version`.
 
         `fingerprints` are those of the version's tensors and `total` is the model's, over all shards. By default this memory
@@ -273,7 +273,7 @@ class Follower:
             fingerprints = self.memory.fingerprints_of(wanted)
             total = self._total(committed.staged, fingerprints)
         wrong = [name for name, value in wanted.items() if value not in (None, fingerprints.get(name))]
-        stored = committed.way[-1]
+        stored = committed.chain[-1]
         if wrong or f"{total:016x}" != stored.record.fingerprint:
             self.rollback(committed)
             self.settled = False
@@ -304,7 +304,7 @@ class Follower:
         self.memory.rollback(committed.staged)
 
 
-def _needs_old(stored: Stored) -> bool:
+def _needs_old(stored: StoredRecord) -> bool:
     delta = stored.record.delta
     return delta is not None and codec.get(delta.codec).needs_old
 

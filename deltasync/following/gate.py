@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.errors import ApplyError, ModelMismatchError, StageError
 from deltasync.following.follower import StagedVersion
 from deltasync.following.module_map import Names, places, segment
@@ -135,7 +135,7 @@ class GatedTarget(MemoryTarget):
         self._identify, self._storages = identify, self._found()
         self.adopt(self._mapped(self._state()), identify)
         self._served = self.version is not None
-        self._tell_gate()
+        self._update_gate()
 
     def _mapped(self, state: Mapping[str, Any]) -> LiveMemory:
         """Return live memory over a model's tensors, and keep `tensors`."""
@@ -156,13 +156,13 @@ class GatedTarget(MemoryTarget):
             else:
                 super().settle()
         finally:
-            self._tell_gate()  # before anything is loaded in their place
+            self._update_gate()  # before anything is loaded in their place
 
-    def stage(self, chain: Sequence[Stored]) -> StagedVersion:
+    def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion:
         """As `Target.stage`."""
         return self._opened.stage(chain)
 
-    def commit(self, staged: StagedVersion | Sequence[Stored]) -> Commit:
+    def commit(self, staged: StagedVersion | Sequence[StoredRecord]) -> Commit:
         """As `Target.commit`, between two forward calls."""
         assert isinstance(staged, StagedVersion)
         try:
@@ -180,9 +180,9 @@ class GatedTarget(MemoryTarget):
                         raise ModelMismatchError(self._broken)
                 return commit
         finally:
-            self._tell_gate()
+            self._update_gate()
 
-    def _tell_gate(self) -> None:
+    def _update_gate(self) -> None:
         """Let no forward call begin while the weights are of no known version, unless they never were of one."""
         follower = self.follower
         is_known = follower is None or (follower.settled and (follower.version is not None or not self._served))

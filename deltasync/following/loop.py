@@ -20,10 +20,10 @@ from typing import Protocol
 import msgspec
 
 from deltasync.channel import heartbeat, keys
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import Home
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
@@ -65,7 +65,7 @@ class Observer(Protocol):
         """A step has ended, in whatever way."""
         ...
 
-    def committed(self, commit: Commit, chain: Sequence[Stored]) -> None:
+    def committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
         """A version became live."""
         ...
 
@@ -116,9 +116,9 @@ class Follow:
         self._pin, self._pins = Pin.parse(settings.pin), 0
         self._state = "waiting"
         self._error: str | None = "The channel was not read yet."
-        self._told: BaseException | None = None  # the last error that the observer was told
+        self._reported_error: BaseException | None = None  # the last error that the observer was told
         self._opened = False
-        self._step_of: tuple[Version, int | None] | None = None  # the version served, and the trainer's step of its record
+        self._step_of: tuple[VersionId, int | None] | None = None  # the version served, and the trainer's step of its record
         self._good_s = self._audited_s = time.monotonic()
         self._begun = 0  # number of steps
         self._caught_up = -1  # number of the last step that found nothing to take
@@ -136,7 +136,7 @@ class Follow:
     # State
 
     @property
-    def identity(self) -> Version | None:
+    def identity(self) -> VersionId | None:
         """The version that is live, with its digest; None before the first."""
         return self.target.version
 
@@ -349,7 +349,7 @@ class Follow:
                 except BaseException as error:  # noqa: BLE001 - reported by `step`; the weights stay as they are
                     failure = error if self._state != "waiting" else None
                 if self._heartbeats is not None:
-                    self._heartbeats.tell(self.status(0))
+                    self._heartbeats.update(self.status(0))
                 if self._ended.is_set():
                     return
                 self._wake.wait(self._poll.delay_s(self.identity != before, failure, self._is_at_announced))
@@ -492,13 +492,13 @@ class Follow:
         slot, newest = keys.slot_of(key), self.cursor.newest
         return slot is not None and (newest is None or slot.newness > newest.slot.newness)
 
-    def _identify(self, total: int) -> Stored | None:
+    def _identify(self, total: int) -> StoredRecord | None:
         """Find the version whose model has this fingerprint; its step counts as served."""
         found = self.cursor.identify(total)
         self._step_of = None if found is None else (found.version, found.record.step)
         return found
 
-    def _mark_bad(self, chain: Sequence[Stored], key: str | None, error: DeltaSyncError) -> None:
+    def _mark_bad(self, chain: Sequence[StoredRecord], key: str | None, error: DeltaSyncError) -> None:
         self.cursor.mark_bad(chain, key, error)
         self._goes_around = True
 
@@ -531,7 +531,7 @@ class Follow:
         with self._stepping:
             yield self.target
 
-    def _committed(self, commit: Commit, chain: Sequence[Stored]) -> None:
+    def _committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
         """Record a commit in the status, the metrics and the log."""
         self._step_of = chain[-1].version, chain[-1].record.step
         commit = msgspec.structs.replace(
@@ -565,9 +565,9 @@ class Follow:
             self._state, self._error = "failed", printable(f"Unexpected {type(error).__name__}: {error}")
         if self._state != "failed":
             self._good_s = time.monotonic()
-        elif error is not None and error is not self._told and self._observer is not None:
+        elif error is not None and error is not self._reported_error and self._observer is not None:
             self._observer.failed(error)
-        self._told = error
+        self._reported_error = error
         if self._error is not None and self._error != before:
             if isinstance(error, DeltaSyncError):
                 (self._log.error if self._state == "failed" else self._log.info)("deltasync: %s", self._error)

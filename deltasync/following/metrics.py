@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.following.loop import Follow
 from deltasync.following.status import Commit
 
@@ -58,7 +58,7 @@ class Metrics:
         self._commits = counter("deltasync_commits", "Commits, by what was applied.", ["kind"])
         self.rollbacks = counter("deltasync_rollbacks", "Commits that were undone; the version before stayed served.")
         self._errors = counter("deltasync_errors", "Steps that failed, by the error's class.", ["class"])
-        for kind in ("delta", "fold", "anchor"):
+        for kind in ("delta", "compaction", "anchor"):
             self._commits.labels(kind)
 
     def stepped(self, follow: Follow) -> None:
@@ -71,9 +71,9 @@ class Metrics:
         """Note how long the replica is stuck; call it every second, because a step may hang."""
         self._followed.set(follow.followed_s_ago or 0.0)
 
-    def committed(self, commit: Commit, chain: Sequence[Stored]) -> None:
+    def committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
         """Note a commit."""
-        kind = "anchor" if commit.anchor else "fold" if any(stored.is_fold for stored in chain) else "delta"
+        kind = "anchor" if commit.anchor else "compaction" if any(stored.is_compaction for stored in chain) else "delta"
         self._commits.labels(kind).inc()
         self._payload.inc(commit.payload_bytes)
         self._stage.observe(commit.stage_s)

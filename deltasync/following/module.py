@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from deltasync.channel.nearest import open_nearest
+from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
@@ -164,7 +164,7 @@ def follow(
     if "replica_id" not in settings:
         chosen = dataclasses.replace(chosen, replica_id=f"{chosen.replica_id[:80]}-{os.getpid()}")
     gate, gated = Gate(), contextlib.ExitStack()
-    reader = ChannelReader(open_nearest(channel), chosen.trusted_keys)
+    reader = ChannelReader(open_failover(channel), chosen.trusted_keys)
     following = Follow(reader, make(module, reader, named, gate), chosen)
     gated.enter_context(gating(module, gate))
     return Following(following, gate, gated, background)

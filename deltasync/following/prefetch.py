@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from deltasync.channel import keys
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 
 _MOST_BYTES = 1 << 28
 _AT_ONCE = 4
@@ -38,7 +38,7 @@ class Prefetch:
         self._first_s: float | None = None  # when the first part of the slot came
         self._left_bytes = _MOST_BYTES
 
-    def took(self, stored: Stored) -> None:
+    def took(self, stored: StoredRecord) -> None:
         """Note that a version was found; the next one is expected to have as many parts."""
         now = time.monotonic()
         self._between_s, self._taken_s = now - self._taken_s, now
@@ -46,7 +46,7 @@ class Prefetch:
         self._counts = Counter(int(name[:3]) for name in names if name[:3].isdigit())
         self._slot = None
 
-    def look(self, slot: Slot) -> bool:
+    def expect(self, slot: Slot) -> bool:
         """Ask for the parts of a slot that has no record yet, unless requests are under way.
 
         If parts have come, so that the record must come soon, waits a moment and returns True.

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from deltasync.channel import checkpoint
-from deltasync.channel.documents import Version
-from deltasync.channel.nearest import open_nearest
-from deltasync.channel.plan import goes_back
+from deltasync.channel.documents import VersionId
+from deltasync.channel.failover import open_failover
+from deltasync.channel.plan import is_revert
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.config import ReaderSettings, ReplicaSettings, whole_number
 from deltasync.errors import NotPublishedError
 from deltasync.following.follower import Follower, StagedVersion
@@ -48,7 +48,7 @@ class MemoryTarget:
         self.joining = False
 
     @property
-    def version(self) -> Version | None:
+    def version(self) -> VersionId | None:
         """As `Target.version`."""
         return None if self.follower is None else self.follower.version
 
@@ -84,13 +84,13 @@ class MemoryTarget:
         """As `Target.settle`."""
         self._opened.settle()
 
-    def stage(self, chain: Sequence[Stored]) -> StagedVersion | Sequence[Stored]:
+    def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | Sequence[StoredRecord]:
         """As `Target.stage`; a replica that joins loads the chain when it commits."""
-        if self.version is None or (self.joining and not goes_back(chain)):
+        if self.version is None or (self.joining and not is_revert(chain)):
             return chain
         return self._opened.stage(chain)
 
-    def commit(self, staged: StagedVersion | Sequence[Stored]) -> Commit:
+    def commit(self, staged: StagedVersion | Sequence[StoredRecord]) -> Commit:
         """As `Target.commit`."""
         follower, before = self._opened, time.perf_counter()
         if not isinstance(staged, StagedVersion):
@@ -106,7 +106,7 @@ class MemoryTarget:
         return Commit(
             version=version.version,
             sha256=version.sha256,
-            anchor=staged.way[0].use_anchor,
+            anchor=staged.chain[0].use_anchor,
             changed=staged.staged.changed,
             stage_s=staged.stage_s,
             pause_s=time.perf_counter() - before,
@@ -140,12 +140,12 @@ class Replica:
     ) -> None:
         settings = ReaderSettings.from_env(trusted_keys=trusted_keys, max_age_s=max_age_s)
         if not isinstance(channel, ChannelReader):
-            channel = ChannelReader(open_nearest(channel), settings.trusted_keys)
+            channel = ChannelReader(open_failover(channel), settings.trusted_keys)
         self._target = MemoryTarget(channel)
         self._follow = Follow(channel, self._target, ReplicaSettings(max_age_s=settings.max_age_s), heartbeats=False)
 
     @property
-    def identity(self) -> Version | None:
+    def identity(self) -> VersionId | None:
         """The version whose bits `state_dict` holds, with its digest; None before the first `sync`."""
         return self._target.version
 

@@ -45,7 +45,7 @@ class RemoteRoutes:
     ) -> None:
         self.settings = ReplicaSettings.from_env()
         self.not_ready: str | None = "This server serves no version yet."
-        self._look, self._put = states, ask
+        self._refresh, self._put = states, ask
 
     def router(self) -> APIRouter:
         """Return the routes for an application that has not started."""
@@ -65,7 +65,7 @@ class RemoteRoutes:
         return router
 
     async def _states(self) -> list[dict[str, Any]]:
-        states = await self._look()
+        states = await self._refresh()
         self.not_ready = next((state["not_ready"] for state in states if state["not_ready"]), None)
         return states
 

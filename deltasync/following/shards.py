@@ -18,9 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from deltasync.channel.documents import Version, sha256_hex
+from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.errors import (
     ApplyError,
     CommitError,
@@ -243,7 +243,7 @@ class Shard:
 
     def stage(self, chain: Sequence[Handed]) -> bool:
         """Fetch, verify and decode a chain. Returns whether all ranks know their bits, so that it can be committed."""
-        stored: list[Stored] = []
+        stored: list[StoredRecord] = []
 
         def stage() -> bool:
             if not self.follower.settled:
@@ -381,7 +381,7 @@ class ShardsTarget:
     """
 
     def __init__(self, shard: Shard, between_steps: Callable[..., Any]) -> None:
-        self.version: Version | None = None
+        self.version: VersionId | None = None
         self._shard, self._between_steps = shard, between_steps
         self._is_sure = False  # whether all ranks were settled when they were asked last
 
@@ -390,16 +390,16 @@ class ShardsTarget:
         """As `Target.progressed_s`."""
         return self._shard.progressed_s
 
-    def _beside(self, method: str, *arguments: Any) -> Any:
+    def _on_ranks(self, method: str, *arguments: Any) -> Any:
         if self._shard.ranks.size > 1:
             self._shard.ranks.broadcast((method, arguments))
         return getattr(self._shard, method)(*arguments)
 
     def open(self, identify: Identify) -> None:
         """As `Target.open`."""
-        self._beside("prepare")
+        self._on_ranks("prepare")
         self._between_steps("record")
-        found = identify(self._beside("prove"))
+        found = identify(self._on_ranks("prove"))
         self._between_steps("identified", None if found is None else _handed(found))
         self.version, self._is_sure = self._shard.follower.version, True
 
@@ -409,16 +409,16 @@ class ShardsTarget:
 
     def settle(self) -> None:
         """As `Target.settle`."""
-        self._beside("settle")
+        self._on_ranks("settle")
         self._between_steps("settled")
         self.version, self._is_sure = self._shard.follower.version, True
 
-    def stage(self, chain: Sequence[Stored]) -> Sequence[Stored] | None:
+    def stage(self, chain: Sequence[StoredRecord]) -> Sequence[StoredRecord] | None:
         """As `Target.stage`."""
-        self._is_sure = bool(self._beside("stage", [_handed(stored) for stored in chain]))
+        self._is_sure = bool(self._on_ranks("stage", [_handed(stored) for stored in chain]))
         return chain if self._is_sure else None
 
-    def commit(self, staged: Sequence[Stored]) -> Commit:
+    def commit(self, staged: Sequence[StoredRecord]) -> Commit:
         """As `Target.commit`."""
         pause_s, running, changed, stage_s, scatter_s = self._between_steps("commit")
         self.version = version = staged[-1].version
@@ -435,14 +435,14 @@ class ShardsTarget:
 
     def digest(self) -> dict[str, str]:
         """Return the sha256 of every tensor in live memory."""
-        found: dict[str, str] = self._beside("digest")
+        found: dict[str, str] = self._on_ranks("digest")
         return found
 
     def close(self) -> None:
         """Do nothing."""
 
 
-def serve_beside(shard: Shard) -> None:
+def serve_in_thread(shard: Shard) -> None:
     """Take part in what the first rank runs beside the engine, in a thread of this process."""
 
     def serve() -> None:
@@ -454,5 +454,5 @@ def serve_beside(shard: Shard) -> None:
     threading.Thread(target=serve, name="deltasync-rank", daemon=True).start()
 
 
-def _handed(stored: Stored) -> Handed:
+def _handed(stored: StoredRecord) -> Handed:
     return stored.key, stored.sha256, stored.data

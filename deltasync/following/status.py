@@ -101,7 +101,7 @@ class HeartbeatWriter:
         """Whether a heartbeat was ever to be written."""
         return self._thread is not None
 
-    def tell(self, status: Status) -> None:
+    def update(self, status: Status) -> None:
         """Have a heartbeat written if the status changed or the last one is old. An unwritten earlier one is dropped."""
         error = None if status.state == "stale" else status.error  # which says for how long
         content, now_s = (status.epoch, status.sha256, status.state, error), time.monotonic()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from deltasync.channel.documents import Version
-from deltasync.channel.record import Stored
+from deltasync.channel.documents import VersionId
+from deltasync.channel.record import StoredRecord
 from deltasync.following.status import Commit
 
-Identify = Callable[[int], Stored | None]
+Identify = Callable[[int], StoredRecord | None]
 """Returns the version of the channel whose model has this fingerprint (`live.model_fingerprint`); None if none has."""
 
 
@@ -20,7 +20,7 @@ class Target(Protocol):
     """
 
     @property
-    def version(self) -> Version | None:
+    def version(self) -> VersionId | None:
         """The version whose bits are live; None if they are of no version of the channel. May be read from any thread."""
         ...
 
@@ -45,10 +45,10 @@ class Target(Protocol):
         """Audit the live bits, and set `version` to what they are: the version they were taken for, or None."""
         ...
 
-    def stage(self, chain: Sequence[Stored]) -> Any:
+    def stage(self, chain: Sequence[StoredRecord]) -> Any:
         """Fetch, verify and decode the versions of a chain without touching live weights. Returns what `commit` takes.
 
-        A chain starts from `version`, or from full weights (`chain[0].use_anchor`); or it goes back (`plan.goes_back`).
+        A chain starts from `version`, or from full weights (`chain[0].use_anchor`); or it goes back (`plan.is_revert`).
         Returns None if the live bits are not known, so that `settle` is needed first.
 
         Raises:

@@ -213,7 +213,7 @@ def threads(task_count: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def beside(others: int) -> Iterator[None]:
+def leave_cores(others: int) -> Iterator[None]:
     """Leave `others` cores to other threads while this thread runs kernels in this context. A kernel gets at least one core.
 
     A kernel's threads spin while they wait for each other. Where there are too few cores, this costs more than the threads

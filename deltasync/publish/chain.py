@@ -1,6 +1,6 @@
-"""What a late joiner of a channel fetches, and when to shorten it: by a fold from the full weights, or by new full weights.
+"""What a late joiner of a channel fetches, and when to shorten it: by a compaction from the full weights, or by new full weights.
 
-A late joiner takes the newest full weights (an anchor, or the reference), the newest fold from them, and the deltas since.
+A late joiner takes the newest full weights (an anchor, or the reference), the newest compaction from them, and the deltas since.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.publish.budget import Budget
 
 SAMPLED = 1 << 18
-"""Elements by which the size of a fold is estimated."""
+"""Elements by which the size of a compaction is estimated."""
 
 _WINDOWS = 64
 
@@ -37,7 +37,7 @@ class Sample:
                     self._old.append((name, start, held[start:stop].copy()))
             first += held.size
 
-    def fold_bytes(self, bits: Mapping[str, np.ndarray]) -> float:
+    def compaction_bytes(self, bits: Mapping[str, np.ndarray]) -> float:
         """Return the estimated size of a delta to these bits, by the entropy of the steps of the sample, zeros included."""
         steps = [
             (bits[name][start : start + old.size] - old).astype(np.int64) for name, start, old in self._old if name in bits
@@ -50,22 +50,22 @@ class Sample:
 
 
 class Chain:
-    """The way of a late joiner to the newest version, and the budget to shorten it. Several threads use it.
+    """The chain of a late joiner to the newest version, and the budget to shorten it. Several threads use it.
 
     Attributes:
         base: The newest full weights that are stored, None if there are none.
         bytes: Of the deltas since then.
-        foldable: Whether the base's weights could be read when a fold was last made of them.
+        can_compact: Whether the base's weights could be read when a compaction was last made of them.
     """
 
-    def __init__(self, way: Sequence[Stored] = ()) -> None:
-        self.base = way[0] if way else None
-        self.bytes = sum(_bytes_of(stored) for stored in way[1:])
-        self.foldable = True
+    def __init__(self, chain: Sequence[StoredRecord] = ()) -> None:
+        self.base = chain[0] if chain else None
+        self.bytes = sum(_bytes_of(stored) for stored in chain[1:])
+        self.can_compact = True
         self._before_bytes = self.bytes  # what led from the base to the version that was resumed
-        self._budget = Budget(way[-1].record.version if way else 0)
+        self._budget = Budget(chain[-1].record.version if chain else 0)
         self._estimated = 0.0
-        self._factor = 1.0  # actual by estimated size of the last fold
+        self._factor = 1.0  # actual by estimated size of the last compaction
         self._sample: Sample | None = None
         self._lock = threading.Lock()
 
@@ -79,50 +79,50 @@ class Chain:
         """Whether these weights are a checkpoint elsewhere."""
         return self.base is not None and self.base.record.reference is not None
 
-    def begin(self, base: Stored, sample: Sample | None, later_bytes: int = 0, *, paid: bool = False) -> None:
+    def begin(self, base: StoredRecord, sample: Sample | None, later_bytes: int = 0, *, paid: bool = False) -> None:
         """Start from new full weights, after which there are deltas of `later_bytes`.
 
         `sample` is of these weights, `paid` whether the budget pays for them.
         """
         with self._lock:
-            self.base, self.bytes, self.foldable, self._sample = base, later_bytes, True, sample
+            self.base, self.bytes, self.can_compact, self._sample = base, later_bytes, True, sample
             self._before_bytes = 0
             self._budget.end(base.record.version, base.record.payload_bytes if paid else 0)
 
-    def add(self, stored: Stored) -> None:
+    def add(self, stored: StoredRecord) -> None:
         """Add the next delta."""
         with self._lock:
             self.bytes += _bytes_of(stored)
             self._budget.earn(_bytes_of(stored))
 
-    def is_due(self, version: int, bits: Mapping[str, np.ndarray], full_bytes: int, *, folds: bool) -> str | None:
-        """Return `fold` or `anchor` if that is to be stored with a version, whose bits these are.
+    def is_due(self, version: int, bits: Mapping[str, np.ndarray], full_bytes: int, *, compactions: bool) -> str | None:
+        """Return `compaction` or `anchor` if that is to be stored with a version, whose bits these are.
 
         Args:
             version: The version; its own delta does not count yet.
             bits: Of the whole model.
             full_bytes: Of an anchor.
-            folds: Whether folds are wanted.
+            compactions: Whether compactions are wanted.
         """
         with self._lock:
             if self._sample is None:
                 self._sample = Sample(bits)
             sample = self._sample
 
-            def fold_bytes() -> float:
-                self._estimated = self._before_bytes + sample.fold_bytes(bits)
+            def compaction_bytes() -> float:
+                self._estimated = self._before_bytes + sample.compaction_bytes(bits)
                 return self._factor * self._estimated
 
             if self.base is None:
                 return None
-            return self._budget.choose(version, full_bytes, fold_bytes, folds=folds and self.foldable)
+            return self._budget.choose(version, full_bytes, compaction_bytes, compactions=compactions and self.can_compact)
 
     def follows(self, version: int, every: int) -> bool:
-        """Whether a version comes so many versions after the newest fold, or after the full weights."""
-        return self.base is not None and version - self._budget.folded >= every
+        """Whether a version comes so many versions after the newest compaction, or after the full weights."""
+        return self.base is not None and version - self._budget.compacted >= every
 
-    def is_folded(self, version: int, stored: Stored | None) -> None:
-        """Note a fold to a version; None if it could not be stored."""
+    def is_compacted(self, version: int, stored: StoredRecord | None) -> None:
+        """Note a compaction to a version; None if it could not be stored."""
         with self._lock:
             size = 0 if stored is None else _bytes_of(stored)
             self._budget.end(version, size)
@@ -130,5 +130,5 @@ class Chain:
                 self._factor = size / self._estimated
 
 
-def _bytes_of(stored: Stored) -> int:
+def _bytes_of(stored: StoredRecord) -> int:
     return stored.size + sum(file.bytes for file in stored.record.payload_files)

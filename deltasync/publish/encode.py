@@ -12,7 +12,7 @@ import torch
 
 from deltasync import codec
 from deltasync.channel import payloads
-from deltasync.channel.documents import Delta, File, Record, Version
+from deltasync.channel.documents import Delta, File, Record, VersionId
 from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError
@@ -121,7 +121,7 @@ def prove(job: Job, codec_name: str, delta: Changes, data: bytes) -> float:
         version=job.version,
         epoch="-",
         created_at="-",
-        base=Version(job.version - 1, "-", "-"),
+        base=VersionId(job.version - 1, "-", "-"),
         delta=Delta(codec=codec_name, changed=delta.changed),
     )
     name = f"The payload of version {job.version}"

@@ -29,7 +29,7 @@ class Job:
         full: Whether it has full weights, so that its changes do not matter.
         coalesced: Number of publishes that it covers.
         changed: Elements that differ from the version before, over all ranks.
-        pieces: Steps from the version before, in pieces of different elements. Later ones are folded into them while the
+        pieces: Steps from the version before, in pieces of different elements. Later ones are merged into them while the
             job waits.
         fingerprints: Those of the whole tensors at this version. Empty if the uploader has to compute them.
         reference: The checkpoint that it refers to instead of holding weights.

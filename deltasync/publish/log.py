@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Anchor, Channel, File, Head, Record, Version
+from deltasync.channel.documents import Anchor, Channel, File, Head, Record, VersionId
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer
 from deltasync.channel.threads import Workers
 from deltasync.codec.base import Encoded
@@ -53,21 +53,23 @@ def boot_s() -> float:
 class Lease:
     """How one writer takes over from another on a store that cannot decide which of them may write.
 
-    A request is assumed to take effect within `settle_s - look_s` after it was sent, or never.
+    A request is assumed to take effect within `settle_s - recheck_s` after it was sent, or never.
 
     Attributes:
         settle_s: How long a new writer waits for requests of the one before; `ConfigError` if that is too short.
-        look_s: How long a writer may rely on its last look at the epochs.
+        recheck_s: How long a writer may rely on its last look at the epochs.
         request_s: After how long the store gives up the request that follows a look.
     """
 
     settle_s: float = 30.0
-    look_s: float = 5.0
+    recheck_s: float = 5.0
     request_s: float = REQUEST_S
 
     def __post_init__(self) -> None:
-        if self.settle_s <= self.look_s + self.request_s:
-            raise ConfigError(f"settle_s must be more than {self.look_s + self.request_s:g} s, and is {self.settle_s:g} s.")
+        if self.settle_s <= self.recheck_s + self.request_s:
+            raise ConfigError(
+                f"settle_s must be more than {self.recheck_s + self.request_s:g} s, and is {self.settle_s:g} s."
+            )
 
     def wait(self, claimed_s: float) -> None:
         """Wait until a claim made at `claimed_s`, by `boot_s`, has settled."""
@@ -78,7 +80,7 @@ class Lease:
 
 
 class Log:
-    """Puts records, files, folds and head as `docs/format.md` says. One thread appends; other methods may run in several.
+    """Puts records, files, compactions and head as `docs/format.md` says. One thread appends; other methods may run in several.
 
     Args:
         lease: How this writer takes over, and notices that another one does; None where the store decides.
@@ -105,7 +107,7 @@ class Log:
         epoch: str,
         run_id: str,
         channel: Channel | None,
-        tip: Version | None = None,
+        tip: VersionId | None = None,
         lease: Lease | None = None,
         claimed_s: float = 0.0,
     ) -> None:
@@ -114,7 +116,7 @@ class Log:
         self.fencing = "seal" if lease is None else "lease"
         self.run_id = run_id
         self.tip = tip
-        self.pending: Stored | None = None
+        self.pending: StoredRecord | None = None
         self.published: dict[int, str] = {}
         self.emptied = False
         self.stop = threading.Event()
@@ -127,7 +129,7 @@ class Log:
         self._new_channel: tuple[Channel, bytes] | None = None
         self._fenced: FencedError | None = None
         self._attempts: dict[int, int] = {}
-        self._folds: dict[str, Stored] = {}
+        self._compactions: dict[str, StoredRecord] = {}
         self._anchor: tuple[int, str] | None = None
         self._lock = threading.Lock()
         self._head_waits = self._had_head = False
@@ -181,7 +183,7 @@ class Log:
             self._store_channel()
         return self._new_channel[0]
 
-    def append(self, document: Record, payload: Encoded | None) -> Stored:
+    def append(self, document: Record, payload: Encoded | None) -> StoredRecord:
         """Make a version visible, after the pending one if there is one. After return: visible as a whole, and the tip.
 
         Args:
@@ -219,7 +221,7 @@ class Log:
         self.published.pop(self.tip.version - _MOST_PUBLISHED, None)
         self._follow_with_head()
 
-    def announce(self, version: Version, fingerprint: str, anchor: Anchor, requires: list[str]) -> Stored:
+    def announce(self, version: VersionId, fingerprint: str, anchor: Anchor, requires: list[str]) -> StoredRecord:
         """Announce an anchor of a stored version of any epoch. The anchor's files are stored.
 
         If this gets no answer, the next call for it puts the same bytes again. `requires` are the features that a reader of
@@ -228,19 +230,19 @@ class Log:
         Raises:
             FencedError, StoreError, ConfigError, CorruptDataError: as `append`.
         """
-        stored = self.fold(version, fingerprint, None, anchor=anchor, requires=requires)
+        stored = self.compaction(version, fingerprint, None, anchor=anchor, requires=requires)
         with self._lock:
             self._anchor = max(self._anchor or (0, ""), (version.version, stored.key))
             self.emptied = False
         self._follow_with_head()
         return stored
 
-    def fold(self, version: Version, fingerprint: str, payload: Encoded | None, **fields: Any) -> Stored:
+    def compaction(self, version: VersionId, fingerprint: str, payload: Encoded | None, **fields: Any) -> StoredRecord:
         """Store another way to a version, from `base` by `delta`, which are fields of its record. Raises as `announce`."""
         self._check()
         document = Record(
             run_id=self.run_id,
-            kind="announcement" if "anchor" in fields else "fold",
+            kind="announcement" if "anchor" in fields else "compaction",
             version=version.version,
             epoch=version.epoch,
             sha256=version.sha256,
@@ -251,15 +253,15 @@ class Log:
         if document.base is None:
             key = keys.announcement(version.version, self.epoch)
         else:
-            key = keys.fold(document.base.version, version.version, self.epoch)
+            key = keys.compaction(document.base.version, version.version, self.epoch)
         with self._lock:
-            stored = self._folds.get(key)
+            stored = self._compactions.get(key)
             if stored is None:
-                stored = self._folds[key] = self._encoded(document, key, payload)
+                stored = self._compactions[key] = self._encoded(document, key, payload)
         data = stored.data
         if data is not None:
             self._retried(lambda: self.store.put(key, data))
-            stored = self._folds[key] = dataclasses.replace(stored, data=None)
+            stored = self._compactions[key] = dataclasses.replace(stored, data=None)
         return stored
 
     @property
@@ -284,7 +286,7 @@ class Log:
         self._fenced = FencedError(f"{what} ({self.store.url}). This publisher must stop; only one may write to a channel.")
         return self._fenced
 
-    def _encoded(self, document: Record, key: str, payload: Encoded | None) -> Stored:
+    def _encoded(self, document: Record, key: str, payload: Encoded | None) -> StoredRecord:
         """Return the stored form of a record, held to its bounds. Its document is read back from its bytes."""
         stored = record.encode(document, key, payload, self._signer)
         assert stored.data is not None
@@ -325,12 +327,12 @@ class Log:
     def _put_guarded(self, key: str, data: bytes) -> None:
         """Put an object after a look at the epochs, which is made while its bytes are uploaded."""
         if key == keys.CHANNEL:
-            self.store.put(key, data, guard=self._look_for_channel)
+            self.store.put(key, data, guard=self._check_channel)
             return
-        look = Workers(1, "deltasync-look").submit(self._look_at_epochs)
-        self.store.put(key, data, guard=lambda: self._check_look(look.result()))
+        look = Workers(1, "deltasync-look").submit(self._read_epochs)
+        self.store.put(key, data, guard=lambda: self._check_lease(look.result()))
 
-    def _look_at_epochs(self) -> float:
+    def _read_epochs(self) -> float:
         """Raise if this epoch is not the newest; return when this look began, by `boot_s`."""
         began_s = boot_s()
         newest = max(self._reader.epochs(), default="")
@@ -338,16 +340,16 @@ class Log:
             raise self._fence(f"Another publisher opened the channel as epoch {newest}, after {self.epoch}")
         return began_s
 
-    def _check_look(self, began_s: float) -> None:
+    def _check_lease(self, began_s: float) -> None:
         """Raise if another epoch may have begun since a look; if that is too old, look again first."""
         assert self._lease is not None
-        if not 0 <= boot_s() - began_s <= self._lease.look_s:
-            began_s = self._look_at_epochs()
+        if not 0 <= boot_s() - began_s <= self._lease.recheck_s:
+            began_s = self._read_epochs()
         age_s = boot_s() - began_s
-        if not 0 <= age_s <= self._lease.look_s:
+        if not 0 <= age_s <= self._lease.recheck_s:
             raise TransientStoreError(f"A look at the epochs took {age_s:.1f} s and is too old, so nothing was sent.")
 
-    def _is_there(self, version: Version) -> bool:
+    def _is_there(self, version: VersionId) -> bool:
         """Whether a version that head names exists: a damaged byte of head must stop nobody."""
         try:
             self._retried(lambda: self._reader.record(version))
@@ -355,11 +357,11 @@ class Log:
             return False
         return True
 
-    def _look_for_channel(self) -> None:
+    def _check_channel(self) -> None:
         assert self._new_channel is not None
         if put.holds(self.store, keys.CHANNEL, self._new_channel[1]) is False:
             raise self._fence("Another publisher created the channel")
-        self._check_look(self._look_at_epochs())
+        self._check_lease(self._read_epochs())
 
     def _restore_channel(self) -> None:
         """Put channel.json back if it went, as where somebody emptied the bucket: without it nobody can join."""

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Channel, Opening, Record, Version, sha256_hex
+from deltasync.channel.documents import Channel, EpochDocument, Record, VersionId, sha256_hex
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer, require_signer
 from deltasync.config import PublisherSettings
 from deltasync.errors import (
@@ -50,7 +50,7 @@ _Result = TypeVar("_Result")
 class _End(NamedTuple):
     """The newest version, readable or not, None if there is none, and the epoch whose log goes on from it."""
 
-    version: Version | None
+    version: VersionId | None
     epoch: str
 
     @property
@@ -184,8 +184,8 @@ class _Opener:
         )
         return False
 
-    def _put_opening(self, run_id: str, epoch: str, continues: Version | None) -> None:
-        document = Opening(
+    def _put_opening(self, run_id: str, epoch: str, continues: VersionId | None) -> None:
+        document = EpochDocument(
             run_id=run_id,
             epoch=epoch,
             continues=continues,
@@ -193,10 +193,10 @@ class _Opener:
             created_at=documents.now(),
         )
         key, data = keys.epoch_document(epoch), documents.encode(document)
-        documents.decode(data, Opening, key)
+        documents.decode(data, EpochDocument, key)
         self._retried(lambda: self._store.put(key, data))
 
-    def _seal(self, channel: Channel, listed: _Listed) -> tuple[Version | None, str]:
+    def _seal(self, channel: Channel, listed: _Listed) -> tuple[VersionId | None, str]:
         """End the log. Return the version it ended with, and the epoch that goes on."""
         while True:
             end = self._end(channel, listed)
@@ -247,7 +247,7 @@ class _Opener:
                 return end
             end = self._read(following)
 
-    def _known(self) -> Version | None:
+    def _known(self) -> VersionId | None:
         """Return the version that head names, if it is there."""
         head = self._reader.head()
         try:
@@ -275,7 +275,7 @@ class _Opener:
     def _read(self, slot: Slot, known: ObjectInfo | None = None) -> _End:
         """Return the end of the log whose last slot this is."""
 
-        def read() -> Stored:
+        def read() -> StoredRecord:
             stored = self._reader.slot(slot, known)
             if stored is None:
                 raise TransientStoreError(f"{slot.key} is there, but cannot be read.")
@@ -284,7 +284,7 @@ class _Opener:
         try:
             last = self._retried(read)
         except CorruptDataError:
-            version = Version(slot.version, slot.epoch, self._retried(lambda: self._digest(slot)))
+            version = VersionId(slot.version, slot.epoch, self._retried(lambda: self._digest(slot)))
             logger.warning("Version %s cannot be read. The next version has full weights.", version)
             return _End(version, slot.epoch)
         following = last.record.next_epoch

@@ -1,7 +1,7 @@
 """Publish a stream of tensors as the next version of a channel: DETECT (`shadow`), ENCODE (`encode`), PUBLISH (`upload`).
 
 `publish` reads the stream and compares it with the shadow, in the caller's thread. Meanwhile an idle uploader encodes and
-stores what changed, group by group. If the uploader falls behind, the changes wait and later ones are folded into them:
+stores what changed, group by group. If the uploader falls behind, the changes wait and later ones are merged into them:
 memory stays bounded, and the trainer never waits for the network.
 
 The ranks of a sharded trainer publish together, each what it holds. They agree on each publish: all take it, or none.
@@ -46,7 +46,7 @@ from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
 from deltasync.tensors import Delta, TensorSpec, weight_bytes
-from deltasync.tensors.delta import fold, joined
+from deltasync.tensors.delta import joined, merge
 
 logger = get_logger(__name__)
 
@@ -87,11 +87,13 @@ class _Given(NamedTuple):
         was_given, retention = retention is not None, Retention.from_env() if retention is None else retention
         if not isinstance(retention, Retention):
             raise ConfigError(f"retention must be a Retention, not {retention!r}.")
-        if is_sharded and retention.fold_every:
-            raise ConfigError("A sharded trainer writes no folds; leave fold_every at 0 and run `deltasync fold`.")
+        if is_sharded and retention.compact_every:
+            raise ConfigError(
+                "A sharded trainer writes no compactions; leave compact_every at 0 and run `deltasync compact`."
+            )
         store = open_store(channel)
         if isinstance(model_files, str | Path):
-            model_files = anchors.companion_files(Path(model_files))
+            model_files = anchors.read_model_files(Path(model_files))
         files = dict(model_files or {})
         for name in files:
             check_key(name)
@@ -188,7 +190,7 @@ class Publisher:
                     "`deltasync cost` computes its size.",
                     self.store.url,
                 )
-            keeper = Keeper(reader, self._log, given.retention, given.files, Chain(start.way))
+            keeper = Keeper(reader, self._log, given.retention, given.files, Chain(start.chain))
             self._uploader = Uploader(self._log, keeper, start.settings, self._peers.signals)
         else:
             self._uploader = PartUploader(self.store, start.settings, self._peers.signals)
@@ -516,7 +518,7 @@ class Publisher:
         assert shadow is not None
         pieces = changes
         if waiting is not None and not base.full and waiting.delta.changed and changes:
-            pieces = [fold([waiting.delta, joined(changes)])]
+            pieces = [merge([waiting.delta, joined(changes)])]
         elif waiting is not None and not base.full:
             pieces = [*waiting.pieces, *changes]
         # Without other ranks the uploader computes the fingerprints of full weights, so that the trainer does not wait.

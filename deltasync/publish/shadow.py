@@ -31,11 +31,11 @@ from deltasync.tensors.bits import (
     spec_of,
     tensor_of,
 )
-from deltasync.tensors.delta import fold
+from deltasync.tensors.delta import merge
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
-    from deltasync.channel.record import Stored
+    from deltasync.channel.record import StoredRecord
     from deltasync.ranks.peers import Range
 
 logger = get_logger(__name__)
@@ -44,7 +44,7 @@ _DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 _BATCH = 1 << 26  # elements that are compared by one call
 _COPIED = 1 << 20  # elements of a tensor that is copied, to be compared with others, where its memory may be used again
 _MOST_LATER = 8
-"""Deltas that a snapshot keeps one by one; more are folded."""
+"""Deltas that a snapshot keeps one by one; more are merged."""
 
 
 class Shadow:
@@ -134,8 +134,8 @@ class Shadow:
         return cls(specs, ranges, {name: bits_of(tensor) for name, tensor in tensors.items()})
 
     @classmethod
-    def read(cls, reader: ChannelReader, way: Sequence[Stored], ranges: Mapping[str, Range]) -> Shadow:
-        """Read these ranges from a channel, along a way of records. The caller checks the fingerprint over all ranks.
+    def read(cls, reader: ChannelReader, chain: Sequence[StoredRecord], ranges: Mapping[str, Range]) -> Shadow:
+        """Read these ranges from a channel, along a chain of records. The caller checks the fingerprint over all ranks.
 
         Raises:
             StoreError, ChainError, FormatError, ApplyError: they cannot be read.
@@ -148,7 +148,7 @@ class Shadow:
         segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in bits.items()}
         memory = LiveMemory(specs, segments)
         memory.audit()
-        for stored in way:
+        for stored in chain:
             if stored.use_anchor:
                 memory.commit(memory.stage_weights(payloads.weights(reader, stored)))
             else:
@@ -394,7 +394,7 @@ class Snapshot:
         """Note a step of the shadow, which holds the lock."""
         if self._left:
             before = self._later
-            self._later = [*([fold(before)] if len(before) >= _MOST_LATER else before), delta]
+            self._later = [*([merge(before)] if len(before) >= _MOST_LATER else before), delta]
 
     def noted(self, delta: Delta | None) -> bool:
         """Whether this was the last delta to be noted."""

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from deltasync.channel import adapter_base, checkpoint, documents, plan, signing
 from deltasync.channel.checkpoint import Checkpoint
-from deltasync.channel.documents import Channel, Reference, Version
+from deltasync.channel.documents import Channel, Reference, VersionId
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.config import PublisherSettings
 from deltasync.errors import ApplyError, ChainError, ConfigError, CorruptDataError, FormatError, ModelMismatchError
 from deltasync.following import Replica
@@ -39,41 +39,43 @@ class Start(NamedTuple):
     channel: Channel | None
     run_id: str
     number: int  # of the newest version, readable or not; 0 if there is none
-    way: Sequence[Stored]  # the records that lead to it from nothing, without bytes; empty if nothing can build on it
+    chain: Sequence[
+        StoredRecord
+    ]  # the records that lead to it from nothing, without bytes; empty if nothing can build on it
     trusted: list[str] | None  # keys of writers, None if everything is taken
 
     @property
-    def end(self) -> Version:
+    def end(self) -> VersionId:
         """The newest version, which the next one builds on."""
-        return self.way[-1].version
+        return self.chain[-1].version
 
 
 def open_first(store: Store, settings: PublisherSettings, resume: bool, files: Mapping[str, bytes]) -> tuple[Start, Log]:
-    """Open a channel to write to it, and find the way to its newest version. Raises as `open_channel`.
+    """Open a channel to write to it, and find the chain to its newest version. Raises as `open_channel`.
 
     The next version has full weights if `files`, beside them, change what an adapter's weights mean.
     """
     signer = signing.signer_of(settings)
     reader = ChannelReader(store, None if signer is None else signer.trusted)
     log = open_channel(reader, settings, resume, signer)
-    way, tip = list[Stored](), log.tip
+    chain, tip = list[StoredRecord](), log.tip
     if tip is not None:
         try:
             put.reread(settings, lambda: reader.record(tip))
-            way = [dataclasses.replace(stored, data=None) for stored in plan.find_way(reader, None, tip)]
-            if _has_other_adapter(way[0], files):
+            chain = [dataclasses.replace(stored, data=None) for stored in plan.find_chain(reader, None, tip)]
+            if _has_other_adapter(chain[0], files):
                 logger.info("The adapter of version %s has another config or base. The next version has full weights.", tip)
-                way = []
+                chain = []
         except (CorruptDataError, ChainError) as error:
             logger.warning("Version %s cannot be read: %s The next version has full weights.", tip, error)
     number = 0 if tip is None else tip.version
-    return Start(settings, log.channel, log.run_id, number, way, None if signer is None else signer.trusted.names), log
+    return Start(settings, log.channel, log.run_id, number, chain, None if signer is None else signer.trusted.names), log
 
 
-def _has_other_adapter(stored: Stored, files: Mapping[str, bytes]) -> bool:
+def _has_other_adapter(stored: StoredRecord, files: Mapping[str, bytes]) -> bool:
     """Whether these files change the config or the base of an adapter, which replicas learn with full weights only."""
     anchor = stored.record.anchor
-    known = {} if anchor is None else {file.key.rpartition("/")[2]: file.sha256 for file in anchor.companions}
+    known = {} if anchor is None else {file.key.rpartition("/")[2]: file.sha256 for file in anchor.model_files}
     changed = {name for name, data in files.items() if known.get(name) != documents.sha256_hex(data)}
     return ADAPTER_CONFIG in known and not changed.isdisjoint((ADAPTER_CONFIG, adapter_base.FILE))
 
@@ -123,7 +125,7 @@ class FirstStream:
         self._peers, self._owned = peers, owned
         self._reader = reader
         self._saved = saved
-        self._resumes = bool(start.way)
+        self._resumes = bool(start.chain)
 
     def compare(self, named_tensors: Stream, channel: Channel | None, dtype: str, may_refer: bool) -> Begun:
         """Take the first stream. With `may_refer` its version may be a reference.
@@ -171,7 +173,7 @@ class FirstStream:
         damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
         added = 0 if shadow is None else sum(shadow.fingerprints.values())
         damaged, total = self._peers.agree(None if damage else problem, damage is not None, added)
-        if damaged or fingerprint.to_hex(total) != start.way[-1].record.fingerprint:
+        if damaged or fingerprint.to_hex(total) != start.chain[-1].record.fingerprint:
             why = damage or "on another rank, or its bits do not have its fingerprint."
             logger.warning("Version %s cannot be read: %s The next version has full weights.", start.end, why)
             return None
@@ -180,7 +182,7 @@ class FirstStream:
     def _read(self, ranges: Mapping[str, Range]) -> Shadow:
         """Read the newest version's bits. The caller checks the fingerprint over all ranks."""
         if self._peers.size > 1:
-            return Shadow.read(self._reader, self.start.way, ranges)
+            return Shadow.read(self._reader, self.start.chain, ranges)
         replica = Replica(self._reader)
         if self._saved is not None:
             try:

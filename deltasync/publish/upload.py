@@ -16,7 +16,7 @@ import msgspec
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Delta, Record
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import Workers, let_go
 from deltasync.config import PublisherSettings
 from deltasync.errors import DeltaSyncError, FencedError, PublishError, PublishLostError, PublishPendingError, get_logger
@@ -73,7 +73,7 @@ class Uploader:
             return (self._log.next_version, self.full) if newest is None else (newest.version + 1, False)
 
     def take(self) -> Job | None:
-        """Return the waiting job, if there is one, so that another publish can be folded into it.
+        """Return the waiting job, if there is one, so that another publish can be merged into it.
 
         It goes on waiting until another job is submitted, which takes its place, or until `release`.
 
@@ -83,8 +83,8 @@ class Uploader:
         with self._lock:
             if self._fenced is not None:
                 raise self._fenced
-            folds = self._waiting and self._waiting[-1].reference is None
-            self._held = self._waiting[-1] if folds else None
+            merges = self._waiting and self._waiting[-1].reference is None
+            self._held = self._waiting[-1] if merges else None
             return self._held
 
     def release(self, job: Job | None = None) -> None:
@@ -124,7 +124,7 @@ class Uploader:
     def is_due(self, version: int, full_bytes: int) -> bool:
         """Whether an anchor is to be stored beside a version, whatever it costs.
 
-        No rank of a sharded trainer could write a fold. There an anchor is also due after a number of versions, unless they
+        No rank of a sharded trainer could write a compaction. There an anchor is also due after a number of versions, unless they
         follow a reference, and once the deltas are more bytes than the weights.
         """
         keeper, chain = self._keeper, self._keeper.chain
@@ -243,7 +243,7 @@ class Uploader:
             if not isinstance(error, PublishError):
                 error = PublishLostError(f"Version {version} was not published and is not visible: {error}")
                 error.__cause__ = cause
-            # At once, so that a publish that learns of the loss cannot fold anything into what builds on it.
+            # At once, so that a publish that learns of the loss cannot merge anything into what builds on it.
             with self._lock:
                 self.full, self._running = True, None
                 lost = self._drop_waiting()
@@ -258,7 +258,7 @@ class Uploader:
         self._waiting = [job for job in self._waiting if job is self._held]
         return lost
 
-    def _store_delta(self, job: Job) -> Stored:
+    def _store_delta(self, job: Job) -> StoredRecord:
         """Store the parts, then the record. After return: visible as a whole.
 
         Raises:
@@ -276,7 +276,7 @@ class Uploader:
         sample = None
         if wanted is not None and not self._signals.others:  # else they were collected from all ranks
             job.weights = Weights.of(job.shadow, self.settings)
-            sample = Sample(job.shadow.bits) if wanted != "fold" else None
+            sample = Sample(job.shadow.bits) if wanted != "compaction" else None
         job.released.set()
         others = self._signals.collect(job.serial)
         payload_bytes = encoded.bytes + sum(file.bytes for file in others)
@@ -288,14 +288,14 @@ class Uploader:
         keeper.chain.add(stored)
         if job.weights is not None:
             weights, job.weights = job.weights, None
-            if wanted == "fold":
+            if wanted == "compaction":
                 assert weights.snapshot is not None
-                keeper.fold(stored, weights.snapshot)
+                keeper.compaction(stored, weights.snapshot)
             else:
                 keeper.announce(stored, weights, requires_of(self.settings), sample, paid=wanted == "anchor")
         return stored
 
-    def _store_full(self, job: Job) -> Stored:
+    def _store_full(self, job: Job) -> StoredRecord:
         """Store the weight files, unless it is a reference, then the record. Raises as `_store_delta`."""
         log, requires = self._log, [documents.REFERENCE]
         if job.reference is None:
@@ -314,8 +314,8 @@ class Uploader:
         return stored
 
     def _wanted(self, job: Job) -> str | None:
-        """Return what to store beside a version: a `fold`, an `anchor` from the budget, or a `due` one; None for nothing."""
-        keeper, shadow, every = self._keeper, job.shadow, self._keeper.retention.fold_every
+        """Return what to store beside a version: a `compaction`, an `anchor` from the budget, or a `due` one; None for nothing."""
+        keeper, shadow, every = self._keeper, job.shadow, self._keeper.retention.compact_every
         if self._signals.others:
             return None if job.weights is None else "due"
         full_bytes = weight_bytes(shadow.specs.values())
@@ -324,8 +324,8 @@ class Uploader:
         if keeper.storing:
             return None
         if every:
-            return "fold" if keeper.chain.foldable and keeper.chain.follows(job.version, every) else None
-        return keeper.chain.is_due(job.version, shadow.bits, full_bytes, folds=every is None)
+            return "compaction" if keeper.chain.can_compact and keeper.chain.follows(job.version, every) else None
+        return keeper.chain.is_due(job.version, shadow.bits, full_bytes, compactions=every is None)
 
     def _record(
         self, job: Job, *, delta: Delta | None = None, anchor: Anchor | None = None, requires: Sequence[str] = ()

@@ -139,7 +139,7 @@ def of_tensor(
     return Delta(layout, {}, found) if absolute else Delta(layout, found)
 
 
-def fold(deltas: Sequence[Delta]) -> Delta:
+def merge(deltas: Sequence[Delta]) -> Delta:
     """Merge consecutive deltas of one model, oldest first, at least one. Their arrays are not mutated."""
     layout = deltas[0].layout
     if len(deltas) == 1:

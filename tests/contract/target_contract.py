@@ -188,7 +188,7 @@ class TargetContract:
             time.sleep(0.01)
         assert bench.follow.version == 2
         if what == "deleted":
-            bench.follow._heartbeats.tell(bench.follow.status(0))  # type: ignore[union-attr]
+            bench.follow._heartbeats.update(bench.follow.status(0))  # type: ignore[union-attr]
             bench.follow.stop()
             assert list(inner.list("")) == []
 

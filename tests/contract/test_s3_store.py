@@ -353,10 +353,10 @@ class TestListing:
 
     def test_one_that_cannot_be_passed_over_is_named(self, s3_server: MotoServer, s3_bucket: str) -> None:
         store = open_store(s3_server.url(s3_bucket))
-        s3_server.client.put_object(Bucket=s3_bucket, Key="run/folds/x\x01y", Body=b"x")
-        with pytest.raises(StoreError, match=r"the key 'run/folds/x.*y', which cannot be listed: delete or rename it"):
-            list(store.list("folds/"))
-        s3_server.client.delete_object(Bucket=s3_bucket, Key="run/folds/x\x01y")
+        s3_server.client.put_object(Bucket=s3_bucket, Key="run/compactions/x\x01y", Body=b"x")
+        with pytest.raises(StoreError, match=r"the key 'run/compactions/x.*y', which cannot be listed: delete or rename it"):
+            list(store.list("compactions/"))
+        s3_server.client.delete_object(Bucket=s3_bucket, Key="run/compactions/x\x01y")
 
 
 class TestRenewal:

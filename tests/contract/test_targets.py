@@ -259,7 +259,7 @@ class TestVllm(TargetContract):
 
             def target(self, settings: ReplicaSettings) -> Target:
                 self.engine = driving.Engine()  # a server restarts with its workers
-                monkeypatch.setattr(worker, "open_nearest", lambda _: self.store)
+                monkeypatch.setattr(worker, "open_failover", lambda _: self.store)
                 return EngineTarget(self.engine, self.reader, settings, Metrics(CollectorRegistry()), self.run)
 
             def live(self) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ CALLS = {
     "prune": ["CHANNEL", "--grace", "0", "--dry-run"],
     "anchor": ["CHANNEL", "--timeout", "0"],
     "cost": ["--params", "7e9", "--changed", "0.01"],
-    "fold": ["CHANNEL", "1", "3"],
+    "compact": ["CHANNEL", "1", "3"],
     "export": ["CHANNEL", "latest", "FOLDER/exported"],
     "cp": ["CHANNEL", "file://FOLDER/copy"],
     "relay": ["CHANNEL", "file://FOLDER/relayed", "--once"],
@@ -45,14 +45,14 @@ CALLS = {
 
 @pytest.fixture
 def channel(tmp_path: Path) -> str:
-    """Three versions, an announced anchor, a fold, a replica, and one damaged record."""
+    """Three versions, an announced anchor, a compaction, a replica, and one damaged record."""
     url, weights = f"file://{tmp_path}/run", {"w": torch.zeros(1000, dtype=torch.bfloat16)}
     with Publisher(url, anchor_every=2) as publisher:
         for version in range(1, 5):
             weights["w"][version] = 1.0
             publisher.publish(weights, step=version).wait(60)
     heartbeat.write(open_store(url), Heartbeat(replica_id="r", run_id=publisher.run_id, version=3, state="serving"))
-    assert CliRunner().invoke(main, ["fold", url, "2", "4"]).exit_code == 0
+    assert CliRunner().invoke(main, ["compact", url, "2", "4"]).exit_code == 0
     (slot,) = [slot for slot, _ in ChannelReader(open_store(url)).slots() if slot.version == 4]
     path = tmp_path / "run" / slot.key
     path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)

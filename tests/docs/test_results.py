@@ -37,11 +37,11 @@ def test_a_file_says_where_its_figures_are_from(path: Path) -> None:
 
 
 def test_bits_between_two_densities_are_interpolated_in_the_samples_of_that_master_and_span() -> None:
-    ends = [results._master(f"bf16 {changed}, fold of 8") for changed in ("0.12%", "1.07%")]
+    ends = [results._master(f"bf16 {changed}, compaction of 8") for changed in ("0.12%", "1.07%")]
     low, high = (results._encoding(end, "packed")["bits_per_changed"] for end in ends)
     middle = (ends[0]["changed_fraction"] * ends[1]["changed_fraction"]) ** 0.5
-    assert results._bits_at("bf16", "fold of 8", "packed", middle) == pytest.approx((low + high) / 2)
-    assert results._bits_at("bf16", "fold of 8", "packed", ends[1]["changed_fraction"]) == high
+    assert results._bits_at("bf16", "compaction of 8", "packed", middle) == pytest.approx((low + high) / 2)
+    assert results._bits_at("bf16", "compaction of 8", "packed", ends[1]["changed_fraction"]) == high
 
 
 def test_a_figure_that_was_typed_by_hand_is_found() -> None:

@@ -19,7 +19,7 @@ from tests.faults_matrix.matrix import Seen, assert_holds, expecting, listening,
 from tests.faults_matrix.places import DECIDING, PLACES, Open, everywhere
 from tests.integration.test_store_faults import in_parts
 
-_FOLDED = 20  # versions: further than a replica follows the log without looking for folds
+_FOLDED = 20  # versions: further than a replica follows the log without looking for compactions
 
 
 def spoil(store: Store, prefix: str) -> None:
@@ -138,17 +138,17 @@ def _announced(prefix: str, open_: Open) -> Seen:
     return run.end(next(iter(warned.messages), "(nothing)"))
 
 
-def _fold(open_: Open) -> Seen:
-    run = _Run(open_, Retention(fold_every=4))
+def _compaction(open_: Open) -> Seen:
+    run = _Run(open_, Retention(compact_every=4))
     run.publish(_FOLDED)
-    folds: list[str] = []
+    compactions: list[str] = []
     deadline = time.monotonic() + 30
-    while not folds:  # written in the background
+    while not compactions:  # written in the background
         assert time.monotonic() < deadline
         time.sleep(0.05)
-        folds = [info.key for info in run.store.list(keys.FOLDS) if keys.fold_of(info.key)]
-    assert run.replica.sync(1) == 1  # from where folds lead
-    spoil(run.store, max(folds))
+        compactions = [info.key for info in run.store.list(keys.COMPACTIONS) if keys.compaction_of(info.key)]
+    assert run.replica.sync(1) == 1  # from where compactions lead
+    spoil(run.store, max(compactions))
     with listening() as warned:
         assert run.replica.sync() == _FOLDED
     return run.end(next(iter(warned.messages), "(nothing)"))
@@ -194,7 +194,7 @@ _ROWS: dict[str, tuple[Callable[[Open], Seen], str, tuple[str, ...]]] = {
     "a file of the first anchor": (_first_anchor, _NEXT_ANCHOR, PLACES),
     "a file of an announced anchor": (functools.partial(_announced, f"{keys.ANCHORS}0000000005"), _AT_ONCE, PLACES),
     "the announcement of an anchor": (functools.partial(_announced, keys.ANNOUNCEMENTS), _AT_ONCE, PLACES),
-    "a fold": (_fold, _AT_ONCE, PLACES),
+    "a compaction": (_compaction, _AT_ONCE, PLACES),
     "an epoch's document": (_opening, "nothing to come back from", PLACES),
     "head": (_head, "the next publish", PLACES),
     "a seal": (_seal, "the new epoch's first version", DECIDING),

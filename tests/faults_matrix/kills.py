@@ -64,7 +64,7 @@ for _name, _which in {
     "a new channel with a lease": "the publisher is killed at each step of a new channel where the store does not decide",
     "a log that was sealed": "the publisher is killed at each step of an opening of a log that was sealed",
     "a log with a lease": "the publisher is killed at each step of an opening where the store does not decide",
-    "sweeps": "the publisher is killed while it writes anchors and folds, forgets and prunes",
+    "sweeps": "the publisher is killed while it writes anchors and compactions, forgets and prunes",
 }.items():
     row("Publish", _which, noticed="opening finds the end of the log", back="restart with resume=True", slow=True)(
         functools.partial(_kill_publisher, _name)

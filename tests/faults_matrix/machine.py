@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, housekeeping, open_store
+from deltasync import Publisher, Replica, maintenance, open_store
 from deltasync.channel import heartbeat
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
@@ -90,7 +90,7 @@ def _store_full(lab: Lab) -> Seen:
         assert_holds(replica, 3)
         publisher.close()
         assert [path for path in disk.rglob("*.tmp")] == []
-        assert housekeeping.check(ChannelReader(open_store(url)), read_data=True).problems == []
+        assert maintenance.check(ChannelReader(open_store(url)), read_data=True).problems == []
         return Seen(said[0], took[0])
 
 
@@ -268,7 +268,7 @@ def _jumps(lab: Lab) -> Seen:
                     slowest_s = max(slowest_s, took[0])
                     assert_holds(replica, seed)
     assert len(ChannelReader(store).slots()) == seed  # nothing was old enough to forget
-    assert housekeeping.check(ChannelReader(store), read_data=True).problems == []
+    assert maintenance.check(ChannelReader(store), read_data=True).problems == []
     return Seen("(nothing)", slowest_s)
 
 

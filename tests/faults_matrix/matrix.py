@@ -128,7 +128,7 @@ def weights(seed: int, count: int = 4000) -> Weights:
 
 
 def publish(publisher: Publisher, seed: int) -> int:
-    """Publish that model, and wait for it and for what follows it: head, anchors, folds."""
+    """Publish that model, and wait for it and for what follows it: head, anchors, compactions."""
     try:
         return publisher.publish(weights(seed).items(), step=seed).wait(PATIENCE_S).version
     finally:

@@ -16,7 +16,7 @@ import torch
 
 from deltasync import Publisher, Replica
 from deltasync.channel import heartbeat, keys
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import AckTimeoutError, ConfigError, FencedError, MissingVersionError, NotPublishedError
@@ -41,7 +41,7 @@ from tests.writers import restore, snapshot
 _FOREVER = 10_000
 
 
-def _serves(version: Version, run_id: str) -> Heartbeat:
+def _serves(version: VersionId, run_id: str) -> Heartbeat:
     return Heartbeat(
         replica_id="a",
         run_id=run_id,
@@ -191,7 +191,7 @@ def _suspended(kind: str, lab: Lab) -> Seen:
     old = PROCESSES.Process(target=_train, args=(url, environ, sender))
     old.start()
     sender.close()
-    served: dict[Version, int] = {}
+    served: dict[VersionId, int] = {}
     replica = Replica(open_at(url))
 
     def follow() -> None:

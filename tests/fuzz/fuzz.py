@@ -32,7 +32,7 @@ _MOST_BYTES = 1 << 20
 # What numba compiles must be as it was written.
 _KERNELS = [f"deltasync.kernels.{name}" for name in ("coder", "cpu", "gpu", "torch_ops")]
 _INTERPRETED = "NUMBA_DISABLE_JIT" in os.environ
-_ROOMS = "tensors", "codec", "stores", "channel", "live", "replicas", "housekeeping", "dashboard"
+_ROOMS = "tensors", "codec", "stores", "channel", "live", "replicas", "maintenance", "dashboard"
 with atheris.instrument_imports(include=["deltasync", "vllm_plugin"], exclude=[] if _INTERPRETED else _KERNELS):
     import deltasync
     import deltasync.following.requests

@@ -50,7 +50,7 @@ _VALUES: list[Any] = [
     "delta",
     "anchor",
     "seal",
-    "fold",
+    "compaction",
     "000001-00000001",
     "raw",
     "packed",

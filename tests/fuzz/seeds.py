@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from deltasync.channel import anchors, documents, keys
-from deltasync.channel.documents import Opening, Reference, Version
+from deltasync.channel.documents import EpochDocument, Reference, VersionId
 from deltasync.channel.heartbeat import Heartbeat, write
 from deltasync.codec import blocks, tiles, vector
 from deltasync.kernels import reference
@@ -67,7 +67,7 @@ def weight_files() -> Iterator[bytes]:
 
 
 def made(codec_name: str) -> Made:
-    """An anchor and deltas in two epochs, one of them in parts; an announced anchor, a fold, head and heartbeats."""
+    """An anchor and deltas in two epochs, one of them in parts; an announced anchor, a compaction, head and heartbeats."""
     channel = Made(_holding({}), codec_name=codec_name)
     channel.create(weights(0))
     written = [channel.anchor(weights(0)).version]
@@ -77,14 +77,14 @@ def made(codec_name: str) -> Made:
     channel.seal(SECOND)
     channel.open(SECOND, channel.tip)
     written.append(channel.delta(weights(4)).version)
-    channel.fold(written[0], written[3])
+    channel.compaction(written[0], written[3])
     channel.head()
     for number, version in enumerate(written[:2]):
         write(channel.store, _heartbeat(f"r{number}", version))
     return channel
 
 
-def _heartbeat(name: str, version: Version) -> Heartbeat:
+def _heartbeat(name: str, version: VersionId) -> Heartbeat:
     return Heartbeat(
         replica_id=name,
         run_id=RUN,
@@ -114,7 +114,7 @@ def referring() -> Made:
 def records() -> Iterator[bytes]:
     for channel in (made("packed"), made("raw"), referring()):
         for info in channel.store.list(""):
-            if info.key.startswith((keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS)):
+            if info.key.startswith((keys.VERSIONS, keys.COMPACTIONS, keys.ANNOUNCEMENTS)):
                 yield channel.store.read(info.key, 1 << 30)
 
 
@@ -141,19 +141,19 @@ def document() -> Iterator[bytes]:
     signature = f',"signature":{{"key":"{"1" * 64}","ed25519":"{"2" * 128}"}}}}\n'
     yield b"\2" + head
     yield b"\2" + head.removesuffix(b"}\n") + signature.encode()
-    opening = Opening(run_id=RUN, epoch=EPOCH, continues=Version(3, EPOCH, "0" * 64), writer="x", created_at="now")
+    opening = EpochDocument(run_id=RUN, epoch=EPOCH, continues=VersionId(3, EPOCH, "0" * 64), writer="x", created_at="now")
     yield b"\3" + documents.encode(opening)
 
 
 def small() -> Iterator[bytes]:
-    version = Version(3, EPOCH, "0" * 64)
+    version = VersionId(3, EPOCH, "0" * 64)
     store = _holding({})
     write(store, _heartbeat("r", version))
     yield b"\0" + store.read(keys.replica("r"), 1 << 30)
     status = {"run_id": RUN, "version": 3, "epoch": EPOCH, "sha256": "0" * 64, "state": "serving", "error": None}
     yield b"\1" + json.dumps(status | {"channel": "file:///x"}).encode()
     part = f"{keys.parts_folder(2, EPOCH, 1)}/{keys.part(0, 1)}"
-    for key in (version.key, keys.fold(1, 4, keys.TOOL + "00000000"), part, keys.epoch_document(EPOCH), keys.HEAD):
+    for key in (version.key, keys.compaction(1, 4, keys.TOOL + "00000000"), part, keys.epoch_document(EPOCH), keys.HEAD):
         yield b"\2" + key.encode()
     change = {"path": version.key, "op": "upload", "size": 10, "xetHash": "0" * 64}
     yield b"\3event: ready\n\nevent: changes\ndata: " + json.dumps({"cursor": "c", "changes": [change]}).encode() + b"\n\n"

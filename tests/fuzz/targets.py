@@ -25,13 +25,13 @@ import pytest
 from obstore.store import MemoryStore
 from rich.console import Console
 
-from deltasync import codec, housekeeping
+from deltasync import codec, maintenance
 from deltasync.channel import anchors as weight_files
 from deltasync.channel import checkpoint, documents, heartbeat, keys, record, signing
-from deltasync.channel.documents import Anchor, Channel, File, Head, Opening, Record, Reference, Version, sha256_hex
-from deltasync.channel.plan import find_way
+from deltasync.channel.documents import Anchor, Channel, EpochDocument, File, Head, Record, Reference, VersionId, sha256_hex
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Trusted
 from deltasync.cli import watch
 from deltasync.dashboard import Observer, Snapshot, page
@@ -43,7 +43,7 @@ from deltasync.stores.base import check_key
 from deltasync.stores.events import _events
 from deltasync.stores.object import ObstoreStore
 from deltasync.tensors import Delta, Layout, Region, TensorSpec
-from deltasync.tensors.delta import fold, joined
+from deltasync.tensors.delta import joined, merge
 from tests import deltas
 from tests.channels import EPOCH, RUN
 from tests.fuzz import containers
@@ -77,7 +77,7 @@ def old_bits(name: str) -> np.ndarray:
 
 def document(data: bytes) -> None:
     """The first byte chooses the kind; a channel's table gets the digest that it should have. Nobody has signed any."""
-    kinds = Channel, Record, Head, Opening
+    kinds = Channel, Record, Head, EpochDocument
     kind, body = kinds[data[0] % len(kinds)] if data else Head, data[1:]
     if kind is Channel:
         with contextlib.suppress(ValueError, msgspec.MsgspecError, RecursionError, TypeError, LookupError):
@@ -93,7 +93,7 @@ def document(data: bytes) -> None:
         assert documents.decode(documents.encode(found), kind, key) == found
         if isinstance(found, Channel):
             assert all(0 <= spec.element_count * spec.item_bytes < 1 << 63 for spec in found.specs.values())
-            assert record.most_bytes(keys.CHANNEL, found.specs) <= record.most_bytes(keys.FOLDS, found.specs)
+            assert record.most_bytes(keys.CHANNEL, found.specs) <= record.most_bytes(keys.COMPACTIONS, found.specs)
         if isinstance(found, Record):
             _check_record(found)
 
@@ -102,8 +102,8 @@ def _key_of(body: bytes) -> str:
     """The key that a document is about, so that it is not refused for that."""
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError, DeltaSyncError):
         says = json.loads(body)
-        if says.get("kind") == "fold":
-            return keys.fold((says["base"] or {"version": 0})["version"], says["version"], EPOCH)
+        if says.get("kind") == "compaction":
+            return keys.compaction((says["base"] or {"version": 0})["version"], says["version"], EPOCH)
         return keys.slot(says["version"], says["epoch"]) if "kind" in says else keys.epoch_document(says["epoch"])
     return "key"
 
@@ -111,7 +111,7 @@ def _key_of(body: bytes) -> str:
 def _check_record(found: Record) -> None:
     assert found.is_version == (found.kind in ("delta", "anchor"))
     assert found.created_s is not None and str(found.reference)
-    if found.kind != "fold":
+    if found.kind != "compaction":
         assert keys.slot_of(keys.slot(found.version, found.epoch)) == keys.Slot(found.version, found.epoch)
     for file in found.files:
         assert check_key(file.key) == file.key
@@ -151,7 +151,7 @@ def small(data: bytes) -> None:
         heartbeat._serves(beat, 1, {1: "0" * 64})
         heartbeat._describe(beat)
     elif which == 2:
-        for parse in (keys.slot_of, keys.fold_of, keys.epoch_of, keys.file_of):
+        for parse in (keys.slot_of, keys.compaction_of, keys.epoch_of, keys.file_of):
             parse(text)
         if (slot := keys.slot_of(text)) is not None:
             assert slot.key == text
@@ -197,7 +197,7 @@ def payload(data: bytes) -> None:
             for name in SPECS:
                 delta.apply(name, old_bits(name))
             joined([delta, Delta(LAYOUT, {})])
-            fold([delta, delta])
+            merge([delta, delta])
 
 
 def _wanted(name: str) -> list[Region]:
@@ -247,14 +247,14 @@ def channels(data: bytes) -> None:
     which = zlib.crc32(data) % 3
     with contextlib.suppress(DeltaSyncError):
         if which == 0:
-            housekeeping.check(ChannelReader(store), read_data=True)
+            maintenance.check(ChannelReader(store), read_data=True)
         elif which == 1:
-            housekeeping.copy(ChannelReader(store), _holding({}))
+            maintenance.copy(ChannelReader(store), _holding({}))
         else:
             with tempfile.TemporaryDirectory() as directory:
                 target = Path(directory, "there")
                 try:
-                    housekeeping.export(ChannelReader(store), None, target)
+                    maintenance.export(ChannelReader(store), None, target)
                 finally:
                     assert set(Path(directory).iterdir()) <= {target}
 
@@ -269,7 +269,7 @@ def dashboard(data: bytes) -> None:
     for _ in range(2):
         found = observer.snapshot()
         with contextlib.suppress(DeltaSyncError):
-            found = observer.look()
+            found = observer.refresh()
             observer.read_headers(2)
             found = observer.snapshot()
         shown = page(found).partition(b'id="data">')[2].partition(b"</script>")[0]
@@ -299,7 +299,7 @@ def _sync(parts: Parts) -> Store:
         if newest is not None and newest.record.is_version:
             for have in (None, *reader.versions()):
                 with contextlib.suppress(DeltaSyncError):
-                    way = find_way(reader, have, newest.version)
+                    way = find_chain(reader, have, newest.version)
                     assert not way or (way[-1].version == newest.version and (way[0].use_anchor or way[0].base == have))
                     assert all(stored.base == before.version for before, stored in itertools.pairwise(way))
     for versions in ((None,), (1, 2, None)):
@@ -316,18 +316,18 @@ def _sync(parts: Parts) -> Store:
     return store
 
 
-def leading(reader: ChannelReader, parts: Parts, version: Version) -> Iterator[Stored]:
-    """The version's record, and the folds to it."""
+def leading(reader: ChannelReader, parts: Parts, version: VersionId) -> Iterator[StoredRecord]:
+    """The version's record, and the compactions to it."""
     for key in parts:
-        if key == version.key or keys.fold_of(key) is not None:
+        if key == version.key or keys.compaction_of(key) is not None:
             with contextlib.suppress(DeltaSyncError):
                 if (stored := reader.stored(key)).version == version:
                     yield stored
 
 
 def named_versions(parts: Parts) -> set[int]:
-    """Numbers of the records, and of the ends of folds, whose records need not be there."""
-    found = [keys.slot_of(key) or keys.fold_of(key) for key in parts]
+    """Numbers of the records, and of the ends of compactions, whose records need not be there."""
+    found = [keys.slot_of(key) or keys.compaction_of(key) for key in parts]
     return {place.version for place in found if place is not None}
 
 
@@ -356,10 +356,10 @@ def channel_document() -> bytes:
 def seal(parts: Parts) -> Parts:
     """The objects with sizes and digests that agree, wherever a document is whole enough to hold one."""
     sealed = dict(parts)
-    order = sorted(parts, key=lambda key: (key == keys.HEAD, keys.beside_of(key) is not None, key))
+    order = sorted(parts, key=lambda key: (key == keys.HEAD, keys.shortcut_of(key) is not None, key))
     for key in order:
         with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            if key.startswith((keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS)):
+            if key.startswith((keys.VERSIONS, keys.COMPACTIONS, keys.ANNOUNCEMENTS)):
                 header, body, says = containers.split_record(sealed[key])
                 _seal_record(says, sealed)
                 sealed[key] = containers.join_record(header, body, says)
@@ -375,10 +375,10 @@ def seal(parts: Parts) -> Parts:
 
 def _seal_record(says: dict[str, Any], sealed: Parts) -> None:
     for part in (says.get("delta"), says.get("anchor")):
-        for file in [file for name in ("parts", "files", "companions") for file in (part or {}).get(name, ())]:
+        for file in [file for name in ("parts", "files", "model_files") for file in (part or {}).get(name, ())]:
             with contextlib.suppress(LookupError, TypeError):
                 file |= {"bytes": len(sealed[file["key"]]), "sha256": sha256_hex(sealed[file["key"]])}
-    for named in (says.get("base"), says if says.get("kind") == "fold" else None):
+    for named in (says.get("base"), says if says.get("kind") == "compaction" else None):
         if named is not None:
             with contextlib.suppress(LookupError, TypeError, ValueError):
                 named["sha256"] = sha256_hex(sealed[keys.slot(named["version"], named["epoch"])])

@@ -26,7 +26,7 @@ from obstore.store import MemoryStore
 
 from deltasync import codec
 from deltasync.channel import keys
-from deltasync.channel.documents import Delta, Reference, Version
+from deltasync.channel.documents import Delta, Reference, VersionId
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.kernels import cpu_diff
@@ -170,7 +170,7 @@ def write_json(path: Path, document: dict) -> None:
 
 
 def by_codec(folder: Path, codec_name: str) -> None:
-    """Six versions in two epochs: inline, without changes, in parts, dense; an anchor that is announced, and a fold."""
+    """Six versions in two epochs: inline, without changes, in parts, dense; an anchor that is announced, and a compaction."""
     states = versions()
     channel = made(codec_name, states[0])
     written = [channel.anchor(states[0], step=10, shard_bytes=8000).version]
@@ -181,7 +181,7 @@ def by_codec(folder: Path, codec_name: str) -> None:
     announced = channel.announce(written[4])
     succeed(channel, SECOND)
     written.append(channel.delta(states[5], step=2**63 - 1).version)
-    channel.fold(written[0], written[5])
+    channel.compaction(written[0], written[5])
     channel.head(anchor=announced.key)
     write(channel, folder / codec_name)
 
@@ -244,7 +244,7 @@ def signed(folder: Path) -> None:
     succeed(channel, SECOND)
     channel.signer = second
     written += [channel.delta(model).version for model in states[2:]]
-    channel.fold(written[0], written[4])
+    channel.compaction(written[0], written[4])
     channel.announce(written[4])
     channel.head()
     write(channel, folder / "signed/channel")
@@ -303,7 +303,7 @@ def flip(data: bytes, at: int | None = None) -> bytes:
     return bytes(changed)
 
 
-def damage_object(key: Callable[[Version], str]) -> Callable[[Made, list[Weights]], None]:
+def damage_object(key: Callable[[VersionId], str]) -> Callable[[Made, list[Weights]], None]:
     """Damage an object of version 2, so that its digest does not fit."""
 
     def damaged(channel: Made, states: list[Weights]) -> None:
@@ -380,13 +380,13 @@ def damaged(folder: Path) -> None:
 
 
 def detour(folder: Path) -> None:
-    """The record of version 3, the seal and the first anchor's file are damaged; a fold and an announced anchor lead on."""
+    """The record of version 3, the seal and the first anchor's file are damaged; a compaction and an announced anchor lead on."""
     states = small(5)
     channel = made("context", states[0])
     written = [channel.anchor(states[0]).version]
     written += [channel.delta(model).version for model in states[1:4]]
     channel.announce(written[1])
-    channel.fold(written[1], written[3])
+    channel.compaction(written[1], written[3])
     succeed(channel, SECOND)
     written.append(channel.delta(states[4]).version)
     channel.head()

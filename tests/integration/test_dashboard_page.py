@@ -45,7 +45,7 @@ addEventListener("load", () => setTimeout(() => {
     tip: byId("tip").textContent,
     deltas: count("#sizes circle"),
     anchors: count("#sizes rect.anchor"),
-    folds: count("#sizes line.fold"),
+    compactions: count("#sizes line.compaction"),
     gaps: count("#sizes rect.gap"),
     points: count("#fractions circle"),
     unread: count("#heat rect.unread"),
@@ -92,7 +92,7 @@ def train(publisher: Publisher, weights: dict[str, torch.Tensor], versions: int)
 @pytest.fixture(scope="module")
 def channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     url = f"file://{tmp_path_factory.mktemp('dashboard')}/channel"
-    retention = Retention(fold_every=5, keep_last=40, prune_grace_s=0.0)
+    retention = Retention(compact_every=5, keep_last=40, prune_grace_s=0.0)
     with pytest.MonkeyPatch.context() as patch, Publisher(url, anchor_every=15, retention=retention) as publisher:
         patch.setattr("deltasync.publish.keep._LEAST_BETWEEN", 6)
         train(publisher, new_weights(), 60)
@@ -122,9 +122,11 @@ def test_the_file_shows_the_run(channel: str, tmp_path: Path) -> None:
     for width in (900, 1400):
         found = look(document, width)
         assert found["shown"]
-        gaps = 1 + sum(after > before + 1 for before, after in itertools.pairwise(versions))  # a fold leaves versions out
+        gaps = 1 + sum(
+            after > before + 1 for before, after in itertools.pairwise(versions)
+        )  # a compaction leaves versions out
         assert (found["deltas"], found["points"], found["gaps"]) == (len(versions), len(versions), gaps)
-        assert (found["anchors"], found["folds"], found["unread"]) == (3, len(reader.folds()), 0)
+        assert (found["anchors"], found["compactions"], found["unread"]) == (3, len(reader.compactions()), 0)
         assert found["cells"] == len(versions) * len(NAMES)
         assert found["layers"][1:] == ["embed_tokens", *(f"layers.{layer}" for layer in range(LAYERS)), "norm", "lm_head"]
         assert re.match(r"version 60, step 240, [\d:]+\ndelta \S+ kB, \S+ % changed\n", found["tip"])
@@ -164,7 +166,7 @@ def test_the_served_page_follows_a_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "deltasync", "dashboard", url, "--port", "0", "--interval", "0.1"]
     with (
         Child("The dashboard", command, {**os.environ, "PYTHONUNBUFFERED": "1"}, log) as served,
-        Publisher(url, retention=Retention(fold_every=3)) as publisher,
+        Publisher(url, retention=Retention(compact_every=3)) as publisher,
     ):
         served.wait_until(lambda: log.read_text().endswith("\n"), PATIENCE_S, "to start")
         address = log.read_text().splitlines()[0]

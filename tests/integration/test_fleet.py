@@ -82,7 +82,7 @@ def cached(store: FaultyStore, tmp_path: Path) -> Store:
 
 def test_a_replica_that_starts_late_catches_up_with_a_running_trainer(store: FaultyStore) -> None:
     states: list[Weights] = []
-    with Publisher(store, anchor_every=20, retention=Retention(fold_every=0)) as publisher:
+    with Publisher(store, anchor_every=20, retention=Retention(compact_every=0)) as publisher:
         publish(publisher, states, 30)
         training = threading.Thread(target=publish, args=(publisher, states, 60))
         training.start()
@@ -157,7 +157,7 @@ class TestWithoutStore:
     @pytest.mark.usefixtures("in_parts")
     def test_what_came_before_it_went_is_not_downloaded_again(self, store: FaultyStore, cached: Store) -> None:
         states: list[Weights] = []
-        with Publisher(store.inner, retention=Retention(fold_every=0)) as publisher:
+        with Publisher(store.inner, retention=Retention(compact_every=0)) as publisher:
             publish(publisher, states, 40)
         replica, failures = Replica(cached), 0
         while replica.version != 40:

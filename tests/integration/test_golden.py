@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from deltasync import Replica
-from deltasync.channel.plan import find_way
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError
 from deltasync.following import Follower
@@ -149,7 +149,7 @@ def test_a_signed_channel_is_verified_by_both_readers(tmp_path: Path) -> None:
         assert _independently(channel, version) == expected["versions"][str(version)]
         assert replica.sync(version) == version
         assert _by_replica(replica) == expected["versions"][str(version)]
-    assert _independently(channel, 5, "fold") == expected["versions"]["5"]
+    assert _independently(channel, 5, "compaction") == expected["versions"]["5"]
     first, second = (channel.record(channel_key)[0]["object"] for channel_key in _records(folder, 2, 3))
     assert [keys[0] in str(first), keys[1] in str(second)] == [True, True]
 
@@ -178,8 +178,8 @@ def test_an_altered_signed_document_is_refused_by_both_readers(tmp_path: Path) -
     (tmp_path / "keys").write_text("\n".join(keys))
     source = GOLDEN / "signed/channel"
     record, other = _records(source, 4, 5)
-    (fold,) = (str(path.relative_to(source)) for path in source.glob("folds/*"))
-    for key in ("channel.json", record, fold):
+    (compaction,) = (str(path.relative_to(source)) for path in source.glob("compactions/*"))
+    for key in ("channel.json", record, compaction):
         original = (source / key).read_bytes()
         for number, altered in enumerate(
             (
@@ -201,19 +201,19 @@ def test_an_altered_signed_document_is_refused_by_both_readers(tmp_path: Path) -
                 reader.stored(key)
 
 
-def test_a_fold_gives_the_published_bits_to_both_readers(codec: str) -> None:
+def test_a_compaction_gives_the_published_bits_to_both_readers(codec: str) -> None:
     expected = _expected(codec)["versions"][str(VERSIONS[-1])]
-    assert _independently(Channel(GOLDEN / codec), VERSIONS[-1], "fold") == expected
+    assert _independently(Channel(GOLDEN / codec), VERSIONS[-1], "compaction") == expected
 
     reader = ChannelReader(open_store(f"file://{GOLDEN / codec}"))
     memory, tensors = LiveMemory.on_host(reader.specs)
     memory.audit()
     follower = Follower(reader, memory)
     newest = reader.newest()
-    (key,) = (info.key for span, info in reader.folds() if span.base == 1)
+    (key,) = (info.key for span, info in reader.compactions() if span.base == 1)
     assert newest is not None
-    fold, first = reader.stored(key), reader.record(reader.numbered(1).version)
-    for way in ([first], [fold]):
+    compaction, first = reader.stored(key), reader.record(reader.numbered(1).version)
+    for way in ([first], [compaction]):
         follower.confirm(follower.commit(follower.stage(way)))
     assert follower.version == newest.version
     found = {name: _row(dtype_name(tensor.dtype), tuple(tensor.shape), bits_of(tensor)) for name, tensor in tensors.items()}
@@ -316,7 +316,11 @@ def test_other_channels_cover_the_format() -> None:
     reader = ChannelReader(open_store(f"file://{GOLDEN}/detour/channel"))
     newest = reader.newest()
     assert newest is not None
-    assert [stored.record.kind for stored in find_way(reader, None, newest.version)] == ["announcement", "fold", "delta"]
+    assert [stored.record.kind for stored in find_chain(reader, None, newest.version)] == [
+        "announcement",
+        "compaction",
+        "delta",
+    ]
 
 
 def test_fingerprint_example_of_the_page_holds() -> None:

@@ -223,9 +223,9 @@ def test_a_replica_whose_clock_is_wrong_is_waited_for(store: Store) -> None:
 def test_a_replica_that_goes_on_is_live_whatever_time_the_store_has(store: Store) -> None:
     known = heartbeat.Heartbeats(store, RUN)
     beat(store, "replica", 1, age_s=LONG_AGO_S)
-    assert not heartbeat.is_live(known.look()[0])
+    assert not heartbeat.is_live(known.refresh()[0])
     beat(store, "replica", 1, age_s=LONG_AGO_S - 1)  # the store's clock is behind ours
-    assert heartbeat.is_live(known.look()[0])
+    assert heartbeat.is_live(known.refresh()[0])
 
 
 def test_a_look_reads_only_what_has_changed_and_who_does_not_serve(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,18 +235,18 @@ def test_a_look_reads_only_what_has_changed_and_who_does_not_serve(memory_url: s
     beat(store, "straggler", 1)
     known = heartbeat.Heartbeats(store, RUN)
     serves = lambda found: found.version == 2  # noqa: E731
-    known.look(enough=serves)
+    known.refresh(enough=serves)
     store.read_keys.clear()
-    assert len(known.look(enough=serves)) == 21
+    assert len(known.refresh(enough=serves)) == 21
     assert store.read_keys == ["replicas/straggler.json"]
     monkeypatch.setattr(heartbeat, "_COARSE_S", -1.0)  # as if it had not changed for a while
-    known.look(enough=serves)
+    known.refresh(enough=serves)
     store.read_keys.clear()
-    assert len(known.look()) == 21
+    assert len(known.refresh()) == 21
     assert "replicas/straggler.json" not in store.read_keys
     beat(store, "straggler", 22)
     store.read_keys.clear()
-    known.look(enough=serves)
+    known.refresh(enough=serves)
     assert store.read_keys == ["replicas/straggler.json"]
 
 

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync import Replica, housekeeping, open_store
+from deltasync import Replica, maintenance, open_store
 from deltasync.channel import documents, heartbeat, keys, record, signing
-from deltasync.channel.documents import Head, Record, Version
+from deltasync.channel.documents import Head, Record, VersionId
 from deltasync.channel.heartbeat import Heartbeat
-from deltasync.channel.plan import find_way
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
 from deltasync.errors import (
@@ -45,7 +45,7 @@ SEAL = keys.slot(4, EPOCH)
 
 
 class Channel:
-    """A signed channel of six versions in two epochs: weights of 1 and 4, folds from 1 to 6 and from 2 to 5."""
+    """A signed channel of six versions in two epochs: weights of 1 and 4, compactions from 1 to 6 and from 2 to 5."""
 
     def __init__(self, folder: Path) -> None:
         self.keys = folder
@@ -56,7 +56,7 @@ class Channel:
         self.objects = objects_of(self.made.store)
         self.other_run = objects_of(self.run(70, self.ours, "other")[0].store)
 
-    def run(self, seed: int, signer: Signer | None, run_id: str = "run") -> tuple[Made, list[Version]]:
+    def run(self, seed: int, signer: Signer | None, run_id: str = "run") -> tuple[Made, list[VersionId]]:
         made = Made(new_store(), signer, run_id=run_id)
         model: Weights = weights(seed)
         made.create(model)
@@ -69,8 +69,8 @@ class Channel:
             model = trained(model, seed + number)
             written.append(made.delta(model, parts=number % 3).version)
         made.announce(written[3])
-        made.fold(written[0], written[5])
-        made.fold(written[1], written[4])
+        made.compaction(written[0], written[5])
+        made.compaction(written[1], written[4])
         made.head()
         return made, written
 
@@ -152,7 +152,11 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> Channel:
 
 
 def signed(objects: Objects) -> list[str]:
-    return [key for key in objects if key.startswith((keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS)) or key == keys.CHANNEL]
+    return [
+        key
+        for key in objects
+        if key.startswith((keys.VERSIONS, keys.COMPACTIONS, keys.ANNOUNCEMENTS)) or key == keys.CHANNEL
+    ]
 
 
 def test_the_honest_channel_is_taken(channel: Channel) -> None:
@@ -290,11 +294,13 @@ def heads(channel: Channel) -> Iterator[bytes]:
         dataclasses.replace(newest, epoch="999999-ffffffff"),
         dataclasses.replace(newest, sha256="f" * 64),
         dataclasses.replace(channel.versions[2], epoch=SECOND),
-        Version(keys.LARGEST_VERSION, "999999-ffffffff", "0" * 64),
-        Version(4, EPOCH, documents.sha256_hex(channel.objects[SEAL])),
+        VersionId(keys.LARGEST_VERSION, "999999-ffffffff", "0" * 64),
+        VersionId(4, EPOCH, documents.sha256_hex(channel.objects[SEAL])),
     ]
     for version in named:
-        head = Head(run_id="run", version=version.version, epoch=version.epoch, sha256=version.sha256, anchor="folds/../x")
+        head = Head(
+            run_id="run", version=version.version, epoch=version.epoch, sha256=version.sha256, anchor="compactions/../x"
+        )
         yield documents.encode(head)
     yield from (b"", b"{}", b"[" * 4000, bytes(1 << 20), channel.other_run[keys.HEAD], channel.objects[keys.CHANNEL])
 
@@ -312,8 +318,8 @@ def test_a_head_is_no_more_than_a_hint(channel: Channel) -> None:
         assert replica.identity == after.version
 
 
-def test_a_forged_fold_costs_a_detour(channel: Channel) -> None:
-    key = keys.fold(1, NEWEST, SECOND)
+def test_a_forged_compaction_costs_a_detour(channel: Channel) -> None:
+    key = keys.compaction(1, NEWEST, SECOND)
     body, document = taken_apart(channel.objects[key])
     found = documents.decode(document, Record, key)
     damaged = bytes([*body[:-5], body[-5] ^ 1, *body[-4:]])
@@ -325,13 +331,13 @@ def test_a_forged_fold_costs_a_detour(channel: Channel) -> None:
 
 
 class Ranged(FaultyStore):
-    """Counts the bytes that are read of folds."""
+    """Counts the bytes that are read of compactions."""
 
     read_bytes = 0
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         data = super().read(key, most_bytes, known)
-        self.read_bytes += len(data) * key.startswith(keys.FOLDS)
+        self.read_bytes += len(data) * key.startswith(keys.COMPACTIONS)
         return data
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
@@ -339,16 +345,16 @@ class Ranged(FaultyStore):
         return super().read_range(key, start, end)
 
 
-def test_a_large_fold_is_not_read_before_its_document_is_found_to_be_ours(channel: Channel) -> None:
-    """A fold may be as large as the model takes; anybody can store one of that size."""
+def test_a_large_compaction_is_not_read_before_its_document_is_found_to_be_ours(channel: Channel) -> None:
+    """A compaction may be as large as the model takes; anybody can store one of that size."""
     store, _ = channel.replica(channel.objects)
-    key = keys.fold(2, NEWEST, "000000-0000000d")
-    claim = channel.objects[keys.fold(1, NEWEST, SECOND)]
+    key = keys.compaction(2, NEWEST, "000000-0000000d")
+    claim = channel.objects[keys.compaction(1, NEWEST, SECOND)]
     for large in (bytes(6 << 20), bytes(6 << 20) + claim, bytes(6 << 20) + struct.pack("<Q", (6 << 20) - 100)):
         store.put(key, large)
         ranged = Ranged(store)
         reader = ChannelReader(ranged, channel.keys / "ours.pub")
-        (info,) = (info for _, info in reader.folds() if info.key == key)
+        (info,) = (info for _, info in reader.compactions() if info.key == key)
         with pytest.raises(CorruptDataError):
             reader.stored(key, known=info)
         assert 0 < ranged.read_bytes < 1 << 20
@@ -369,29 +375,29 @@ def test_a_large_fold_is_not_read_before_its_document_is_found_to_be_ours(channe
     assert middle is not None and large_made.tip is not None
     reader = ChannelReader(large_made.store, channel.keys / "ours.pub")
     first = reader.numbered(1).version
-    fold = large_made.fold(first, large_made.tip)
-    assert fold.size > record.most_bytes(keys.VERSIONS, reader.specs)
-    (info,) = (info for span, info in reader.folds() if span.base == 1)
-    assert reader.stored(fold.key, known=info) == reader.stored(fold.key) == fold
-    assert not housekeeping.check(reader).problems
-    way = find_way(reader, None, large_made.tip, avoid={middle.key: "left out"})
-    assert [stored.key for stored in way] == [first.key, fold.key]
+    compaction = large_made.compaction(first, large_made.tip)
+    assert compaction.size > record.most_bytes(keys.VERSIONS, reader.specs)
+    (info,) = (info for span, info in reader.compactions() if span.base == 1)
+    assert reader.stored(compaction.key, known=info) == reader.stored(compaction.key) == compaction
+    assert not maintenance.check(reader).problems
+    way = find_chain(reader, None, large_made.tip, avoid={middle.key: "left out"})
+    assert [stored.key for stored in way] == [first.key, compaction.key]
 
 
-def test_a_fold_between_forks_leads_to_the_version_that_it_names_and_to_no_other(channel: Channel) -> None:
-    """Two honest logs, as after a lost lease: both have a version 4, and folds lead to both."""
+def test_a_compaction_between_forks_leads_to_the_version_that_it_names_and_to_no_other(channel: Channel) -> None:
+    """Two honest logs, as after a lost lease: both have a version 4, and compactions lead to both."""
     made, versions = channel.run(0, channel.ours)
     fork = made.bits[versions[2].sha256]
     made.tip, made.epoch = versions[2], THIRD
     late = made.delta(trained(fork, 1000)).version
     end = made.delta(trained(made.bits[late.sha256], 1001)).version
-    made.fold(versions[1], late)
-    made.fold(versions[2], end)
+    made.compaction(versions[1], late)
+    made.compaction(versions[2], end)
     made.announce(end)
     objects = objects_of(made.store)
     known = {version: made.bits[version.sha256] for version in [*versions, late, end]}
-    folds = [key for key in objects if key.startswith((keys.FOLDS, keys.ANNOUNCEMENTS))]
-    for missing in [[], [late.key], [late.key, end.key], [versions[3].key], *([fold] for fold in folds)]:
+    compactions = [key for key in objects if key.startswith((keys.COMPACTIONS, keys.ANNOUNCEMENTS))]
+    for missing in [[], [late.key], [late.key, end.key], [versions[3].key], *([compaction] for compaction in compactions)]:
         for head in (None, versions[-1], end):
             store = new_store()
             put(store, {key: data for key, data in objects.items() if key not in missing})
@@ -435,29 +441,29 @@ def test_what_lies_beside_the_weights_is_ours_too(channel: Channel, tmp_path: Pa
     code = {f"{folder}/modeling.py": b"print('theirs')", f"{folder}/tokenizer.json": b"{}"}
     store, _ = channel.replica(channel.objects | code)
     reader = ChannelReader(store, channel.keys / "ours.pub")
-    housekeeping.export(reader, NEWEST, tmp_path / "export")
+    maintenance.export(reader, NEWEST, tmp_path / "export")
     assert (tmp_path / "export/config.json").read_bytes() == channel.objects[config]
     assert not (tmp_path / "export/modeling.py").exists() and not (tmp_path / "export/tokenizer.json").exists()
     store.put(config, b'{"auto_map": {"AutoModel": "theirs"}}')
     with contextlib.suppress(CorruptDataError):  # or that of another anchor
-        housekeeping.export(ChannelReader(store, channel.keys / "ours.pub"), NEWEST, tmp_path / "again")
+        maintenance.export(ChannelReader(store, channel.keys / "ours.pub"), NEWEST, tmp_path / "again")
     assert not (tmp_path / "again").exists() or (tmp_path / "again/config.json").read_bytes() == channel.objects[config]
 
 
 def test_a_copy_takes_nothing_of_theirs(channel: Channel) -> None:
     store, _ = channel.replica(channel.objects)
     target = new_store()
-    housekeeping.copy(ChannelReader(store, channel.keys / "ours.pub"), target)
+    maintenance.copy(ChannelReader(store, channel.keys / "ours.pub"), target)
     assert objects_of(target) == channel.objects
     slot = keys.slot(2, EPOCH)
     store.put(slot, altered(channel.objects[slot], lambda found: channel.theirs.seal(slot, stripped(found))))
     target = new_store()
-    copied = housekeeping.copy(ChannelReader(store, channel.keys / "ours.pub"), target)
+    copied = maintenance.copy(ChannelReader(store, channel.keys / "ours.pub"), target)
     assert any(isinstance(problem, SignatureError) for problem in copied.problems)
     assert slot not in objects_of(target)
     store.put(keys.CHANNEL, channel.theirs.seal(keys.CHANNEL, stripped(channel.objects[keys.CHANNEL])))
     with pytest.raises(SignatureError):
-        housekeeping.copy(ChannelReader(store, channel.keys / "ours.pub"), new_store())
+        maintenance.copy(ChannelReader(store, channel.keys / "ours.pub"), new_store())
 
 
 def test_pruning_spares_what_a_record_of_theirs_stands_in_the_place_of(channel: Channel) -> None:
@@ -465,9 +471,9 @@ def test_pruning_spares_what_a_record_of_theirs_stands_in_the_place_of(channel: 
         objects = channel.objects | {key: altered(channel.objects[key], stripped)}
         store, _ = channel.replica(objects)
         with contextlib.suppress(DeltaSyncError):
-            housekeeping.prune(ChannelReader(store, channel.keys / "ours.pub"), grace_s=0)
+            maintenance.prune(ChannelReader(store, channel.keys / "ours.pub"), grace_s=0)
         assert objects_of(store).keys() >= objects.keys()
-        report = housekeeping.check(ChannelReader(store, channel.keys / "ours.pub"))
+        report = maintenance.check(ChannelReader(store, channel.keys / "ours.pub"))
         assert any(isinstance(problem, SignatureError) for problem in report.problems)
 
 

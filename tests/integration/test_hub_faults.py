@@ -196,7 +196,7 @@ class TestQuota:
         began = time.monotonic()
         sent = 0
         while not hub_channel.is_scarce:
-            writer.tell(Status(replica_id="r", channel=hub_channel.url, state="serving", version=sent + 1))
+            writer.update(Status(replica_id="r", channel=hub_channel.url, state="serving", version=sent + 1))
             sent += 1
             time.sleep(0.05)
             assert time.monotonic() < began + 20
@@ -212,5 +212,5 @@ class TestQuota:
 def _told(writer: HeartbeatWriter, store: HubStore, state: int) -> bool:
     """Whether a heartbeat of a new state is written."""
     before = writer._last
-    writer.tell(Status(replica_id="r", channel=store.url, state=f"state {state}"))
+    writer.update(Status(replica_id="r", channel=store.url, state=f"state {state}"))
     return writer._last != before

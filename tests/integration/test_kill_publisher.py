@@ -27,9 +27,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deltasync import Publisher, Replica, housekeeping, open_store
+from deltasync import Publisher, Replica, maintenance, open_store
 from deltasync.channel import keys
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import FencedError, NotPublishedError
@@ -134,7 +134,7 @@ class Trainer:
         steps: The steps to publish, one after the other.
         by_reference: Start the channel from a reference.
         parts: Store payloads beside the records.
-        sweeps: Write anchors, fold, forget and prune all the time.
+        sweeps: Write anchors, compaction, forget and prune all the time.
         leases: Take the store for one that does not decide which of two writers wins.
     """
 
@@ -150,7 +150,7 @@ class Trainer:
             resume=True,
             initial=Path(store.url.removeprefix("file://")).parent / "base" if self.by_reference else None,
             anchor_every=3 if self.sweeps else None,
-            retention=Retention(fold_every=2, keep_last=2, prune_grace_s=0.0) if self.sweeps else Retention(),
+            retention=Retention(compact_every=2, keep_last=2, prune_grace_s=0.0) if self.sweeps else Retention(),
         )
 
     def run(self, root: Path, kill: Point | None, passed: Connection) -> None:
@@ -210,7 +210,7 @@ def records(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted((root / "versions").rglob("*.safetensors"))}
 
 
-def history(root: Path) -> list[Version]:
+def history(root: Path) -> list[VersionId]:
     """The versions that lead to the newest one, oldest first, as a new reader finds them."""
     reader = ChannelReader(open_store(f"file://{root}"))
     with contextlib.suppress(NotPublishedError):
@@ -224,7 +224,7 @@ class Following:
     def __init__(self, root: Path) -> None:
         self._replica = Replica(f"file://{root}")
         self._end = threading.Event()
-        self.served: dict[Version, int] = {}
+        self.served: dict[VersionId, int] = {}
 
     def sync(self) -> None:
         with contextlib.suppress(NotPublishedError):
@@ -296,7 +296,7 @@ def assert_sound(root: Path) -> None:
     if not versions:
         return
     reader = ChannelReader(open_store(f"file://{root}"))
-    report = housekeeping.check(reader, read_data=True)
+    report = maintenance.check(reader, read_data=True)
     assert [str(problem) for problem in report.problems] == []
     for version in versions:
         record = reader.record(version).record
@@ -311,8 +311,8 @@ def assert_sound(root: Path) -> None:
 def assert_nothing_left(root: Path) -> None:
     """After `prune`, there is no file that no document names, but what the last writer may still name."""
     reader = ChannelReader(open_store(f"file://{root}"))
-    housekeeping.prune(reader, grace_s=0.0)
-    left = housekeeping.prune(reader, grace_s=0.0, dry_run=True)
+    maintenance.prune(reader, grace_s=0.0)
+    left = maintenance.prune(reader, grace_s=0.0, dry_run=True)
     assert (left.objects, left.waiting) == ([], [])
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from deltasync import housekeeping
+from deltasync import maintenance
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Replica
-from deltasync.housekeeping import Keep
+from deltasync.maintenance import Keep
 from deltasync.stores import open_store
 from tests.channels import Made, filled
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
 NEWEST = 1001
-DOCUMENTS = 8  # channel.json, head at the beginning and the end, listings of records and of folds, a poll
+DOCUMENTS = 8  # channel.json, head at the beginning and the end, listings of records and of compactions, a poll
 
 
 def _states(element_count: int) -> list[dict[str, torch.Tensor]]:
@@ -44,23 +44,25 @@ def test_with_nothing_but_the_log_it_is_one_request_for_each_version(memory_url:
     assert len(_requests(store, behind, channel)) <= NEWEST + DOCUMENTS
 
 
-def test_with_folds_and_anchors_it_is_one_for_each_of_them(memory_url: str) -> None:
+def test_with_compactions_and_anchors_it_is_one_for_each_of_them(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
-    folds = [(base, base + 32) for base in range(1, NEWEST - 31, 32)]
-    channel, _ = filled(store.inner, _states(20_000), anchors=(900,), folds=folds)
+    compactions = [(base, base + 32) for base in range(1, NEWEST - 31, 32)]
+    channel, _ = filled(store.inner, _states(20_000), anchors=(900,), compactions=compactions)
     behind = Replica(store)
     behind.sync(1)
-    hops = len(folds) + (NEWEST - folds[-1][1])
-    assert len(_requests(store, behind, channel)) <= hops + DOCUMENTS
-    # From nothing: the anchor, single versions until a fold begins, and what follows the last fold.
+    edges = len(compactions) + (NEWEST - compactions[-1][1])
+    assert len(_requests(store, behind, channel)) <= edges + DOCUMENTS
+    # From nothing: the anchor, single versions until a compaction begins, and what follows the last compaction.
     assert len(_requests(store, Replica(store), channel)) <= 2 + 32 + 4 + 32 + DOCUMENTS
 
 
 def test_forgetting_reads_each_document_once(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
     filled(store.inner, _states(2000), anchors=(900, 1000))
-    housekeeping.forget(ChannelReader(store), Keep(last=2), grace_s=0)
+    maintenance.forget(ChannelReader(store), Keep(last=2), grace_s=0)
     reads = [key for operation, key in store.calls if operation == "read"]
     assert len(set(reads)) == 2 + NEWEST + 1 + 2, "channel and head, records and the slot after them, announced anchors"
     assert len(reads) == len(set(reads)) + 1, "the newest twice: the listing is held against head"
-    assert len([key for operation, key in store.calls if operation == "list"]) == 4  # records, folds, announcements, anchors
+    assert (
+        len([key for operation, key in store.calls if operation == "list"]) == 4
+    )  # records, compactions, announcements, anchors

@@ -17,7 +17,7 @@ import pytest
 import deltasync
 from deltasync.dashboard import Snapshot, page
 from deltasync.dashboard.costs import CostRow, Costs
-from deltasync.dashboard.snapshot import FoldRow, LagRow, ReplicaRow, VersionRow
+from deltasync.dashboard.snapshot import CompactionRow, LagRow, ReplicaRow, VersionRow
 from tests.browser import browse, needs_browser
 
 pytestmark = needs_browser
@@ -113,8 +113,8 @@ def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
         full_bytes=2 * ELEMENTS,
         versions=rows,
         forgotten=first - 1,
-        folds=[
-            FoldRow(
+        compactions=[
+            CompactionRow(
                 base_version=version, version=version + 10, created_s=NOW_S, changed=10**8, payload_bytes=10**9, objects=2
             )
             for version in range(first, newest - 9, 10)

@@ -32,7 +32,7 @@ SHOW = {
     "repair": "{channel}",
     "forget": "{channel} --keep-last 2",
     "prune": "{channel}",
-    "fold": "{channel} 1 3",
+    "compact": "{channel} 1 3",
     "export": "{channel} latest {folder}/export",
     "cp": "{channel} file://{folder}/copy",
     "relay": "{channel} file://{folder}/copy --once",

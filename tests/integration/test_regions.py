@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deltasync import Publisher, Replica
 from deltasync.channel.reading import ChannelReader
-from deltasync.housekeeping import Relay
+from deltasync.maintenance import Relay
 from deltasync.stores import open_store
 from tests.channels import trained, weights
 from tests.conftest import assert_same_bits

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from deltasync import housekeeping
+from deltasync import maintenance
 from deltasync.channel import keys
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer, Trusted, new_key
 from deltasync.cli import main
 from deltasync.errors import ConfigError, CorruptDataError, DeltaSyncError, NotPublishedError
 from deltasync.following import Replica
-from deltasync.housekeeping import Repair, source_of
+from deltasync.maintenance import Repair, source_of
 from deltasync.stores import Store, open_store
 from tests.channels import EPOCH, Made, filled, states_of
 from tests.conftest import assert_same_bits
@@ -35,7 +35,7 @@ def _files(version: int, epoch: str = EPOCH) -> tuple[str, str]:
     )
 
 
-# Versions 1 to 8: 4 and 7 have parts, 5's anchor is announced, a fold leads from 2 to 6.
+# Versions 1 to 8: 4 and 7 have parts, 5's anchor is announced, a compaction leads from 2 to 6.
 OBJECTS: dict[str, str] = {
     "a record": keys.slot(6, EPOCH),
     "a record with parts": keys.slot(7, EPOCH),
@@ -47,7 +47,7 @@ OBJECTS: dict[str, str] = {
     "an announced anchor's weights": _files(5)[1],
     "an announced anchor's config": f"{keys.anchor_folder(5, EPOCH)}/config.json",
     "an announcement": keys.announcement(5, EPOCH),
-    "a fold": keys.fold(2, 6, EPOCH),
+    "a compaction": keys.compaction(2, 6, EPOCH),
     "head": keys.HEAD,
 }
 OUTCOMES = {
@@ -81,8 +81,8 @@ def flipped_at(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-def _fill(store: Store, signer: Signer | None = None) -> tuple[Made, list[Version]]:
-    return filled(store, STATES[:8], anchors=(5,), parts=(4, 7), folds=((2, 6),), signer=signer)
+def _fill(store: Store, signer: Signer | None = None) -> tuple[Made, list[VersionId]]:
+    return filled(store, STATES[:8], anchors=(5,), parts=(4, 7), compactions=((2, 6),), signer=signer)
 
 
 def _damage(store: Store, key: str, change: Callable[[bytes], bytes] = flipped) -> None:
@@ -91,7 +91,7 @@ def _damage(store: Store, key: str, change: Callable[[bytes], bytes] = flipped) 
 
 def _repair(store: Store, source: str | None = None, **options: object) -> Repair:
     where = None if source is None else source_of(source)
-    return housekeeping.repair(ChannelReader(store), source=where, **options)  # type: ignore[arg-type]
+    return maintenance.repair(ChannelReader(store), source=where, **options)  # type: ignore[arg-type]
 
 
 def _is_right(replica: Replica, number: int) -> bool:
@@ -118,7 +118,7 @@ def test_replicas_are_right_again_by_the_next_anchor(memory_url: str, what: str,
         if number % 4 == 1:
             channel.announce(version)
         if number == 6:
-            channel.fold(versions[1], version)
+            channel.compaction(versions[1], version)
         channel.head()
         if OBJECTS[what] in {info.key for info in store.list("")} - (made if what != "head" else set()):
             _damage(store, OBJECTS[what], lambda data: flipped_at(data, int(place * len(data))))
@@ -149,7 +149,7 @@ def test_replicas_do_without_a_seal_and_its_epochs_document(memory_url: str) -> 
 def test_bytes_are_put_back_from_a_copy(memory_url: str, tmp_path: Path, what: str, change: Callable | None) -> None:
     store, copy = open_store(memory_url), open_store(f"file://{tmp_path}/copy")
     _fill(store)
-    housekeeping.copy(ChannelReader(store), copy)
+    maintenance.copy(ChannelReader(store), copy)
     whole = {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
     if change is None:
         store.delete(OBJECTS[what])
@@ -157,8 +157,8 @@ def test_bytes_are_put_back_from_a_copy(memory_url: str, tmp_path: Path, what: s
         _damage(store, OBJECTS[what], change)
     found = _repair(store, str(tmp_path / "copy"))
     assert found.exit_code == 0
-    if change is None and what in ("head", "a record", "a fold", "an announcement"):
-        assert not found.objects  # nobody needs it; a fold leads to version 6
+    if change is None and what in ("head", "a record", "a compaction", "an announcement"):
+        assert not found.objects  # nobody needs it; a compaction leads to version 6
     elif not (change is flipped and what == "an announcement"):  # it then names another file, as far as anybody knows
         assert [done.outcome for done in found.objects] == ["bypassed" if what == "head" else "put back"]
         assert {info.key: store.read(info.key, 1 << 30) for info in store.list("")} == whole
@@ -171,7 +171,7 @@ def test_bytes_are_put_back_from_the_cache_of_a_node(memory_url: str, tmp_path: 
     _fill(store)
     whole = {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
     for data in whole.values():
-        (tmp_path / housekeeping.repair.__globals__["sha256_hex"](data)).write_bytes(data)
+        (tmp_path / maintenance.repair.__globals__["sha256_hex"](data)).write_bytes(data)
     _damage(store, OBJECTS[what])
     found = _repair(store, str(tmp_path))
     assert ([done.outcome for done in found.objects], found.exit_code) == (["put back"], 0)
@@ -181,7 +181,7 @@ def test_bytes_are_put_back_from_the_cache_of_a_node(memory_url: str, tmp_path: 
 def test_what_has_another_digest_is_not_put_back(memory_url: str, tmp_path: Path) -> None:
     store, copy = open_store(memory_url), open_store(f"file://{tmp_path}/copy")
     _fill(store)
-    housekeeping.copy(ChannelReader(store), copy)
+    maintenance.copy(ChannelReader(store), copy)
     for place in (store, copy):
         _damage(place, OBJECTS["an older part"])
     (tmp_path / "other").mkdir()
@@ -211,7 +211,7 @@ def test_without_a_copy_what_can_be_done_is_done(memory_url: str, what: str) -> 
         channel.announce(version)
         channel.head()
         (done,) = _repair(store).objects
-        assert done.outcome == "bypassed" and "folds/0000000006-0000000009.000000-" in done.how
+        assert done.outcome == "bypassed" and "compactions/0000000006-0000000009.000000-" in done.how
         assert [again.outcome for again in _repair(store).objects] == ["not needed"]
         assert _is_right(Replica(store), 9)
     else:
@@ -234,7 +234,7 @@ def test_a_damaged_anchor_is_replaced_by_one_of_the_newest_version(memory_url: s
     assert files == ["config.json", "model.safetensors"]
 
 
-def test_a_fold_leads_running_replicas_around_a_damaged_record(memory_url: str) -> None:
+def test_a_compaction_leads_running_replicas_around_a_damaged_record(memory_url: str) -> None:
     store = open_store(memory_url)
     large = states_of(360_000, 9)
     _channel, _versions = filled(store, large, anchors=(8,))
@@ -242,7 +242,7 @@ def test_a_fold_leads_running_replicas_around_a_damaged_record(memory_url: str) 
     running.sync(5)
     _damage(store, keys.slot(6, EPOCH))
     (done,) = _repair(store, replay=False).objects
-    assert done.outcome == "bypassed" and f"{keys.FOLDS}0000000005-0000000008" in done.how
+    assert done.outcome == "bypassed" and f"{keys.COMPACTIONS}0000000005-0000000008" in done.how
     for info in list(store.list(keys.ANCHORS)):
         store.delete(info.key)
     assert running.sync() == 9
@@ -266,7 +266,7 @@ def test_a_repair_while_somebody_publishes(memory_url: str) -> None:
                 channel.delta(STATES[self.count - 1], parts=2)
                 channel.head()
 
-    found = housekeeping.repair(ChannelReader(store), progress=Growing())
+    found = maintenance.repair(ChannelReader(store), progress=Growing())
     assert [done.key for done in found.objects] == [OBJECTS["an older part"]]
     assert _is_right(Replica(store), 12)
 
@@ -274,7 +274,7 @@ def test_a_repair_while_somebody_publishes(memory_url: str) -> None:
 def test_channel_json_comes_back_from_a_copy_of_this_run_only(memory_url: str, tmp_path: Path) -> None:
     store, copy = open_store(memory_url), open_store(f"file://{tmp_path}/copy")
     _fill(store)
-    housekeeping.copy(ChannelReader(store), copy)
+    maintenance.copy(ChannelReader(store), copy)
     whole = store.read(keys.CHANNEL, 1 << 30)
     _damage(store, keys.CHANNEL, halved)
     _damage(store, keys.CHANNEL, lambda data: data[:-1])
@@ -297,8 +297,8 @@ def test_what_is_added_to_a_signed_channel_is_signed(memory_url: str, tmp_path: 
     _damage(store, OBJECTS["an announced anchor's weights"])
     trusted = Trusted(path=tmp_path / "key.pub")
     with pytest.raises(ConfigError, match="signing_key"):
-        housekeeping.repair(ChannelReader(store, trusted))
-    (done,) = housekeeping.repair(ChannelReader(store, trusted), signer=signer).objects
+        maintenance.repair(ChannelReader(store, trusted))
+    (done,) = maintenance.repair(ChannelReader(store, trusted), signer=signer).objects
     assert done.outcome == "bypassed"
     replica = Replica(ChannelReader(store, trusted))
     assert _is_right(replica, 8)
@@ -317,7 +317,7 @@ def test_repair_as_a_command(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
     store = open_store(url)
     _fill(store)
-    housekeeping.copy(ChannelReader(store), open_store(f"file://{tmp_path}/copy"))
+    maintenance.copy(ChannelReader(store), open_store(f"file://{tmp_path}/copy"))
     assert "nothing to repair" in CliRunner().invoke(main, ["repair", url]).stdout
     _damage(store, OBJECTS["a part"])
     left = CliRunner().invoke(main, ["repair", url])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, housekeeping, open_store
+from deltasync import Publisher, Replica, maintenance, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import FencedError, PublishPendingError, StoreError, TransientStoreError
@@ -84,7 +84,7 @@ class Follower(threading.Thread):
 
 def test_thirty_versions_and_what_is_done_with_them(url: str, tmp_path: Path) -> None:
     model = weights()
-    with Publisher(url, anchor_every=10, retention=Retention(fold_every=5)) as publisher:
+    with Publisher(url, anchor_every=10, retention=Retention(compact_every=5)) as publisher:
         publisher.publish(model.items()).wait(60)
         follower = Follower(url)
         for seed in range(29):
@@ -93,11 +93,11 @@ def test_thirty_versions_and_what_is_done_with_them(url: str, tmp_path: Path) ->
         follower.end_at(model, 30)
     assert not follower.errors
     reader = ChannelReader(open_store(url))
-    assert housekeeping.check(reader, read_data=True).problems == []
+    assert maintenance.check(reader, read_data=True).problems == []
     copy = open_store(f"file://{tmp_path}/copy")
-    assert housekeeping.copy(reader, copy).problems == []
-    housekeeping.forget(reader, housekeeping.Keep(last=3), grace_s=0)
-    housekeeping.prune(reader, grace_s=0)
+    assert maintenance.copy(reader, copy).problems == []
+    maintenance.forget(reader, maintenance.Keep(last=3), grace_s=0)
+    maintenance.prune(reader, grace_s=0)
     for store in (open_store(url), copy):
         late = Replica(store)
         assert late.sync() == 30

@@ -69,7 +69,7 @@ class TestReader:
 def test_the_workers_of_a_server_download_once(inner: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FaultyStore, "url", "s3://bucket/run")
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(worker, "open_nearest", lambda url: inner)
+    monkeypatch.setattr(worker, "open_failover", lambda url: inner)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     with Publisher(inner) as publisher:

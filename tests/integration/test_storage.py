@@ -18,19 +18,19 @@ from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys, requests
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
-from deltasync.dashboard.forecast import FOLD_PART_ELEMENTS, PART_CHANGED, delta_bits, fold_bits, forecast
-from deltasync.publish import encode, fold
-from deltasync.publish.budget import LEAST_FOLDED, Budget
+from deltasync.dashboard.forecast import COMPACTION_PART_ELEMENTS, PART_CHANGED, compaction_bits, delta_bits, forecast
+from deltasync.publish import compaction, encode
+from deltasync.publish.budget import LEAST_COMPACTED, Budget
 from deltasync.publish.chain import Sample
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
 
 @pytest.mark.parametrize(("changed", "versions"), [(0.01, 60), (0.001, 130)])
-def test_folds_stay_a_third_of_the_deltas_and_shorten_a_late_join(changed: float, versions: int) -> None:
+def test_compactions_stay_a_third_of_the_deltas_and_shorten_a_late_join(changed: float, versions: int) -> None:
     found = storage.measure(1_000_000, changed, versions)
-    assert found["folds"] and {base for base, _ in found["folds"]} == {1}
-    assert found["anchor_bytes"] == 0 < found["fold_bytes"]
+    assert found["compactions"] and {base for base, _ in found["compactions"]} == {1}
+    assert found["anchor_bytes"] == 0 < found["compaction_bytes"]
     assert found["stored_per_delta"] <= 1.35
     unfolded = 1 + found["delta_bytes"] / found["full_bytes"]
     assert 1 < found["joiner_of_full"] < unfolded - 0.05
@@ -60,34 +60,34 @@ def test_the_week_in_the_manual_is_what_the_command_prints() -> None:
     assert rest.lstrip("\n").startswith(textwrap.indent(shown.stdout, "    "))
 
 
-def test_the_size_of_a_fold_is_computed_and_estimated_as_it_is() -> None:
+def test_the_size_of_a_compaction_is_computed_and_estimated_as_it_is() -> None:
     random, weights = np.random.default_rng(1), storage.model(1_000_000)
     bits = {name: tensor.view(torch.int16).numpy().view(np.uint16) for name, tensor in weights.items()}
     sample = Sample(bits)
-    assert sample.fold_bytes(bits) == 0
+    assert sample.compaction_bytes(bits) == 0
     for _ in range(40):
         storage.move(random, weights, 0.01)
     elements = sum(held.size for held in bits.values())
-    assert sample.fold_bytes(bits) == pytest.approx(elements * fold_bits(0.01, 40) / 8, rel=0.02)
+    assert sample.compaction_bytes(bits) == pytest.approx(elements * compaction_bits(0.01, 40) / 8, rel=0.02)
     assert delta_bits(0.01) == pytest.approx(9.88, abs=0.01)
-    assert (PART_CHANGED, FOLD_PART_ELEMENTS) == (encode.GROUP_CHANGED, fold.GROUP_ELEMENTS)
+    assert (PART_CHANGED, COMPACTION_PART_ELEMENTS) == (encode.GROUP_CHANGED, compaction.GROUP_ELEMENTS)
 
 
-def test_full_weights_take_the_place_of_a_fold_that_is_no_longer_small() -> None:
+def test_full_weights_take_the_place_of_a_compaction_that_is_no_longer_small() -> None:
     budget = Budget(1)
     kinds = []
     for version in range(2, 400):
         budget.earn(10.0)
-        found = budget.choose(version, 100.0, lambda: 60.0, folds=True)
+        found = budget.choose(version, 100.0, lambda: 60.0, compactions=True)
         if found:
             kinds.append((version, found))
             budget.end(version, 100.0)
     assert {kind for _, kind in kinds} == {"anchor"}
     assert len(kinds) == pytest.approx(398 * 10 * 0.33 / 100, abs=1)
-    assert min(after - before for (before, _), (after, _) in itertools.pairwise(kinds)) >= LEAST_FOLDED
+    assert min(after - before for (before, _), (after, _) in itertools.pairwise(kinds)) >= LEAST_COMPACTED
 
 
-def test_a_joiner_of_a_channel_that_forgets_takes_the_fold(memory_url: str) -> None:
+def test_a_joiner_of_a_channel_that_forgets_takes_the_compaction(memory_url: str) -> None:
     random, weights, store = np.random.default_rng(2), storage.model(200_000), open_store(memory_url)
     with Publisher(store) as publisher:
         for _ in range(90):
@@ -98,8 +98,8 @@ def test_a_joiner_of_a_channel_that_forgets_takes_the_fold(memory_url: str) -> N
     forgot = CliRunner().invoke(main, ["forget", memory_url, "--keep-last", "5", "--grace", "0", "--json"])
     assert forgot.exit_code == 0, forgot.output
     reader = ChannelReader(store)
-    (folded,) = [span for span, _ in reader.folds()]
-    assert json.loads(forgot.stdout)["kept"] == [1, *range(min(folded.version, 87), 92)]
+    (compacted,) = [span for span, _ in reader.compactions()]
+    assert json.loads(forgot.stdout)["kept"] == [1, *range(min(compacted.version, 87), 92)]
     replica = Replica(store)
     assert replica.sync() == 91
     assert_same_bits(replica.state_dict(), last)
@@ -107,8 +107,8 @@ def test_a_joiner_of_a_channel_that_forgets_takes_the_fold(memory_url: str) -> N
     assert checked.exit_code == 0, checked.output
 
 
-def test_a_fold_is_stored_in_parts_one_group_of_tensors_each(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.publish.fold.GROUP_ELEMENTS", 20_000)
+def test_a_compaction_is_stored_in_parts_one_group_of_tensors_each(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.publish.compaction.GROUP_ELEMENTS", 20_000)
     random, weights, store = np.random.default_rng(3), storage.model(200_000), open_store(memory_url)
     states = []
     with Publisher(store) as publisher:
@@ -117,8 +117,8 @@ def test_a_fold_is_stored_in_parts_one_group_of_tensors_each(memory_url: str, mo
             publisher.publish(weights).wait(60)
             storage.move(random, weights, 0.02)
     parts = [info.key for info in store.list(keys.PARTS)]
-    ends = [span.version for span, _ in ChannelReader(store).folds()]
-    assert ends and parts and all(storage.is_fold_part(key) for key in parts)
+    ends = [span.version for span, _ in ChannelReader(store).compactions()]
+    assert ends and parts and all(storage.is_compaction_part(key) for key in parts)
     replica = Replica(store)
     assert replica.sync(max(ends)) == max(ends)
     assert_same_bits(replica.state_dict(), states[max(ends) - 1])
@@ -134,7 +134,7 @@ def test_full_weights_that_cannot_be_read_get_new_ones_in_their_place(memory_url
             storage.move(random, weights, 0.02)
             publisher.publish(weights).wait(60)
     reader = ChannelReader(store)
-    assert not [span for span, _ in reader.folds() if span.base == 1]
+    assert not [span for span, _ in reader.compactions() if span.base == 1]
     assert len(reader.announcements()) == 1
     replica = Replica(store)
     assert replica.sync() == 61

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from deltasync import Publisher, Receipt, Replica, housekeeping, open_store
+from deltasync import Publisher, Receipt, Replica, maintenance, open_store
 from deltasync.channel import keys
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.reading import ChannelReader
@@ -144,7 +144,7 @@ class Run:
 
 
 def settle(publisher: Publisher) -> None:
-    """Wait for all that follows a version: head, anchors, folds."""
+    """Wait for all that follows a version: head, anchors, compactions."""
     assert publisher._log is not None
     publisher._uploader._keeper._workers.submit(int).result(60)  # type: ignore[union-attr]
     wait_for_head(publisher._log)
@@ -313,8 +313,8 @@ def publishes_through(service: Service, case: Case) -> tuple[str, float]:
 
 def assert_all_named(store: Store) -> None:
     """After `prune`, nothing is there that no document names."""
-    housekeeping.prune(ChannelReader(store), grace_s=0.0)
-    left = housekeeping.prune(ChannelReader(store), grace_s=0.0, dry_run=True)
+    maintenance.prune(ChannelReader(store), grace_s=0.0)
+    left = maintenance.prune(ChannelReader(store), grace_s=0.0, dry_run=True)
     assert (left.objects, left.waiting) == ([], [])
 
 
@@ -528,7 +528,7 @@ def _publishes_through_chance(kind: str, request: pytest.FixtureRequest, count: 
     assert_all_named(left)
     reader = ChannelReader(left)
     assert [version.version for version in reader.versions()] == list(range(count, 0, -1))
-    report = housekeeping.check(reader, read_data=True)
+    report = maintenance.check(reader, read_data=True)
     assert (report.problems, report.proven) == ([], list(range(1, count + 1)))
     witness = Replica(reader)
     for version, expected in states.items():

@@ -22,9 +22,9 @@ from transformers import (
     TrainerCallback,
 )
 
-from deltasync import Replica, housekeeping, open_store
+from deltasync import Replica, maintenance, open_store
 from deltasync.channel import keys
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.demo import model as demo_model
 from deltasync.errors import ChannelInUseError, ConfigError, PublishError
@@ -144,7 +144,7 @@ def test_an_anchor_is_a_checkpoint_with_a_tokenizer(make_model: Callable[[], Any
     sync.weight_transfer.destroy()  # waits for anchors, which no version waits for
 
     anchor = tmp_path / "exported"
-    housekeeping.export(ChannelReader(open_store(f"file://{tmp_path}/channel")), sync.history[-1].version, anchor)
+    maintenance.export(ChannelReader(open_store(f"file://{tmp_path}/channel")), sync.history[-1].version, anchor)
     loaded, info = AutoModelForCausalLM.from_pretrained(anchor, output_loading_info=True)
     assert not any(info.values())
     assert loaded.dtype == torch.bfloat16  # from its config.json
@@ -340,7 +340,7 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
                 served = ChannelReader(publisher.store).numbered(version).version
                 beat(publisher.store, replica_id, served)
             if state.global_step == 3:  # another version of a number that is ours is none of ours
-                beat(publisher.store, "stranger", Version(2, served.epoch, "0" * 64))
+                beat(publisher.store, "stranger", VersionId(2, served.epoch, "0" * 64))
 
     first = [sync] if added == "to the constructor" else []
     trainer = make_trainer(tiny_model(), tmp_path / "out", *first, max_steps=4, report_to=["tensorboard"])

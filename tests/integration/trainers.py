@@ -23,7 +23,7 @@ from transformers import (
 
 from deltasync import Replica, open_store
 from deltasync.channel import heartbeat
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.demo import model as demo_model
@@ -103,7 +103,7 @@ def run_id(url: str) -> str:
     return ChannelReader(open_store(url)).channel().run_id
 
 
-def beat(store: Store, replica_id: str, served: Version | None, state: str = "serving", error: str | None = None) -> None:
+def beat(store: Store, replica_id: str, served: VersionId | None, state: str = "serving", error: str | None = None) -> None:
     """Write the heartbeat of a replica."""
     run = ChannelReader(store).channel().run_id
     identity = (None, None, None) if served is None else (served.version, served.epoch, served.sha256)

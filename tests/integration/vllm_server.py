@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 from deltasync import Publisher
 from deltasync.channel import keys
 from deltasync.channel.documents import Record
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.codec.base import Encoded
 from deltasync.demo import model as demo_model
 from deltasync.demo.processes import Child, get_json
@@ -177,7 +177,7 @@ class Server:
         log = self.publisher._log
         append = log.append
 
-        def lying_append(record: Record, payload: Encoded | None) -> Stored:
+        def lying_append(record: Record, payload: Encoded | None) -> StoredRecord:
             assert record.fingerprint is not None
             wrong = f"{int(record.fingerprint, 16) ^ 1:016x}"
             return append(dataclasses.replace(record, fingerprint=wrong), payload)

@@ -33,7 +33,7 @@ def successors(rules: Rules, world: World) -> Iterator[Step]:
         yield from others.reader_steps(rules, world)
     yield from others.forget_steps(rules, world)
     yield from others.prune_steps(rules, world)
-    yield from others.fold_steps(rules, world)
+    yield from others.compaction_steps(rules, world)
     yield from others.misfortunes(rules, world)
 
 

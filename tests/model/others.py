@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.model.state import (
+    Compaction,
     Damaged,
     Edge,
-    Fold,
     Key,
     Node,
     Objects,
@@ -183,18 +183,18 @@ def _plan(rules: Rules, world: World) -> Step:
     if todo[2] and _is_there(rules, r, todo):
         return "reader: has a way", _read(world, r, todo=None)
     best = 0 if r.full or r.have is None else r.have[0]
-    folds = [key for key, _ in world.objects if key[0] == "folds" and key[2] == todo[0] and key not in r.avoid]
-    first = next((key for key in folds if key[1] == best), None)
+    compactions = [key for key, _ in world.objects if key[0] == "compactions" and key[2] == todo[0] and key not in r.avoid]
+    first = next((key for key in compactions if key[1] == best), None)
     key = slot(rules, todo[0], todo[1])
     if first is not None and todo[2]:
-        return _plan_fold(world, todo, first)
+        return _plan_compaction(world, todo, first)
     found = None if key in r.avoid else get(world.objects, key)
     if not isinstance(found, Record) or todo[2] not in ("", found.digest) or found.seal is not None:
-        other = next((key for key in folds if key[1] > best), None)
+        other = next((key for key in compactions if key[1] > best), None)
         if other is not None and todo[2] and rules.detour:
-            return _plan_fold(world, todo, other)
+            return _plan_compaction(world, todo, other)
         return _no_way(rules, world, f"{shown(key)} does not help")
-    if not todo[2]:  # now its digest is known, and with it which folds lead to it
+    if not todo[2]:  # now its digest is known, and with it which compactions lead to it
         return f"reader: reads {found.digest}", _read(world, r, todo=found.node, target=found.node)
     if found.anchor is not None:
         path = (*r.path, Edge(found.node, found.anchor, key))
@@ -212,14 +212,14 @@ def _is_there(rules: Rules, r: Reader, node: Node) -> bool:
     return r.have == node if rules.plan_by_digest else r.have[0] == node[0]
 
 
-def _plan_fold(world: World, todo: Node, key: Key) -> Step:
-    """By a fold of the version, if it is of the same digest: from full weights, or from an older version."""
+def _plan_compaction(world: World, todo: Node, key: Key) -> Step:
+    """By a compaction of the version, if it is of the same digest: from full weights, or from an older version."""
     r = world.reader
-    fold = get(world.objects, key)
-    if not isinstance(fold, Fold) or (fold.version, fold.digest) != (todo[0], todo[2]):
+    compaction = get(world.objects, key)
+    if not isinstance(compaction, Compaction) or (compaction.version, compaction.digest) != (todo[0], todo[2]):
         return f"reader: {shown(key)} does not help", _read(world, r, avoid=r.avoid | {key})
-    path = (*r.path, Edge(todo, fold.payload, key))
-    return f"reader: reads {shown(key)}", _read(world, r, path=path, todo=fold.base)
+    path = (*r.path, Edge(todo, compaction.payload, key))
+    return f"reader: reads {shown(key)}", _read(world, r, path=path, todo=compaction.base)
 
 
 def _no_way(rules: Rules, world: World, why: str) -> Step:
@@ -234,16 +234,18 @@ def _no_way(rules: Rules, world: World, why: str) -> Step:
     return f"reader: {why}, waits", world._replace(reader=idle)
 
 
-# --- housekeeping -----------------------------------------------------------------------------------------------------
+# --- maintenance -----------------------------------------------------------------------------------------------------
 
 
 def _kept(world: World, node: Node) -> set[Key]:
-    """Records and folds that a reader without anything needs to get to the version."""
+    """Records and compactions that a reader without anything needs to get to the version."""
     at: Node | None = node
     kept: set[Key] = set()
     while at is not None:
-        folds = [(key, c) for key, c in world.objects if isinstance(c, Fold) and c.base is None]
-        anchor = next((key for key, fold in folds if (fold.version, fold.digest) == (at[0], at[2])), None)
+        compactions = [(key, c) for key, c in world.objects if isinstance(c, Compaction) and c.base is None]
+        anchor = next(
+            (key for key, compaction in compactions if (compaction.version, compaction.digest) == (at[0], at[2])), None
+        )
         found = next(((key, c) for key, c in world.objects if isinstance(c, Record) and c.node == at), None)
         if anchor is not None:
             kept.add(anchor)
@@ -258,7 +260,7 @@ def _kept(world: World, node: Node) -> set[Key]:
 
 
 def forget_steps(rules: Rules, world: World) -> Iterator[Step]:
-    """Keep the newest version and what leads to it; delete the records and folds of the others, the newest first."""
+    """Keep the newest version and what leads to it; delete the records and compactions of the others, the newest first."""
     s = world.sweep
     if s.forget is None:
         if s.forgets < rules.forgets:
@@ -269,11 +271,11 @@ def forget_steps(rules: Rules, world: World) -> Iterator[Step]:
                 for key, content in world.objects
                 if key not in kept
                 and (
-                    (isinstance(content, Fold) and content.version <= last.version)
+                    (isinstance(content, Compaction) and content.version <= last.version)
                     or (isinstance(content, Record) and (content.seal is None or not rules.keep_seals))
                 )
             ]
-            keys.sort(key=lambda key: key[2] if key[0] == "folds" else key[1], reverse=rules.newest_first)
+            keys.sort(key=lambda key: key[2] if key[0] == "compactions" else key[1], reverse=rules.newest_first)
             if keys:
                 yield "forget: lists", world._replace(sweep=s._replace(forget=tuple(keys), forgets=s.forgets + 1))
         return
@@ -305,7 +307,7 @@ def _referred(key: Key, objects: Objects) -> bool:
     for _, content in objects:
         if isinstance(content, Record):
             payloads += [content.delta, content.anchor]
-        elif isinstance(content, Fold):
+        elif isinstance(content, Compaction):
             payloads.append(content.payload)
     return any(payload is not None and payload[0] == key for payload in payloads)
 
@@ -316,7 +318,9 @@ def _spared(rules: Rules, world: World, key: Key, objects: Objects) -> bool:
     later = stored if rules.ends_by_version else [k[-1] for k, _ in objects if k[0] in ("epochs", "versions")]
     if not any(epoch > key[2] for epoch in later):
         return rules.spare_under_way and _under_way(key, objects)
-    return rules.grace and any(w.epoch == key[2] and w.at in ("anchor", "fold", "look", "record") for w in world.writers)
+    return rules.grace and any(
+        w.epoch == key[2] and w.at in ("anchor", "compaction", "look", "record") for w in world.writers
+    )
 
 
 def _under_way(key: Key, objects: Objects) -> bool:
@@ -327,25 +331,27 @@ def _under_way(key: Key, objects: Objects) -> bool:
     if folder == "anchors":
         last = [record.version for record in own if record.anchor is not None]
         last += [
-            key[2] for key, content in objects if isinstance(content, Fold) and content.base is None and key[3] == epoch
+            key[2]
+            for key, content in objects
+            if isinstance(content, Compaction) and content.base is None and key[3] == epoch
         ]
     else:
         last = [record.version for record in own]
     return bool(version > max(last, default=0))
 
 
-def fold_steps(rules: Rules, world: World) -> Iterator[Step]:
-    """Somebody folds the newest version's delta and the one before it."""
-    if world.sweep.folds >= rules.folds:
+def compaction_steps(rules: Rules, world: World) -> Iterator[Step]:
+    """Somebody compactions the newest version's delta and the one before it."""
+    if world.sweep.compactions >= rules.compactions:
         return
     by_node = {record.node: record for record in records(world, damaged=False) if record.delta is not None}
     for record in by_node.values():
         before = by_node.get(record.base)
         if before is not None:
-            fold = Fold(before.base, record.version, record.digest, (None, (before.base[2], record.digest)))
-            key = ("folds", before.base[0], record.version, (0, "f"))
-            swept = world._replace(sweep=world.sweep._replace(folds=world.sweep.folds + 1))
-            yield f"stores {shown(key)}", store(rules, swept, key, fold)
+            compaction = Compaction(before.base, record.version, record.digest, (None, (before.base[2], record.digest)))
+            key = ("compactions", before.base[0], record.version, (0, "f"))
+            swept = world._replace(sweep=world.sweep._replace(compactions=world.sweep.compactions + 1))
+            yield f"stores {shown(key)}", store(rules, swept, key, compaction)
 
 
 # --- misfortune -------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class Rules(NamedTuple):
         reader: Whether a replica follows.
         joins: How many times a new replica starts in its place.
         sticky: Whether an edge remembers for ever that a key was missing. Listings and reads of listed objects pass it.
-        forgets, prunes, folds: How often each runs, in all. No time of grace: they run at the worst moment.
+        forgets, prunes, compactions: How often each runs, in all. No time of grace: they run at the worst moment.
         damages: Objects that turn bad for ever.
         backup: The moment of a backup that may be restored once, at any later one: `start`, `any`, or "" for none.
         cut: Whether a listing of records may end anywhere when a channel is opened.
@@ -55,7 +55,7 @@ class Rules(NamedTuple):
     sticky: bool = False
     forgets: int = 0
     prunes: int = 0
-    folds: int = 0
+    compactions: int = 0
     damages: int = 0
     backup: str = ""
     cut: bool = False
@@ -113,7 +113,7 @@ class Record(NamedTuple):
         return (self.version, self.epoch, self.digest)
 
 
-class Fold(NamedTuple):
+class Compaction(NamedTuple):
     """Another way to a version: from an older one, or from nothing (`base` None), which is an anchor."""
 
     base: Node | None
@@ -210,7 +210,7 @@ class Sweep(NamedTuple):
     seen: Objects | None = None
     forgets: int = 0
     prunes: int = 0
-    folds: int = 0
+    compactions: int = 0
 
 
 class World(NamedTuple):
@@ -304,7 +304,11 @@ def readable(world: World, node: Node, have: Node | None = None) -> bool:
         return payload is not None and (payload[0] is None or get(world.objects, payload[0]) == payload[1])
 
     for _, content in world.objects:
-        if isinstance(content, Fold) and (content.version, content.digest) == (node[0], node[2]) and stored(content.payload):
+        if (
+            isinstance(content, Compaction)
+            and (content.version, content.digest) == (node[0], node[2])
+            and stored(content.payload)
+        ):
             if content.base is None:
                 return True
             if readable(world, content.base, have):

@@ -17,7 +17,7 @@ SMALL = {
     "one writer, faults": ONE._replace(calls=4, crashes=1, opens=2, faults=2, parts=True, reader=False),
     "one writer, a reader, forget and prune": ONE._replace(calls=3, forgets=1, prunes=1, parts=True),
     "one writer, a damaged object": ONE._replace(calls=3, damages=1, parts=True),
-    "one writer, a damaged object, a fold": ONE._replace(calls=4, damages=1, folds=1),
+    "one writer, a damaged object, a compaction": ONE._replace(calls=4, damages=1, compactions=1),
     "two writers": BOTH,
     "two writers, parts, a fault": BOTH._replace(parts=True, faults=1),
     "two writers, requests that arrive late": BOTH._replace(faults=1, late=True),

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.model.state import (
+    Compaction,
     Damaged,
     Epoch,
-    Fold,
     Job,
     Key,
     Node,
@@ -44,7 +44,7 @@ def steps(rules: Rules, world: World, number: int) -> Iterator[Step]:
         "look": _look,
         "record": _record,
         "anchor": _anchor,
-        "fold": _fold,
+        "compaction": _compaction,
         "stopped": _nothing,
     }[w.at]
     for what, after in act(rules, world, number):
@@ -306,15 +306,15 @@ def _anchor(rules: Rules, world: World, number: int) -> Iterator[Step]:
     """Full weights of a version that is visible already; nobody waits for them."""
     w = world.writers[number]
     after = store(rules, world, ("anchors", w.tip[0], w.epoch, 0), ("", w.tip[2]))
-    yield f"stores anchors/{w.tip[0]}", _with(after, number, w._replace(at="fold"))
+    yield f"stores anchors/{w.tip[0]}", _with(after, number, w._replace(at="compaction"))
 
 
-def _fold(rules: Rules, world: World, number: int) -> Iterator[Step]:
+def _compaction(rules: Rules, world: World, number: int) -> Iterator[Step]:
     w = world.writers[number]
     version, epoch, digest = w.tip
-    fold = Fold(None, version, digest, (("anchors", version, epoch, 0), ("", digest)))
-    after = store(rules, world, ("folds", 0, version, epoch), fold)
-    yield f"stores folds/0-{version}", _with(after, number, w._replace(at="idle"))
+    compaction = Compaction(None, version, digest, (("anchors", version, epoch, 0), ("", digest)))
+    after = store(rules, world, ("compactions", 0, version, epoch), compaction)
+    yield f"stores compactions/0-{version}", _with(after, number, w._replace(at="idle"))
 
 
 def _stopped(rules: Rules, world: World, number: int) -> World:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.tensors import Delta, Layout, Sparse, TensorSpec
-from deltasync.tensors.delta import fold, joined
+from deltasync.tensors.delta import joined, merge
 from tests import deltas
 from tests import strategies as our
 
@@ -72,7 +72,7 @@ def model_of(delta: Delta) -> Model:
     return found
 
 
-def model_fold(layout: Layout, models: list[Model]) -> Model:
+def model_compaction(layout: Layout, models: list[Model]) -> Model:
     """Merge element by element, in Python's integers."""
     total: Model = {}
     for model in models:
@@ -134,15 +134,15 @@ def test_a_delta_tells_and_does_what_it_holds(history: tuple) -> None:
 
 
 @given(histories())
-def test_a_fold_is_that_of_each_element(history: tuple) -> None:
+def test_a_compaction_is_that_of_each_element(history: tuple) -> None:
     layout, bits, parts = history
     before = [copied(part) for part in parts]
-    folded = fold(parts)
-    deltas.check(folded)
-    assert all((sparse.data_K != 0).all() for sparse in folded.steps.values())
-    assert all(sparse.at_K.size for of in (folded.steps, folded.known) for sparse in of.values())
-    assert model_of(folded) == model_fold(layout, [model_of(part) for part in parts])
-    reached = deltas.applied(folded, bits[0])
+    compacted = compaction(parts)
+    deltas.check(compacted)
+    assert all((sparse.data_K != 0).all() for sparse in compacted.steps.values())
+    assert all(sparse.at_K.size for of in (compacted.steps, compacted.known) for sparse in of.values())
+    assert model_of(compacted) == model_compaction(layout, [model_of(part) for part in parts])
+    reached = deltas.applied(compacted, bits[0])
     assert all(reached[name].tobytes() == bits[-1][name].tobytes() for name in layout.specs)
     for arrays, part in zip(before, parts, strict=True):
         for (width, at_K, data_K), (_, at_now_K, data_now_K) in zip(arrays, copied(part), strict=True):
@@ -151,30 +151,30 @@ def test_a_fold_is_that_of_each_element(history: tuple) -> None:
 
 
 @given(only_steps)
-def test_a_fold_of_steps_is_the_diff_of_first_and_last(history: tuple) -> None:
+def test_a_compaction_of_steps_is_the_diff_of_first_and_last(history: tuple) -> None:
     layout, bits, parts = history
-    assert model_of(fold(parts)) == model_of(deltas.between(layout, bits[0], bits[-1]))
+    assert model_of(compaction(parts)) == model_of(deltas.between(layout, bits[0], bits[-1]))
 
 
 @given(histories(least=4), st.data())
-def test_folding_does_not_depend_on_the_grouping(history: tuple, data: st.DataObject) -> None:
+def test_compacting_does_not_depend_on_the_grouping(history: tuple, data: st.DataObject) -> None:
     _, _, parts = history
-    expected = model_of(fold(parts))
+    expected = model_of(compaction(parts))
     while len(parts) > 1:
         at = data.draw(st.integers(0, len(parts) - 2))
-        parts = [*parts[:at], fold(parts[at : at + 2]), *parts[at + 2 :]]
+        parts = [*parts[:at], compaction(parts[at : at + 2]), *parts[at + 2 :]]
     assert model_of(parts[0]) == expected
 
 
 @given(only_steps)
 def test_there_and_back_cancels_out(history: tuple) -> None:
     _, bits, parts = history
-    delta = fold(parts)
+    delta = compaction(parts)
     undone = delta.undone()
     deltas.check(undone)
     reached = deltas.applied(undone, bits[-1])
     assert all(reached[name].tobytes() == bits[0][name].tobytes() for name in bits[0])
-    back = fold([delta, undone])
+    back = merge([delta, undone])
     assert (back.steps, back.known, back.changed) == ({}, {}, 0)
     assert model_of(undone.undone()) == model_of(delta)
 
@@ -216,7 +216,7 @@ def test_steps_and_new_bits_of_one_element_are_not_joined() -> None:
 @given(only_steps, st.integers(1, 40))
 def test_pieces_end_where_tensors_end(history: tuple, most: int) -> None:
     _, _, parts = history
-    delta = fold(parts)
+    delta = compaction(parts)
     pieces = list(delta.split(most))
     assert bool(pieces) == bool(delta.changed)
     seen: set[str] = set()
@@ -230,7 +230,7 @@ def test_pieces_end_where_tensors_end(history: tuple, most: int) -> None:
         assert all(piece.changed >= most for piece in list(of)[:-1]), width
     if pieces:
         assert model_of(joined(pieces)) == model_of(delta)
-        assert model_of(fold(pieces)) == model_of(delta)
+        assert model_of(merge(pieces)) == model_of(delta)
 
 
 def test_positions_past_int32() -> None:
@@ -255,6 +255,6 @@ def test_positions_past_int32() -> None:
     delta.apply("e", bits_N)
     assert bits_N.tolist() == [0, 0, 6]
     other = Delta(layout, {1: Sparse(at_K[3:], np.negative(np.arange(4, 7, dtype=np.uint8)))})
-    folded = fold([delta, other])
-    assert folded.steps[1].at_K.tolist() == at_K[:3].tolist() and folded.steps[1].at_K.dtype == np.int64
+    compacted = merge([delta, other])
+    assert compacted.steps[1].at_K.tolist() == at_K[:3].tolist() and compacted.steps[1].at_K.dtype == np.int64
     assert Layout({"a": layout.specs["a"]}).vectors[1].index_dtype == np.int32

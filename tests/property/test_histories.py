@@ -1,4 +1,4 @@
-"""Replicas over random histories of a channel: writers that succeed each other, zombies, damage, folds, restored backups."""
+"""Replicas over random histories of a channel: writers that succeed each other, zombies, damage, compactions, restored backups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deltasync.channel import keys
-from deltasync.channel.documents import Version, sha256_hex
+from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.errors import DeltaSyncError, ObjectMissingError
 from deltasync.following import Replica
 from deltasync.stores import open_store
@@ -20,7 +20,7 @@ from deltasync.tensors.bits import bits_of
 from tests.channels import Made, made, trained
 from tests.conftest import assert_same_bits
 
-_LOG = (keys.VERSIONS, keys.PARTS, keys.FOLDS, keys.ANNOUNCEMENTS, keys.ANCHORS)
+_LOG = (keys.VERSIONS, keys.PARTS, keys.COMPACTIONS, keys.ANNOUNCEMENTS, keys.ANCHORS)
 
 
 class Histories(RuleBasedStateMachine):
@@ -32,9 +32,9 @@ class Histories(RuleBasedStateMachine):
         self.replica.sync()
         self.opened = 1
         self.seed = 1000
-        self.written: list[Version] = []
-        self.backup: tuple[dict[str, bytes], Version | None, str] | None = None
-        self.zombie: tuple[Version, str] | None = None
+        self.written: list[VersionId] = []
+        self.backup: tuple[dict[str, bytes], VersionId | None, str] | None = None
+        self.zombie: tuple[VersionId, str] | None = None
 
     def _model(self) -> dict[str, object]:
         self.seed += 1
@@ -75,11 +75,11 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.written) > 1)
     @rule(data=st.data())
-    def fold(self, data: st.DataObject) -> None:
+    def compaction(self, data: st.DataObject) -> None:
         first = data.draw(st.integers(0, len(self.written) - 2))
         second = data.draw(st.integers(first + 1, len(self.written) - 1))
         if self.written[first].version < self.written[second].version:
-            self.channel.fold(self.written[first], self.written[second])
+            self.channel.compaction(self.written[first], self.written[second])
 
     @rule(data=st.data(), removes=st.booleans())
     def damage(self, data: st.DataObject, removes: bool) -> None:
@@ -122,7 +122,7 @@ class Histories(RuleBasedStateMachine):
             found = self.replica.identity
             assert before is None or before == found or _after(found, before) or self._is_lost(before)
 
-    def _is_lost(self, version: Version) -> bool:
+    def _is_lost(self, version: VersionId) -> bool:
         """Whether the store does not have the record of a version any more: a replica begins anew then."""
         try:
             return sha256_hex(self.store.read(version.slot.key, 1 << 24)) != version.sha256
@@ -169,7 +169,7 @@ def _bytes(model: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: bits_of(weight).tobytes() for name, weight in model.items()}
 
 
-def _after(one: Version | None, other: Version | None) -> bool:
+def _after(one: VersionId | None, other: VersionId | None) -> bool:
     return one is not None and (other is None or (one.epoch, one.version) > (other.epoch, other.version))
 
 

@@ -1,4 +1,4 @@
-"""Several workers against one: any layout of shards, any chain of full weights, deltas and folds, forth and back."""
+"""Several workers against one: any layout of shards, any chain of full weights, deltas and compactions, forth and back."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltasync import open_store
-from deltasync.channel.documents import Version, sha256_hex
-from deltasync.channel.plan import find_way, find_way_back, goes_back
+from deltasync.channel.documents import VersionId, sha256_hex
+from deltasync.channel.plan import find_chain, find_chain_back, is_revert
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.errors import MissingVersionError
 from deltasync.tensors.bits import bits_of
 from tests import strategies
@@ -79,8 +79,8 @@ def layouts(draw: st.DrawFn) -> list[Layout]:
 
 
 @st.composite
-def channels(draw: st.DrawFn) -> tuple[Made, list[Version]]:
-    """Some versions, deltas of any codec and full weights, each of which changes a part of some tensors; and folds."""
+def channels(draw: st.DrawFn) -> tuple[Made, list[VersionId]]:
+    """Some versions, deltas of any codec and full weights, each of which changes a part of some tensors; and compactions."""
     random = torch.Generator().manual_seed(draw(strategies.seeds))
     weights = {name: torch.randn(shape, generator=random).to(torch.bfloat16) for name, shape in SHAPES.items()}
     channel = Made(open_store(f"memory://{uuid.uuid4().hex}"))
@@ -95,26 +95,26 @@ def channels(draw: st.DrawFn) -> tuple[Made, list[Version]]:
         channel.codec_name = draw(st.sampled_from(["packed", "packed", "context", "raw"]))
         versions.append((channel.delta if draw(st.integers(0, 3)) else channel.anchor)(weights).version)
         if draw(st.booleans()):
-            channel.fold(versions[draw(st.integers(0, len(versions) - 2))], versions[-1])
+            channel.compaction(versions[draw(st.integers(0, len(versions) - 2))], versions[-1])
         if not draw(st.integers(0, 3)):
             channel.announce(versions[-1])
     channel.head()
     return channel, versions
 
 
-def chain(data: st.DataObject, reader: ChannelReader, have: Version | None, target: Version) -> list[Stored]:
+def chain(data: st.DataObject, reader: ChannelReader, have: VersionId | None, target: VersionId) -> list[StoredRecord]:
     """A chain between two versions without some objects; empty if none is left."""
     if have is not None and have.version > target.version and data.draw(st.booleans()):
-        return find_way_back(reader, have, reader.record(target))
-    known = [info.key for _, info in (*reader.slots(), *reader.beside())]
+        return find_chain_back(reader, have, reader.record(target))
+    known = [info.key for _, info in (*reader.slots(), *reader.shortcuts())]
     avoid = dict.fromkeys(data.draw(st.sets(st.sampled_from(known))), "left out")
     try:
-        return find_way(reader, have, target, avoid)
+        return find_chain(reader, have, target, avoid)
     except MissingVersionError:
         return []
 
 
-async def follow(data: st.DataObject, channel: Made, versions: list[Version], held: list[Layout]) -> None:
+async def follow(data: st.DataObject, channel: Made, versions: list[VersionId], held: list[Layout]) -> None:
     reader, url = ChannelReader(channel.store), channel.store.url
     start = data.draw(st.sampled_from(versions))
     found = [Workers(Engine(each, channel.bits[start.sha256]), reader) for each in ([WHOLE], held)]
@@ -125,7 +125,7 @@ async def follow(data: st.DataObject, channel: Made, versions: list[Version], he
     for target in data.draw(st.lists(st.sampled_from(versions), min_size=1, max_size=4)):
         way = chain(data, reader, live, target)
         states = {reply.state for workers in found if way for reply in await workers.stage(way)}
-        if goes_back(way) and states == {"failed"}:  # a tensor was written as a whole since
+        if is_revert(way) and states == {"failed"}:  # a tensor was written as a whole since
             continue
         assert states <= {"staged"}
         for workers in found if way else ():

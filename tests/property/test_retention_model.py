@@ -10,13 +10,13 @@ import torch
 from hypothesis import event, given, note, settings
 from hypothesis import strategies as st
 
-from deltasync import housekeeping
+from deltasync import maintenance
 from deltasync.channel import keys
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import StoreError
 from deltasync.following import Replica
-from deltasync.housekeeping import Keep
+from deltasync.maintenance import Keep
 from deltasync.stores import open_store
 from tests.channels import Made
 from tests.conftest import assert_same_bits
@@ -35,9 +35,9 @@ _left_behind = st.tuples(
 )
 _places = st.sampled_from(
     [
-        *[("list", prefix) for prefix in ("versions/", "folds/", "anchors/", "parts/")],
-        *[("read", prefix) for prefix in ("versions/", "folds/")],
-        *[("delete", prefix) for prefix in ("versions/", "folds/", "anchors/", "parts/", "probe/")],
+        *[("list", prefix) for prefix in ("versions/", "compactions/", "anchors/", "parts/")],
+        *[("read", prefix) for prefix in ("versions/", "compactions/")],
+        *[("delete", prefix) for prefix in ("versions/", "compactions/", "anchors/", "parts/", "probe/")],
     ]
 )
 _crashes = st.none() | st.tuples(_places, st.booleans())
@@ -47,7 +47,7 @@ _actions = st.one_of(
     st.tuples(st.just("forget"), _keeps, _crashes),
     st.tuples(st.just("prune"), _crashes),
     st.tuples(st.just("leave"), _left_behind),
-    st.tuples(st.just("fold"), st.integers(0, 20), st.integers(0, 20)),
+    st.tuples(st.just("compaction"), st.integers(0, 20), st.integers(0, 20)),
 )
 
 
@@ -55,7 +55,7 @@ class Model:
     """What must be there, worked out another way than `retention` does: each version rests on the one before it."""
 
     def __init__(self) -> None:
-        self.versions: dict[int, Version] = {}
+        self.versions: dict[int, VersionId] = {}
         self.anchors: list[int] = []
         self.steps: dict[int, int | None] = {}
         self.stored: set[int] = set()
@@ -109,15 +109,15 @@ class Life:
 
     def forget(self, keep: dict[str, int | None], crash: Crash | None) -> None:
         self.model.forget(**keep)
-        self._crashing(crash, lambda: housekeeping.forget(self.reader, Keep(**keep), grace_s=0))
+        self._crashing(crash, lambda: maintenance.forget(self.reader, Keep(**keep), grace_s=0))
         assert self.versions() == sorted(self.model.stored)
 
     def versions(self) -> list[int]:
-        held = housekeeping.survey(self.reader)
+        held = maintenance.survey(self.reader)
         return [slot.version for slot, record in held.records.items() if record is not None and record.is_version]
 
     def prune(self, crash: Crash | None) -> None:
-        self._crashing(crash, lambda: housekeeping.prune(self.reader, grace_s=0))
+        self._crashing(crash, lambda: maintenance.prune(self.reader, grace_s=0))
 
     def _crashing(self, crash: Crash | None, action: Callable[[], object]) -> None:
         """Do it, and again if it crashed."""
@@ -140,11 +140,11 @@ class Life:
         author = keys.new_author() if tool else self.channel.epoch
         self.store.inner.put(f"{folder(version, author, attempt)}/left.safetensors", b"left")
 
-    def fold(self, base: int, version: int) -> None:
+    def compaction(self, base: int, version: int) -> None:
         stored = sorted(self.model.stored)
         base, version = sorted((stored[base % len(stored)], stored[version % len(stored)]))
         if base < version:
-            housekeeping.write_fold(self.reader, base, version)
+            maintenance.write_compaction(self.reader, base, version)
 
     def check(self) -> None:
         """Every version that is to stay has its bits, one after the other and from nothing."""
@@ -159,16 +159,16 @@ class Life:
         """By then there was another writer, so that nobody waits for the files of those before."""
         self.reopen()
         self.publish(1, False, "")
-        housekeeping.prune(self.reader, grace_s=0)
-        held = housekeeping.survey(self.reader)
-        found = [record for record in (*held.records.values(), *held.beside.values()) if record is not None]
+        maintenance.prune(self.reader, grace_s=0)
+        held = maintenance.survey(self.reader)
+        found = [record for record in (*held.records.values(), *held.shortcuts.values()) if record is not None]
         named = {file.key for record in found for file in record.files}
         left = {info.key for prefix in (keys.PARTS, keys.ANCHORS) for info in self.store.list(prefix)}
         last = self.channel.tip
         assert last is not None
         ahead = {key for key in left if (of := keys.file_of(key)) and of.epoch == last.epoch and of.version > last.version}
         assert left - ahead == named
-        report = housekeeping.check(self.reader, read_data=True)
+        report = maintenance.check(self.reader, read_data=True)
         assert report.problems == []
         assert report.proven == sorted(self.model.stored)
         assert not list(self.store.list("probe/"))

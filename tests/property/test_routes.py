@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync import Publisher, Replica, housekeeping, open_store
+from deltasync import Publisher, Replica, maintenance, open_store
 from deltasync.channel import payloads
-from deltasync.channel.plan import find_way
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Follower
-from deltasync.housekeeping import Keep
 from deltasync.kernels import cpu, reference
 from deltasync.live import LiveMemory, Segment, combine, model_fingerprint
+from deltasync.maintenance import Keep
 from deltasync.stores import Store
 from deltasync.tensors import TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, int_view, tensor_of
@@ -111,14 +111,14 @@ def by_following(store: Store, count: int, between: int) -> dict[str, Proof]:
     return found
 
 
-def by_fold(store: Store, count: int, base: int, codec: str) -> Proof:
-    """By one fold from a version before; the deltas that it covers are not looked at."""
+def by_compaction(store: Store, count: int, base: int, codec: str) -> Proof:
+    """By one compaction from a version before; the deltas that it covers are not looked at."""
     reader = ChannelReader(store)
-    fold = housekeeping.write_fold(reader, base, count, codec_name=codec)
+    compaction = maintenance.write_compaction(reader, base, count, codec_name=codec)
     memory, tensors = LiveMemory.on_host(reader.specs)
     memory.audit()
     follower = Follower(reader, memory)
-    for way in (find_way(reader, None, reader.numbered(base).version), [fold]):
+    for way in (find_chain(reader, None, reader.numbered(base).version), [compaction]):
         follower.confirm(follower.commit(follower.stage(way)))
     assert follower.version == reader.numbered(count).version
     return of_tensors(tensors)
@@ -128,7 +128,7 @@ def by_restart(store: Store, count: int, before: int) -> Proof:
     """By a replica that wrote down what it had as a checkpoint, and starts from that."""
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "saved"
-        housekeeping.export(ChannelReader(store), before, saved)
+        maintenance.export(ChannelReader(store), before, saved)
         replica = Replica(store)
         replica.load(saved)
         assert replica.sync() == count
@@ -140,7 +140,7 @@ def by_reference_kernels(store: Store, count: int) -> Proof:
     reader = ChannelReader(store)
     bits = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in reader.specs.items()}
     digests = {name: reference.fingerprint(fingerprint.tensor_key(name), held) for name, held in bits.items()}
-    for stored in find_way(reader, None, reader.numbered(count).version):
+    for stored in find_chain(reader, None, reader.numbered(count).version):
         if stored.use_anchor:
             weights = payloads.weights(reader, stored)
             changes = [(name, np.arange(held.size), held, True) for name, held, _ in weights]
@@ -160,7 +160,7 @@ def by_reference_kernels(store: Store, count: int) -> Proof:
 def by_copy(store: Store, count: int) -> tuple[Proof, Proof]:
     """By a copy of the channel in a directory: a replica's, and that of a reader written from docs/format.md alone."""
     with tempfile.TemporaryDirectory() as folder:
-        housekeeping.copy(ChannelReader(store), open_store(f"file://{folder}"))
+        maintenance.copy(ChannelReader(store), open_store(f"file://{folder}"))
         model = independent_reader.Channel(Path(folder)).read(count)
         bits = {name: found for name, (_, _, found) in model.items()}
         total = total_of({name: independent_reader.fingerprint(name, found) for name, found in bits.items()})
@@ -172,8 +172,8 @@ def by_copy(store: Store, count: int) -> tuple[Proof, Proof]:
 def by_what_is_left(store: Store, count: int) -> Proof:
     """By a replica, once all other versions are forgotten and their bytes deleted."""
     reader = ChannelReader(store)
-    housekeeping.forget(reader, Keep(last=1))
-    housekeeping.prune(ChannelReader(store), grace_s=0.0)
+    maintenance.forget(reader, Keep(last=1))
+    maintenance.prune(ChannelReader(store), grace_s=0.0)
     replica = Replica(store)
     assert replica.sync() == count
     return of_replica(replica)
@@ -197,7 +197,7 @@ def by_shards(store: Store, count: int, shards: int) -> Proof:
         memory = LiveMemory(reader.specs, segments)
         memory.audit()
         followers.append(Follower(reader, memory))
-    for stored in find_way(reader, None, reader.numbered(count).version):
+    for stored in find_chain(reader, None, reader.numbered(count).version):
         committed = [follower.commit(follower.stage([stored])) for follower in followers]
         memories = [follower.memory for follower in followers]
         digests = combine([memory.regions for memory in memories], [memory.parts for memory in memories])
@@ -224,7 +224,7 @@ def test_every_route_to_a_version_gives_the_same_bits_and_fingerprint(
     found = {
         **by_following(deltas, count, between),
         "restart": by_restart(deltas, count, between),
-        "fold": by_fold(deltas, count, between, data.draw(st.sampled_from(CODECS), "of the fold")),
+        "compaction": by_compaction(deltas, count, between, data.draw(st.sampled_from(CODECS), "of the compaction")),
     }
     found |= {f"{shards} shards": by_shards(deltas, count, shards) for shards in (1, 2, 4)}
     found["reference kernels"] = by_reference_kernels(deltas, count)

@@ -21,7 +21,7 @@ from deltasync.publish.stream import TensorRange, range_of
 from deltasync.ranks.peers import Range
 from deltasync.tensors import Delta, TensorSpec, fingerprint
 from deltasync.tensors.bits import tensor_of
-from deltasync.tensors.delta import fold, joined
+from deltasync.tensors.delta import joined, merge
 from tests import deltas, strategies
 
 Bits = dict[str, np.ndarray]
@@ -63,7 +63,7 @@ def test_shards_add_up_to_the_whole(codec_name: str, ranks: int, data: st.DataOb
     specs, old, new = model
     whole = {name: (0, spec.element_count) for name, spec in specs.items()}
     alone = Shadow.of(stream(specs, old, whole), "keep", 0)
-    changed = fold([Delta(alone.layout, {}), *alone.advance(stream(specs, new, whole), "keep", 0)])
+    changed = merge([Delta(alone.layout, {}), *alone.advance(stream(specs, new, whole), "keep", 0)])
     assert changed.counts() == deltas.between(alone.layout, old, new).counts()
 
     held = data.draw(cuts(specs, ranks))
@@ -72,7 +72,7 @@ def test_shards_add_up_to_the_whole(codec_name: str, ranks: int, data: st.DataOb
     sums = dict.fromkeys(specs, 0)
     for rank, ranges in enumerate(held):
         shadow = Shadow.of(stream(specs, old, ranges), "keep", rank)
-        taken = fold([Delta(shadow.layout, {}), *shadow.advance(stream(specs, new, ranges), "keep", rank)])
+        taken = merge([Delta(shadow.layout, {}), *shadow.advance(stream(specs, new, ranges), "keep", rank)])
         deltas.check(taken)
 
         def old_of_rank(name: str, ranges: dict[str, Range] = ranges) -> np.ndarray:
@@ -222,7 +222,7 @@ def test_an_interrupt_anywhere_is_undone(point: str, number: int) -> None:
     assert shadow.fingerprints == before
     assert all(bits.tobytes() == old[name].tobytes() for name, bits in shadow.bits.items())
     assert all(_taken(snapshot, old, name) == old[name].tobytes() for name in list(specs)[:2])
-    again = fold(shadow.advance(stream(specs, new, whole), "keep", 0))
+    again = compaction(shadow.advance(stream(specs, new, whole), "keep", 0))
     assert again.counts() == {name: spec.element_count for name, spec in specs.items()}
     assert all(bits.tobytes() == new[name].tobytes() for name, bits in shadow.bits.items())
     assert _taken(snapshot, old, "float32") == old["float32"].tobytes()

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync import Publisher, open_store
-from deltasync.channel.plan import find_way, find_way_back
+from deltasync.channel.plan import find_chain, find_chain_back
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.codec import tiles
 from deltasync.errors import FingerprintMismatchError, ShareError
 from deltasync.following import Follower
@@ -62,7 +62,7 @@ class Two:
     def whole(self) -> list[np.ndarray]:
         return [follower._bits("w") for follower in self.followers]
 
-    def take(self, way: Sequence[Stored], *, wrong: bool = False) -> None:
+    def take(self, way: Sequence[StoredRecord], *, wrong: bool = False) -> None:
         """As the driver has workers take a way; `wrong` tells them another fingerprint than they have found."""
         try:
             staged = [follower.stage(way) for follower in self.followers]
@@ -94,9 +94,9 @@ def test_parts_of_tiles_follow_every_way(
             for follower in two.followers:
                 follower.identified(None)
             have = None
-        way = find_way(reader, have, target.version) if have is None or have.version < number else []
+        way = find_chain(reader, have, target.version) if have is None or have.version < number else []
         if have is not None and have.version > number:
-            way = find_way_back(reader, have, target) or find_way(reader, None, target.version)
+            way = find_chain_back(reader, have, target) or find_chain(reader, None, target.version)
         if not way:
             continue
         two.take(way, wrong=how == "wrong")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel import heartbeat
-from deltasync.channel.documents import Version, sha256_hex
+from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import AckTimeoutError, DeltaSyncError, FencedError, PublishError, StoreError, TransientStoreError
 from deltasync.stores import Store
@@ -187,7 +187,7 @@ def follow(soak: Soak, channel: str, number: int) -> None:
     inner = _Unreliable(open_store(channel), soak, number)
     replica, ledger = Replica(CachedStore(inner, soak.folder / "cache", CACHE_BYTES)), Ledger(soak.folder / "ledger")
     said = {"checked": 0, "wrong": 0, "refused": 0} | told(soak.folder / f"replica-{number}")
-    last: Version | None = None
+    last: VersionId | None = None
     while True:
         ending = (soak.folder / "end").exists()
         try:
@@ -211,7 +211,7 @@ def follow(soak: Soak, channel: str, number: int) -> None:
         tell(soak.folder / f"replica-{number}", said | {"version": 0 if last is None else last.version})
 
 
-def _beat(store: Store, replica: Replica, number: int, version: Version) -> None:
+def _beat(store: Store, replica: Replica, number: int, version: VersionId) -> None:
     beat = Heartbeat(
         replica_id=str(number),
         run_id=replica._follow.reader.channel().run_id,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from deltasync import housekeeping, open_store
+from deltasync import maintenance, open_store
 from deltasync.channel.reading import ChannelReader
 from tests.processes import PROCESSES
 from tests.soak import chaos, ends
@@ -170,7 +170,7 @@ def acks(soak: Soak, served: Mapping[str, Collection[str]]) -> dict[str, int]:
 
 def problems(channel: str) -> list[str]:
     """What is wrong with any version that the channel still has, all bits of which are read."""
-    report = housekeeping.check(ChannelReader(open_store(channel)), read_data=True)
+    report = maintenance.check(ChannelReader(open_store(channel)), read_data=True)
     return [str(problem) for problem in report.problems]
 
 

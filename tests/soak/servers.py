@@ -94,7 +94,7 @@ class _Steps:
         self._reader = ChannelReader(store)
         self._known: dict[str, tuple[str, int | None]] = {}  # by key: digest and step
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """At what is new."""
         with contextlib.suppress(DeltaSyncError):  # nothing is published yet, or it is just being restored
             for slot, _ in self._reader.slots():
@@ -145,7 +145,7 @@ class _Served:
         if self._child is not None:
             self._child.__exit__(None)
 
-    def look(self, steps: _Steps) -> None:
+    def refresh(self, steps: _Steps) -> None:
         """Whether it answers, what it serves, and whether all that it ever served had the right bits."""
         try:
             assert len(complete(self._url, 3)) == 3
@@ -297,10 +297,10 @@ def run(soak: Soak, say: Say) -> dict[str, Any]:
         def look() -> None:
             assert soak.chaos or "publisher" in fleet.alive, "the publisher has ended"
             fleet.revive()
-            steps.look()
+            steps.refresh()
             watch.process("publisher", [fleet.alive.get("publisher", 0)])
             for server in fleet.servers:
-                server.look(steps)
+                server.refresh(steps)
                 watch.process(server.name, server.pids())
             watch.folder("cache", fleet.disk / "cache")
             sizes = [info.bytes for info in bucket.list("")]
@@ -320,9 +320,9 @@ def run(soak: Soak, say: Say) -> dict[str, Any]:
             assert stopwatch.seconds() < _PATIENCE_S, "a server does not get to the last version"
             fleet.revive_servers()
             time.sleep(1.0)
-            steps.look()
+            steps.refresh()
             for server in fleet.servers:
-                server.look(steps)
+                server.refresh(steps)
         served = {server.name: {sha256 for sha256, _ in server.lines()} for server in fleet.servers}
         found = {"publisher": last, "replicas": [server.numbers for server in fleet.servers], "acks": acks(soak, served)}
         return result | found | {"problems": problems(direct)}

@@ -82,7 +82,7 @@ class Bench:
             tensor += torch.randn(tensor.shape)
         self.publisher.publish(self.tensors.items()).wait(60)
 
-    def look(self) -> Status:
+    def refresh(self) -> Status:
         with contextlib.suppress(DeltaSyncError):
             while not self.follow.step():
                 pass
@@ -106,7 +106,7 @@ def test_versions_are_loaded_by_name_and_the_newest_by_the_adapters(memory_url: 
     with Bench(memory_url) as bench:
         for version in (1, 2):
             bench.publish()
-            status = bench.look()
+            status = bench.refresh()
             assert (status.state, status.version, status.error) == ("serving", version, None)
             folder = bench.vllm.lora_requests["policy"]
             assert folder == bench.vllm.lora_requests[f"policy-v{version}"]
@@ -121,19 +121,19 @@ def test_a_version_in_use_is_kept_and_its_files_outlast_its_name(memory_url: str
         for _ in range(4):
             bench.publish()
             bench.vllm.use("policy-v1")
-            bench.look()
-        bench.look()
+            bench.refresh()
+        bench.refresh()
         assert sorted(bench.vllm.lora_requests) == ["policy", "policy-v1", "policy-v3", "policy-v4"]
         bench.vllm.use()
-        bench.look()
+        bench.refresh()
         assert sorted(bench.vllm.lora_requests) == ["policy", "policy-v3", "policy-v4"]
         assert bench.folders() == ["policy-v1", "policy-v2", "policy-v3", "policy-v4"]
         monkeypatch.setattr(adapters, "_GRACE_S", 0.0)
         bench.vllm.use("policy-v1")  # which had looked up the name before that went
-        bench.look()
+        bench.refresh()
         assert bench.folders() == ["policy-v1", "policy-v3", "policy-v4"]
         bench.vllm.use()
-        bench.look()
+        bench.refresh()
         assert bench.folders() == ["policy-v3", "policy-v4"]
 
 
@@ -142,12 +142,12 @@ def test_a_version_that_vllm_does_not_load_is_tried_again(memory_url: str) -> No
         bench.publish()
         bench.vllm.refuses = "LoRA rank 64 is greater than max_lora_rank 16."
         for _ in range(2):
-            status = bench.look()
+            status = bench.refresh()
             assert (status.state, status.version) == ("failed", None)
             assert status.error == f"ApplyError: vLLM did not load policy-v1: {bench.vllm.refuses}"
             assert bench.vllm.lora_requests == {}
         bench.vllm.refuses = None
-        assert bench.look().version == 1
+        assert bench.refresh().version == 1
 
 
 def test_a_trainer_that_resumes_with_another_config_or_base_publishes_full_weights_with_it(memory_url: str) -> None:
@@ -155,7 +155,7 @@ def test_a_trainer_that_resumes_with_another_config_or_base_publishes_full_weigh
     other = config | {FILE: AdapterBase(name="another", tensors={}).encode()}
     with Bench(memory_url) as bench:
         bench.publish()
-        bench.look()
+        bench.refresh()
         anew = ["anchor", "delta"]
         for files, kinds in ((CONFIG, ["delta"]), (config, anew), (config, ["delta"]), (other, anew), (other, ["delta"])):
             bench.publisher.close()
@@ -163,7 +163,7 @@ def test_a_trainer_that_resumes_with_another_config_or_base_publishes_full_weigh
             for kind in kinds:
                 tensors = {name: tensor + torch.randn(()) for name, tensor in bench.tensors.items()}
                 assert bench.publisher.publish(tensors.items()).wait(60).kind == kind
-                assert bench.look().version == bench.publisher.version
+                assert bench.refresh().version == bench.publisher.version
                 folder = bench.vllm.lora_requests["policy"]
                 assert_same_bits(load_file(folder / "adapter_model.safetensors"), tensors)
                 assert (folder / "adapter_config.json").read_bytes() == files["adapter_config.json"]
@@ -196,7 +196,7 @@ def test_an_adapter_is_served_over_its_base(
         serve(bench, tmp_path, {name: tensor.bfloat16() for name, tensor in BASE.items()} | {"extra": torch.ones(1)})
         for version in (1, 2):
             bench.publish()
-            assert bench.look().version == version
+            assert bench.refresh().version == version
     assert not warnings_of(caplog)
 
 
@@ -206,7 +206,7 @@ def test_an_adapter_of_another_base_is_refused(name: str, memory_url: str, tmp_p
         serve(bench, tmp_path, BASE | {name: BASE[name].clone().index_put_((torch.tensor(3),), torch.tensor(0.5))})
         bench.publish()
         for _ in range(2):
-            status = bench.look()
+            status = bench.refresh()
             assert (status.state, status.version) == ("failed", None)
             assert status.error == (
                 f"ModelMismatchError: The adapter of {memory_url} was trained on the-base, and {tmp_path}, which is served "
@@ -223,7 +223,7 @@ def test_what_a_base_cannot_be_compared_with_is_named_once(
         serve(bench, tmp_path, {name: tensor for name, tensor in quantized.items() if name != "norm.weight"})
         for version in (1, 2):
             bench.publish()
-            assert bench.look().version == version
+            assert bench.refresh().version == version
         (warning,) = warnings_of(caplog)
         assert warning.startswith("2 of 3 tensors of the adapter's base model were not compared")
         assert warning.endswith(f"in {tmp_path}: norm.weight, q.weight.")
@@ -239,7 +239,7 @@ def test_a_base_that_nobody_knows_is_warned_of(
     with Bench(memory_url, model_files=files) as bench:
         bench.vllm.vllm_config.model_config.model = "the-model/of/nobody"
         bench.publish()
-        assert bench.look().version == 1
+        assert bench.refresh().version == 1
         (warning,) = warnings_of(caplog)
         assert said.replace("the-model", "the-model/of/nobody") in warning
 
@@ -248,16 +248,16 @@ def test_nothing_is_loaded_while_vllm_sleeps(memory_url: str) -> None:
     with Bench(memory_url) as bench:
         bench.publish()
         bench.vllm.asleep = True
-        assert bench.look().state == "sleeping"
+        assert bench.refresh().state == "sleeping"
         assert bench.vllm.loads == []
         bench.vllm.asleep = False
-        assert bench.look().version == 1
+        assert bench.refresh().version == 1
 
 
 def test_a_channel_of_a_model_is_refused(memory_url: str) -> None:
     with Bench(memory_url, model_files=None) as bench:
         bench.publish()
-        status = bench.look()
+        status = bench.refresh()
         assert status.state == "failed"
         assert "it is not the channel of an adapter" in status.error
 
@@ -271,10 +271,10 @@ def test_damage_on_the_disk_is_not_loaded(memory_url: str, monkeypatch: pytest.M
             save_file({name: tensor * 2 for name, tensor in tensors.items()}, *rest)
 
         monkeypatch.setattr(adapters, "save_file", save_other)
-        assert "does not hold the bits of version 1" in bench.look().error
+        assert "does not hold the bits of version 1" in bench.refresh().error
         assert bench.vllm.loads == []
         monkeypatch.undo()
-        assert bench.look().version == 1
+        assert bench.refresh().version == 1
 
 
 def test_the_name_of_a_served_model_is_refused(memory_url: str) -> None:

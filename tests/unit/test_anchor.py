@@ -49,7 +49,7 @@ def test_companion_files_are_all_but_weights_and_hidden_ones(tmp_path: Path) -> 
     for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json", "a.bin", ".hidden"):
         (tmp_path / name).write_text(name)
     (tmp_path / "folder").mkdir()
-    assert anchors.companion_files(tmp_path) == {"config.json": b"config.json", "tokenizer.json": b"tokenizer.json"}
+    assert anchors.read_model_files(tmp_path) == {"config.json": b"config.json", "tokenizer.json": b"tokenizer.json"}
 
 
 def test_a_missing_model_directory_is_a_config_error(tmp_path: Path, memory_url: str) -> None:

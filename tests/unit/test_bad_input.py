@@ -16,7 +16,7 @@ import torch
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys, record
 from deltasync.channel.documents import sha256_hex
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.codec import tiles
 from deltasync.errors import (
     ApplyError,
@@ -69,8 +69,8 @@ class Scene:
     store: FaultyStore
     replica: Replica
     channel: Made
-    first: Stored
-    second: Stored
+    first: StoredRecord
+    second: StoredRecord
 
     def assert_at(self, version: int) -> None:
         assert self.replica.version == version
@@ -219,7 +219,7 @@ def test_a_damaged_channel_is_corrupt_and_a_damaged_head_is_not_missed(
     scene.assert_at(2)
 
 
-def _replaced(scene: Scene, stored: Stored, **fields: Any) -> Stored:
+def _replaced(scene: Scene, stored: StoredRecord, **fields: Any) -> StoredRecord:
     """Put another document into a slot; what follows does not follow it any more."""
     payload = None
     assert not stored.record.delta or not stored.record.body_bytes > 500
@@ -335,11 +335,11 @@ def test_waiting_for_a_version_that_never_comes_ends_in_missing(scene: Scene) ->
 # From here on the digests are right, so that what stands between wrong bytes and live weights is decoding and fingerprints.
 
 
-def _file(scene: Scene, stored: Stored) -> bytes:
+def _file(scene: Scene, stored: StoredRecord) -> bytes:
     return scene.store.inner.read(stored.record.payload_files[0].key, 1 << 24)
 
 
-def _sign(scene: Scene, stored: Stored, data: bytes) -> Stored:
+def _sign(scene: Scene, stored: StoredRecord, data: bytes) -> StoredRecord:
     """Replace the only file of a version, and let its record name it."""
     (file,) = stored.record.payload_files
     scene.store.inner.put(file.key, data)

@@ -103,9 +103,11 @@ def test_the_simulation_changes_as_much_as_asked_and_has_the_published_bound() -
 
 
 @pytest.mark.parametrize(("master", "least", "most"), [("fp32", 4.5, 8), ("bf16 start", 4, 7), ("bf16", 1.5, 2)])
-def test_a_fold_of_eight_changes_as_much_as_its_master_does(master: simulate.Master, least: float, most: float) -> None:
-    step, fold = simulate.changes(0.01, 1 << 18, 0, master, [(12, 13), (9, 17)])
-    one, eight = (float((old_N != new_N).mean()) for old_N, new_N, _ in (step, fold))
+def test_a_compaction_of_eight_changes_as_much_as_its_master_does(
+    master: simulate.Master, least: float, most: float
+) -> None:
+    step, compaction = simulate.changes(0.01, 1 << 18, 0, master, [(12, 13), (9, 17)])
+    one, eight = (float((old_N != new_N).mean()) for old_N, new_N, _ in (step, compaction))
     assert one == pytest.approx(0.01, rel=0.1)
     assert least < eight / one < most
 
@@ -117,10 +119,10 @@ def test_spans_are_of_one_run() -> None:
     np.testing.assert_array_equal(second[2], simulate.update_history(first[2], *first[:2]))
 
 
-def test_masters_yield_a_step_and_its_folds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masters_yield_a_step_and_its_compactions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MASTER_RUNS", (("bf16", 0.01),))
     step, eight, many = data.masters(1 << 16)
-    assert step.label == "bf16 1.00%, one step" and many.label == "bf16 1.00%, fold of 32"
+    assert step.label == "bf16 1.00%, one step" and many.label == "bf16 1.00%, compaction of 32"
     assert step.changed < eight.changed < many.changed
 
 
@@ -186,7 +188,7 @@ def test_the_deltas_of_a_channel_are_read_back(memory_url: str) -> None:
     with Publisher(memory_url) as publisher:
         for step in range(3):
             publisher.publish({"w": torch.arange(12.0).reshape(3, 4) + step}.items())
-            publisher.flush(timeout_s=60)  # otherwise waiting versions are folded into one
+            publisher.flush(timeout_s=60)  # otherwise waiting versions are merged into one
     sample = data.demo(memory_url)
     assert sample.element_count == 12
     assert len(sample.deltas) == 2

@@ -17,19 +17,19 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from deltasync import Publisher, codec, housekeeping, open_store
+from deltasync import Publisher, codec, maintenance, open_store
 from deltasync.channel import heartbeat, keys, payloads
 from deltasync.channel.documents import Anchor, Delta, File, Record
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.cli import watch
 from deltasync.config import Retention
 from deltasync.dashboard import Observer, PageServer, page
 from deltasync.dashboard.costs import RATES, estimate
 from deltasync.dashboard.heat import layer_of
 from deltasync.errors import ConfigError, NotPublishedError, TransientStoreError
-from deltasync.housekeeping import Keep
+from deltasync.maintenance import Keep
 from deltasync.stores import ObjectInfo, Store
 from tests.channels import EPOCH, RUN, filled, states_of
 from tests.faults import FOREVER, FaultyStore
@@ -81,7 +81,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def publisher(memory_url: str) -> Iterator[Publisher]:
-    with Publisher(memory_url, anchor_every=6, retention=Retention(fold_every=4)) as publisher:
+    with Publisher(memory_url, anchor_every=6, retention=Retention(compact_every=4)) as publisher:
         yield publisher
 
 
@@ -130,17 +130,17 @@ def test_layer_of_a_tensor(name: str, layer: str) -> None:
     assert layer_of(name) == layer
 
 
-def records(store: FaultyStore) -> dict[int, Stored]:
+def records(store: FaultyStore) -> dict[int, StoredRecord]:
     reader = ChannelReader(store.inner)
     return {slot.version: reader.numbered(slot.version) for slot, _ in reader.slots()}
 
 
-def test_versions_and_folds_are_those_of_the_documents(
+def test_versions_and_compactions_are_those_of_the_documents(
     publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
 ) -> None:
     publish(publisher, weights, 9)
     publisher.close()
-    found = Observer(store).look()
+    found = Observer(store).refresh()
     documents = records(store)
     assert (found.newest_version, found.forgotten, found.unread, found.run_id) == (9, 0, 0, publisher.run_id)
     assert (found.head_sha256, [row.version for row in found.versions]) == (documents[9].sha256, list(documents))
@@ -152,7 +152,7 @@ def test_versions_and_folds_are_those_of_the_documents(
         assert row.delta_bytes == (None if delta is None else stored.record.payload_bytes)
         assert row.changed == (None if delta is None else delta.changed)
         assert row.step == 10 * row.version
-    assert [(fold.base_version, fold.version) for fold in found.folds] == [(1, 5)]
+    assert [(compaction.base_version, compaction.version) for compaction in found.compactions] == [(1, 5)]
     assert found.full_bytes == 2 * found.element_count == 2 * sum(tensor.numel() for tensor in weights.values())
 
 
@@ -178,7 +178,7 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
             expected[version] = list(counts.values())
     monkeypatch.setattr("deltasync.dashboard.heat._FIRST_BYTES", 200)  # shorter than a header
     observer = Observer(store, heat=4)
-    observer.look()
+    observer.refresh()
     assert store.payload_bytes == 0
     assert observer.read_headers(3) == 1
     assert set(observer.snapshot().heat) == {4, 5, 6}
@@ -195,7 +195,7 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
     sizes = [row.delta_bytes or 0 for row in found.versions[-4:]]
     assert 0 < store.payload_bytes < sum(sizes)
     read = store.payload_bytes
-    observer.look()
+    observer.refresh()
     observer.read_headers(100)
     assert store.payload_bytes == read
 
@@ -204,15 +204,15 @@ def test_a_look_reads_what_is_new_only(publisher: Publisher, store: RangeStore, 
     publish(publisher, weights, 4)
     settle(publisher, store)
     observer = Observer(store, last=3)
-    assert [row.version for row in observer.look().versions] == [2, 3, 4]
+    assert [row.version for row in observer.refresh().versions] == [2, 3, 4]
     assert observer.snapshot().unread == 1
     store.calls.clear()
-    observer.look()
+    observer.refresh()
     assert store.calls == [("read", keys.HEAD), ("list", keys.REPLICAS)]
     publish(publisher, weights, 1)
     settle(publisher, store)
     store.calls.clear()
-    assert [row.version for row in observer.look().versions] == [3, 4, 5]
+    assert [row.version for row in observer.refresh().versions] == [3, 4, 5]
     read = [key for operation, key in store.calls if operation == "read" and key.startswith(keys.VERSIONS)]
     assert [keys.slot_of(key).version for key in read] == [5]  # type: ignore[union-attr]
 
@@ -232,15 +232,15 @@ def test_what_is_forgotten_meanwhile(
     publish(publisher, weights, 9)
     publisher.close()
     observer = Observer(store)
-    before = observer.look()
-    housekeeping.forget(ChannelReader(store.inner), Keep(last=2), grace_s=0)
-    found = observer.look()
+    before = observer.refresh()
+    maintenance.forget(ChannelReader(store.inner), Keep(last=2), grace_s=0)
+    found = observer.refresh()
     assert (found.forgotten, [row.version for row in found.versions]) == (6, [7, 8, 9])
     assert before.costs is not None and found.costs is not None
     assert found.costs.rows == before.costs.rows
     assert found.costs.stored_bytes < before.costs.stored_bytes
     assert {"event": "forgotten", "count": 6, "left": 3} in list(watch.changes(before, found))
-    assert Observer(store).look().costs.notes[1].startswith("6 more versions")  # type: ignore[union-attr]
+    assert Observer(store).refresh().costs.notes[1].startswith("6 more versions")  # type: ignore[union-attr]
 
 
 def test_replicas_by_their_heartbeats(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
@@ -255,7 +255,7 @@ def test_replicas_by_their_heartbeats(publisher: Publisher, store: RangeStore, w
     beat(store, run, "pinned", 1, pin="1")
     beat(store, "another", "elsewhere", 5)
     observer = Observer(store)
-    rows = {row.replica_id: row for row in observer.look().replicas}
+    rows = {row.replica_id: row for row in observer.refresh().replicas}
     assert {name: (row.behind, row.live) for name, row in rows.items()} == {
         "ahead": (0, True),
         "behind": (2, True),
@@ -280,16 +280,16 @@ def test_lag_is_known_for_what_happened_while_somebody_looked(
     publish(publisher, weights, 3)
     run = publisher.run_id
     observer = Observer(store)
-    created = {row.version: row.created_s for row in observer.look().versions}
+    created = {row.version: row.created_s for row in observer.refresh().versions}
     beat(store, run, "a", 1, stored_s=created[3] + 0.001)
-    assert observer.look().lags == []  # it may have served it for long
+    assert observer.refresh().lags == []  # it may have served it for long
     beat(store, run, "a", 1, stored_s=time.time())
-    assert observer.look().lags == []
+    assert observer.refresh().lags == []
     publish(publisher, weights, 1)
     settle(publisher, store)
-    created = {row.version: row.created_s for row in observer.look().versions}
+    created = {row.version: row.created_s for row in observer.refresh().versions}
     beat(store, run, "a", 4, stored_s=created[4] + 3.5)
-    (lag,) = observer.look().lags
+    (lag,) = observer.refresh().lags
     assert (lag.replica_id, lag.version, lag.lag_s) == ("a", 4, pytest.approx(3.5, abs=2e-3))
 
 
@@ -310,12 +310,12 @@ def test_to_catch_up_and_to_go_back_are_no_lag(
         (2, "serving"),
     ):
         beat(store, run, "a", version, state, stored_s=late_s)
-        assert observer.look().lags == []
+        assert observer.refresh().lags == []
     for version in (1, 5):
         beat(store, run, "pinned", version, pin=str(version), stored_s=late_s)
         publish(publisher, weights, 1)
         settle(publisher, store)
-        assert observer.look().lags == []
+        assert observer.refresh().lags == []
 
 
 def test_damage_is_told_and_the_rest_shown(
@@ -326,7 +326,7 @@ def test_damage_is_told_and_the_rest_shown(
     store.tamper(slots[2], lambda data: data[:-20])
     store.inner.put(keys.replica("odd"), b"{")
     observer = Observer(store, heat=9)
-    assert [row.version for row in observer.look().versions] == [1, 3, 4]
+    assert [row.version for row in observer.refresh().versions] == [1, 3, 4]
     store.tamper(slots[3], lambda data: b"\xff" * len(data))
     store.tamper(slots[4], lambda data: data.replace(b".2.counts", b".2.chants"))
     observer.read_headers(9)
@@ -336,7 +336,7 @@ def test_damage_is_told_and_the_rest_shown(
     assert [change["problem"] for change in watch.changes(None, found) if change["event"] == "problem"] == found.problems
     store.heal()
     monkeypatch.setattr("deltasync.dashboard.observe._LIST_EVERY_S", 0.0)
-    healed = observer.look()
+    healed = observer.refresh()
     assert [row.version for row in healed.versions] == [1, 2, 3, 4]
     assert healed.problems == found.problems[1:]
     assert next(watch.changes(found, healed))["version"] == 2
@@ -348,33 +348,33 @@ def test_an_anchor_that_is_announced_later_and_a_version_of_another_epoch(
     monkeypatch.setattr("deltasync.dashboard.observe._LIST_EVERY_S", 0.0)
     channel, versions = filled(store.inner, states_of(50, 5))
     observer = Observer(store)
-    before = observer.look()
+    before = observer.refresh()
     channel.announce(versions[3])
     channel.epoch, channel.tip = keys.new_epoch(2), versions[2]  # after a restored backup, say
     channel.delta(states_of(50, 6)[5])
     channel.head()
     beat(store, RUN, "lost", 4, epoch=versions[3].epoch, sha256=versions[3].sha256)
     beat(store, RUN, "right", 4, epoch=channel.tip.epoch, sha256=channel.tip.sha256)
-    found = observer.look()
+    found = observer.refresh()
     assert (found.newest_version, found.head_sha256, len(found.versions)) == (4, channel.tip.sha256, 4)
     assert {row.replica_id: row.strange for row in found.replicas} == {"lost": True, "right": False}
     sentences = [watch.sentence(change) for change in watch.changes(before, found)]
     assert any("which is not the channel's" in sentence for sentence in sentences)
     channel.announce(channel.tip)
-    (told,) = watch.changes(found, observer.look())
+    (told,) = watch.changes(found, observer.refresh())
     assert told["event"] == "anchor" and f"anchor of version 4 ({channel.tip.sha256[:12]})" in watch.sentence(told)
 
 
 def test_nothing_is_published_and_the_store_is_away(memory_url: str, weights: dict[str, torch.Tensor]) -> None:
     store = RangeStore(open_store(memory_url))
     observer = Observer(store)
-    assert observer.look().newest_version is None
+    assert observer.refresh().newest_version is None
     with Publisher(memory_url) as publisher:
         publish(publisher, weights, 2)
-    assert observer.look().newest_version == 2
+    assert observer.refresh().newest_version == 2
     store.fail_at("read", keys.HEAD, times=FOREVER)
     with pytest.raises(TransientStoreError):
-        observer.look()
+        observer.refresh()
     found = observer.snapshot(error="away")
     assert (found.newest_version, len(found.versions), found.error) == (2, 2, "away")
 
@@ -391,7 +391,7 @@ def test_costs_add_up() -> None:
     stored = [record_of("delta", version, Delta(codec="packed", changed=1, parts=[part])) for version in (2, 3)]
     stored.append(record_of("delta", 1, Delta(codec="packed", changed=1), body_bytes=gigabyte))  # in its record
     stored.append(record_of("announcement", 1, anchor=Anchor(files=[file])))
-    stored.append(record_of("fold", 3, Delta(codec="packed", changed=1), body_bytes=2 * gigabyte))
+    stored.append(record_of("compaction", 3, Delta(codec="packed", changed=1), body_bytes=2 * gigabyte))
     stored.append(record_of("seal", 4))
     held = [ObjectInfo("a", 13 * gigabyte, hour_ago), ObjectInfo("b", gigabyte)]  # of the last the store tells no time
     beats = [
@@ -404,7 +404,7 @@ def test_costs_add_up() -> None:
     assert {what: (row.times, row.requests) for what, row in rows.items()} == {
         "deltas, upload": (3, 2),
         "anchors, upload": (1, 2),
-        "folds, upload": (1, 1),
+        "compactions, upload": (1, 1),
         "records and head, upload": (3, 9),
         "deltas, download": (4, 6),
         "looks for a record": (7280, 7280),
@@ -424,10 +424,10 @@ def test_costs_add_up() -> None:
 
 
 def test_what_is_stored_counts_what_was_not_read_too(store: RangeStore) -> None:
-    filled(store.inner, states_of(50, 6), parts=(3, 6), anchors=(4,), folds=((2, 5),))
-    payload = ("versions/", "folds/", "announcements/", "parts/", "anchors/")
+    filled(store.inner, states_of(50, 6), parts=(3, 6), anchors=(4,), compactions=((2, 5),))
+    payload = ("versions/", "compactions/", "announcements/", "parts/", "anchors/")
     held = sum(info.bytes for info in store.inner.list("") if info.key.startswith(payload))
-    found = Observer(store, last=2).look()
+    found = Observer(store, last=2).refresh()
     assert found.unread == 4 and found.costs is not None
     assert found.costs.stored_bytes == held
 
@@ -455,7 +455,7 @@ def test_watch_prints_a_line_per_change(publisher: Publisher, store: RangeStore,
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(line["event"], line.get("version")) for line in lines] == [
         *(("version", version) for version in range(1, 6)),
-        ("fold", 5),
+        ("compaction", 5),
         ("replica", 4),
     ]
     assert lines[1]["changed_fraction"] == lines[1]["changed"] / sum(tensor.numel() for tensor in weights.values())
@@ -464,7 +464,7 @@ def test_watch_prints_a_line_per_change(publisher: Publisher, store: RangeStore,
     assert [line.split("  ", 1)[1].partition(":")[0] for line in shown.stdout.splitlines()] == [
         f"version 4 ({digests[4]}, step 40)",
         f"version 5 ({digests[5]}, step 50)",
-        "fold 1-5",
+        "compaction 1-5",
         "replica a",
     ]
 
@@ -472,15 +472,15 @@ def test_watch_prints_a_line_per_change(publisher: Publisher, store: RangeStore,
 def test_watch_tells_only_what_is_new(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
     publish(publisher, weights, 2)
     observer = Observer(store)
-    first = observer.look()
-    assert list(watch.changes(first, observer.look())) == []
+    first = observer.refresh()
+    assert list(watch.changes(first, observer.refresh())) == []
     beat(store, publisher.run_id, "a", 2)
     publish(publisher, weights, 1)
     settle(publisher, store)
-    second = observer.look()
+    second = observer.refresh()
     assert [change["event"] for change in watch.changes(first, second)] == ["version", "replica"]
     beat(store, publisher.run_id, "a", 2)  # a later heartbeat that says the same
-    assert list(watch.changes(second, observer.look())) == []
+    assert list(watch.changes(second, observer.refresh())) == []
     failed = observer.snapshot(error="away")
     assert list(watch.changes(second, failed)) == [{"event": "error", "error": "away"}]
     assert list(watch.changes(failed, failed)) == []
@@ -496,13 +496,13 @@ def test_the_terminal_shows_versions_replicas_and_cost(
     beat(store, publisher.run_id, "held", 2, pin="2")
     beat(store, publisher.run_id, "lost", 2, stored_s=time.time() - 2 * heartbeat.LIVE_S)
     console = Console(width=120, file=io.StringIO())
-    console.print(watch.screen(Observer(store).look()))
+    console.print(watch.screen(Observer(store).refresh()))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert f"version 5 ({records(store)[5].sha256[:12]}, step 50)" in text
     assert "serving, pinned to 2" in text and "failed" in text and "[red]it broke" in text
     states = [line.split()[:2] for line in text.splitlines() if line.split()[:1] in (["gone"], ["lost"])]
     assert states == [["gone", "stopped"], ["lost", "silent"]]
-    assert "5 versions, 1 with full weights, 1 fold;" in text
+    assert "5 versions, 1 with full weights, 1 compaction;" in text
     assert watch.sparkline([0, 50, 100]) == "▁▅█"
     assert watch.sparkline([0, 0]) == "▁▁"
 
@@ -510,7 +510,7 @@ def test_the_terminal_shows_versions_replicas_and_cost(
 def test_no_name_ends_the_script(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
     publish(publisher, weights, 1)
     beat(store, publisher.run_id, "a", 1, error="</script><script>alert(1)</script>")
-    document = page(Observer(store).look()).decode()
+    document = page(Observer(store).refresh()).decode()
     assert document.count("</script>") == page().decode().count("</script>") == 2
     data = document.partition('id="data">')[2].partition("</script>")[0]
     assert json.loads(data)["replicas"][0]["error"] == "</script><script>alert(1)</script>"

@@ -18,8 +18,8 @@ from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.errors import StoreError
-from deltasync.housekeeping import doctor
-from deltasync.housekeeping.doctor import Finding
+from deltasync.maintenance import doctor
+from deltasync.maintenance.doctor import Finding
 from tests.faults import FOREVER, FaultyStore
 
 STORE_CHECKS = ["list", "write", "read", "clock", "create", "speed", "delete"]
@@ -74,7 +74,7 @@ def test_a_store_that_gives_other_bytes_fails(store: FaultyStore) -> None:
 @pytest.mark.parametrize(("off_s", "side"), [(60, "ahead of"), (-60, "behind")])
 def test_a_clock_that_is_off_is_told(store: FaultyStore, monkeypatch: pytest.MonkeyPatch, off_s: float, side: str) -> None:
     now = time.time
-    monkeypatch.setattr("deltasync.housekeeping.doctor.time.time", lambda: now() + off_s)
+    monkeypatch.setattr("deltasync.maintenance.doctor.time.time", lambda: now() + off_s)
     clock = examined(store)["clock"]
     assert clock.state == "warning"
     assert re.search(rf"clock is (59|60|61) s {side} the store's", clock.found)

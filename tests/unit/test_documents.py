@@ -14,7 +14,7 @@ import torch
 
 from deltasync import codec
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Anchor, Channel, Delta, File, Head, Opening, Record, Reference, Version
+from deltasync.channel.documents import Anchor, Channel, Delta, EpochDocument, File, Head, Record, Reference, VersionId
 from deltasync.codec.base import Encoded, open_payload
 from deltasync.errors import CorruptDataError, FormatError, UnsupportedFormatError
 from deltasync.tensors import Delta as Changes
@@ -22,14 +22,14 @@ from deltasync.tensors import Layout, Sparse, TensorSpec
 
 EPOCH, NEXT = "000001-0000000a", "000002-0000000b"
 TABLE: dict[str, tuple[str, tuple[int, ...]]] = {"w": ("bfloat16", (2, 3)), "scale": ("float32", ())}
-BASE = Version(1, EPOCH, "a" * 64)
+BASE = VersionId(1, EPOCH, "a" * 64)
 FILE = File(key="parts/0000000002.000001-0000000a.0/000-00001.safetensors", bytes=10, sha256="a" * 64)
 DELTA = Delta(codec="packed", changed=3, parts=[FILE])
 FOLDER = "anchors/0000000002.000001-0000000a.0"
 ANCHOR = Anchor(
     directory=FOLDER,
     files=[File(key=f"{FOLDER}/model.safetensors", bytes=10, sha256="a" * 64)],
-    companions=[File(key=f"{FOLDER}/config.json", bytes=2, sha256="a" * 64)],
+    model_files=[File(key=f"{FOLDER}/config.json", bytes=2, sha256="a" * 64)],
 )
 REFERENCE = Anchor(reference=Reference(repo="a/b", revision="0" * 40, fingerprints={"w": "0" * 16}, tied={"scale": "w"}))
 
@@ -52,10 +52,10 @@ def _key(document: Any) -> str:
     if isinstance(document, Record):
         if document.kind == "announcement":
             return keys.announcement(document.version, EPOCH)
-        if document.kind == "fold":
-            return keys.fold(BASE.version, document.version, EPOCH)
+        if document.kind == "compaction":
+            return keys.compaction(BASE.version, document.version, EPOCH)
         return keys.slot(document.version, document.epoch)
-    return keys.epoch_document(document.epoch) if isinstance(document, Opening) else "key"
+    return keys.epoch_document(document.epoch) if isinstance(document, EpochDocument) else "key"
 
 
 HEAD = Head(run_id="run", version=2, epoch=EPOCH, sha256="b" * 64, anchor=keys.announcement(2, EPOCH))
@@ -68,7 +68,7 @@ CHANNEL = Channel(
     tensors=TABLE,
     tensors_sha256=documents.table_sha256(TABLE),
 )
-OPENING = Opening(run_id="run", epoch=NEXT, continues=BASE, writer="host", created_at="2026-01-01T00:00:00+00:00")
+OPENING = EpochDocument(run_id="run", epoch=NEXT, continues=BASE, writer="host", created_at="2026-01-01T00:00:00+00:00")
 RECORDS = {
     "delta": _record(step=-7, coalesced=3, token_lag=(0.5, 1.0, 3.0)),
     "first": _record(kind="anchor", version=1, base=None, delta=None, anchor=ANCHOR),
@@ -76,7 +76,7 @@ RECORDS = {
     "anchor": _record(kind="anchor", delta=None, anchor=ANCHOR, requires=["zstd"]),
     "seal": _record(kind="seal", delta=None, fingerprint=None, next_epoch=NEXT),
     "empty seal": _record(kind="seal", version=1, base=None, delta=None, fingerprint=None, next_epoch=NEXT),
-    "fold": _record(kind="fold", version=9, sha256="c" * 64),
+    "compaction": _record(kind="compaction", version=9, sha256="c" * 64),
     "announced": _record(kind="announcement", version=9, base=None, sha256="c" * 64, delta=None, anchor=ANCHOR),
 }
 DOCUMENTS = [*RECORDS.values(), HEAD, CHANNEL, OPENING, dataclasses.replace(OPENING, continues=None)]
@@ -100,7 +100,7 @@ def test_round_trip(document: Any) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_fields_that_are_null_may_be_absent(document: Any) -> None:
     present = {name: value for name, value in json.loads(documents.encode(document)).items() if value is not None}
-    if isinstance(document, Opening) and document.continues is None:
+    if isinstance(document, EpochDocument) and document.continues is None:
         present["continues"] = None
     assert _decode(document, json.dumps(present).encode()) == document
 
@@ -141,7 +141,7 @@ NO_JSON = [
 
 
 @pytest.mark.parametrize("data", NO_JSON)
-@pytest.mark.parametrize("kind", [Channel, Head, Record, Opening])
+@pytest.mark.parametrize("kind", [Channel, Head, Record, EpochDocument])
 def test_what_is_no_json_object_is_corrupt(data: bytes, kind: type[Any]) -> None:
     with pytest.raises(CorruptDataError):
         documents.decode(data, kind, "key")
@@ -178,7 +178,7 @@ def test_a_record_is_good_at_its_own_place_only(name: str) -> None:
     document = RECORDS[name]
     version = document.version
     other = [keys.slot(version, NEXT), keys.slot(version + 1, EPOCH), keys.announcement(version + 1, EPOCH), keys.HEAD, "x"]
-    for key in [*other, keys.fold(1, version, EPOCH) if document.kind != "fold" else keys.slot(version, EPOCH)]:
+    for key in [*other, keys.compaction(1, version, EPOCH) if document.kind != "compaction" else keys.slot(version, EPOCH)]:
         with pytest.raises(CorruptDataError):
             _decode(document, documents.encode(document), key)
 
@@ -246,7 +246,7 @@ def _delta(**fields: Any) -> dict[str, Any]:
         {"requires": [{}]},
         {"requires": ["zstd"] * 17},
         {"kind": "anchor"},
-        {"kind": "fold"},
+        {"kind": "compaction"},
         {"kind": "record"},
         {"base": _BASE | {"version": 2}},
         {"base": _BASE | {"version": 0}},
@@ -274,8 +274,8 @@ def test_a_record_that_contradicts_its_schema_or_itself_is_corrupt(fields: dict[
 
 def test_what_lies_beside_weights_is_bounded() -> None:
     file = File(key=f"{FOLDER}/tokenizer.json", bytes=1, sha256="a" * 64)
-    for companions in ([file] * 1025, [dataclasses.replace(file, bytes=(256 << 20) + 1)]):
-        large = dataclasses.replace(RECORDS["anchor"], anchor=dataclasses.replace(ANCHOR, companions=companions))
+    for model_files in ([file] * 1025, [dataclasses.replace(file, bytes=(256 << 20) + 1)]):
+        large = dataclasses.replace(RECORDS["anchor"], anchor=dataclasses.replace(ANCHOR, model_files=model_files))
         with pytest.raises(CorruptDataError):
             _decode(large, documents.encode(large))
 
@@ -377,7 +377,7 @@ def test_bounds_follow_from_the_table() -> None:
     assert record.most_bytes(keys.slot(7, EPOCH), specs) == record.most_bytes(keys.announcement(7, EPOCH), specs) == most
     payloads = 32 * 7 + 2 * 4096 + 64 * names + (1 << 20)
     assert record.most_payload_bytes(specs) == payloads
-    assert record.most_bytes(keys.fold(3, 7, EPOCH), specs) == most + payloads
+    assert record.most_bytes(keys.compaction(3, 7, EPOCH), specs) == most + payloads
 
 
 def test_threads_may_decode_the_first_document_of_a_process() -> None:

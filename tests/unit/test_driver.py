@@ -147,7 +147,7 @@ def test_generation_stays_paused_until_vllm_was_told_the_version(
         settings = ReplicaSettings(channel=memory_url, replica_id="unit")
         driver = engine.driver = Driver(engine, settings, Metrics(registry))
         while driver.version != 1:
-            await driver.look()
+            await driver.refresh()
 
         async def fail(version: str) -> None:
             raise RuntimeError("no answer")
@@ -156,12 +156,12 @@ def test_generation_stays_paused_until_vllm_was_told_the_version(
         with monkeypatch.context() as patch:
             patch.setattr(engine, "update_weight_version", fail)
             for _ in range(2):
-                await driver.look()
+                await driver.refresh()
                 assert "no answer" in driver.status().error
                 assert engine.events[-1] == ("pause", 1)
-        await driver.look()
+        await driver.refresh()
         assert (driver.version, engine.weight_version, engine.events[-1]) == (2, "2", ("resume", 2))
-        await driver.look()
+        await driver.refresh()
         assert driver.status().state == "serving"
 
     trainer.publish()
@@ -187,7 +187,7 @@ def test_metrics_count_what_was_committed(
     assert value(registry, "deltasync_newest_version") == 3
     assert value(registry, "deltasync_commits_total", kind="anchor") == 1
     assert value(registry, "deltasync_commits_total", kind="delta") == 2
-    assert value(registry, "deltasync_commits_total", kind="fold") == 0
+    assert value(registry, "deltasync_commits_total", kind="compaction") == 0
     assert value(registry, "deltasync_payload_bytes_total") == sum(commit.payload_bytes for commit in commits)
     for name in ("lag", "stage", "pause"):
         assert value(registry, f"deltasync_{name}_seconds_count") == 3
@@ -206,10 +206,10 @@ def test_to_catch_up_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str
             assert trainer.publish() == await driver.reach(3)
             engine.worker._deltasync_replica.fall_asleep()
             trainer.publish()
-            await driver.look()
+            await driver.refresh()
             assert driver.status().state == "sleeping"
             time.sleep(0.01)
-            await driver.look()
+            await driver.refresh()
             engine.worker._deltasync_replica.wake_up()
             await driver.reach(4)
             return driver.status().commits
@@ -239,11 +239,11 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
         async def looks(*, asked: bool = False) -> list[tuple[object, ...]]:
             calls.clear()
             for _ in range(3):
-                await driver.look(asked=asked)
+                await driver.refresh(asked=asked)
             return calls
 
         monkeypatch.setattr(engine, "collective_rpc", collective_rpc)
-        await driver.look()
+        await driver.refresh()
         assert await looks() == []
         assert await looks(asked=True) == [("settled",)] * 3
         async with driver.pauses.by_another():
@@ -548,18 +548,18 @@ def test_who_asks_gets_a_version_as_soon_as_it_is_repaired(
         driver = Driver(engine, ReplicaSettings(channel=memory_url, replica_id="unit"), Metrics(registry))
         trainer.publish()
         while driver.version != 1:
-            await driver.look()
+            await driver.refresh()
         trainer.publish()
         store = open_store(memory_url)
         (key,) = (info.key for info in store.list("versions/") if "0000000002." in info.key)
         honest = store.read(key, 1 << 30)
         store.put(key, flipped(honest))
-        await driver.look(asked=True)
+        await driver.refresh(asked=True)
         assert key in (driver.status().error or "")
         store.put(key, honest)
-        await driver.look()
+        await driver.refresh()
         assert driver.version == 1
-        await driver.look(asked=True)
+        await driver.refresh(asked=True)
         assert driver.version == 2
 
     asyncio.run(scene())
@@ -573,15 +573,15 @@ def test_an_audit_finds_a_flipped_bit_and_the_next_look_loads_full_weights(
         driver = Driver(engine, settings, Metrics(registry))
         version = trainer.publish()
         while driver.version != version:
-            await driver.look()
+            await driver.refresh()
         engine.model.w.view(torch.int16)[30, 5] ^= 1
-        await driver.look()
+        await driver.refresh()
         assert driver.version is None
         assert "not those of version 1 any more" in driver.status().error
-        await driver.look()
+        await driver.refresh()
         assert driver.version == version
         assert torch.equal(engine.model.w.view(torch.int16), trainer.weights["w"].view(torch.int16))
-        await driver.look()
+        await driver.refresh()
         assert driver.status().state == "serving"
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
@@ -726,7 +726,7 @@ def test_generation_stays_paused_after_a_commit_that_could_not_be_undone(
         settings = ReplicaSettings(channel=memory_url, replica_id="unit")
         driver = engine.driver = Driver(engine, settings, Metrics(registry))
         while driver.version != 1:
-            await driver.look()
+            await driver.refresh()
         trainer.publish()
         memory = engine.worker._deltasync_replica._memory
         with monkeypatch.context() as patch:
@@ -737,13 +737,13 @@ def test_generation_stays_paused_after_a_commit_that_could_not_be_undone(
                 raise CommitError("the weights are uncertain")
 
             patch.setattr(memory, "commit", fail)
-            await driver.look()
+            await driver.refresh()
         assert "CommitError" in driver.status().error
         assert engine.events[-1] == ("pause", 1), "not resumed"
         assert driver.pauses.held
         before = len(engine.events)
         while driver.version != 2:
-            await driver.look()
+            await driver.refresh()
         if heals == "audit":  # which finds that the old bits are there
             assert engine.events[before:] == [("resume", 1), ("pause", 1), ("resume", 2)]
         else:  # it finds bits of no version, and full weights come before the first token

@@ -31,7 +31,7 @@ def store(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultySt
     """The store of driver, worker and trainer."""
     store = FaultyStore(open_store(memory_url))
     for module in ("deltasync.following.engine", "vllm_plugin.worker"):
-        monkeypatch.setattr(f"{module}.open_nearest", lambda _: store)
+        monkeypatch.setattr(f"{module}.open_failover", lambda _: store)
     yield store
     store.heal()
 
@@ -56,7 +56,7 @@ def play(engine: Engine, url: str, scene: Scene, **settings: Any) -> None:
 async def follow(driver: Driver) -> None:
     """Look until there is nothing to take."""
     while True:
-        await driver.look()
+        await driver.refresh()
         if driver.caught_up:
             return
 
@@ -81,13 +81,13 @@ def test_a_version_costs_one_request_of_driver_and_worker_together(
         for number in (2, 3, 4):
             trainer.publish()
             store.calls.clear()
-            await driver.look()
+            await driver.refresh()
             assert driver.version == number
             assert trainer.channel.tip is not None
             assert store.calls == [("read", trainer.channel.tip.key)]
             assert served(engine, driver, trainer)
             store.calls.clear()
-            await driver.look()
+            await driver.refresh()
             assert store.calls == [("read", keys.slot(number + 1, trainer.channel.epoch))]
 
     trainer.publish()
@@ -103,7 +103,7 @@ def test_records_that_are_too_many_to_hand_over_are_read_by_the_worker(
         await follow(driver)
         trainer.publish()
         store.calls.clear()
-        await driver.look()
+        await driver.refresh()
         assert trainer.channel.tip is not None
         assert store.calls == [("read", trainer.channel.tip.key)] * 2
         assert served(engine, driver, trainer)
@@ -148,7 +148,7 @@ def test_another_version_of_the_same_number_is_noticed_and_told_apart(
     play(engine, memory_url, scene)
 
 
-@pytest.mark.parametrize("way", ["anchor", "fold"])
+@pytest.mark.parametrize("way", ["anchor", "compaction"])
 @pytest.mark.parametrize("what", ["record", "part", "lie"])
 def test_what_is_damaged_while_it_runs_is_gone_around(
     engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, what: str, way: str
@@ -165,7 +165,7 @@ def test_what_is_damaged_while_it_runs_is_gone_around(
             (parts,) = [list(store.list(keys.PARTS))] if what == "part" else [[]]
             damage(store, parts[0].key if parts else channel.tip.key)
         for _ in range(5):
-            await driver.look()
+            await driver.refresh()
         assert driver.identity == base
         assert driver.status(0).error is not None
         assert torch.equal(engine.model.w, channel.bits[base.sha256]["w"])
@@ -174,7 +174,7 @@ def test_what_is_damaged_while_it_runs_is_gone_around(
         if way == "anchor":
             channel.announce(channel.tip)
         else:
-            channel.fold(base, channel.tip)
+            channel.compaction(base, channel.tip)
         driver.cursor._refresh_due_s = 0.0
         await follow(driver)
         assert served(engine, driver, trainer)
@@ -196,7 +196,7 @@ def test_a_fault_of_the_memory_is_not_taken_for_one_of_the_version(
         engine.model.w.view(torch.int16)[30, 5] ^= 1
         engine.worker._deltasync_replica._memory.audit()  # as if it had flipped after the fingerprint was taken
         trainer.publish()
-        await driver.look()
+        await driver.refresh()
         assert "FingerprintMismatchError" in driver.status(0).error
         await follow(driver)
         assert served(engine, driver, trainer)
@@ -212,10 +212,10 @@ def test_a_failed_request_is_repeated_at_the_next_look(
     async def scene(driver: Driver) -> None:
         for prefix in (keys.CHANNEL, keys.HEAD, keys.VERSIONS, keys.ANCHORS):
             store.fail_at("read", prefix)
-            await driver.look()
+            await driver.refresh()
             assert driver.status(0).state == "failed", prefix
             assert "failed by the test" in driver.status(0).error
-        await driver.look()
+        await driver.refresh()
         assert served(engine, driver, trainer)
 
     trainer.publish()
@@ -232,7 +232,7 @@ def test_a_server_that_has_not_looked_for_long_is_stale(
         assert 0 <= status.followed_s_ago < 5
         for prefix in (keys.VERSIONS, keys.HEAD):
             store.fail_at("read", prefix, times=1000)
-        await driver.look()
+        await driver.refresh()
         assert driver.status(0).state == "failed"
         assert driver.not_ready is None, "a short outage"
         driver._good_s -= 100
@@ -241,12 +241,12 @@ def test_a_server_that_has_not_looked_for_long_is_stale(
         assert status.followed_s_ago > 100
         assert status.error.startswith("The channel could last be followed 100 s ago. TransientStoreError")
         assert driver.not_ready == status.error
-        driver._heartbeats.tell(driver.status(0))
+        driver._heartbeats.update(driver.status(0))
         await until(lambda: list(store.inner.list(keys.REPLICAS)))
         (beat,) = heartbeat.read_all(store.inner, "run")
         assert (beat.state, beat.serving) == ("stale", trainer.channel.tip)
         store.heal()
-        await driver.look()
+        await driver.refresh()
         assert (driver.status(0).state, driver.not_ready) == ("serving", None)
 
     trainer.publish()
@@ -340,9 +340,9 @@ def test_callers_cost_no_requests_of_their_own(
         await asyncio.sleep(0)
         trainer.publish()
         store.calls.clear()
-        await driver.look()
+        await driver.refresh()
         assert not any(caller.done() for caller in callers), "there may be a newer one"
-        await driver.look()
+        await driver.refresh()
         assert [await caller for caller in callers] == [2] * 64
         assert len(store.calls) == 4, "head and two slots at once, then a slot"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deltasync.channel import keys
-from deltasync.channel.plan import find_way
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer, new_key
 from deltasync.errors import CorruptDataError, MissingVersionError, NotPublishedError
@@ -175,7 +175,7 @@ def test_after_a_version_by_number_the_newest_is_found_at_once(store: Store) -> 
     _holds(replica, channel)
 
 
-def test_a_damaged_record_waits_for_an_anchor_or_a_fold(store: Store) -> None:
+def test_a_damaged_record_waits_for_an_anchor_or_a_compaction(store: Store) -> None:
     channel = made(store, 3)
     replica = Replica(store)
     replica.sync()
@@ -190,7 +190,7 @@ def test_a_damaged_record_waits_for_an_anchor_or_a_fold(store: Store) -> None:
     with pytest.raises(MissingVersionError):
         replica.sync()
     _holds(replica, channel)
-    channel.fold(base, channel.tip)
+    channel.compaction(base, channel.tip)
     assert replica.sync() == 5
     _holds(replica, channel)
 
@@ -253,16 +253,18 @@ def test_an_answer_with_a_wrong_fingerprint_is_asked_for_again(store: Store) -> 
     _holds(replica, channel)
 
 
-def test_folds_save_requests(memory_url: str) -> None:
+def test_compactions_save_requests(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
-    channel = made(store, 40, folds=[(at, at + 8) for at in range(1, 33, 8)])
+    channel = made(store, 40, compactions=[(at, at + 8) for at in range(1, 33, 8)])
     replica = Replica(store)
     replica.sync(1)
     store.calls.clear()
     assert replica.sync() == 40
     _holds(replica, channel)
-    reads = [key for operation, key in store.calls if operation == "read" and key.startswith((keys.VERSIONS, keys.FOLDS))]
-    assert len(set(reads)) == 4 + 6 + 2, "folds, records but the newest, which is at hand, and the slots after them"
+    reads = [
+        key for operation, key in store.calls if operation == "read" and key.startswith((keys.VERSIONS, keys.COMPACTIONS))
+    ]
+    assert len(set(reads)) == 4 + 6 + 2, "compactions, records but the newest, which is at hand, and the slots after them"
 
 
 def test_without_head_and_with_a_wrong_one(store: Store) -> None:
@@ -284,12 +286,12 @@ def test_a_way_starts_from_nothing_where_the_way_from_here_is_gone(store: Store)
     reader = ChannelReader(store)
     tip = channel.tip
     at_2 = reader.numbered(2).version
-    assert [stored.record.version for stored in find_way(reader, at_2, tip)] == list(range(3, 13))
+    assert [stored.record.version for stored in find_chain(reader, at_2, tip)] == list(range(3, 13))
     store.delete(keys.slot(5, channel.epoch))
     with pytest.raises(MissingVersionError, match="No way"):
-        find_way(reader, at_2, tip)
+        find_chain(reader, at_2, tip)
     channel.announce(reader.numbered(9).version)
-    way = find_way(reader, at_2, tip)
+    way = find_chain(reader, at_2, tip)
     assert way[0].use_anchor and [stored.record.version for stored in way] == [9, 10, 11, 12]
 
 
@@ -307,12 +309,12 @@ def test_a_channel_that_was_not_there_is_found_at_once(store: Store) -> None:
     _holds(replica, channel)
 
 
-def test_a_fold_that_promises_other_bits_than_its_version_is_passed_by(store: Store) -> None:
+def test_a_compaction_that_promises_other_bits_than_its_version_is_passed_by(store: Store) -> None:
     channel = made(store, 20)
     first = ChannelReader(store).numbered(1).version
     lie = trained(channel.bits[channel.tip.sha256], 99)
     honest, channel.bits[channel.tip.sha256] = channel.bits[channel.tip.sha256], lie
-    channel.fold(first, channel.tip)
+    channel.compaction(first, channel.tip)
     channel.bits[channel.tip.sha256] = honest
     replica = Replica(store)
     replica.sync(1)

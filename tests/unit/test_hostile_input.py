@@ -19,12 +19,12 @@ import torch
 import zstandard
 
 import deltasync
-from deltasync import Replica, codec, housekeeping, open_store
+from deltasync import Replica, codec, maintenance, open_store
 from deltasync.channel import documents, heartbeat, keys, payloads, record
 from deltasync.channel.checkpoint import load
 from deltasync.channel.documents import Anchor, Channel, Delta, File, Record, Reference
 from deltasync.channel.heartbeat import Heartbeat, heartbeat_of
-from deltasync.channel.plan import find_way
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import MOST_DAMAGED, ChannelReader
 from deltasync.codec.base import FORMAT, Encoded
 from deltasync.errors import CorruptDataError, DeltaSyncError, FormatError, MissingVersionError, StageError
@@ -98,12 +98,14 @@ def test_a_version_that_declares_more_than_its_tensors_take_is_not_fetched(
     _append(channel, None, "packed", parts=[dataclasses.replace(part, bytes=size)])
     _refused(channel, "more than the channel's tensors take", caplog)
     channel.announce(channel.tip)
-    (fold,) = (info.key for info in channel.store.list(keys.ANNOUNCEMENTS))
-    stored = ChannelReader(channel.store).stored(fold)
+    (compaction,) = (info.key for info in channel.store.list(keys.ANNOUNCEMENTS))
+    stored = ChannelReader(channel.store).stored(compaction)
     assert stored.record.anchor is not None
     (file,) = stored.record.anchor.files
     anchor = dataclasses.replace(stored.record.anchor, files=[dataclasses.replace(file, bytes=size)])
-    channel.store.put(fold, record.encode(dataclasses.replace(stored.record, anchor=anchor), fold, None, None).data)
+    channel.store.put(
+        compaction, record.encode(dataclasses.replace(stored.record, anchor=anchor), compaction, None, None).data
+    )
     _refused(channel, "more than the channel's tensors take", caplog)
     assert isinstance(channel.store, FaultyStore)
     read = [key for operation, key in channel.store.calls if operation == "read"]
@@ -116,7 +118,7 @@ def test_a_copy_reads_no_more_than_the_tensors_can_take(channel: Made, memory_ur
     _append(channel, None, "packed", parts=[part])
     opening = channel.put_file(keys.epoch_document("000002-00000000"), b" " * (documents.SMALL_BYTES + 1))
     target = open_store(f"{memory_url}/copy")
-    copied = housekeeping.copy(ChannelReader(channel.store), target)
+    copied = maintenance.copy(ChannelReader(channel.store), target)
     assert {type(problem) for problem in copied.problems} == {CorruptDataError}
     assert any("more than the channel's tensors take" in str(problem) for problem in copied.problems)
     assert any("may have 4096 at most" in str(problem) for problem in copied.problems)
@@ -142,14 +144,14 @@ class _Endless(FaultyStore):
 
 
 def test_every_object_is_asked_for_with_a_bound(memory_url: str) -> None:
-    channel = made(open_store(memory_url), 3, folds=[(1, 3)])
+    channel = made(open_store(memory_url), 3, compactions=[(1, 3)])
     channel.announce(channel.tip)
     specs = ChannelReader(channel.store).specs
     bounds = {
         keys.CHANNEL: 32 << 20,
         keys.HEAD: 4096,
         channel.tip.key: record.most_bytes(channel.tip.key, specs),
-        keys.fold(1, 3, EPOCH): record.most_bytes(keys.fold(1, 3, EPOCH), specs),
+        keys.compaction(1, 3, EPOCH): record.most_bytes(keys.compaction(1, 3, EPOCH), specs),
         keys.announcement(3, EPOCH): record.most_bytes(keys.announcement(3, EPOCH), specs),
     }
     for key, bound in bounds.items():
@@ -158,7 +160,7 @@ def test_every_object_is_asked_for_with_a_bound(memory_url: str) -> None:
         with contextlib.suppress(DeltaSyncError):
             reader.head()
             reader.newest()
-            reader.stored(keys.fold(1, 3, EPOCH))
+            reader.stored(keys.compaction(1, 3, EPOCH))
             reader.stored(keys.announcement(3, EPOCH))
         assert store.asked and set(store.asked) == {bound}
         assert bound < 8 << 20 or key == keys.CHANNEL
@@ -185,7 +187,7 @@ def test_a_listing_of_100_000_strange_keys_costs_a_bounded_number_of_reads(memor
     reader = ChannelReader(store)
     assert reader.newest() is None
     with pytest.raises(MissingVersionError):
-        find_way(reader, None, channel.tip)
+        find_chain(reader, None, channel.tip)
     assert len(store.calls) < 12 * MOST_DAMAGED
     # Who has a version goes on, with head and without.
     for has_head in (True, False):

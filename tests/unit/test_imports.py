@@ -26,7 +26,7 @@ ROOMS = (
     "ranks",
     "live",
     "following",
-    "housekeeping",
+    "maintenance",
     "publish",
     "dashboard",
     "deploy",

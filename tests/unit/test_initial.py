@@ -254,10 +254,10 @@ class TestHub:
 
 def test_a_publisher_that_keeps_house_goes_by_the_reference(memory_url: str, base: Path) -> None:
     state = weights()
-    with Publisher(memory_url, initial=base, retention=Retention(fold_every=2)) as publisher:
+    with Publisher(memory_url, initial=base, retention=Retention(compact_every=2)) as publisher:
         for seed in range(7):
             publisher.publish(state.items()).wait(60)
             publisher._uploader._keeper._workers.submit(int).result(60)  # type: ignore[union-attr]
             state = trained(state, seed)
-    spans = [(span.base, span.version) for span, _ in ChannelReader(open_store(memory_url)).folds()]
+    spans = [(span.base, span.version) for span, _ in ChannelReader(open_store(memory_url)).compactions()]
     assert spans == [(1, 3), (1, 5), (1, 7)]

@@ -1,4 +1,4 @@
-"""A publisher that looks after its channel: folds, forgetting and pruning in the background."""
+"""A publisher that looks after its channel: compactions, forgetting and pruning in the background."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def store(memory_url: str) -> FaultyStore:
 
 
 def spans(store: FaultyStore) -> list[tuple[int, int]]:
-    return [(span.base, span.version) for span, _ in ChannelReader(store).folds()]
+    return [(span.base, span.version) for span, _ in ChannelReader(store).compactions()]
 
 
 def versions(store: FaultyStore) -> list[int]:
     return sorted(version.version for version in ChannelReader(store).versions())
 
 
-def assert_fold_gives(store: FaultyStore, states: list[Weights], base: int, version: int) -> None:
-    """The bits of a version, from those of a base, by the fold alone."""
+def assert_compaction_gives(store: FaultyStore, states: list[Weights], base: int, version: int) -> None:
+    """The bits of a version, from those of a base, by the compaction alone."""
     reader = ChannelReader(store)
-    (key,) = [info.key for span, info in reader.folds() if (span.base, span.version) == (base, version)]
+    (key,) = [info.key for span, info in reader.compactions() if (span.base, span.version) == (base, version)]
     memory, tensors = LiveMemory.on_host(reader.specs)
     for name, tensor in states[base - 1].items():
         tensors[name].copy_(tensor)
@@ -54,44 +54,46 @@ def assert_fold_gives(store: FaultyStore, states: list[Weights], base: int, vers
 
 
 @pytest.mark.parametrize("codec", ["packed", "context"])
-def test_folds_are_written_and_give_the_published_bits(store: FaultyStore, codec: str) -> None:
+def test_compactions_are_written_and_give_the_published_bits(store: FaultyStore, codec: str) -> None:
     states = run(14)
-    with Publisher(store, codec=codec, retention=Retention(fold_every=4)) as publisher:
+    with Publisher(store, codec=codec, retention=Retention(compact_every=4)) as publisher:
         for state in states:
             publisher.publish(state.items()).wait(60)
             wait_for_keeper(publisher)
     assert spans(store) == [(1, 5), (1, 9), (1, 13)]
     for base, version in spans(store):
-        assert_fold_gives(store, states, base, version)
+        assert_compaction_gives(store, states, base, version)
     replica = Replica(store)
     replica.sync(1)
     store.calls.clear()
     assert replica.sync() == 14
     assert_same_bits(replica.state_dict(), states[-1])
-    fetched = [key.split("/")[0] for operation, key in store.calls if operation == "read" and key.startswith(keys.FOLDS)]
-    assert fetched == ["folds"]
+    fetched = [
+        key.split("/")[0] for operation, key in store.calls if operation == "read" and key.startswith(keys.COMPACTIONS)
+    ]
+    assert fetched == ["compactions"]
 
 
-def test_a_fold_begins_at_the_full_weights_after_a_restart_too(store: FaultyStore) -> None:
+def test_a_compaction_begins_at_the_full_weights_after_a_restart_too(store: FaultyStore) -> None:
     states = run(8)
     for part in (states[:3], states[3:]):
-        with Publisher(store, retention=Retention(fold_every=4), resume=bool(list(store.list("")))) as publisher:
+        with Publisher(store, retention=Retention(compact_every=4), resume=bool(list(store.list("")))) as publisher:
             for state in part:
                 publisher.publish(state.items()).wait(60)
     assert spans(store) == [(1, 7)]
-    assert_fold_gives(store, states, 1, 7)
+    assert_compaction_gives(store, states, 1, 7)
     replica = Replica(store)
     replica.sync(3)
     assert replica.sync() == 8
     assert_same_bits(replica.state_dict(), states[-1])
 
 
-def test_a_fold_has_the_bits_of_its_version_while_later_ones_are_published(store: FaultyStore) -> None:
+def test_a_compaction_has_the_bits_of_its_version_while_later_ones_are_published(store: FaultyStore) -> None:
     states = run(9)
-    with Publisher(store, retention=Retention(fold_every=2)) as publisher:
+    with Publisher(store, retention=Retention(compact_every=2)) as publisher:
         publisher.publish(states[0].items()).wait(60)
         publisher.publish(states[1].items()).wait(60)
-        gate = store.hold_at("read", keys.ANCHORS)  # the full weights that the fold begins with
+        gate = store.hold_at("read", keys.ANCHORS)  # the full weights that the compaction begins with
         for state in states[2:]:
             publisher.publish(state.items()).wait(60)
         assert gate.entered.wait(60)
@@ -101,15 +103,15 @@ def test_a_fold_has_the_bits_of_its_version_while_later_ones_are_published(store
         publisher.publish(states[0].items()).wait(60)
     assert spans(store) == [(1, 3), (1, 10)]
     for base, version in spans(store):
-        assert_fold_gives(store, [*states, states[0]], base, version)
+        assert_compaction_gives(store, [*states, states[0]], base, version)
 
 
-def test_after_a_version_that_is_lost_folds_begin_at_the_new_full_weights(
+def test_after_a_version_that_is_lost_compactions_begin_at_the_new_full_weights(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
     states = run(7)
-    with Publisher(store, retries=0, retention=Retention(fold_every=2)) as publisher:
+    with Publisher(store, retries=0, retention=Retention(compact_every=2)) as publisher:
         publisher.publish(states[0].items()).wait(60)
         store.fail_at("put", keys.PARTS)
         with pytest.raises(PublishLostError):
@@ -119,14 +121,14 @@ def test_after_a_version_that_is_lost_folds_begin_at_the_new_full_weights(
             wait_for_keeper(publisher)
     assert spans(store) == [(2, 4), (2, 6)]
     for base, version in spans(store):
-        assert_fold_gives(store, [states[0], *states[2:]], base, version)
+        assert_compaction_gives(store, [states[0], *states[2:]], base, version)
 
 
 def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.publish.keep._LEAST_BETWEEN", 4)
     monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
     states = run(30)
-    retention = Retention(keep_last=4, fold_every=3, prune_grace_s=0.0)
+    retention = Retention(keep_last=4, compact_every=3, prune_grace_s=0.0)
     with Publisher(store, anchor_every=5, retention=retention) as publisher:
         for state in states:
             publisher.publish(state.items()).wait(60)
@@ -148,8 +150,8 @@ def wait_for_keeper(publisher: Publisher) -> None:
 
 def test_failures_of_it_are_only_told(store: FaultyStore, caplog: pytest.LogCaptureFixture) -> None:
     states = run(5)
-    store.fail_at("put", keys.FOLDS, times=FOREVER)
-    with Publisher(store, retries=0, retention=Retention(fold_every=2)) as publisher:
+    store.fail_at("put", keys.COMPACTIONS, times=FOREVER)
+    with Publisher(store, retries=0, retention=Retention(compact_every=2)) as publisher:
         for state in states:
             publisher.publish(state.items()).wait(60)
     assert "Channel maintenance failed" in caplog.text
@@ -167,8 +169,8 @@ def test_by_default_everything_stays(store: FaultyStore) -> None:
 
 
 def test_settings_come_from_the_environment_and_are_checked() -> None:
-    environ = {"DELTASYNC_FOLD_EVERY": "8", "DELTASYNC_KEEP_LAST": "50", "DELTASYNC_PRUNE_GRACE_S": "60"}
-    assert Retention.from_env(environ) == Retention(fold_every=8, keep_last=50, prune_grace_s=60.0)
-    for bad in ({"fold_every": 1}, {"fold_every": -1}, {"keep_last": 0}, {"keep_anchors": 0}, {"prune_grace_s": -1.0}):
+    environ = {"DELTASYNC_COMPACT_EVERY": "8", "DELTASYNC_KEEP_LAST": "50", "DELTASYNC_PRUNE_GRACE_S": "60"}
+    assert Retention.from_env(environ) == Retention(compact_every=8, keep_last=50, prune_grace_s=60.0)
+    for bad in ({"compact_every": 1}, {"compact_every": -1}, {"keep_last": 0}, {"keep_anchors": 0}, {"prune_grace_s": -1.0}):
         with pytest.raises(ConfigError):
             Retention(**bad)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ def test_keys_are_as_the_page_has_them() -> None:
     )
     assert keys.anchor_folder(42_100, EPOCH) == "anchors/0000042100.000003-9f8e7d6c.0"
     assert keys.anchor_folder(42_100, EPOCH, 2) == "anchors/0000042100.000003-9f8e7d6c.2"
-    assert keys.fold(42_096, 42_104, EPOCH) == "folds/0000042096-0000042104.000003-9f8e7d6c.safetensors"
+    assert keys.compaction(42_096, 42_104, EPOCH) == "compactions/0000042096-0000042104.000003-9f8e7d6c.safetensors"
     assert keys.epoch_document(EPOCH) == "epochs/000003-9f8e7d6c.json"
     assert keys.probe(EPOCH) == "probe/000003-9f8e7d6c"
     assert keys.replica("host-1") == "replicas/host-1.json"
@@ -30,10 +30,10 @@ def test_what_a_key_tells_is_what_it_was_made_of(version: int) -> None:
     assert Slot(version, EPOCH).key == keys.slot(version, EPOCH)
     assert keys.slot(version, EPOCH).startswith(keys.folder(version))
     announced = keys.announcement(version, EPOCH)
-    assert (keys.beside_of(announced), keys.fold_of(announced)) == (Span(0, version, EPOCH), None)
+    assert (keys.shortcut_of(announced), keys.compaction_of(announced)) == (Span(0, version, EPOCH), None)
     if version > 1:
-        fold = keys.fold(version - 1, version, EPOCH)
-        assert keys.fold_of(fold) == keys.beside_of(fold) == Span(version - 1, version, EPOCH)
+        compaction = keys.compaction(version - 1, version, EPOCH)
+        assert keys.compaction_of(compaction) == keys.shortcut_of(compaction) == Span(version - 1, version, EPOCH)
     assert keys.file_of(f"{keys.parts_folder(version, EPOCH, 7)}/{keys.part(12, 3)}") == Slot(version, EPOCH)
     assert keys.file_of(f"{keys.anchor_folder(version, EPOCH)}/config.json") == Slot(version, EPOCH)
     assert keys.epoch_of(keys.epoch_document(EPOCH)) == EPOCH
@@ -60,21 +60,21 @@ DIGITS = "1" * 5000, "\N{ARABIC-INDIC DIGIT ONE}" * 10, "9" * 20
         "versions/0000000/0000000001.000001-00000001.safetensors.tmp",
         "versions/0000000/0000000001.000001-00000001.safetensors\n",
         "versions/0000000/a/0000000001.000001-00000001.safetensors",
-        "folds/0000000001.000001-00000001.safetensors",
-        "folds/0000000000-0000000001.000001-00000001.safetensors",
+        "compactions/0000000001.000001-00000001.safetensors",
+        "compactions/0000000000-0000000001.000001-00000001.safetensors",
         "announcements/0000000000-0000000001.000001-00000001.safetensors",
         *(f"announcements/{digits}.000001-00000001.safetensors" for digits in DIGITS),
         "epochs/000001.json",
         "parts/0000000001.000001-00000001/x",
         "parts/0000000001.000001-00000001.0/",
         *(f"versions/0000000/{digits}.000001-00000001.safetensors" for digits in DIGITS),
-        *(f"folds/{digits}-{digits}.000001-00000001.safetensors" for digits in DIGITS),
+        *(f"compactions/{digits}-{digits}.000001-00000001.safetensors" for digits in DIGITS),
         *(f"epochs/{digits}-00000001.json" for digits in DIGITS),
         *(f"parts/0000000001.000001-00000001.{digits}/x" for digits in DIGITS),
     ],
 )
 def test_other_keys_tell_nothing(key: str) -> None:
-    assert [keys.slot_of(key), keys.beside_of(key), keys.epoch_of(key), keys.file_of(key)] == [None] * 4
+    assert [keys.slot_of(key), keys.shortcut_of(key), keys.epoch_of(key), keys.file_of(key)] == [None] * 4
 
 
 def test_no_two_epochs_have_one_name() -> None:

@@ -303,14 +303,14 @@ class TestHead:
         first = a.publish()
         anchor = first.record.anchor
         assert anchor is not None
-        fold = a.log.announce(first.version, "0" * 16, anchor, [])
+        compaction = a.log.announce(first.version, "0" * 16, anchor, [])
         a.log.close()  # head is written behind
         b = quick.script("b")
         b.publish()
         b.log.close()
         found = head(quick.store)
         assert found is not None
-        assert (found.epoch, found.anchor) == (b.log.epoch, fold.key)
+        assert (found.epoch, found.anchor) == (b.log.epoch, compaction.key)
 
     def test_a_damaged_one_is_replaced(self, quick: Place) -> None:
         a = quick.script("a")
@@ -335,17 +335,17 @@ class TestFolds:
     def test_they_name_both_ends(self, anywhere: Place) -> None:
         a = anywhere.script("a")
         found = [a.publish(str(number)) for number in range(3)]
-        part = a.log.put_file(keys.parts_folder(3, a.log.epoch, 7), "000-00001.safetensors", b"a fold's")
+        part = a.log.put_file(keys.parts_folder(3, a.log.epoch, 7), "000-00001.safetensors", b"a compaction's")
         delta = Delta(codec="packed", changed=1, parts=[part])
-        fold = a.log.fold(found[2].version, "1" * 16, None, base=found[0].version, delta=delta)
+        compaction = a.log.compaction(found[2].version, "1" * 16, None, base=found[0].version, delta=delta)
         anchor = found[0].record.anchor
         assert anchor is not None
         announced = a.log.announce(found[0].version, "2" * 16, anchor, [])
         reader = ChannelReader(anywhere.store)
-        for each, base, version in ((fold, found[0].version, found[2].version), (announced, None, found[0].version)):
+        for each, base, version in ((compaction, found[0].version, found[2].version), (announced, None, found[0].version)):
             read = reader.stored(each.key, each.sha256)
             assert (read.record, read.version, read.record.base) == (each.record, version, base)
-        assert {info.key for _, info in reader.beside()} == {fold.key, announced.key}
+        assert {info.key for _, info in reader.shortcuts()} == {compaction.key, announced.key}
 
     @pytest.mark.parametrize("after", [True, False])
     def test_one_that_got_no_answer_is_put_again_with_the_same_bytes(self, quick: Place, after: bool) -> None:
@@ -360,9 +360,9 @@ class TestFolds:
         folder = keys.anchor_folder(1, a.log.epoch, 1)
         file = a.log.put_file(folder, "model.safetensors", b"other bytes")
         other = Anchor(directory=folder, files=[file])
-        fold = a.log.announce(first.version, "0" * 16, other, [])
-        assert fold.record.anchor == anchor  # the journal finds two contents otherwise
-        assert a.log.announce(first.version, "0" * 16, other, []).sha256 == fold.sha256
+        compaction = a.log.announce(first.version, "0" * 16, other, [])
+        assert compaction.record.anchor == anchor  # the journal finds two contents otherwise
+        assert a.log.announce(first.version, "0" * 16, other, []).sha256 == compaction.sha256
 
     def test_a_fenced_writer_writes_none(self, quick: Place) -> None:
         a = quick.script("a")

@@ -192,7 +192,7 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
     "export to a file": (["export", "{channel}", "latest", "{tmp}/file"], 3, "file"),
     "forget without a rule": (["forget", "{channel}"], 2, "--keep-last"),
     "forget all": (["forget", "{channel}", "--keep-last", "0"], 2, "--keep-last"),
-    "fold backwards": (["fold", "{channel}", "2", "1"], 3, "1"),
+    "compaction backwards": (["compact", "{channel}", "2", "1"], 3, "1"),
     "prune with a time that is none": (["prune", "{channel}", "--grace", "soon"], 2, "--grace"),
     "cp onto itself": (["cp", "{channel}", "{channel}"], 3, "is both source and target"),
     "keygen over a key": (["keygen", "{tmp}/file"], 3, "file"),

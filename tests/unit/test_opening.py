@@ -16,7 +16,7 @@ import pytest
 
 from deltasync import open_store
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Opening, Record, Version, sha256_hex
+from deltasync.channel.documents import EpochDocument, Record, VersionId, sha256_hex
 from deltasync.channel.signing import Signer, new_key
 from deltasync.config import PublisherSettings
 from deltasync.errors import (
@@ -197,7 +197,7 @@ class TestTwoAtOnce:
 def test_many_writers_that_know_nothing_of_each_other(deciding: Place) -> None:
     """Whatever one of them was told is published stays in the one log there is."""
 
-    def run(name: str) -> list[Version]:
+    def run(name: str) -> list[VersionId]:
         kept = []
         for number in range(6):
             with contextlib.suppress(FencedError):
@@ -377,8 +377,8 @@ class TestDamage:
     def test_the_document_of_another_runs_epoch_says_nothing(self, quick: Place) -> None:
         first = quick.script("a").publish()
         epoch = "000007-00000000"
-        stray = Version(41, epoch, "0" * 64)
-        opening = Opening(run_id="other", epoch=epoch, continues=stray, writer="", created_at=documents.now())
+        stray = VersionId(41, epoch, "0" * 64)
+        opening = EpochDocument(run_id="other", epoch=epoch, continues=stray, writer="", created_at=documents.now())
         quick.damage(keys.epoch_document(epoch), documents.encode(opening))
         b = quick.script("b")
         assert b.tip == first.version
@@ -513,7 +513,7 @@ class TestWhatIsRefused:
         slots = [info.key for info in quick.store.list(keys.VERSIONS)]
         assert {record.signed_by(quick.store.read(key, 1 << 30)) for key in slots} == {signer.public}
         opening = quick.store.read(keys.epoch_document(c.log.epoch), 1 << 30)
-        assert documents.decode(opening, Opening, keys.epoch_document(c.log.epoch)).epoch == c.log.epoch
+        assert documents.decode(opening, EpochDocument, keys.epoch_document(c.log.epoch)).epoch == c.log.epoch
 
     def test_a_lease_that_is_too_short(self, memory_url: str) -> None:
         with pytest.raises(ConfigError, match=r"settle_s must be more than 25 s, and is 25 s\."):

@@ -9,7 +9,7 @@ import torch
 
 from deltasync import Replica, open_store
 from deltasync.channel import keys, record
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import MissingVersionError
 from deltasync.following import ChannelCursor, cursor
@@ -28,7 +28,7 @@ def asked(store: FaultyStore) -> list[str]:
     return [key for operation, key in store.calls if operation in ("read", "list")]
 
 
-def identity(store: Store, number: int) -> Version:
+def identity(store: Store, number: int) -> VersionId:
     return ChannelReader(store).numbered(number).version
 
 
@@ -54,7 +54,7 @@ def test_a_cold_start_reads_few_documents_before_weights(store: FaultyStore) -> 
     before = calls[: [key.startswith(keys.ANCHORS) for key in calls].index(True)]
     announcement = keys.announcement(59, channel.epoch)
     assert sorted(before[:3]) == sorted([keys.CHANNEL, keys.HEAD, keys.slot(60, channel.epoch)])
-    assert sorted(before[3:]) == sorted([keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS, announcement])
+    assert sorted(before[3:]) == sorted([keys.VERSIONS, keys.COMPACTIONS, keys.ANNOUNCEMENTS, announcement])
     assert holds(replica, channel)
 
 
@@ -68,33 +68,33 @@ def test_a_replica_a_little_behind_lists_nothing(store: FaultyStore) -> None:
 
 
 class TestFolds:
-    def test_a_replica_far_behind_takes_a_fold(self, store: FaultyStore) -> None:
-        channel = made(store, 20, folds=[(2, 19)])
+    def test_a_replica_far_behind_takes_a_compaction(self, store: FaultyStore) -> None:
+        channel = made(store, 20, compactions=[(2, 19)])
         replica = at(store, 1)
         store.calls.clear()
         replica.sync()
         assert holds(replica, channel)
         read = {key for key in asked(store) if key.endswith(".safetensors")}
         slots = [keys.slot(number, channel.epoch) for number in (2, 21, 22)]
-        assert read == {keys.fold(2, 19, channel.epoch), *slots}
+        assert read == {keys.compaction(2, 19, channel.epoch), *slots}
 
     def test_a_cold_start_takes_it_after_the_anchor(self, store: FaultyStore) -> None:
-        channel = made(store, 20, folds=[(1, 20)])
+        channel = made(store, 20, compactions=[(1, 20)])
         store.calls.clear()
         replica = Replica(store)
         replica.sync()
         assert holds(replica, channel)
         read = {key for key in asked(store) if keys.slot_of(key) is not None}
         assert read == {keys.slot(number, channel.epoch) for number in (1, 20, 21, 22)}, (
-            "the start, what the fold leads to, the next two"
+            "the start, what the compaction leads to, the next two"
         )
 
     @pytest.mark.parametrize("damage", ["bytes", "missing", "wrong bits", "other run", "other version", "other base"])
-    def test_a_bad_fold_is_passed_by(self, store: FaultyStore, damage: str) -> None:
+    def test_a_bad_compaction_is_passed_by(self, store: FaultyStore, damage: str) -> None:
         channel = made(store, 20)
         base, version, other = (identity(store, number) for number in (2, 19, 4))
-        key = keys.fold(2, 19, channel.epoch)
-        channel.fold(base, version)
+        key = keys.compaction(2, 19, channel.epoch)
+        channel.compaction(base, version)
         if damage == "bytes":
             store.tamper(key, flipped)
         elif damage == "missing":
@@ -119,8 +119,8 @@ class TestFolds:
         assert holds(replica, channel)
         assert {keys.slot(number, channel.epoch) for number in range(2, 20)} <= set(asked(store))
 
-    def test_records_that_are_gone_are_bridged_by_a_fold(self, store: FaultyStore) -> None:
-        channel = made(store, 20, folds=[(2, 19)])
+    def test_records_that_are_gone_are_bridged_by_a_compaction(self, store: FaultyStore) -> None:
+        channel = made(store, 20, compactions=[(2, 19)])
         store.inner.delete(*(keys.slot(number, channel.epoch) for number in range(3, 19)))
         replica = Replica(store)
         replica.sync()

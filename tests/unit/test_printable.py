@@ -62,8 +62,8 @@ COMMANDS = (
     ["prune", "CHANNEL", "--grace", "0", "--dry-run", "--json"],
     ["anchor", "CHANNEL", "--timeout", "0"],
     ["anchor", "CHANNEL", "--timeout", "0", "--json"],
-    ["fold", "CHANNEL", "1", "2"],
-    ["fold", "CHANNEL", "1", "2", "--json"],
+    ["compact", "CHANNEL", "1", "2"],
+    ["compact", "CHANNEL", "1", "2", "--json"],
     ["relay", "CHANNEL", "COPY", "--once"],
     ["relay", "CHANNEL", "COPY", "--once", "--json"],
     ["cp", "CHANNEL", "COPY"],
@@ -152,14 +152,14 @@ def _channel(url: str) -> Store:
     first = {"a.weight": torch.linspace(-1, 1, 100), "b": torch.ones(3, 3)}
     second = {"a.weight": first["a.weight"].clone().index_fill_(0, torch.tensor([3]), 7.0), "b": first["b"]}
     store = open_store(url)
-    filled(store, [first, second], folds=[(1, 2)], anchors=(2,))
+    filled(store, [first, second], compactions=[(1, 2)], anchors=(2,))
     heartbeat.write(store, Heartbeat(replica_id="r", run_id=RUN, version=2, state="serving", error="none really"))
     return store
 
 
 def _documents(store: Store) -> list[str]:
-    folds = [info.key for _, info in ChannelReader(store).beside()]
-    return [keys.CHANNEL, keys.HEAD, keys.slot(1, EPOCH), keys.slot(2, EPOCH), *folds, keys.replica("r")]
+    compactions = [info.key for _, info in ChannelReader(store).shortcuts()]
+    return [keys.CHANNEL, keys.HEAD, keys.slot(1, EPOCH), keys.slot(2, EPOCH), *compactions, keys.replica("r")]
 
 
 def _document(data: bytes) -> Any:

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner
 
-from deltasync import Publisher, Replica, housekeeping, open_store
+from deltasync import Publisher, Replica, maintenance, open_store
 from deltasync.channel import checkpoint, documents, keys, payloads
 from deltasync.channel.documents import Channel, Record
 from deltasync.channel.reading import ChannelReader
@@ -27,8 +27,8 @@ from deltasync.errors import (
     UnsupportedFormatError,
 )
 from deltasync.following import ChannelCursor, Follower
-from deltasync.housekeeping import Keep
 from deltasync.live import LiveMemory, model_fingerprint
+from deltasync.maintenance import Keep
 from deltasync.stores import Store
 from deltasync.tensors.bits import spec_of
 from tests.conftest import assert_same_bits
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_is_not_the_same_is_refused(memory_url: str, base: Pat
     with pytest.raises((error, MissingVersionError), match=said):
         replica.sync()
     assert replica.version is None
-    report = housekeeping.check(ChannelReader(open_store(memory_url)), read_data=True)
+    report = maintenance.check(ChannelReader(open_store(memory_url)), read_data=True)
     assert report.unproven == [1]
     # It is the checkpoint that is wrong, not the channel: a later anchor helps.
     with Publisher(memory_url, resume=True) as publisher:
@@ -199,7 +199,7 @@ class TestIdentify:
 
 
 def kept(reader: ChannelReader, keep: Keep) -> list[int]:
-    return [slot.version for slot in housekeeping.forget(reader, keep, grace_s=0.0, dry_run=True).kept]
+    return [slot.version for slot in maintenance.forget(reader, keep, grace_s=0.0, dry_run=True).kept]
 
 
 class TestHousekeeping:
@@ -215,33 +215,33 @@ class TestHousekeeping:
     def test_nothing_is_pruned_that_is_needed_and_forgetting_keeps_what_leads_to_it(self, url: str) -> None:
         reader = ChannelReader(open_store(url))
         before = stored_keys(reader.store)
-        housekeeping.prune(reader, grace_s=0.0)
+        maintenance.prune(reader, grace_s=0.0)
         assert stored_keys(reader.store) == before
         assert kept(reader, Keep(anchors=2)) == [1, 6, 7]
         assert kept(reader, Keep(step_every=3)) == [1, 2, 3, 4, 6, 7]
-        housekeeping.forget(reader, Keep(last=1), grace_s=0.0)
-        housekeeping.prune(ChannelReader(reader.store), grace_s=0.0)
-        assert housekeeping.check(ChannelReader(reader.store), read_data=True).problems == []
+        maintenance.forget(reader, Keep(last=1), grace_s=0.0)
+        maintenance.prune(ChannelReader(reader.store), grace_s=0.0)
+        assert maintenance.check(ChannelReader(reader.store), read_data=True).problems == []
         assert [slot.version for slot, _ in ChannelReader(reader.store).slots()] == [6, 7]
 
     def test_a_copy_refers_to_the_same_checkpoint(self, url: str, memory_url: str) -> None:
-        housekeeping.copy(ChannelReader(open_store(url)), open_store(memory_url))
+        maintenance.copy(ChannelReader(open_store(url)), open_store(memory_url))
         assert stored_keys(open_store(memory_url)) == stored_keys(open_store(url))
         assert_bits(memory_url, weights(), 1)
 
     def test_an_export_takes_config_and_tokenizer_from_the_checkpoint(self, url: str, base: Path, tmp_path: Path) -> None:
         for version in (2, 7):
-            housekeeping.export(ChannelReader(open_store(url)), version, tmp_path / f"{version}")
+            maintenance.export(ChannelReader(open_store(url)), version, tmp_path / f"{version}")
             assert sorted(path.name for path in (tmp_path / f"{version}").iterdir()) == ["config.json", "model.safetensors"]
         shutil.rmtree(base)
-        housekeeping.export(ChannelReader(open_store(url)), 7, tmp_path / "without")
+        maintenance.export(ChannelReader(open_store(url)), 7, tmp_path / "without")
         assert [path.name for path in (tmp_path / "without").iterdir()] == ["model.safetensors"]
 
-    def test_folds_from_the_reference(self, url: str, base: Path) -> None:
+    def test_compactions_from_the_reference(self, url: str, base: Path) -> None:
         reader = ChannelReader(open_store(url))
-        housekeeping.write_fold(reader, 1, 5)
-        report = housekeeping.check(ChannelReader(reader.store), read_data=True)
-        assert (report.problems, report.anchors, report.folds) == ([], 2, 1)
+        maintenance.write_compaction(reader, 1, 5)
+        report = maintenance.check(ChannelReader(reader.store), read_data=True)
+        assert (report.problems, report.anchors, report.compactions) == ([], 2, 1)
 
     def test_log_and_show_name_the_checkpoint(self, url: str, base: Path) -> None:
         def said(*arguments: str) -> str:

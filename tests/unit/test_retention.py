@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable
 import pytest
 
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import Anchor, Delta, File, Record, Version
+from deltasync.channel.documents import Anchor, Delta, File, Record, VersionId
 from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, MissingVersionError
-from deltasync.housekeeping import Keep, retention
-from deltasync.housekeeping.retention import Forgetting, Holding, References
+from deltasync.maintenance import Keep, retention
+from deltasync.maintenance.retention import Forgetting, Holding, References
 
 ONE, TWO, THREE = "000001-00000001", "000002-00000002", "000003-00000003"
 TOOL = "000000-0000000a"
@@ -31,7 +31,7 @@ def _record(version: int, *, anchor: bool = False, epoch: str = ONE, base: Slot 
         version=version,
         epoch=epoch,
         created_at=documents.now(),
-        base=None if base is None else Version(base.version, base.epoch, _SHA256),
+        base=None if base is None else VersionId(base.version, base.epoch, _SHA256),
         fingerprint="0" * 16,
         delta=None if anchor or seal else Delta(codec="packed", changed=1, parts=[_file(part)]),
         anchor=weights if anchor else None,
@@ -57,10 +57,10 @@ def _log(first: int, newest: int, epoch: str = ONE, base: Slot | None = None) ->
 def _holding(
     records: dict[Slot, Record | None],
     announced: Iterable[Slot] = (),
-    folds: Collection[str] = (),
+    compactions: Collection[str] = (),
     stored_s: dict[str, float] | None = None,
 ) -> Holding:
-    times = {key: 1.0 for key in (*(slot.key for slot in records), *folds)} | (stored_s or {})
+    times = {key: 1.0 for key in (*(slot.key for slot in records), *compactions)} | (stored_s or {})
     return Holding(
         records=records,
         stored_s=times,
@@ -115,36 +115,36 @@ def test_at_any_moment_those_that_are_left_can_be_read() -> None:
         assert _forgetting(holding, Keep(last=99)).kept == sorted(left)
 
 
-def test_a_fold_from_full_weights_takes_the_place_of_the_versions_between() -> None:
-    folds = [keys.fold(1, 5, ONE), keys.fold(1, 8, ONE)]
-    folded = {Slot(5, ONE): {Slot(1, ONE): 1.0}, Slot(8, ONE): {Slot(1, ONE): 1.0}}
-    holding = dataclasses.replace(_holding(_log(1, 10), (), folds), folded=folded)
+def test_a_compaction_from_full_weights_takes_the_place_of_the_versions_between() -> None:
+    compactions = [keys.compaction(1, 5, ONE), keys.compaction(1, 8, ONE)]
+    compacted = {Slot(5, ONE): {Slot(1, ONE): 1.0}, Slot(8, ONE): {Slot(1, ONE): 1.0}}
+    holding = dataclasses.replace(_holding(_log(1, 10), (), compactions), compacted=compacted)
     found = _forgetting(holding, Keep(last=2))
-    assert (_numbers(found.kept), found.folds) == ([1, 8, 9, 10], folds[:1])
+    assert (_numbers(found.kept), found.compactions) == ([1, 8, 9, 10], compactions[:1])
     left = dict(holding.records)
     for slot in reversed(found.versions):  # at any moment what is left can be read
         del left[slot]
         assert {*_slots(1, 8, 9, 10)} <= {*_forgetting(dataclasses.replace(holding, records=left), Keep(last=2)).kept}
     # It is no way without the full weights that it begins with, nor one that is too new to rely on, for what was needed.
-    without = dataclasses.replace(holding, folded={Slot(8, ONE): {Slot(3, ONE): 1.0}})
+    without = dataclasses.replace(holding, compacted={Slot(8, ONE): {Slot(3, ONE): 1.0}})
     assert _numbers(_forgetting(without, Keep(last=2)).kept) == list(range(1, 11))
 
 
 def test_an_announced_anchor_stays_with_what_relies_on_it() -> None:
-    folds = [keys.announcement(4, ONE), keys.announcement(8, ONE)]
-    found = _forgetting(_holding(_log(1, 10), _slots(4, 8), folds), Keep(last=1))
-    assert found.folds == folds[:1]
-    assert found.keys.index(folds[0]) > found.keys.index(Slot(4, ONE).key)
+    compactions = [keys.announcement(4, ONE), keys.announcement(8, ONE)]
+    found = _forgetting(_holding(_log(1, 10), _slots(4, 8), compactions), Keep(last=1))
+    assert found.compactions == compactions[:1]
+    assert found.keys.index(compactions[0]) > found.keys.index(Slot(4, ONE).key)
     # Without its record it is one still.
     without = {slot: record for slot, record in _log(1, 10).items() if slot.version != 8}
-    found = _forgetting(_holding(without, _slots(4, 8), folds), Keep(last=1))
-    assert (_numbers(found.kept), found.folds) == ([9, 10], folds[:1])
+    found = _forgetting(_holding(without, _slots(4, 8), compactions), Keep(last=1))
+    assert (_numbers(found.kept), found.compactions) == ([9, 10], compactions[:1])
 
 
 def test_an_announced_anchor_that_is_not_complete_is_not_relied_on() -> None:
-    folds = [keys.announcement(4, ONE), keys.announcement(8, ONE)]
-    found = _forgetting(_holding(_log(1, 10), _slots(4), folds), Keep(last=1))
-    assert _numbers(found.kept) == [4, 5, 6, 7, 8, 9, 10] and not found.folds
+    compactions = [keys.announcement(4, ONE), keys.announcement(8, ONE)]
+    found = _forgetting(_holding(_log(1, 10), _slots(4), compactions), Keep(last=1))
+    assert _numbers(found.kept) == [4, 5, 6, 7, 8, 9, 10] and not found.compactions
 
 
 def test_versions_without_a_step_are_of_no_step() -> None:
@@ -154,10 +154,16 @@ def test_versions_without_a_step_are_of_no_step() -> None:
     assert _numbers(_forgetting(_holding(records, _slots(2, 3)), Keep(step_every=7)).kept) == [2, 3]
 
 
-def test_folds_go_with_either_end() -> None:
-    folds = [keys.fold(4, 8, ONE), keys.fold(8, 10, ONE), keys.fold(1, 4, TOOL), keys.fold(2, 9, ONE), keys.fold(9, 11, ONE)]
-    found = _forgetting(_holding(_log(1, 10), _slots(4, 8), folds), Keep(anchors=2))
-    assert sorted(found.folds) == [keys.fold(1, 4, TOOL), keys.fold(2, 9, ONE)]
+def test_compactions_go_with_either_end() -> None:
+    compactions = [
+        keys.compaction(4, 8, ONE),
+        keys.compaction(8, 10, ONE),
+        keys.compaction(1, 4, TOOL),
+        keys.compaction(2, 9, ONE),
+        keys.compaction(9, 11, ONE),
+    ]
+    found = _forgetting(_holding(_log(1, 10), _slots(4, 8), compactions), Keep(anchors=2))
+    assert sorted(found.compactions) == [keys.compaction(1, 4, TOOL), keys.compaction(2, 9, ONE)]
 
 
 def _two_epochs() -> dict[Slot, Record | None]:
@@ -261,7 +267,7 @@ def test_keeping_nothing_is_refused(wrong: dict[str, int]) -> None:
 
 
 def _references(epochs: int = 1, damaged: Slot | None = None) -> References:
-    """Versions 4 (an anchor), 8 and 9 of epoch 1, an announced anchor of 8 and a fold; maybe a version of epoch 2."""
+    """Versions 4 (an anchor), 8 and 9 of epoch 1, an announced anchor of 8 and a compaction; maybe a version of epoch 2."""
     records: dict[Slot, Record | None] = {
         Slot(4, ONE): _record(4, anchor=True),
         Slot(8, ONE): _record(8, base=Slot(7, ONE)),
@@ -271,11 +277,11 @@ def _references(epochs: int = 1, damaged: Slot | None = None) -> References:
         records[Slot(10, TWO)] = _record(10, epoch=TWO, base=Slot(9, ONE))
     if damaged is not None:
         records[damaged] = None
-    folds = {
+    compactions = {
         keys.announcement(8, ONE): _record(8, anchor=True),
-        keys.fold(4, 9, TOOL): dataclasses.replace(_record(9, epoch=TOOL), kind="fold"),
+        keys.compaction(4, 9, TOOL): dataclasses.replace(_record(9, epoch=TOOL), kind="compaction"),
     }
-    return References(records, folds)
+    return References(records, compactions)
 
 
 @pytest.mark.parametrize(

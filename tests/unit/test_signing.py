@@ -245,13 +245,13 @@ def test_the_file_of_keys_is_read_again_when_it_changes(keys: Path, tmp_path: Pa
 
 def test_a_signed_channel_is_read_with_keys_and_without(channel_url: str, keys: Path) -> None:
     store = open_store(channel_url)
-    published = publish(store, 9, signing_key=keys / "old", retention=Retention(fold_every=3))
+    published = publish(store, 9, signing_key=keys / "old", retention=Retention(compact_every=3))
     for trusted_keys in (None, keys / "old.pub", str(keys / "both")):
         replica = Replica(store, trusted_keys=trusted_keys)
         assert replica.sync(1) == 1
         assert replica.sync() == 9
         assert_same_bits(replica.state_dict(), published[-1])
-    assert len(ChannelReader(store, keys / "old.pub").folds()) > 0
+    assert len(ChannelReader(store, keys / "old.pub").compactions()) > 0
     with pytest.raises(SignatureError, match=r"channel\.json is signed with the key \w+, which is not trusted"):
         Replica(store, trusted_keys=keys / "new.pub").sync()
 
@@ -391,7 +391,7 @@ def test_the_private_key_is_never_shown(
     private.write_bytes((keys / "old").read_bytes())
     private.chmod(0o644)
     caplog.set_level(logging.DEBUG)
-    publish(open_store(memory_url), 2, signing_key=private, retention=Retention(fold_every=2))
+    publish(open_store(memory_url), 2, signing_key=private, retention=Retention(compact_every=2))
     signer = Signer(private)
     shown = [
         repr(signer),

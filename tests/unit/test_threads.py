@@ -75,10 +75,10 @@ def test_cores_are_left_to_other_threads_while_they_are_at_work() -> None:
             return get_num_threads()
 
     cores = used(1 << 20)
-    with cpu.beside(cores - 1):
+    with cpu.leave_cores(cores - 1):
         assert used(1 << 20) == 1
-        with cpu.beside(0):
+        with cpu.leave_cores(0):
             assert used(1 << 20) == cores
-        with cpu.beside(1000):
+        with cpu.leave_cores(1000):
             assert used(1 << 20) == 1
     assert used(1 << 20) == cores

@@ -192,7 +192,7 @@ def test_metrics_stand_beside_vllms_own(server: Server) -> None:
     anchors = sum(commit["anchor"] for commit in commits)  # after going back
     assert found['deltasync_commits_total{kind="anchor"}'] == anchors
     assert found['deltasync_commits_total{kind="delta"}'] == len(commits) - anchors
-    assert found['deltasync_commits_total{kind="fold"}'] == 0
+    assert found['deltasync_commits_total{kind="compaction"}'] == 0
     assert found["deltasync_payload_bytes_total"] == sum(commit["payload_bytes"] for commit in commits)
     for name in ("lag", "stage", "pause"):
         seconds = [commit[f"{name}_s"] for commit in commits if commit[f"{name}_s"] is not None]

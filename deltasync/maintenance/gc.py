@@ -13,9 +13,9 @@ from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import MissingVersionError
-from deltasync.housekeeping import retention
-from deltasync.housekeeping.retention import Forgetting, Holding, Keep, References
-from deltasync.housekeeping.walk import Progress, Survey, attempt, in_parallel, quiet, survey
+from deltasync.maintenance import retention
+from deltasync.maintenance.retention import Forgetting, Holding, Keep, References
+from deltasync.maintenance.scan import Progress, Survey, attempt, in_parallel, quiet, survey
 from deltasync.stores.base import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def forget(
     """
     since_s = math.inf if grace_s <= 0 else _store_time(reader.store, dry_run) - grace_s
     held = survey(reader, progress)
-    stored_s = {info.key: info.modified_s for info in (*held.slots.values(), *held.beside_infos.values())}
+    stored_s = {info.key: info.modified_s for info in (*held.slots.values(), *held.shortcut_infos.values())}
     holding = _holding(reader.store, held, stored_s)
     found = retention.forgetting(holding, keep, since_s)
     if dry_run:
@@ -49,26 +49,28 @@ def forget(
         reader.store.delete(key)
         progress("forgetting", done, len(found.keys))
     if found.keys:
-        logger.info("forgot versions=%d folds=%d kept=%d", len(found.versions), len(found.folds), len(found.kept))
+        logger.info(
+            "forgot versions=%d compactions=%d kept=%d", len(found.versions), len(found.compactions), len(found.kept)
+        )
     return found
 
 
 def _holding(store: Store, held: Survey, stored_s: Mapping[str, float]) -> Holding:
     """What the channel holds; of what lies beside the log, only what has all of its files."""
-    beside = {key: record for key, record in held.beside.items() if record is not None}
+    beside = {key: record for key, record in held.shortcuts.items() if record is not None}
     prefixes = {file.key.split("/")[0] for record in beside.values() for file in record.files}
     sizes = {info.key: info.bytes for prefix in sorted(prefixes) for info in store.list(f"{prefix}/")}
     announced: dict[Slot, float] = {}
-    folded: dict[Slot, dict[Slot, float]] = {}
+    compacted: dict[Slot, dict[Slot, float]] = {}
     for key, record in beside.items():
         if not all(sizes.get(file.key) == file.bytes for file in record.files):
             continue
         if record.base is None:
             announced[record.slot] = min(stored_s[key], announced.get(record.slot, stored_s[key]))
         else:
-            bases, base = folded.setdefault(record.slot, {}), record.base.slot
+            bases, base = compacted.setdefault(record.slot, {}), record.base.slot
             bases[base] = min(stored_s[key], bases.get(base, stored_s[key]))
-    return Holding(records=held.records, stored_s=stored_s, announced=announced, folded=folded)
+    return Holding(records=held.records, stored_s=stored_s, announced=announced, compacted=compacted)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +97,7 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
 
         clock           first, so that ages come out too small rather than too large
         files           before what names them: what is uploaded later is not in the list, so it cannot be deleted
-        records, folds  what an author has not named yet is kept until a later writer publishes (`References.under_way`)
+        records, compactions  what an author has not named yet is kept until a later writer publishes (`References.under_way`)
         slots           of the files that nothing names: a listing may lag behind, but a request for a record does not
 
     Files of a damaged record are kept, because `repair` may put its bytes back. Choose a `grace_s` longer than readers take
@@ -129,19 +131,19 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
 def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Progress) -> References:
     """What names these files. For those that nothing listed names, also the records that a listing may not show yet."""
     held = survey(reader, progress)
-    references = References(held.records, held.beside)
+    references = References(held.records, held.shortcuts)
     places: set[str] = set()
     for key in (info.key for info in files if info.key not in references):
         of = keys.file_of(key)
         assert of is not None
         places |= {of.key, keys.announcement(of.version, of.epoch)} if key.startswith(keys.ANCHORS) else {of.key}
-    unlisted = sorted(places.difference((slot.key for slot in held.records), held.beside))
+    unlisted = sorted(places.difference((slot.key for slot in held.records), held.shortcuts))
 
     def read(key: str) -> Record:
         return reader.stored(key).record
 
     results = in_parallel(lambda key: attempt(read, key), unlisted, "unlisted records", progress)
-    records, beside = dict(held.records), dict(held.beside)
+    records, beside = dict(held.records), dict(held.shortcuts)
     for key, found in zip(unlisted, results, strict=True):
         if isinstance(found, MissingVersionError):
             continue

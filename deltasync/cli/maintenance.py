@@ -1,4 +1,4 @@
-"""Commands that maintain a channel: `deltasync check | repair | forget | prune | fold | export | cp | keygen`."""
+"""Commands that maintain a channel: `deltasync check | repair | forget | prune | compact | export | cp | keygen`."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ def _problem(error: DeltaSyncError) -> dict[str, object]:
 
 
 @channel_command("the report as JSON")
-@click.option("--read-data", is_flag=True, help="Read every file and replay every version, anchor and fold. Slow.")
+@click.option("--read-data", is_flag=True, help="Read every file and replay every version, anchor and compaction. Slow.")
 def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
     """Check that CHANNEL is complete. Every problem is printed on a line of its own; nothing is repaired.
 
-    Records and folds are read, parts and anchors only listed. With --read-data, the bits of every version are also proven in
+    Records and compactions are read, parts and anchors only listed. With --read-data, the bits of every version are also proven in
     host memory. Exits with the highest exit code of the problems, 0 if there are none. Files that nothing names are no
     problem.
     """
-    from deltasync import housekeeping
+    from deltasync import maintenance
 
-    report = with_bars(housekeeping.check, reader, read_data=read_data)
+    report = with_bars(maintenance.check, reader, read_data=read_data)
     if as_json:
         echo_json(msgspec.to_builtins(report, enc_hook=_problem), indent=2)
         sys.exit(report.exit_code)
     for problem in report.problems:
         echo(f"{type(problem).__name__}: {problem}")
-    holds = ", ".join((count(report.versions, "version"), count(report.anchors, "anchor"), count(report.folds, "fold")))
+    holds = ", ".join(
+        (count(report.versions, "version"), count(report.anchors, "anchor"), count(report.compactions, "compaction"))
+    )
     echo(f"{reader.store.url}  newest version {report.newest or 'unknown'}")
     field("holds", f"{holds}, {report.data_bytes:,} bytes")
     if report.publishing:
@@ -69,14 +71,14 @@ def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
 def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: Signer | None, as_json: bool) -> None:
     """Find what is missing or damaged in CHANNEL, and print what was done about each object.
 
-    An object is restored from --from, a copy of the channel or the cache of a node. Otherwise a fold around it is stored, or
+    An object is restored from --from, a copy of the channel or the cache of a node. Otherwise a compaction around it is stored, or
     an anchor in its place. Nothing is deleted, and the publisher may go on meanwhile. channel.json can only be restored from
     a copy. Exits with 0 if every version of CHANNEL can be reached afterwards, else with 5.
     """
-    from deltasync import housekeeping
+    from deltasync import maintenance
 
-    where = None if source is None else housekeeping.source_of(source)
-    repaired = with_bars(housekeeping.repair, reader, source=where, replay=not no_replay, signer=signer)
+    where = None if source is None else maintenance.source_of(source)
+    repaired = with_bars(maintenance.repair, reader, source=where, replay=not no_replay, signer=signer)
     if as_json:
         echo_json({**dataclasses.asdict(repaired), "exit_code": repaired.exit_code}, indent=2)
         sys.exit(repaired.exit_code)
@@ -107,35 +109,35 @@ def forget(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, 
     """
     if not any(keep.values()):
         raise click.UsageError("Say what to keep: --keep-last, --keep-anchors or --keep-step-every.")
-    from deltasync import housekeeping
+    from deltasync import maintenance
 
-    done = with_bars(housekeeping.forget, reader, housekeeping.Keep(**keep), grace_s=grace_s, dry_run=dry_run)
+    done = with_bars(maintenance.forget, reader, maintenance.Keep(**keep), grace_s=grace_s, dry_run=dry_run)
     kept, gone = [slot.version for slot in done.kept], [slot.version for slot in done.versions]
     if as_json:
         named = {name: [slot.key for slot in getattr(done, name)] for name in ("asked", "leading", "recent")}
-        deleted = {"deleted": done.keys, "folds": done.folds}
+        deleted = {"deleted": done.keys, "compactions": done.compactions}
         echo_json({"kept": kept, "forgotten": gone, **named, **deleted, "dry_run": dry_run})
         return
     reasons = ((done.leading, "lead to others"), (done.recent, f"were needed less than {grace_s:g} s ago"))
     why = "".join(f"; {len(slots)} of them {reason}" for slots, reason in reasons if slots)
     field("would keep" if dry_run else "kept", f"{count(len(kept), 'version')}: {ranges(kept)}{why}")
-    folds = f", and {count(len(done.folds), 'fold')}" if done.folds else ""
+    compactions = f", and {count(len(done.compactions), 'compaction')}" if done.compactions else ""
     shown = f": {ranges(gone)}" if gone else ""
-    field("would forget" if dry_run else "forgot", f"{count(len(gone), 'version')}{shown}{folds}")
+    field("would forget" if dry_run else "forgot", f"{count(len(gone), 'version')}{shown}{compactions}")
 
 
 @channel_command("the objects as JSON")
 @grace("Keep files newer than this, for replicas that still read them.")
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted; change nothing.")
 def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -> None:
-    """Delete the parts and anchors of CHANNEL that no record and no fold names.
+    """Delete the parts and anchors of CHANNEL that no record and no compaction names.
 
     `deltasync forget`, and publishers that died, leave such files. This is safe while a publisher writes and replicas read.
     Heartbeats of replicas that have been silent for a week are deleted too. After an interruption, run the command again.
     """
-    from deltasync import housekeeping
+    from deltasync import maintenance
 
-    pruned = with_bars(housekeeping.prune, reader, grace_s=grace_s, dry_run=dry_run)
+    pruned = with_bars(maintenance.prune, reader, grace_s=grace_s, dry_run=dry_run)
     freed, waiting, young = (sum(info.bytes for info in infos) for infos in (pruned.objects, pruned.waiting, pruned.young))
     if as_json:
         keys = {"objects": [info.key for info in pruned.objects], "heartbeats": pruned.heartbeats, "bytes": freed}
@@ -155,26 +157,30 @@ def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -
         field(deleted, count(len(pruned.heartbeats), "stale heartbeat"))
 
 
-@channel_command("the fold's document as JSON, with its key and digest", signs=True)
+@channel_command("the compaction's document as JSON, with its key and digest", signs=True)
 @click.argument("base", type=click.IntRange(min=1))
 @click.argument("version", type=click.IntRange(min=1))
-@click.option("--codec", type=click.Choice(CODECS), default="packed", help="Encoding of the fold.")
-def fold(reader: ChannelReader, base: int, version: int, codec: str, signer: Signer | None, as_json: bool) -> None:
-    """Store a fold from version BASE to VERSION of CHANNEL, for replicas that catch up.
+@click.option("--codec", type=click.Choice(CODECS), default="packed", help="Encoding of the compaction.")
+def compact(reader: ChannelReader, base: int, version: int, codec: str, signer: Signer | None, as_json: bool) -> None:
+    """Store a compaction from version BASE to VERSION of CHANNEL, for replicas that catch up.
 
-    Does nothing if the channel has this fold. Needs memory for two copies of the weights.
+    Does nothing if the channel has this compaction. Needs memory for two copies of the weights.
     """
-    from deltasync import housekeeping
+    from deltasync import maintenance
 
-    fold = with_bars(housekeeping.write_fold, reader, base, version, codec_name=codec, signer=signer)
-    delta = fold.record.delta
+    compaction = with_bars(maintenance.write_compaction, reader, base, version, codec_name=codec, signer=signer)
+    delta = compaction.record.delta
     assert delta is not None
     if as_json:
-        document = msgspec.to_builtins(fold.record)
-        echo_json({"key": fold.key, "sha256": fold.sha256, "bytes": fold.size, "document": document}, indent=2)
+        document = msgspec.to_builtins(compaction.record)
+        echo_json(
+            {"key": compaction.key, "sha256": compaction.sha256, "bytes": compaction.size, "document": document}, indent=2
+        )
         return
-    echo(f"fold {base}-{version}: {delta.changed:,} elements changed, {fold.record.payload_bytes:,} bytes of {delta.codec}")
-    echo(f"{fold.key}  sha256 {fold.sha256[:12]}")
+    echo(
+        f"compaction {base}-{version}: {delta.changed:,} elements changed, {compaction.record.payload_bytes:,} bytes of {delta.codec}"
+    )
+    echo(f"{compaction.key}  sha256 {compaction.sha256[:12]}")
 
 
 def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
@@ -194,9 +200,9 @@ def export(reader: ChannelReader, version: int | None, directory: Path, as_json:
 
     DIRECTORY must be missing or empty. Every bit is checked. Config and tokenizer are written if the publisher stored them.
     """
-    from deltasync import housekeeping
+    from deltasync import maintenance
 
-    exported = with_bars(housekeeping.export, reader, version, directory)
+    exported = with_bars(maintenance.export, reader, version, directory)
     files = {path.relative_to(directory).as_posix(): path.stat().st_size for path in directory.rglob("*") if path.is_file()}
     if as_json:
         echo_json({**dataclasses.asdict(exported), "files": dict(sorted(files.items()))})
@@ -211,16 +217,16 @@ def export(reader: ChannelReader, version: int | None, directory: Path, as_json:
 @channel_command("what was copied as JSON", metavar="SOURCE")
 @click.argument("target")
 def cp(reader: ChannelReader, target: str, as_json: bool) -> None:
-    """Copy the channel SOURCE to the URL TARGET: every version, anchor and fold. Every digest is checked.
+    """Copy the channel SOURCE to the URL TARGET: every version, anchor and compaction. Every digest is checked.
 
     Only head is replaced at TARGET, and what TARGET has is not copied again. After an interruption TARGET is a channel or
     none yet; run the command again to continue, or later to copy new versions. Publishing to SOURCE may go on meanwhile.
     Damaged objects are left out; the exit code is then that of the problem.
     """
-    from deltasync import housekeeping
+    from deltasync import maintenance
     from deltasync.stores import open_store
 
-    copied = with_bars(housekeeping.copy, reader, open_store(target))
+    copied = with_bars(maintenance.copy, reader, open_store(target))
     skipped = f", {count(copied.skipped, 'object')} there already" if copied.skipped else ""
     stored = f"copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{skipped}"
     sys.exit(show_copied(copied, as_json, f"{target} is at version {copied.version}: {stored}"))

@@ -53,7 +53,7 @@ class Forgetting:
         leading: Versions that those are built on.
         recent: Versions that were still needed within the grace period.
         versions: Versions to forget.
-        folds: Keys of folds and announcements to forget: one of their ends is not kept.
+        compactions: Keys of compactions and announcements to forget: one of their ends is not kept.
         keys: All objects to delete, in this order, so that the versions that are left can be read at any moment.
     """
 
@@ -61,7 +61,7 @@ class Forgetting:
     leading: list[Slot]
     recent: list[Slot]
     versions: list[Slot]
-    folds: list[str]
+    compactions: list[str]
     keys: list[str]
 
     @property
@@ -75,26 +75,26 @@ class Holding:
     """What a channel holds.
 
     Attributes:
-        stored_s: When each record, fold and announcement was stored, by key; 0 if the store does not tell.
+        stored_s: When each record, compaction and announcement was stored, by key; 0 if the store does not tell.
         announced: When each version's anchor was announced; only anchors whose files are all there.
-        folded: For each version the versions that folds lead from, and when these were stored; only folds whose files are
+        compacted: For each version the versions that compactions lead from, and when these were stored; only compactions whose files are
             all there.
     """
 
     records: Records
     stored_s: Mapping[str, float]
     announced: Mapping[Slot, float]
-    folded: Mapping[Slot, Mapping[Slot, float]] = dataclasses.field(default_factory=dict)
+    compacted: Mapping[Slot, Mapping[Slot, float]] = dataclasses.field(default_factory=dict)
 
     def before(self, time_s: float) -> Holding:
         """The part of it that was stored before a time."""
         records = {slot: record for slot, record in self.records.items() if was_stored(self.stored_s[slot.key], time_s)}
         announced = {slot: stored_s for slot, stored_s in self.announced.items() if was_stored(stored_s, time_s)}
-        folded = {
+        compacted = {
             slot: {base: stored_s for base, stored_s in bases.items() if was_stored(stored_s, time_s)}
-            for slot, bases in self.folded.items()
+            for slot, bases in self.compacted.items()
         }
-        return dataclasses.replace(self, records=records, announced=announced, folded=folded)
+        return dataclasses.replace(self, records=records, announced=announced, compacted=compacted)
 
     def has_anchor(self, slot: Slot) -> bool:
         """Whether a reader can start at this version."""
@@ -104,7 +104,7 @@ class Holding:
     def leading_to(self, slot: Slot, passed: Collection[Slot] = ()) -> Iterator[Slot]:
         """Yield a version and those that it is built on, back to the nearest anchor or to one in `passed`.
 
-        A fold from a version with an anchor leaves out the versions between.
+        A compaction from a version with an anchor leaves out the versions between.
 
         Raises:
             MissingVersionError: a version on the way is missing.
@@ -119,9 +119,9 @@ class Holding:
             yield at
             if self.has_anchor(at):
                 return
-            folded = [base for base in self.folded.get(at, ()) if self.has_anchor(base)]
-            if folded:
-                yield max(folded)
+            compacted = [base for base in self.compacted.get(at, ()) if self.has_anchor(base)]
+            if compacted:
+                yield max(compacted)
                 return
             at = _base(self.records, at)
 
@@ -168,7 +168,7 @@ def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
     for slot in asked:
         needed.update(holding.leading_to(slot, needed))
     before = holding.before(since_s)
-    past = dataclasses.replace(holding, announced=before.announced, folded=before.folded)
+    past = dataclasses.replace(holding, announced=before.announced, compacted=before.compacted)
     was_needed: set[Slot] = set()
     for slot in {*_asked(before, keep), *(records.keys() - before.records.keys())}:
         with contextlib.suppress(MissingVersionError):
@@ -182,22 +182,22 @@ def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
     }
     versions = {slot for slot, record in records.items() if record is not None and record.is_version} & kept
     numbers = {slot.version for slot in kept}
-    folds = {  # by version numbers, because one may be damaged; where epochs fork, more are kept than necessary
+    compactions = {  # by version numbers, because one may be damaged; where epochs fork, more are kept than necessary
         key: span
         for key, stored_s in holding.stored_s.items()
-        if (span := keys.beside_of(key)) is not None
+        if (span := keys.shortcut_of(key)) is not None
         and span.version <= max(numbers, default=0)
         and not {span.base or span.version, span.version} <= numbers
         and was_stored(stored_s, since_s)
     }
     order = [(slot.version, slot.epoch, 1, slot.key) for slot in gone]
-    order += [(span.version, "", 0, key) for key, span in folds.items()]
+    order += [(span.version, "", 0, key) for key, span in compactions.items()]
     return Forgetting(
         asked=sorted(asked),
         leading=sorted((needed & versions) - asked),
         recent=sorted(versions - needed),
         versions=sorted(gone),
-        folds=sorted(folds),
+        compactions=sorted(compactions),
         keys=[key for *_, key in sorted(order, reverse=True)],
     )
 
@@ -219,7 +219,7 @@ def _asked(holding: Holding, keep: Keep) -> set[Slot]:
 
 
 class References:
-    """Which files records, folds and announcements name (None where damaged), and which their author may still name."""
+    """Which files records, compactions and announcements name (None where damaged), and which their author may still name."""
 
     def __init__(self, records: Records, beside: Mapping[str, Record | None]) -> None:
         found = [record for record in (*records.values(), *beside.values()) if record is not None]
@@ -229,7 +229,7 @@ class References:
         versions = {slot: record for slot, record in records.items() if record is not None and record.is_version}
         anchored = [slot for slot, record in versions.items() if record.anchor is not None]
         for key, found_there in beside.items():
-            span = keys.beside_of(key)
+            span = keys.shortcut_of(key)
             assert span is not None
             if found_there is None:
                 self._damaged.add(Slot(span.version, span.author))

@@ -1,4 +1,4 @@
-"""Write a fold: one delta over several versions, for replicas that catch up."""
+"""Write a compaction: one delta over several versions, for replicas that catch up."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 
 from deltasync import codec
 from deltasync.channel import anchors, documents, keys, payloads, record, signing
-from deltasync.channel.documents import Anchor, Delta, File, Record, Version, sha256_hex
+from deltasync.channel.documents import Anchor, Delta, File, Record, VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.errors import ConfigError, CorruptDataError, FormatError, MissingVersionError
 from deltasync.following import Replica
-from deltasync.housekeeping.walk import Progress, quiet
 from deltasync.kernels import cpu_diff
 from deltasync.live import model_fingerprint
+from deltasync.maintenance.scan import Progress, quiet
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.delta import joined, of_tensor
@@ -30,7 +30,7 @@ from deltasync.tensors.delta import joined, of_tensor
 logger = logging.getLogger(__name__)
 
 
-def write_fold(
+def write_compaction(
     reader: ChannelReader,
     base: int,
     version: int,
@@ -38,8 +38,8 @@ def write_fold(
     codec_name: str = "packed",
     signer: Signer | None = None,
     progress: Progress = quiet,
-) -> Stored:
-    """Store the fold from one version to a later one, and return it. If the channel has it already, nothing is written.
+) -> StoredRecord:
+    """Store the compaction from one version to a later one, and return it. If the channel has it already, nothing is written.
 
     It compares the bits of both versions, which works for every codec, also across anchors and dense tensors. What was
     encoded is decoded again before it is stored. Holds the weights twice.
@@ -50,7 +50,7 @@ def write_fold(
         MissingVersionError: one of the two versions is not in the channel.
     """
     if not 1 <= base < version:
-        raise ConfigError(f"A fold leads from a version to a later one, not from {base} to {version}.")
+        raise ConfigError(f"A compaction leads from a version to a later one, not from {base} to {version}.")
     chosen = codec.get(codec_name)
     reader.channel()
     signing.require_signer(signer, reader.signed)
@@ -58,9 +58,9 @@ def write_fold(
         start, end = (reader.numbered(number).version for number in (base, version))
     except MissingVersionError as error:
         raise MissingVersionError(
-            f"No fold can begin or end there: {error} `deltasync log` lists the versions that are there."
+            f"No compaction can begin or end there: {error} `deltasync log` lists the versions that are there."
         ) from error
-    for span, info in reader.folds():
+    for span, info in reader.compactions():
         if (span.base, span.version) == (base, version):
             with contextlib.suppress(FormatError, MissingVersionError):
                 found = reader.stored(info.key)
@@ -96,26 +96,26 @@ def write_fold(
 
 def encode_beside(
     reader: ChannelReader,
-    base: Version | None,
-    version: Version,
+    base: VersionId | None,
+    version: VersionId,
     payload: Encoded | None,
     fingerprints: Mapping[str, int],
     signer: Signer | None,
     author: str,
     **content: Any,
-) -> Stored:
-    """Encode a fold from `base`, or the announcement of an anchor, of `version`, whose tensors have these fingerprints.
+) -> StoredRecord:
+    """Encode a compaction from `base`, or the announcement of an anchor, of `version`, whose tensors have these fingerprints.
 
-    `content` is the fold's `delta`, with a `payload` unless nothing changes, or the announced `anchor`. The result was
+    `content` is the compaction's `delta`, with a `payload` unless nothing changes, or the announced `anchor`. The result was
     decoded again as a reader does.
 
     Raises:
-        CorruptDataError: it cannot be decoded, or is larger than a fold may be.
+        CorruptDataError: it cannot be decoded, or is larger than a compaction may be.
     """
     number = version.version
-    key = keys.announcement(number, author) if base is None else keys.fold(base.version, number, author)
+    key = keys.announcement(number, author) if base is None else keys.compaction(base.version, number, author)
     document = Record(
-        kind="announcement" if base is None else "fold",
+        kind="announcement" if base is None else "compaction",
         run_id=reader.channel().run_id,
         version=version.version,
         epoch=version.epoch,
@@ -128,12 +128,12 @@ def encode_beside(
     stored = record.encode(document, key, payload, signer)
     assert stored.data is not None
     if stored.size > record.most_bytes(key, reader.specs):
-        raise CorruptDataError(f"{key} would have {stored.size:,} bytes, which is more than a fold may have.")
+        raise CorruptDataError(f"{key} would have {stored.size:,} bytes, which is more than a compaction may have.")
     found = record.decode_document(stored.data, stored.size, key, reader.trusted)
     return dataclasses.replace(stored, record=found)
 
 
-def store(reader: ChannelReader, stored: Stored) -> Stored:
+def store(reader: ChannelReader, stored: StoredRecord) -> StoredRecord:
     """Store an object beside the log. If this raises, it may have been stored; that does no harm."""
     assert stored.data is not None
     reader.store.put(stored.key, stored.data)
@@ -144,13 +144,13 @@ def store(reader: ChannelReader, stored: Stored) -> Stored:
 def write_anchor(
     reader: ChannelReader,
     replica: Replica,
-    companions: Mapping[str, bytes],
+    model_files: Mapping[str, bytes],
     *,
     signer: Signer | None = None,
     shard_bytes: int = 1 << 30,
     progress: Progress = quiet,
-) -> Stored:
-    """Store the weights of a replica as an anchor, with `companions` beside them, and its announcement.
+) -> StoredRecord:
+    """Store the weights of a replica as an anchor, with `model_files` beside them, and its announcement.
 
     Raises:
         CorruptDataError: what was encoded does not decode to the weights; the announcement was not stored.
@@ -161,7 +161,7 @@ def write_anchor(
     files: list[File] = []
     beside: list[File] = []
     for name, data in itertools.chain(
-        anchors.weight_files(tensors, replica.fingerprints, shard_bytes), sorted(companions.items())
+        anchors.weight_files(tensors, replica.fingerprints, shard_bytes), sorted(model_files.items())
     ):
         weights = name.endswith(anchors.WEIGHTS)
         for tensor, bits_N, _ in anchors.read_weights(data, reader.specs) if weights else ():
@@ -170,5 +170,5 @@ def write_anchor(
         reader.store.put(f"{folder}/{name}", data)
         (files if weights else beside).append(File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)))
         progress("files", len(files) + len(beside), len(files) + len(beside))
-    anchor = Anchor(directory=folder, files=files, companions=beside)
+    anchor = Anchor(directory=folder, files=files, model_files=beside)
     return store(reader, encode_beside(reader, None, version, None, replica.fingerprints, signer, author, anchor=anchor))

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import File, Head, Opening, Record, Version
+from deltasync.channel.documents import EpochDocument, File, Head, Record, VersionId
 from deltasync.channel.keys import Slot
-from deltasync.channel.plan import find_way
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.errors import (
     ApplyError,
     ChainError,
@@ -22,8 +22,8 @@ from deltasync.errors import (
     MissingVersionError,
     ObjectMissingError,
 )
-from deltasync.housekeeping.retention import References
-from deltasync.housekeeping.walk import WHOLE, Progress, attempt, check_listing, digests, in_parallel, quiet, survey
+from deltasync.maintenance.retention import References
+from deltasync.maintenance.scan import WHOLE, Progress, attempt, check_listing, digests, in_parallel, quiet, survey
 
 if TYPE_CHECKING:
     from deltasync.following import Follower, StagedVersion
@@ -35,7 +35,7 @@ class Damage:
 
     Attributes:
         sha256: The digest it must have, None if nothing names it.
-        of: Key of the record or fold that cannot be used because of it.
+        of: Key of the record or compaction that cannot be used because of it.
     """
 
     key: str
@@ -49,8 +49,8 @@ class Report:
     """What `check` found.
 
     Attributes:
-        versions, anchors, folds: How many there are, damaged ones included; anchors in records and announced ones.
-        data_bytes: Bytes of all records, folds, parts and anchors.
+        versions, anchors, compactions: How many there are, damaged ones included; anchors in records and announced ones.
+        data_bytes: Bytes of all records, compactions, parts and anchors.
         publishing: How many files nothing names yet, but their author may still name.
         garbage_objects, garbage_bytes: Files that nothing names; `prune` deletes them when they are old.
         unreachable: Versions that cannot be read by any way.
@@ -59,10 +59,10 @@ class Report:
     """
 
     problems: list[DeltaSyncError]
-    newest: Version | None
+    newest: VersionId | None
     versions: int
     anchors: int
-    folds: int
+    compactions: int
     data_bytes: int
     publishing: int
     garbage_objects: int
@@ -80,9 +80,9 @@ class Report:
 def check(reader: ChannelReader, *, read_data: bool = False, progress: Progress = quiet) -> Report:
     """Compare a channel with what its records promise.
 
-    Records, seals and folds must be whole, of one run, and have the digests that others name; every version must be
+    Records, seals and compactions must be whole, of one run, and have the digests that others name; every version must be
     reachable; every file that they name must be listed with its size. With `read_data` every file is also read, and every
-    version, anchor and fold is applied to weights in host memory, to compare each sha256 and each fingerprint.
+    version, anchor and compaction is applied to weights in host memory, to compare each sha256 and each fingerprint.
 
     Raises:
         NotPublishedError, FormatError: channel.json is missing or damaged, so nothing else can be checked.
@@ -95,10 +95,10 @@ def check(reader: ChannelReader, *, read_data: bool = False, progress: Progress 
 
 
 class Examined:
-    """A channel whose records, folds and announcements were read, and whose files were listed.
+    """A channel whose records, compactions and announcements were read, and whose files were listed.
 
     Attributes:
-        records, beside: Records, and folds and announcements, that are whole, without their bytes.
+        records, shortcuts: Records, and compactions and announcements, that are whole, without their bytes.
         damages: What is wrong with each damaged object, by key.
         proven: Versions that were replayed; None if `replay` did not run.
     """
@@ -111,7 +111,7 @@ class Examined:
         head = reader.head()
         held = self._held = survey(reader, progress, whole=True)
         self.records = {slot: held.stored[slot.key] for slot in held.slots if slot.key in held.stored}
-        self.beside = {key: held.stored[key] for key in held.beside if key in held.stored}
+        self.shortcuts = {key: held.stored[key] for key in held.shortcuts if key in held.stored}
         self._sizes = {info.key: info.bytes for info in reader.store.list("")}
         self._digests = digests(held.whole())
         if head is not None and head.newest.slot not in self._digests:
@@ -123,7 +123,7 @@ class Examined:
         self._check_digests({*(slot.epoch for slot in held.slots), *epochs})
         self._check_hint(keys.HEAD, Head)
         for epoch in epochs:
-            self._check_hint(keys.epoch_document(epoch), Opening)
+            self._check_hint(keys.epoch_document(epoch), EpochDocument)
         for stored in self.edges():
             for file in stored.record.files:
                 size = self._sizes.get(file.key)
@@ -136,13 +136,13 @@ class Examined:
                     self.note(file.key, wrong, file.sha256, stored.key)
 
     @property
-    def versions(self) -> dict[Slot, Stored]:
+    def versions(self) -> dict[Slot, StoredRecord]:
         """All records but seals."""
         return {slot: stored for slot, stored in self.records.items() if stored.record.is_version}
 
-    def edges(self) -> list[Stored]:
-        """All records and folds that lead to a version."""
-        return [*self.versions.values(), *self.beside.values()]
+    def edges(self) -> list[StoredRecord]:
+        """All records and compactions that lead to a version."""
+        return [*self.versions.values(), *self.shortcuts.values()]
 
     def documents(self) -> dict[Slot, Record | None]:
         """The documents of records, None where one is damaged."""
@@ -153,13 +153,13 @@ class Examined:
         error = CorruptDataError(problem) if isinstance(problem, str) else problem
         self.damages.setdefault(key, Damage(key, sha256, of or key, error))
 
-    def _check_hint(self, key: str, kind: type[Head] | type[Opening]) -> None:
+    def _check_hint(self, key: str, kind: type[Head] | type[EpochDocument]) -> None:
         """Check a document that readers can do without."""
         channel = self.reader.channel()
         try:
             found = documents.decode(self.reader.store.read(key, documents.SMALL_BYTES), kind, key)
             # An epoch before the first: its writer died before it created the channel, and another one did.
-            claimed = isinstance(found, Opening) and found.epoch < channel.epoch
+            claimed = isinstance(found, EpochDocument) and found.epoch < channel.epoch
             if found.run_id != channel.run_id and not claimed:
                 raise CorruptDataError(f"{key} belongs to run {found.run_id}.")
         except FormatError as error:
@@ -167,7 +167,7 @@ class Examined:
         except ObjectMissingError:
             pass
 
-    def _check_head(self, newest: Version) -> None:
+    def _check_head(self, newest: VersionId) -> None:
         """Head may lag behind, but must not name a record that does not exist. If a record is missing, it has its digest."""
         stored = self.records.get(newest.slot)
         if stored is None:
@@ -185,7 +185,7 @@ class Examined:
             if stored is not None and stored.sha256 != sha256:
                 self.note(slot.key, f"{slot.key} does not have the sha256 that others name it by.", sha256)
                 del self.records[slot]
-        for key, stored in self.beside.items():
+        for key, stored in self.shortcuts.items():
             for end in (stored.version, stored.base):
                 if end is not None and self._digests[end.slot] != end.sha256:
                     self.note(key, f"{key} names another version {end.version}.")
@@ -203,14 +203,14 @@ class Examined:
         files = [(stored, file) for stored in self.edges() for file in stored.record.files]
         in_parallel(lambda pair: self._read_file(*pair), files, "files", progress, WHOLE)
 
-    def _read_file(self, stored: Stored, file: File) -> None:
+    def _read_file(self, stored: StoredRecord, file: File) -> None:
         if file.key not in self.damages:
             found = attempt(self.reader.fetch, file)
             if isinstance(found, DeltaSyncError):
                 self.note(file.key, found, file.sha256, stored.key)
 
-    def usable(self, stored: Stored) -> bool:
-        """Whether a record or fold leads from its base to its version, as far as it was checked."""
+    def usable(self, stored: StoredRecord) -> bool:
+        """Whether a record or compaction leads from its base to its version, as far as it was checked."""
         return not any(key in self.damages for key in (stored.key, *(file.key for file in stored.record.payload_files)))
 
     def reached(self, start: Iterable[Slot] = (), nothing: bool = True) -> set[Slot]:
@@ -223,7 +223,7 @@ class Examined:
         return found
 
     def replay(self, progress: Progress = quiet) -> None:
-        """Apply every version, anchor and fold to weights in host memory, and compare the bits; read every file."""
+        """Apply every version, anchor and compaction to weights in host memory, and compare the bits; read every file."""
         from deltasync.following import Follower  # which needs torch, as nothing else here does
         from deltasync.live import LiveMemory
 
@@ -232,38 +232,40 @@ class Examined:
         follower = Follower(self.reader, memory)
         proven = self.proven = set[Slot]()
         ways = {slot: [stored] for slot, stored in self.versions.items()}
-        folds: dict[Slot, list[Stored]] = {}
-        for found_beside in self.beside.values():
-            if found_beside.base is None:
-                ways.setdefault(found_beside.version.slot, []).append(found_beside)
+        compactions: dict[Slot, list[StoredRecord]] = {}
+        for shortcut in self.shortcuts.values():
+            if shortcut.base is None:
+                ways.setdefault(shortcut.version.slot, []).append(shortcut)
             else:
-                folds.setdefault(found_beside.base.slot, []).append(found_beside)
+                compactions.setdefault(shortcut.base.slot, []).append(shortcut)
         for done, (slot, found) in enumerate(sorted(ways.items()), start=1):
             for stored in found:
                 if self._apply(follower, stored) is not None:
                     proven.add(slot)
-            for fold in folds.pop(slot, []):
-                committed = self._apply(follower, fold)
+            for compaction in compactions.pop(slot, []):
+                committed = self._apply(follower, compaction)
                 if committed is not None:
                     follower.rollback(committed)
                     follower.identified(found[0])
             progress("replaying", done, len(ways))
-        for fold in [fold for left in folds.values() for fold in left]:  # there is nothing to apply them to
-            self._read(fold)
+        for compaction in [
+            compaction for left in compactions.values() for compaction in left
+        ]:  # there is nothing to apply them to
+            self._read(compaction)
 
-    def _go(self, follower: Follower, base: Version | None) -> bool:
+    def _go(self, follower: Follower, base: VersionId | None) -> bool:
         """Bring the weights to the version that something builds on; False if its bits cannot be read."""
         if base is None or follower.version == base:
             return True
         if base.slot in (self.proven or ()):
             damaged = {stored.key: "It is damaged." for stored in self.edges() if not self.usable(stored)}
             with contextlib.suppress(FormatError, ChainError, ApplyError):
-                for stored in find_way(self.reader, follower.version, base, damaged):
+                for stored in find_chain(self.reader, follower.version, base, damaged):
                     follower.confirm(follower.commit(follower.stage([stored])))
         return follower.version == base
 
-    def _apply(self, follower: Follower, stored: Stored) -> StagedVersion | None:
-        """Apply a record or fold, and read all of its files; if it fails, note why and return None with the old weights."""
+    def _apply(self, follower: Follower, stored: StoredRecord) -> StagedVersion | None:
+        """Apply a record or compaction, and read all of its files; if it fails, note why and return None with the old weights."""
         if not self._go(follower, stored.base) or not self.usable(stored):
             self._read(stored)
             return None
@@ -275,11 +277,11 @@ class Examined:
             if self.usable(stored):  # no file is damaged: the object itself promises other bits
                 self.note(stored.key, error)
             return None
-        for file in stored.record.anchor.companions if stored.record.anchor is not None else []:
+        for file in stored.record.anchor.model_files if stored.record.anchor is not None else []:
             self._read_file(stored, file)
         return committed
 
-    def _read(self, stored: Stored) -> None:
+    def _read(self, stored: StoredRecord) -> None:
         for file in stored.record.files:
             self._read_file(stored, file)
 
@@ -297,8 +299,8 @@ class Examined:
                 )
                 self.note(base.key, problem, base.sha256)
         newest = max(versions, key=lambda slot: slot.newness, default=None)
-        folders = (keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS, keys.PARTS, keys.ANCHORS)
-        references = References(self.documents(), self._held.beside)
+        folders = (keys.VERSIONS, keys.COMPACTIONS, keys.ANNOUNCEMENTS, keys.PARTS, keys.ANCHORS)
+        references = References(self.documents(), self._held.shortcuts)
         files = [key for key in self._sizes if key.startswith((keys.PARTS, keys.ANCHORS)) and keys.file_of(key)]
         unnamed = [key for key in files if key not in references]
         garbage = [key for key in unnamed if not references.under_way(key)]
@@ -307,7 +309,7 @@ class Examined:
             newest=None if newest is None else versions[newest].version,
             versions=len(self._held.slots) - (len(self.records) - len(versions)),
             anchors=sum(stored.use_anchor for stored in self.edges()),
-            folds=sum(keys.fold_of(key) is not None for key in self._held.beside),
+            compactions=sum(keys.compaction_of(key) is not None for key in self._held.shortcuts),
             data_bytes=sum(size for key, size in self._sizes.items() if key.startswith(folders)),
             publishing=len(unnamed) - len(garbage),
             garbage_objects=len(garbage),

@@ -28,7 +28,7 @@ _TIMES_FASTER = 2.0  # a store is changed only for one that answers this many ti
 _Result = TypeVar("_Result")
 
 
-def open_nearest(channel: str | os.PathLike[str] | Store | Sequence[str]) -> Store:
+def open_failover(channel: str | os.PathLike[str] | Store | Sequence[str]) -> Store:
     """Open the store of a channel.
 
     Args:
@@ -43,11 +43,11 @@ def open_nearest(channel: str | os.PathLike[str] | Store | Sequence[str]) -> Sto
         stores = [open_store(url) for url in channel]
         if not stores:
             raise ConfigError("A channel is a URL, or several; none was given.")
-        return stores[0] if len(stores) == 1 else NearestStore(stores)
+        return stores[0] if len(stores) == 1 else FailoverStore(stores)
     return open_store(channel)  # type: ignore[arg-type]
 
 
-class NearestStore(WrappedStore):
+class FailoverStore(WrappedStore):
     """Reads from one of several stores; writes to the first, which is the channel. The others are copies of it.
 
     A store is left when it fails. It is also left when it lacks the newest record that was read, or the record that the
@@ -66,22 +66,22 @@ class NearestStore(WrappedStore):
         self._problem: ConfigError | None = None
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
-        data = self._ask_nearest(lambda store: store.read(key, most_bytes, known))
+        data = self._ask_failover(lambda store: store.read(key, most_bytes, known))
         slot = keys.slot_of(key)
         if slot is not None and (self._read is None or slot.newness > self._read.newness):
             self._read = slot
         return data
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
-        return self._ask_nearest(lambda store: store.read_range(key, start, end))
+        return self._ask_failover(lambda store: store.read_range(key, start, end))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return iter(self._ask_nearest(lambda store: [*store.list(prefix)]))
+        return iter(self._ask_failover(lambda store: [*store.list(prefix)]))
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
         return None  # it would watch one store while another one is read
 
-    def _ask_nearest(self, action: Callable[[Store], _Result]) -> _Result:
+    def _ask_failover(self, action: Callable[[Store], _Result]) -> _Result:
         """Read from the nearest store; if it fails, from the next one.
 
         Raises:

@@ -24,11 +24,11 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.following import Replica
-from deltasync.housekeeping.folds import write_anchor, write_fold
-from deltasync.housekeeping.retention import line
-from deltasync.housekeeping.transfer import companions
-from deltasync.housekeeping.verify import Damage, Examined
-from deltasync.housekeeping.walk import Progress, quiet
+from deltasync.maintenance.checks import Damage, Examined
+from deltasync.maintenance.compaction import write_anchor, write_compaction
+from deltasync.maintenance.copies import model_files
+from deltasync.maintenance.retention import line
+from deltasync.maintenance.scan import Progress, quiet
 from deltasync.stores import open_store
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def repair(
 ) -> Repair:
     """Put back what is missing or damaged from `source`, or store a way around it. Nothing else is deleted or replaced.
 
-    The way around is a fold, or a newer anchor in the place of a damaged one, from bits that can still be read. If there are
+    The way around is a compaction, or a newer anchor in the place of a damaged one, from bits that can still be read. If there are
     none, the object is left for the publisher's next anchor. `reader` must be fresh, since it remembers channel.json; for
     `source` see `source_of`. Without `replay` only the sha256 of each file is checked, and nothing is applied.
 
@@ -181,10 +181,10 @@ def _may_be(reader: ChannelReader, key: str, data: bytes) -> bool:
     """Whether bytes whose digest nothing names can be those of the object: only head ever changes."""
     run_id = reader.channel().run_id
     with contextlib.suppress(FormatError):
-        if keys.slot_of(key) is not None or keys.beside_of(key) is not None:
+        if keys.slot_of(key) is not None or keys.shortcut_of(key) is not None:
             return record.decode(data, key, reader.trusted).record.run_id == run_id
         if keys.epoch_of(key) is not None:
-            return documents.decode(data, documents.Opening, key).run_id == run_id
+            return documents.decode(data, documents.EpochDocument, key).run_id == run_id
     return False
 
 
@@ -206,7 +206,7 @@ class _Bypass:
         return Repaired(key=damage.key, problem=str(damage.problem), outcome=outcome, how=how)
 
     def _around(self, damage: Damage) -> tuple[str, str]:
-        examined, slot, span = self._examined, keys.slot_of(damage.of), keys.beside_of(damage.of)
+        examined, slot, span = self._examined, keys.slot_of(damage.of), keys.shortcut_of(damage.of)
         if damage.key == keys.HEAD:
             if self._newest is None:
                 return "not needed", "there is no version to name"
@@ -216,7 +216,7 @@ class _Bypass:
             return "bypassed", f"it names version {version} now"
         if keys.epoch_of(damage.key) is not None:
             return "not needed", "records also tell who opened the channel"
-        edge = examined.beside.get(damage.of) or (examined.records.get(slot) if slot is not None else None)
+        edge = examined.shortcuts.get(damage.of) or (examined.records.get(slot) if slot is not None else None)
         if edge is not None and examined.usable(edge) and damage.key != damage.of:
             return "left", "the weights can be read without it; a copy of the channel (--from) may have it"
         if span is not None:
@@ -228,7 +228,7 @@ class _Bypass:
         return self._around_record(slot)
 
     def _around_record(self, slot: Slot) -> tuple[str, str]:
-        """Store a fold from the version before to the first one after it that can be read by another way."""
+        """Store a compaction from the version before to the first one after it that can be read by another way."""
         examined = self._examined
         reached = examined.reached()
         if self._newest is None or slot.newness > self._newest.newness:
@@ -242,10 +242,10 @@ class _Bypass:
         if slot.version - 1 not in whole:
             return "not needed", f"version {after[0]} can be read without it"
         if examined.reached([whole[slot.version - 1]], nothing=False) & {whole[number] for number in after}:
-            return "not needed", "a fold leads around it"
-        fold = write_fold(self._reader, slot.version - 1, after[0], signer=self._signer, progress=self._progress)
-        examined.beside[fold.key] = fold
-        return "bypassed", f"by {fold.key}"
+            return "not needed", "a compaction leads around it"
+        compaction = write_compaction(self._reader, slot.version - 1, after[0], signer=self._signer, progress=self._progress)
+        examined.shortcuts[compaction.key] = compaction
+        return "bypassed", f"by {compaction.key}"
 
     def _around_anchor(self, version: int) -> tuple[str, str]:
         """Store an anchor of the newest version that can be read, unless there is one that is not older than this."""
@@ -260,7 +260,7 @@ class _Bypass:
         replica = Replica(self._reader)
         replica.sync(max(there).version)
         assert replica.identity is not None
-        beside = companions(self._reader, replica.identity)
+        beside = model_files(self._reader, replica.identity)
         made = write_anchor(self._reader, replica, beside, signer=self._signer, progress=self._progress)
-        examined.beside[made.key] = made
+        examined.shortcuts[made.key] = made
         return "bypassed", f"by {made.key}, an anchor of version {made.record.version}"

@@ -1,6 +1,6 @@
-"""FOLD: encode the delta from full weights to a later version, group by group, while the shadow goes on.
+"""COMPACTION: encode the delta from full weights to a later version, group by group, while the shadow goes on.
 
-Nothing is kept in memory between two folds: the full weights are read again, from the channel or from the checkpoint that it
+Nothing is kept in memory between two compactions: the full weights are read again, from the channel or from the checkpoint that it
 refers to. At any time one group of tensors is there, twice, and the weight file that is read.
 """
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from deltasync import codec
 from deltasync.channel import payloads
-from deltasync.channel.documents import Delta, Record, Version
+from deltasync.channel.documents import Delta, Record, VersionId
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError
 from deltasync.kernels import cpu_diff
@@ -24,7 +24,7 @@ from deltasync.tensors import Delta as Changes
 from deltasync.tensors.delta import joined, of_tensor
 
 CODEC = "packed"
-"""Of folds: it decodes without old bits, can be undone, and is the smaller one where much has changed."""
+"""Of compactions: it decodes without old bits, can be undone, and is the smaller one where much has changed."""
 
 GROUP_ELEMENTS = 1 << 25
 """Elements whose changes make a payload, unless a single tensor has more."""
@@ -42,8 +42,10 @@ class Change(NamedTuple):
 _Group = dict[str, Change]  # by tensor
 
 
-def payloads_of(reader: ChannelReader, base: Stored, version: int, snapshot: Snapshot) -> Iterator[tuple[Encoded, int]]:
-    """Yield the payloads of the fold from full weights to a version, and how many elements each changes; each is proved.
+def payloads_of(
+    reader: ChannelReader, base: StoredRecord, version: int, snapshot: Snapshot
+) -> Iterator[tuple[Encoded, int]]:
+    """Yield the payloads of the compaction from full weights to a version, and how many elements each changes; each is proved.
 
     Raises:
         FormatError, MissingVersionError, StoreError: the weights of `base` cannot be read.
@@ -58,7 +60,7 @@ def payloads_of(reader: ChannelReader, base: Stored, version: int, snapshot: Sna
         yield encoded, delta.changed
 
 
-def _groups(reader: ChannelReader, base: Stored, snapshot: Snapshot) -> Iterator[_Group]:
+def _groups(reader: ChannelReader, base: StoredRecord, snapshot: Snapshot) -> Iterator[_Group]:
     group: _Group = {}
     size, layout = 0, reader.layout
     for name, old_N, _ in payloads.weights(reader, base):
@@ -79,14 +81,14 @@ def _prove(group: _Group, delta: Changes, data: bytes, version: int, base_versio
     """Decode a payload as a reader does, and compare the bits that it gives."""
     record = Record(
         run_id="-",
-        kind="fold",
+        kind="compaction",
         version=version,
         epoch="-",
         created_at="-",
-        base=Version(base_version, "-", "-"),
+        base=VersionId(base_version, "-", "-"),
         delta=Delta(codec=CODEC, changed=delta.changed),
     )
-    name = f"The fold from version {base_version} to {version}"
+    name = f"The compaction from version {base_version} to {version}"
     found, digests = payloads.decode(record, [(name, data)], delta.layout, lambda tensor: group[tensor].old_N.copy())
     if digests != {tensor: change.fingerprint for tensor, change in group.items()}:
         raise CorruptDataError(f"{name} names other tensors or fingerprints than were encoded; it was not stored.")

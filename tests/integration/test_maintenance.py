@@ -1,4 +1,4 @@
-"""forget, prune, check, fold, export and cp on channels of records; each also by its command."""
+"""forget, prune, check, compaction, export and cp on channels of records; each also by its command."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from deltasync import codec, housekeeping, tensors
+from deltasync import codec, maintenance, tensors
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Delta, Version
+from deltasync.channel.documents import Delta, VersionId
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer, new_key
 from deltasync.cli import main
 from deltasync.cli.output import ranges, with_bars
@@ -42,7 +42,7 @@ from deltasync.errors import (
     TransientStoreError,
 )
 from deltasync.following import Replica
-from deltasync.housekeeping import Keep, folds
+from deltasync.maintenance import Keep, compactions
 from deltasync.stores import ObjectInfo, Store, open_store
 from deltasync.tensors.bits import bits_of
 from tests import deltas
@@ -98,7 +98,7 @@ class LaggingStore(FaultyStore):
         yield from (info for info in super().list(prefix) if info.key not in hidden)
 
 
-def _fill(store: Store, newest: int = 10) -> tuple[Made, list[Version]]:
+def _fill(store: Store, newest: int = 10) -> tuple[Made, list[VersionId]]:
     """Versions 1 to `newest`: anchors of 5 and 9 are announced, payloads of even versions are parts, a seal follows 6."""
     return filled(store, STATES[:newest], anchors=(5, 9), parts=range(2, 99, 2), seals=(6,))
 
@@ -112,7 +112,7 @@ def _data(store: Store) -> list[str]:
 
 
 def _versions(store: Store) -> list[int]:
-    held = housekeeping.survey(_reader(store))
+    held = maintenance.survey(_reader(store))
     return [slot.version for slot, found in held.records.items() if found is not None and found.is_version]
 
 
@@ -123,16 +123,16 @@ def _assert_readable(store: Store, *versions: int) -> None:
         assert_same_bits(replica.state_dict(), STATES[version - 1])
 
 
-def _forget(store: Store, grace_s: float = 0.0, **keep: int) -> housekeeping.Forgetting:
-    return housekeeping.forget(_reader(store), Keep(**keep), grace_s=grace_s)
+def _forget(store: Store, grace_s: float = 0.0, **keep: int) -> maintenance.Forgetting:
+    return maintenance.forget(_reader(store), Keep(**keep), grace_s=grace_s)
 
 
-def _prune(store: Store, grace_s: float = 0.0) -> housekeeping.Pruned:
-    return housekeeping.prune(_reader(store), grace_s=grace_s)
+def _prune(store: Store, grace_s: float = 0.0) -> maintenance.Pruned:
+    return maintenance.prune(_reader(store), grace_s=grace_s)
 
 
-def _check(store: Store) -> housekeeping.Report:
-    return housekeeping.check(_reader(store), read_data=True)
+def _check(store: Store) -> maintenance.Report:
+    return maintenance.check(_reader(store), read_data=True)
 
 
 def _key_of(store: Store, version: int) -> str:
@@ -188,9 +188,9 @@ def test_a_dry_run_changes_nothing(store: AgedStore) -> None:
     store.inner.put(left, b"left")
     store.age(DAY_S)
     before = list(store.inner.list(""))
-    found = housekeeping.forget(_reader(store), Keep(last=1), dry_run=True)
+    found = maintenance.forget(_reader(store), Keep(last=1), dry_run=True)
     assert [slot.version for slot in found.versions] == list(range(1, 9))
-    pruned = housekeeping.prune(_reader(store), dry_run=True)
+    pruned = maintenance.prune(_reader(store), dry_run=True)
     assert [info.key for info in pruned.objects] == [left]
     assert list(store.inner.list("")) == before
     assert not {operation for operation, _ in store.calls} & {"create", "put", "delete"}
@@ -206,7 +206,7 @@ def test_no_payload_is_read_to_forget_and_to_prune(memory_url: str) -> None:
     store.calls.clear()
     _forget(store, last=1)
     assert len([key for operation, key in store.calls if operation == "read"]) == 4 + 6 + 1
-    # channel, head, the record that it names and the next one; records, the fold
+    # channel, head, the record that it names and the next one; records, the compaction
     store.calls.clear()
     assert len(_prune(store, grace_s=3600).young) == 6
     assert [key for operation, key in store.calls if operation == "read"] == ["channel.json"]
@@ -217,10 +217,10 @@ def test_no_payload_is_read_to_forget_and_to_prune(memory_url: str) -> None:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
-    "place", ["folds/", "announcements/", *(f"versions/0000000/000000000{version}." for version in (8, 5, 3, 1))]
+    "place", ["compactions/", "announcements/", *(f"versions/0000000/000000000{version}." for version in (8, 5, 3, 1))]
 )
 def test_forget_can_be_cut_short_anywhere(store: AgedStore, place: str, after: bool) -> None:
-    housekeeping.write_fold(_reader(store), 2, 6)
+    maintenance.write_compaction(_reader(store), 2, 6)
     store.fail_at("delete", place, after=after, error=StoreError)
     with pytest.raises(StoreError):
         _forget(store, last=1, anchors=1)
@@ -313,7 +313,7 @@ def test_the_files_of_a_damaged_record_are_not_pruned(store: AgedStore, version:
     assert _check(store).problems == []
 
 
-def test_the_files_of_a_damaged_fold_are_not_pruned(store: AgedStore) -> None:
+def test_the_files_of_a_damaged_compaction_are_not_pruned(store: AgedStore) -> None:
     key = _announcement(store, 5)
     store.put(key, b"")
     assert not _prune(store).objects
@@ -326,10 +326,10 @@ def test_nothing_that_is_named_goes_while_listings_are_behind(
     store = LaggingStore(open_store(memory_url), 0)
     _fill(store)
     store.behind = behind
-    monkeypatch.setattr("deltasync.housekeeping.walk._LISTED_DELAY_S", 0.0)
+    monkeypatch.setattr("deltasync.maintenance.scan._LISTED_DELAY_S", 0.0)
     for _ in range(2):
         with contextlib.suppress(TransientStoreError):  # it is found out
-            housekeeping.prune(_reader(store), grace_s=0)
+            maintenance.prune(_reader(store), grace_s=0)
         try:
             _forget(store, last=5)
         except (MissingVersionError, NotPublishedError, TransientStoreError) as error:
@@ -344,7 +344,7 @@ STEPS_OF_PRUNE = [
     ("list", "parts/"),
     ("list", "versions/"),
     ("read", "versions/0000000/0000000004"),
-    ("list", "folds/"),
+    ("list", "compactions/"),
     ("delete", "parts/"),
 ]
 LEFT = f"{keys.parts_folder(4, EPOCH, 1)}/x"
@@ -364,7 +364,7 @@ def test_a_version_that_is_published_during_a_prune_is_untouched(
         pruning = pool.submit(_prune, store)
         assert gate.entered.wait(30)
         channel.store = store.inner
-        channel._fold(None, versions[9], STATES[9], None, anchor=weights)
+        channel._compaction(None, versions[9], STATES[9], None, anchor=weights)
         if opens:
             channel.seal(keys.new_epoch(9))
         for state in STATES[10:12]:
@@ -377,17 +377,17 @@ def test_a_version_that_is_published_during_a_prune_is_untouched(
 
 
 @pytest.mark.parametrize(("operation", "key"), STEPS_OF_PRUNE)
-def test_a_fold_that_is_written_during_a_prune_is_untouched(store: AgedStore, operation: str, key: str) -> None:
+def test_a_compaction_that_is_written_during_a_prune_is_untouched(store: AgedStore, operation: str, key: str) -> None:
     store.put(LEFT, b"left")
     gate = store.hold_at(operation, key)
     with ThreadPoolExecutor(1) as pool:
         pruning = pool.submit(_prune, store)
         assert gate.entered.wait(30)
-        housekeeping.write_fold(_reader(store.inner), 2, 6)
+        maintenance.write_compaction(_reader(store.inner), 2, 6)
         gate.opened.set()
         assert [info.key for info in pruning.result(60).objects] == [LEFT]
     report = _check(store)
-    assert (report.folds, report.problems) == (1, [])
+    assert (report.compactions, report.problems) == (1, [])
 
 
 @pytest.mark.parametrize("place", ["parts/0000000004", "versions/0000000/0000000005", "versions/0000000/0000000009"])
@@ -418,7 +418,7 @@ def _change(store: Store, key: str, change: Callable[[bytes], bytes]) -> None:
     store.put(key, change(store.read(key, 1 << 30)))
 
 
-def _edit(store: Store, key: str, **changes: object) -> Stored:
+def _edit(store: Store, key: str, **changes: object) -> StoredRecord:
     """Store a record anew with other fields and without its payload."""
     found = record.decode(store.read(key, 1 << 30), key, None).record
     stored = record.encode(dataclasses.replace(found, **changes), key, None, None)  # type: ignore[arg-type]
@@ -427,8 +427,8 @@ def _edit(store: Store, key: str, **changes: object) -> Stored:
     return stored
 
 
-def _wrong_fold(store: Store) -> None:
-    """A fold whose digests are right and whose bits are not: it leaves a change out."""
+def _wrong_compaction(store: Store) -> None:
+    """A compaction whose digests are right and whose bits are not: it leaves a change out."""
     reader = _reader(store)
     old, new = (bits_of(STATES[version - 1]["w"]) for version in (2, 6))
     right = deltas.between(reader.layout, {"w": old}, {"w": new}).steps[2]
@@ -437,14 +437,14 @@ def _wrong_fold(store: Store) -> None:
     two, six = reader.numbered(2).version, reader.numbered(6)
     delta = Delta(codec="packed", changed=lossy.changed)
     prints, author = {"w": 0, "ids": 0}, keys.new_author()
-    made = folds.encode_beside(reader, two, six.version, payload, prints, None, author, delta=delta)
+    made = compactions.encode_shortcuts(reader, two, six.version, payload, prints, None, author, delta=delta)
     assert made.data is not None
     as_published = dataclasses.replace(made.record, fingerprint=six.record.fingerprint)
-    folds.store(reader, record.encode(as_published, made.key, payload, None))
+    compactions.store(reader, record.encode(as_published, made.key, payload, None))
 
 
-def _fold_key(store: Store, base: int, version: int) -> str:
-    (key,) = [info.key for span, info in _reader(store).folds() if (span.base, span.version) == (base, version)]
+def _compaction_key(store: Store, base: int, version: int) -> str:
+    (key,) = [info.key for span, info in _reader(store).compactions() if (span.base, span.version) == (base, version)]
     return key
 
 
@@ -473,9 +473,14 @@ DAMAGE: dict[str, tuple[Callable[[Store], object], int, int, str]] = {
     "a part is altered": (lambda s: _change(s, _part_of(s, 4), flipped), 0, 4, "does not have the sha256"),
     "an anchor is altered": (lambda s: _change(s, _anchor_of(5), flipped), 0, 4, "sha256"),
     "a config is altered": (lambda s: s.put(f"{keys.anchor_folder(5, EPOCH)}/config.json", b"[]"), 0, 4, "sha256"),
-    "a fold is altered": (lambda s: _change(s, _fold_key(s, 1, 6), flipped), 4, 4, "body"),
-    "a fold does not give the bits": (_wrong_fold, 0, 9, "Version 6 did not give the published bits in w"),
-    "a fold is of another version": (lambda s: _edit(s, _fold_key(s, 1, 6), sha256="0" * 64), 4, 4, "another version 6"),
+    "a compaction is altered": (lambda s: _change(s, _compaction_key(s, 1, 6), flipped), 4, 4, "body"),
+    "a compaction does not give the bits": (_wrong_compaction, 0, 9, "Version 6 did not give the published bits in w"),
+    "a compaction is of another version": (
+        lambda s: _edit(s, _compaction_key(s, 1, 6), sha256="0" * 64),
+        4,
+        4,
+        "another version 6",
+    ),
     "a record is damaged": (lambda s: _change(s, _key_of(s, 7), flipped), 4, 4, "versions/0000000/0000000007"),
     "a record is missing": (lambda s: s.delete(_key_of(s, 7)), 5, 5, "Version 8 builds on version 7"),
     "a record was rewritten": (lambda s: _edit(s, _key_of(s, 3), step=7), 4, 4, "versions/0000000/0000000003"),
@@ -495,25 +500,30 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sound") / "channel"
     store = open_store(f"file://{path}")
     _fill(store)
-    housekeeping.write_fold(_reader(store), 1, 6)
-    housekeeping.write_fold(_reader(store), 5, 9, codec_name="context")
+    maintenance.write_compaction(_reader(store), 1, 6)
+    maintenance.write_compaction(_reader(store), 5, 9, codec_name="context")
     return path
 
 
 @pytest.fixture
 def copied(sound: Path, memory_url: str) -> Store:
     target = open_store(memory_url)
-    housekeeping.copy(_reader(open_store(f"file://{sound}")), target)
+    maintenance.copy(_reader(open_store(f"file://{sound}")), target)
     return target
 
 
 def test_a_sound_channel_has_no_problems(copied: Store) -> None:
     report = _check(copied)
     assert report.problems == [] and report.exit_code == 0
-    assert (report.newest, report.versions, report.anchors, report.folds) == (_reader(copied).numbered(10).version, 10, 3, 2)
+    assert (report.newest, report.versions, report.anchors, report.compactions) == (
+        _reader(copied).numbered(10).version,
+        10,
+        3,
+        2,
+    )
     assert (report.garbage_objects, report.publishing, report.unproven, report.unreachable) == (0, 0, [], [])
     assert report.proven == list(range(1, 11))
-    folders = (keys.VERSIONS, keys.FOLDS, keys.ANNOUNCEMENTS, keys.PARTS, keys.ANCHORS)
+    folders = (keys.VERSIONS, keys.COMPACTIONS, keys.ANNOUNCEMENTS, keys.PARTS, keys.ANCHORS)
     assert report.data_bytes == sum(info.bytes for prefix in folders for info in copied.list(prefix))
 
 
@@ -521,7 +531,7 @@ def test_a_sound_channel_has_no_problems(copied: Store) -> None:
 def test_check_finds_what_is_wrong(copied: Store, damage: str) -> None:
     harm, exit_code, exit_code_with_data, said = DAMAGE[damage]
     harm(copied)
-    report = housekeeping.check(_reader(copied))
+    report = maintenance.check(_reader(copied))
     assert report.exit_code == exit_code, report.problems
     with_data = _check(copied)
     assert with_data.exit_code == exit_code_with_data, with_data.problems
@@ -539,11 +549,11 @@ def test_what_is_not_damaged_is_still_proven(copied: Store, damage: str) -> None
 
 def test_check_without_data_reads_records_only_and_is_told_of_garbage(store: AgedStore) -> None:
     store.inner.put(LEFT, b"left")
-    report = housekeeping.check(_reader(store))
+    report = maintenance.check(_reader(store))
     assert (report.garbage_objects, report.garbage_bytes, report.exit_code, report.proven) == (1, 4, 0, None)
     assert not [key for operation, key in store.calls if operation == "read" and key.startswith(("parts/", "anchors/"))]
     # channel, head three times, the record that it names and the next one, an epoch, 10 versions and a seal, 2
-    # announcements; listings of records, folds, announcements and everything
+    # announcements; listings of records, compactions, announcements and everything
     assert len(store.calls) == 1 + 3 + 2 + 1 + 11 + 2 + 4
 
 
@@ -572,14 +582,14 @@ def test_versions_that_a_suspended_writer_left_are_proven_too(memory_url: str) -
     assert report.newest == channel.tip
 
 
-# fold
+# compaction
 
 
 @pytest.mark.parametrize("codec_name", ["packed", "context", "raw"])
 @pytest.mark.parametrize(("base", "version"), [(1, 2), (2, 8), (1, 10), (5, 9)])
-def test_a_fold_gives_the_bits(store: AgedStore, codec_name: str, base: int, version: int) -> None:
-    stored = housekeeping.write_fold(_reader(store), base, version, codec_name=codec_name)
-    delta, span = stored.record.delta, keys.fold_of(stored.key)
+def test_a_compaction_gives_the_bits(store: AgedStore, codec_name: str, base: int, version: int) -> None:
+    stored = maintenance.write_compaction(_reader(store), base, version, codec_name=codec_name)
+    delta, span = stored.record.delta, keys.compaction_of(stored.key)
     assert delta is not None and span is not None
     assert (span.base, span.version, delta.codec) == (base, version, codec_name) and span.author.startswith(keys.TOOL)
     old, new = (torch.cat([t.view(-1).to(torch.float64) for t in STATES[v - 1].values()]) for v in (base, version))
@@ -592,41 +602,43 @@ def test_replicas_far_behind_take_it(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
     large = states_of(360_000, 11)
     filled(store, large, parts=range(2, 12))
-    fold = housekeeping.write_fold(_reader(store), 1, 10)
+    compaction = maintenance.write_compaction(_reader(store), 1, 10)
     replica = Replica(store)
     replica.sync(1)
     store.calls.clear()
     replica.sync()
     assert_same_bits(replica.state_dict(), large[10])
     read = {
-        key for operation, key in store.calls if operation == "read" and key.startswith(("parts/", "anchors/", "folds/"))
+        key
+        for operation, key in store.calls
+        if operation == "read" and key.startswith(("parts/", "anchors/", "compactions/"))
     }
-    assert {key.split("/")[0] for key in read} == {"parts", "folds"} and fold.key in read
+    assert {key.split("/")[0] for key in read} == {"parts", "compactions"} and compaction.key in read
     assert all("0000000011" in key for key in read if key.startswith("parts/"))
 
 
-def test_a_fold_of_dense_changes_and_one_of_none(memory_url: str) -> None:
+def test_a_compaction_of_dense_changes_and_one_of_none(memory_url: str) -> None:
     random = torch.Generator().manual_seed(1)
     noise = [{"w": torch.randint(0, 1 << 15, (500,), generator=random, dtype=torch.int16)} for _ in range(3)]
     filled(open_store(memory_url), [*noise, noise[0]])
     reader = _reader(open_store(memory_url))
-    dense = housekeeping.write_fold(reader, 1, 3).record.delta
+    dense = maintenance.write_compaction(reader, 1, 3).record.delta
     assert dense is not None and dense.changed == int((noise[0]["w"] != noise[2]["w"]).sum())
-    nothing = housekeeping.write_fold(reader, 1, 4).record.delta
+    nothing = maintenance.write_compaction(reader, 1, 4).record.delta
     assert nothing is not None and (nothing.changed, nothing.parts) == (0, [])
     assert _check(open_store(memory_url)).problems == []
 
 
-def test_a_fold_that_is_there_is_not_written_again(store: AgedStore) -> None:
-    first = housekeeping.write_fold(_reader(store), 2, 6)
+def test_a_compaction_that_is_there_is_not_written_again(store: AgedStore) -> None:
+    first = maintenance.write_compaction(_reader(store), 2, 6)
     store.calls.clear()
-    assert housekeeping.write_fold(_reader(store), 2, 6, codec_name="raw").sha256 == first.sha256
+    assert maintenance.write_compaction(_reader(store), 2, 6, codec_name="raw").sha256 == first.sha256
     assert not [call for call in store.calls if call[0] == "put"]
     _change(store.inner, first.key, flipped)
-    assert housekeeping.write_fold(_reader(store), 2, 6).key != first.key
+    assert maintenance.write_compaction(_reader(store), 2, 6).key != first.key
 
 
-def test_a_fold_that_would_not_give_the_bits_is_not_stored(store: AgedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compaction_that_would_not_give_the_bits_is_not_stored(store: AgedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(codec.get("packed"))
     encode = kind.encode
 
@@ -637,7 +649,7 @@ def test_a_fold_that_would_not_give_the_bits_is_not_stored(store: AgedStore, mon
 
     monkeypatch.setattr(kind, "encode", lossy)
     with pytest.raises(CorruptDataError, match="would not give the bits of w"):
-        housekeeping.write_fold(_reader(store), 2, 6)
+        maintenance.write_compaction(_reader(store), 2, 6)
     assert not [call for call in store.calls if call[0] == "put"]
 
 
@@ -651,10 +663,10 @@ def test_a_fold_that_would_not_give_the_bits_is_not_stored(store: AgedStore, mon
         (1, 9, MissingVersionError),
     ],
 )
-def test_a_fold_that_cannot_be(store: AgedStore, base: int, version: int, error: type[DeltaSyncError]) -> None:
+def test_a_compaction_that_cannot_be(store: AgedStore, base: int, version: int, error: type[DeltaSyncError]) -> None:
     _forget(store, last=5)
-    with pytest.raises(error, match=r"fold"):
-        housekeeping.write_fold(_reader(store), base, version)
+    with pytest.raises(error, match=r"compaction"):
+        maintenance.write_compaction(_reader(store), base, version)
 
 
 # export
@@ -693,7 +705,7 @@ def test_an_export_is_a_checkpoint_that_transformers_loads(
     reader = _reader(open_store(memory_url))
     for asked, version in ((2, 2), (None, 4)):
         directory = tmp_path / "out" / str(version)
-        assert housekeeping.export(reader, asked, directory, shard_bytes=shard_bytes).version == version
+        assert maintenance.export(reader, asked, directory, shard_bytes=shard_bytes).version == version
         loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
         assert_same_bits(loaded.state_dict(), states[version - 1])
         assert (directory / "model.safetensors.index.json").exists() == (shard_bytes == 4096)
@@ -706,7 +718,7 @@ def test_an_export_takes_config_and_tokenizer_from_another_anchor_if_need_be(
 ) -> None:
     epoch = _reader(store).numbered(damaged).record.epoch
     store.put(f"{keys.anchor_folder(damaged, epoch)}/config.json", b"[]")
-    housekeeping.export(_reader(store), damaged + 1, tmp_path / "out")
+    maintenance.export(_reader(store), damaged + 1, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
 
 
@@ -715,9 +727,9 @@ def test_what_could_run_code_is_not_exported(memory_url: str, tmp_path: Path) ->
     channel, versions = filled(store, STATES[:2])
     weights = channel.store_anchor(STATES[1], 2)
     more = [channel.put_file(f"{weights.directory}/{name}", b"x") for name in ("model.pkl", "tokenizer/vocab.txt")]
-    weights = dataclasses.replace(weights, companions=[*weights.companions, *more])
-    channel._fold(None, versions[1], STATES[1], None, anchor=weights)
-    housekeeping.export(_reader(store), None, tmp_path / "out")
+    weights = dataclasses.replace(weights, model_files=[*weights.model_files, *more])
+    channel._compaction(None, versions[1], STATES[1], None, anchor=weights)
+    maintenance.export(_reader(store), None, tmp_path / "out")
     found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*"))
     assert found == ["config.json", "model.safetensors", "tokenizer/vocab.txt"]
 
@@ -735,31 +747,31 @@ def test_more_than_files_beside_weights_have_is_refused_unread(
         documents.File(key=f"{anchor.directory}/{number}.json", bytes=size, sha256="0" * 64)
         for number, size in enumerate(sizes)
     ]
-    _edit(store.inner, key, anchor=dataclasses.replace(anchor, companions=files))
-    housekeeping.export(_reader(store), 2, tmp_path / "out")  # by another anchor, and with that one's files
+    _edit(store.inner, key, anchor=dataclasses.replace(anchor, model_files=files))
+    maintenance.export(_reader(store), 2, tmp_path / "out")  # by another anchor, and with that one's files
     assert not [key for _, key in store.calls if key.startswith(anchor.directory)]
     assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
 
 
 def test_an_export_never_writes_over_anything(store: AgedStore, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    housekeeping.export(_reader(store), 3, tmp_path / "empty")
+    maintenance.export(_reader(store), 3, tmp_path / "empty")
     (tmp_path / "file").write_text("years of work")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
     for name in ("file", "full", "empty"):
         with pytest.raises(ConfigError, match="left as it is"):
-            housekeeping.export(_reader(store), 3, tmp_path / name)
+            maintenance.export(_reader(store), 3, tmp_path / name)
     assert (tmp_path / "full" / "thesis.txt").read_text() == (tmp_path / "file").read_text() == "years of work"
 
 
 def test_an_export_that_fails_leaves_nothing(store: AgedStore, tmp_path: Path) -> None:
     store.delete(_key_of(store, 7))
     with pytest.raises(MissingVersionError):
-        housekeeping.export(_reader(store), 8, tmp_path / "out")
+        maintenance.export(_reader(store), 8, tmp_path / "out")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
-        housekeeping.export(_reader(store), 9, tmp_path / "file" / "out")
+        maintenance.export(_reader(store), 9, tmp_path / "file" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -768,12 +780,12 @@ def test_an_export_that_fails_leaves_nothing(store: AgedStore, tmp_path: Path) -
 
 def test_a_copy_is_the_channel(sound: Path, channel_url: str) -> None:
     source, target = open_store(f"file://{sound}"), open_store(channel_url)
-    copied = housekeeping.copy(_reader(source), target)
+    copied = maintenance.copy(_reader(source), target)
     assert list(target.list("")) == list(source.list(""))
     assert all(target.read(info.key, 1 << 30) == source.read(info.key, 1 << 30) for info in source.list(""))
     assert (copied.version, copied.skipped) == (_reader(source).numbered(10).version, 0)
     assert copied.objects == len(list(source.list(""))) - 1
-    again = housekeeping.copy(_reader(source), target)
+    again = maintenance.copy(_reader(source), target)
     assert (again.objects, again.bytes, again.skipped) == (0, 0, copied.objects)
     assert _check(target).problems == []
 
@@ -782,7 +794,7 @@ def test_a_copy_leaves_garbage_and_heartbeats_behind(store: AgedStore, tmp_path:
     for key in (LEFT, keys.replica("a"), keys.probe(EPOCH), f"{keys.parts_folder(11, EPOCH)}/x", "notes.txt"):
         store.put(key, b"{}")
     target = open_store(f"file://{tmp_path}/copy")
-    housekeeping.copy(_reader(store), target)
+    maintenance.copy(_reader(store), target)
     report = _check(target)
     assert (report.garbage_objects, report.publishing, report.problems) == (0, 0, [])
     assert {info.key.split("/")[0] for info in target.list("")} == {
@@ -810,7 +822,7 @@ def test_a_copy_that_is_cut_short_is_a_channel_or_none_and_goes_on(
     source, target = open_store(memory_url), FaultyStore(open_store(f"{memory_url}-copy"))
     if newer:
         channel, versions = filled(source, STATES[:3])
-        housekeeping.copy(_reader(source), target)
+        maintenance.copy(_reader(source), target)
         for number, state in enumerate(STATES[3:10], start=4):
             if number == 7:
                 channel.seal(keys.new_epoch(2))
@@ -823,10 +835,10 @@ def test_a_copy_that_is_cut_short_is_a_channel_or_none_and_goes_on(
         _forget(source, last=6)
     else:
         _fill(source)
-        housekeeping.write_fold(_reader(source), 2, 6)
+        maintenance.write_compaction(_reader(source), 2, 6)
     target.fail_at("put", key, after=after, error=StoreError)
     with pytest.raises(StoreError):
-        housekeeping.copy(_reader(source), target)
+        maintenance.copy(_reader(source), target)
     if newer:
         assert (Replica(target).sync() or 0) >= 3
         assert _check(target).unreachable == []
@@ -835,7 +847,7 @@ def test_a_copy_that_is_cut_short_is_a_channel_or_none_and_goes_on(
             Replica(target).sync()
     else:
         assert Replica(target).sync() == 10
-    housekeeping.copy(_reader(source), target)
+    maintenance.copy(_reader(source), target)
     _assert_readable(target, 5, 6, 10)
     assert [problem for problem in _check(target).problems if "epochs/" not in str(problem)] == []
 
@@ -845,7 +857,7 @@ def test_a_copy_of_a_channel_that_grows_meanwhile(memory_url: str) -> None:
     channel, _ = _fill(store)
     gate = store.hold_at("read", "versions/0000000/0000000004")
     with ThreadPoolExecutor(1) as pool:
-        copying = pool.submit(housekeeping.copy, _reader(store), target)
+        copying = pool.submit(maintenance.copy, _reader(store), target)
         assert gate.entered.wait(30)
         channel.store = store.inner
         channel.delta(STATES[10], parts=1)
@@ -854,7 +866,7 @@ def test_a_copy_of_a_channel_that_grows_meanwhile(memory_url: str) -> None:
         copied = copying.result(60).version
     assert copied is not None and copied.version == 10
     assert Replica(target).sync() == 10 and _versions(target) == list(range(1, 11))
-    assert housekeeping.copy(_reader(store), target).objects == 2
+    assert maintenance.copy(_reader(store), target).objects == 2
     _assert_readable(target, 10, 11)
 
 
@@ -862,7 +874,7 @@ def test_a_copy_while_versions_are_forgotten(store: AgedStore, memory_url: str) 
     target = open_store(f"{memory_url}-copy")
     gate = store.hold_at("read", _part_of(store, 4))
     with ThreadPoolExecutor(1) as pool:
-        copying = pool.submit(housekeeping.copy, _reader(store), target)
+        copying = pool.submit(maintenance.copy, _reader(store), target)
         assert gate.entered.wait(30)
         _forget(store.inner, last=1, anchors=1)
         gate.opened.set()
@@ -876,29 +888,29 @@ def test_copies_that_are_refused(memory_url: str) -> None:
     store = open_store(memory_url)
     channel, _ = _fill(store)
     with pytest.raises(ConfigError, match="both source and target"):
-        housekeeping.copy(_reader(store), store)
+        maintenance.copy(_reader(store), store)
     other = open_store(f"{memory_url}-other")
     filled(other, STATES[:1])
     _edit_channel(other, run_id="other")
     before = list(other.list(""))
     with pytest.raises(RunMismatchError, match="Nothing was copied"):
-        housekeeping.copy(_reader(store), other)
+        maintenance.copy(_reader(store), other)
     assert list(other.list("")) == before
     with pytest.raises(NotPublishedError):
-        housekeeping.copy(_reader(open_store(f"{memory_url}-none")), other)
+        maintenance.copy(_reader(open_store(f"{memory_url}-none")), other)
 
     ahead = open_store(f"{memory_url}-ahead")
-    housekeeping.copy(_reader(store), ahead)
+    maintenance.copy(_reader(store), ahead)
     channel.store = ahead
     channel.delta(STATES[10])
     with pytest.raises(ChannelInUseError, match="ahead of"):
-        housekeeping.copy(_reader(store), ahead)
+        maintenance.copy(_reader(store), ahead)
     ahead.delete(_key_of(ahead, 11))
     channel.tip = _reader(ahead).numbered(10).version
     channel.seal(keys.new_epoch(3))
     channel.delta(STATES[10])
     with pytest.raises(ChannelInUseError, match="somebody published there"):
-        housekeeping.copy(_reader(store), ahead)
+        maintenance.copy(_reader(store), ahead)
 
 
 def _edit_channel(store: Store, **changes: object) -> None:
@@ -911,7 +923,7 @@ def test_other_bytes_in_the_target_are_left_and_told(store: AgedStore, memory_ur
         target = open_store(f"{memory_url}-copy-{number}")
         target.put(key, b"other")
         with pytest.raises(ObjectExistsError, match="other bytes"):
-            housekeeping.copy(_reader(store), target)
+            maintenance.copy(_reader(store), target)
         assert target.read(key, 1 << 30) == b"other"
         with pytest.raises(NotPublishedError):
             _reader(target).channel()
@@ -930,7 +942,7 @@ def test_other_bytes_in_the_target_are_left_and_told(store: AgedStore, memory_ur
 def test_damage_is_told_and_not_copied(store: AgedStore, memory_url: str, harm: Callable[[Store], None]) -> None:
     harm(store)
     target = open_store(f"{memory_url}-copy")
-    (problem,) = housekeeping.copy(_reader(store), target).problems
+    (problem,) = maintenance.copy(_reader(store), target).problems
     assert "0000000003" in str(problem) or "0000000004" in str(problem)
     assert Replica(target).sync() == 10
     assert {5, 6, 7, 8, 9, 10} <= set(_check(target).proven or [])
@@ -942,16 +954,18 @@ def test_an_error_ends_a_copy_at_once(store: AgedStore, memory_url: str) -> None
     slow = target.hold_at("put", "parts/0000000006")
     threading.Timer(0.3, slow.opened.set).start()
     with pytest.raises(StoreError):
-        housekeeping.copy(_reader(store), target)
+        maintenance.copy(_reader(store), target)
     assert len([key for operation, key in target.calls if operation == "put"]) < 12
     time.sleep(0.1)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("deltasync-housekeeping")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("deltasync-maintenance")]
 
 
 # The commands
 
 
-@pytest.mark.parametrize("command", ["check", "repair", "forget", "prune", "fold", "export", "cp", "log", "show", "serve"])
+@pytest.mark.parametrize(
+    "command", ["check", "repair", "forget", "prune", "compact", "export", "cp", "log", "show", "serve"]
+)
 def test_every_help_names_the_exit_codes(command: str) -> None:
     shown = _deltasync(*command.split(), "--help")
     assert shown.exit_code == 0
@@ -961,7 +975,7 @@ def test_every_help_names_the_exit_codes(command: str) -> None:
 @pytest.fixture
 def url(sound: Path, tmp_path: Path) -> str:
     url = f"file://{tmp_path}/channel"
-    housekeeping.copy(_reader(open_store(f"file://{sound}")), open_store(url))
+    maintenance.copy(_reader(open_store(f"file://{sound}")), open_store(url))
     return url
 
 
@@ -973,10 +987,10 @@ def test_forget_and_prune_as_commands(url: str) -> None:
     )
     options = (*options, "--grace", "0")
     planned = _deltasync("forget", url, *options, "--dry-run")
-    assert "would forget  7 versions: 1-4, 6-8, and 1 fold" in planned.stdout
+    assert "would forget  7 versions: 1-4, 6-8, and 1 compaction" in planned.stdout
     assert "would keep    3 versions: 5, 9-10; 1 of them lead to others" in planned.stdout
     forgot = json.loads(_deltasync("forget", url, *options, "--json").stdout)
-    assert (forgot["kept"], forgot["forgotten"], len(forgot["folds"])) == ([5, 9, 10], [1, 2, 3, 4, 6, 7, 8], 1)
+    assert (forgot["kept"], forgot["forgotten"], len(forgot["compactions"])) == ([5, 9, 10], [1, 2, 3, 4, 6, 7, 8], 1)
     assert forgot["deleted"][0].startswith("versions/0000000/0000000008.000002-")
     spared = _deltasync("prune", url).stdout
     assert "deleted       0 objects, 0 bytes" in spared and "not looked at 16 objects" in spared
@@ -990,7 +1004,7 @@ def test_forget_and_prune_as_commands(url: str) -> None:
 def test_check_as_a_command(url: str) -> None:
     sound = _deltasync("check", url, "--read-data")
     assert sound.exit_code == 0
-    assert "holds         10 versions, 3 anchors, 2 folds" in sound.stdout
+    assert "holds         10 versions, 3 anchors, 2 compactions" in sound.stdout
     assert "proven        the bits of 10 versions" in sound.stdout
     assert "proven        nothing" in _deltasync("check", url).stdout
     store = open_store(url)
@@ -1007,21 +1021,21 @@ def test_check_as_a_command(url: str) -> None:
     assert json.loads(as_json.stdout)["newest"]["sha256"] == _reader(store).numbered(10).sha256
 
 
-def test_fold_log_and_show_as_commands(url: str) -> None:
-    assert "fold 2-6: " in _deltasync("fold", url, 2, 6, "--codec", "context").stdout
-    again = json.loads(_deltasync("fold", url, 2, 6, "--json").stdout)
+def test_compaction_log_and_show_as_commands(url: str) -> None:
+    assert "compaction 2-6: " in _deltasync("compact", url, 2, 6, "--codec", "context").stdout
+    again = json.loads(_deltasync("compact", url, 2, 6, "--json").stdout)
     assert (again["document"]["delta"]["codec"], again["document"]["base"]["version"]) == ("context", 2)
     rows = [json.loads(line) for line in _deltasync("log", url, "--json").stdout.splitlines()]
     assert [row["version"] for row in rows if row["kind"] in ("delta", "anchor")] == list(range(1, 11))
     assert [row["version"] for row in rows if row["kind"] == "announced"] == [5, 9]
-    assert [(row["base_version"], row["version"]) for row in rows if row["kind"] == "fold"] == [(1, 6), (2, 6), (5, 9)]
+    assert [(row["base_version"], row["version"]) for row in rows if row["kind"] == "compaction"] == [(1, 6), (2, 6), (5, 9)]
     reader = _reader(open_store(url))
     assert all(row["sha256"] == reader.numbered(row["version"]).sha256 for row in rows)
     shown = _deltasync("log", url).stdout
-    assert "9 deltas " in shown and "3 anchors " in shown and "3 folds " in shown and "2-6" in shown
+    assert "9 deltas " in shown and "3 anchors " in shown and "3 compactions " in shown and "2-6" in shown
     assert reader.numbered(10).sha256[:12] in shown
     assert "1 deltas " in _deltasync("log", url, "--last", 1).stdout
-    assert _deltasync("show", url, 6).stdout.count("fold   ") == 2
+    assert _deltasync("show", url, 6).stdout.count("compaction   ") == 2
     document = json.loads(_deltasync("show", url, 6, "--json").stdout)
     assert document["document"]["base"]["version"] == 5 and document["sha256"] == reader.numbered(6).sha256
     for what, said in ((again["key"], "of record"), (keys.slot(7, EPOCH), "next_epoch"), ("latest", "since version 9")):
@@ -1047,9 +1061,9 @@ def test_what_is_signed_is_shown_so(memory_url: str, tmp_path: Path) -> None:
     assert f"signed by        {public} (not checked)" in _deltasync("show", url).stdout
     trusted = ("--trusted-keys", tmp_path / "key.pub")
     assert _deltasync("show", url, *trusted).stdout.count("(not checked)") == 0
-    refused = _deltasync("fold", url, 1, 3)
+    refused = _deltasync("compact", url, 1, 3)
     assert refused.exit_code == 3 and "signing_key" in refused.stderr
-    assert _deltasync("fold", url, 1, 3, "--signing-key", tmp_path / "key").exit_code == 0
+    assert _deltasync("compact", url, 1, 3, "--signing-key", tmp_path / "key").exit_code == 0
     for command in ("check", "log", "cp"):
         more = (f"file://{tmp_path}/copy",) if command == "cp" else ()
         assert _deltasync(command, url, *more, *trusted).exit_code == 0
@@ -1094,8 +1108,8 @@ def test_follow_as_a_command(url: str) -> None:
         (["forget", "URL", "--keep-last", "1", "--grace", "soon"], 2, "not a duration"),
         (["forget", "memory://no-channel", "--keep-last", "1", "--dry-run"], 5, "holds no channel yet"),
         (["prune", "URL", "--grace", "soon"], 2, "not a duration"),
-        (["fold", "URL", "6", "2"], 3, "to a later one"),
-        (["fold", "URL", "2", "60"], 5, "not published yet, or forgotten"),
+        (["compact", "URL", "6", "2"], 3, "to a later one"),
+        (["compact", "URL", "2", "60"], 5, "not published yet, or forgotten"),
         (["export", "URL", "newest", "x"], 2, "neither a version nor"),
         (["export", "URL", "0", "x"], 2, "neither a version nor"),
         (["export", "URL", "60", "x"], 5, "Version 60 is not published"),
@@ -1131,7 +1145,7 @@ def test_a_foreign_writer_may_put_files_elsewhere(store: AgedStore) -> None:
 
 
 def test_bars_are_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def work(count: int, progress: housekeeping.Progress) -> int:
+    def work(count: int, progress: maintenance.Progress) -> int:
         for done in range(count + 1):
             progress("counting", done, count)
         return count
@@ -1157,9 +1171,9 @@ def test_progress_is_told(store: AgedStore) -> None:
         assert 0 <= done <= total
         told.append((what, done, total))
 
-    housekeeping.check(_reader(store), read_data=True, progress=tell)
-    housekeeping.forget(_reader(store), Keep(last=1), grace_s=0, progress=tell)
-    housekeeping.prune(_reader(store), grace_s=0, progress=tell)
+    maintenance.check(_reader(store), read_data=True, progress=tell)
+    maintenance.forget(_reader(store), Keep(last=1), grace_s=0, progress=tell)
+    maintenance.prune(_reader(store), grace_s=0, progress=tell)
     assert {what: (done, total) for what, done, total in told} == {
         "records": (4, 4),
         "replaying": (10, 10),
@@ -1170,7 +1184,7 @@ def test_progress_is_told(store: AgedStore) -> None:
 
 
 def test_wrong_bits_are_an_apply_error(copied: Store) -> None:
-    _wrong_fold(copied)
+    _wrong_compaction(copied)
     (problem,) = _check(copied).problems
     assert isinstance(problem, FingerprintMismatchError)
 
@@ -1188,20 +1202,20 @@ CUT: dict[str, Callable[[str], bool]] = {
 def test_a_listing_that_leaves_out_records_is_found_out(
     memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str
 ) -> None:
-    monkeypatch.setattr("deltasync.housekeeping.walk._LISTED_DELAY_S", 0.0)
+    monkeypatch.setattr("deltasync.maintenance.scan._LISTED_DELAY_S", 0.0)
     made(open_store(memory_url), 6)
     before = {info.key for info in open_store(memory_url).list("")}
     store = FaultyStore(open_store(memory_url))
     store.hide(CUT[name])
     reader, target = ChannelReader(store), open_store(f"file://{tmp_path}/copy")
     calls: dict[str, Callable[[], object]] = {
-        "check": lambda: housekeeping.check(reader),
-        "forget": lambda: housekeeping.forget(reader, Keep(last=2), grace_s=0),
-        "prune": lambda: housekeeping.prune(reader, grace_s=0),
-        "cp": lambda: housekeeping.copy(reader, target),
+        "check": lambda: maintenance.check(reader),
+        "forget": lambda: maintenance.forget(reader, Keep(last=2), grace_s=0),
+        "prune": lambda: maintenance.prune(reader, grace_s=0),
+        "cp": lambda: maintenance.copy(reader, target),
     }
     if command == "prune" and name == "everything":
-        assert housekeeping.prune(reader, grace_s=0).objects == []  # it lists no file that it could delete
+        assert maintenance.prune(reader, grace_s=0).objects == []  # it lists no file that it could delete
     else:
         with pytest.raises(TransientStoreError, match=r"leaves out versions/.* which is there"):
             calls[command]()
@@ -1217,4 +1231,4 @@ def test_an_older_copy_at_the_target_is_known_though_it_is_not_listed(memory_url
     made(there, 5)
     there.hide(lambda _: True)
     with pytest.raises(ChannelInUseError, match=r"has version 5, ahead of .* at version 3"):
-        housekeeping.copy(ChannelReader(open_store(memory_url)), there)
+        maintenance.copy(ChannelReader(open_store(memory_url)), there)

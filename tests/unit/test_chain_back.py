@@ -1,4 +1,4 @@
-"""Going back to an older version: deltas and folds are undone where that reads less than full weights."""
+"""Going back to an older version: deltas and compactions are undone where that reads less than full weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from deltasync.channel import keys
-from deltasync.channel.plan import find_way_back, goes_back, payload_bytes
+from deltasync.channel.plan import find_chain_back, is_revert, payload_bytes
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Pin, Replica
 from deltasync.stores import open_store
@@ -60,18 +60,18 @@ def test_deltas_are_undone(store: FaultyStore) -> None:
         assert not _goes(replica, channel, store, version), version
 
 
-def test_folds_are_undone(store: FaultyStore) -> None:
+def test_compactions_are_undone(store: FaultyStore) -> None:
     channel = _made(store, 30)
     reader = ChannelReader(store)
     versions = {version.version: version for version in reader.versions()}
-    channel.fold(versions[5], versions[25])
+    channel.compaction(versions[5], versions[25])
     replica = Replica(store)
     replica.sync()
     assert not _goes(replica, channel, store, 4)
-    way = find_way_back(reader, versions[30], reader.record(versions[4]))
-    assert goes_back(way) and [stored.is_fold for stored in way] == [False] * 5 + [True, False, False]
+    way = find_chain_back(reader, versions[30], reader.record(versions[4]))
+    assert is_revert(way) and [stored.is_compaction for stored in way] == [False] * 5 + [True, False, False]
     assert payload_bytes(way) == sum(stored.record.payload_bytes for stored in way[:-1])
-    # A record between is gone, and the fold leads over it.
+    # A record between is gone, and the compaction leads over it.
     store.delete(versions[15].key)
     assert not _goes(replica, channel, store, 30) and not _goes(replica, channel, store, 4)
 
@@ -118,14 +118,14 @@ def test_damage_on_the_way_back_takes_full_weights(store: FaultyStore) -> None:
     assert _goes(replica, channel, store, 6)
 
 
-def test_a_fold_that_lies_is_found_out(store: FaultyStore) -> None:
+def test_a_compaction_that_lies_is_found_out(store: FaultyStore) -> None:
     channel = _made(store, 30)
     versions = {version.version: version for version in ChannelReader(store).versions()}
     replica = Replica(store)
     replica.sync()
     true = channel.bits[versions[5].sha256]
     channel.bits[versions[5].sha256] = channel.bits[versions[6].sha256]
-    channel.fold(versions[5], versions[25])
+    channel.compaction(versions[5], versions[25])
     channel.bits[versions[5].sha256] = true
     store.delete(versions[15].key)
     assert _goes(replica, channel, store, 4)

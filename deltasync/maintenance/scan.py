@@ -1,4 +1,4 @@
-"""Survey a channel: list its records, folds and announcements, and read their documents with a few threads."""
+"""Survey a channel: list its records, compactions and announcements, and read their documents with a few threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import ahead
 from deltasync.errors import DeltaSyncError, FormatError, MissingVersionError, ObjectMissingError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, Store
@@ -59,12 +59,12 @@ def in_parallel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """Records, folds and announcements of a channel. Those that were forgotten during the survey are left out.
+    """Records, compactions and announcements of a channel. Those that were forgotten during the survey are left out.
 
     Attributes:
         slots: What the listing says of each record, ascending.
         records: Document of each record, None where it is damaged.
-        beside_infos: What the listing says of each fold and announcement, by key.
+        shortcut_infos: What the listing says of each compaction and announcement, by key.
         beside: Document of each of them that was read, None where it is damaged, by key.
         problems: What is wrong with each damaged object, by key.
         stored: Objects that were read as a whole, by key, without their bytes.
@@ -72,14 +72,14 @@ class Survey:
 
     slots: dict[Slot, ObjectInfo]
     records: dict[Slot, Record | None]
-    beside_infos: dict[str, ObjectInfo]
-    beside: dict[str, Record | None]
+    shortcut_infos: dict[str, ObjectInfo]
+    shortcuts: dict[str, Record | None]
     problems: dict[str, DeltaSyncError]
-    stored: dict[str, Stored]
+    stored: dict[str, StoredRecord]
 
     def whole(self) -> list[Record]:
         """All documents that can be read."""
-        return [record for record in (*self.beside.values(), *self.records.values()) if record is not None]
+        return [record for record in (*self.shortcuts.values(), *self.records.values()) if record is not None]
 
 
 def digests(records: Collection[Record]) -> dict[Slot, str]:
@@ -107,9 +107,9 @@ def survey(
     anchors_only: bool = False,
     whole: bool = False,
 ) -> Survey:
-    """List records, folds and announcements, and read their documents.
+    """List records, compactions and announcements, and read their documents.
 
-    `wanted` picks from all slots, ascending, those whose documents to read. With `anchors_only` folds are only listed. With
+    `wanted` picks from all slots, ascending, those whose documents to read. With `anchors_only` compactions are only listed. With
     `whole` each object is read as a whole; otherwise only the document at its end, without checking its digest.
 
     Raises:
@@ -117,19 +117,19 @@ def survey(
         TransientStoreError: the listing leaves out records that are there (`check_listing`).
     """
 
-    def read(info: ObjectInfo) -> Stored | Record:
+    def read(info: ObjectInfo) -> StoredRecord | Record:
         return dataclasses.replace(reader.stored(info.key), data=None) if whole else reader.document(info)
 
     reader.channel()
     listed = retried(lambda: _listed(reader), 2, _LISTED_DELAY_S)
     slots = {slot: listed[slot] for slot in wanted(listed)}
-    listed_beside = reader.beside()
-    beside = [info for span, info in listed_beside if not anchors_only or span.base == 0]
+    listed_shortcuts = reader.shortcuts()
+    beside = [info for span, info in listed_shortcuts if not anchors_only or span.base == 0]
     infos = [*slots.values(), *beside]
     results = in_parallel(lambda info: attempt(read, info), infos, "records", progress, WHOLE if whole else THREADS)
     read_of = {info.key: found for info, found in zip(infos, results, strict=True)}
     gone = {key for key, found in read_of.items() if isinstance(found, MissingVersionError)}
-    stored = {key: found for key, found in read_of.items() if isinstance(found, Stored)}
+    stored = {key: found for key, found in read_of.items() if isinstance(found, StoredRecord)}
     documents = {key: found for key, found in read_of.items() if isinstance(found, Record)}
     documents |= {key: found.record for key, found in stored.items()}
     if wanted is list:
@@ -139,8 +139,8 @@ def survey(
     return Survey(
         slots={slot: info for slot, info in slots.items() if info.key not in gone},
         records={slot: documents.get(slot.key) for slot in slots if slot.key not in gone},
-        beside_infos={info.key: info for _, info in listed_beside if info.key not in gone},
-        beside={info.key: documents.get(info.key) for info in beside if info.key not in gone},
+        shortcut_infos={info.key: info for _, info in listed_shortcuts if info.key not in gone},
+        shortcuts={info.key: documents.get(info.key) for info in beside if info.key not in gone},
         problems={key: found for key, found in read_of.items() if isinstance(found, FormatError)},
         stored=stored,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from deltasync.channel import anchors, checkpoint, documents, keys
-from deltasync.channel.documents import File, Record, Version
+from deltasync.channel.documents import File, Record, VersionId
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import (
@@ -28,7 +28,7 @@ from deltasync.errors import (
     RunMismatchError,
 )
 from deltasync.following import Replica
-from deltasync.housekeeping.walk import (
+from deltasync.maintenance.scan import (
     WHOLE,
     Progress,
     Survey,
@@ -57,14 +57,14 @@ class Copied:
         problems: What is wrong with objects that were left out, because they are damaged or missing in the source.
     """
 
-    version: Version | None
+    version: VersionId | None
     objects: int
     bytes: int
     skipped: int
     problems: list[DeltaSyncError]
 
     @classmethod
-    def of(cls, version: Version | None, done: Sequence[Outcome], problems: Iterable[DeltaSyncError] = ()) -> Self:
+    def of(cls, version: VersionId | None, done: Sequence[Outcome], problems: Iterable[DeltaSyncError] = ()) -> Self:
         """Count the outcomes of all objects; `problems` are those of objects that were not tried."""
         stored = [each for each in done if isinstance(each, int)]
         wrong = [*problems, *(each for each in done if isinstance(each, DeltaSyncError))]
@@ -94,11 +94,11 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     one = functools.partial(_copy_object, source, target, there)
     named = digests(held.whole())
     files = {file.key: file for found in held.whole() for file in found.files}
-    beside = [_file(held.beside_infos[key]) for key, found in held.beside.items() if found]
+    beside = [_file(held.shortcut_infos[key]) for key, found in held.shortcuts.items() if found]
     records = [_file(held.slots[slot], named.get(slot, "")) for slot, found in held.records.items() if found]
     parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
     done = in_parallel(one, parts_first, "files", progress, WHOLE)
-    done += in_parallel(one, beside, "folds", progress, WHOLE)
+    done += in_parallel(one, beside, "compactions", progress, WHOLE)
     done += in_parallel(one, records, "records", progress, 1)  # one by one: what the newest one builds on is always there
     small = [_file(info) for info in source.store.list(keys.EPOCHS)]
     openings = {keys.epoch_document(slot.epoch) for slot in held.slots}
@@ -162,7 +162,7 @@ def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int],
 
 def read_object(source: ChannelReader, item: File) -> bytes:
     """Read an object of the source, and check it against its digest or its signature if it has one."""
-    if keys.slot_of(item.key) or keys.beside_of(item.key):
+    if keys.slot_of(item.key) or keys.shortcut_of(item.key):
         data = source.stored(item.key, item.sha256 or None).data
         assert data is not None
         return data
@@ -178,7 +178,7 @@ def export(
     *,
     shard_bytes: int = 1 << 30,
     progress: Progress = quiet,
-) -> Version:
+) -> VersionId:
     """Write one version, the newest if None, as a checkpoint directory that transformers and vLLM load; check every bit.
 
     The files beside the weights (config, tokenizer) come from the nearest anchor that has any, or from the checkpoint that
@@ -197,7 +197,7 @@ def export(
     replica.sync(version)
     progress("weights", 1, 1)
     assert replica.identity is not None
-    files = companions(reader, replica.identity)
+    files = model_files(reader, replica.identity)
     temporary = directory.parent / f".{directory.name}.{uuid.uuid4().hex}.tmp"
     try:
         weights = anchors.weight_files(replica.state_dict(), replica.fingerprints, shard_bytes)
@@ -214,7 +214,7 @@ def export(
     return replica.identity
 
 
-def companions(reader: ChannelReader, version: Version) -> dict[str, bytes]:
+def model_files(reader: ChannelReader, version: VersionId) -> dict[str, bytes]:
     """Return the files beside the weights of an anchor, by name; empty if no anchor that can be read has any.
 
     Announced anchors are tried first, then those in records, most of which begin an epoch; of these the nearest first.
@@ -230,18 +230,18 @@ def companions(reader: ChannelReader, version: Version) -> dict[str, bytes]:
         held = survey(reader, wanted=wanted, anchors_only=True)
         for record in sorted(held.whole(), key=distance):
             with contextlib.suppress(FormatError, MissingVersionError, ConfigError):
-                if found := _companions_of(reader, record):
+                if found := _model_files_of(reader, record):
                     return found
     return {}
 
 
-def _companions_of(reader: ChannelReader, record: Record) -> dict[str, bytes]:
+def _model_files_of(reader: ChannelReader, record: Record) -> dict[str, bytes]:
     if record.reference is not None:
         reference = record.reference
         may = reader.may_use_token(reference.repo)
-        return anchors.companion_files(checkpoint.small_files(reference, documents.COMPANION_BYTES, with_token=may))
+        return anchors.read_model_files(checkpoint.small_files(reference, documents.COMPANION_BYTES, with_token=may))
     if record.anchor is None:
         return {}
     start = f"{record.anchor.directory}/"
-    beside = [file for file in record.anchor.companions if not file.key.endswith((*anchors.WEIGHTS, anchors.INDEX))]
+    beside = [file for file in record.anchor.model_files if not file.key.endswith((*anchors.WEIGHTS, anchors.INDEX))]
     return {file.key.removeprefix(start): reader.fetch(file) for file in beside}

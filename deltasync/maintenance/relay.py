@@ -8,17 +8,17 @@ import time
 from collections.abc import Iterable, Sequence
 
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import File, Head, Version
+from deltasync.channel.documents import File, Head, VersionId
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
+from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, FormatError, ObjectExistsError, ObjectMissingError
 from deltasync.following import Commit, Follow, Identify, Observer
-from deltasync.housekeeping.transfer import Copied, Outcome, copy, read_object
-from deltasync.housekeeping.walk import WHOLE, Progress, attempt, in_parallel, quiet
+from deltasync.maintenance.copies import Copied, Outcome, copy, read_object
+from deltasync.maintenance.scan import WHOLE, Progress, attempt, in_parallel, quiet
 from deltasync.stores.base import ObjectInfo, Store
 
-_REFRESH_S = 60.0  # between two listings of folds and announced anchors
+_REFRESH_S = 60.0  # between two listings of compactions and announced anchors
 
 
 class _Copies:
@@ -31,13 +31,13 @@ class _Copies:
     progressed_s = 0.0
 
     def __init__(self, source: ChannelReader, stores: Sequence[Store]) -> None:
-        self.version: Version | None = None
+        self.version: VersionId | None = None
         self.copied: Copied | None = None
         self.progress: Progress = quiet
         self._source, self._targets = source, stores
         self._behind = True  # unless the last step ended well
         self._head_due = False
-        self._beside: set[str] = set()  # keys of those that the stores have
+        self._shortcuts: set[str] = set()  # keys of those that the stores have
         self._refresh_due_s = 0.0
 
     def open(self, identify: Identify) -> None:
@@ -52,22 +52,22 @@ class _Copies:
             self._catch_up()
             return
         self._behind = True
-        for stored in self._new_beside():
+        for stored in self._new_shortcuts():
             self._behind = not self._copy(stored)
-            self._beside.add(stored.key)
+            self._shortcuts.add(stored.key)
         self._behind, self._refresh_due_s = False, time.monotonic() + _REFRESH_S
 
-    def stage(self, chain: Sequence[Stored]) -> Sequence[Stored] | None:
+    def stage(self, chain: Sequence[StoredRecord]) -> Sequence[StoredRecord] | None:
         """Copy the files of the next records of this epoch; None if the chain is another one, or a file is damaged."""
         have, self._behind = self.version, True  # unless the commit ends well
         for stored in chain:
             # A new epoch also has a seal and a document to copy.
-            if have is None or stored.is_beside or stored.record.base != have or stored.record.epoch != have.epoch:
+            if have is None or stored.is_shortcut or stored.record.base != have or stored.record.epoch != have.epoch:
                 return None
             have = stored.version
         return chain if all([self._copy_files(stored) for stored in chain]) else None
 
-    def commit(self, staged: Sequence[Stored]) -> Commit:
+    def commit(self, staged: Sequence[StoredRecord]) -> Commit:
         """Copy the records, then head."""
         for stored in staged:
             self._copy_record(stored)
@@ -81,10 +81,10 @@ class _Copies:
         """Do nothing."""
 
     def _catch_up(self) -> None:
-        beside = {info.key for _, info in self._source.beside()}
+        beside = {info.key for _, info in self._source.shortcuts()}
         each = [copy(self._source, target, progress=self.progress) for target in self._targets]
         oldest = min(each, key=lambda copied: ("", 0) if copied.version is None else copied.version.slot.newness)
-        self.version, self._beside, self._head_due, self._behind = oldest.version, beside, True, False
+        self.version, self._shortcuts, self._head_due, self._behind = oldest.version, beside, True, False
         self._refresh_due_s = time.monotonic() + _REFRESH_S
         problems = {str(problem): problem for copied in each for problem in copied.problems}
         skipped = sum(copied.skipped for copied in each)
@@ -101,30 +101,30 @@ class _Copies:
             problems=[*copied.problems, *problems],
         )
 
-    def _copy(self, stored: Stored) -> bool:
+    def _copy(self, stored: StoredRecord) -> bool:
         """Copy the files of an object beside the log, then the object; return whether none of its files is damaged."""
         if is_whole := self._copy_files(stored):
             self._copy_record(stored)
         return is_whole
 
-    def _copy_files(self, stored: Stored) -> bool:
+    def _copy_files(self, stored: StoredRecord) -> bool:
         """Copy the files that a record names; return whether none is damaged."""
         done = in_parallel(self._copy_file, stored.record.files, "files", quiet, WHOLE)
         found = Copied.of(self.version, done)
         self._add(found.objects, found.bytes, found.skipped)
         return not found.problems
 
-    def _copy_record(self, stored: Stored) -> None:
+    def _copy_record(self, stored: StoredRecord) -> None:
         item = File(key=stored.key, bytes=stored.size, sha256=stored.sha256)
         done = self._copy_file(item) if stored.data is None else self._store(stored.key, stored.data)
         if isinstance(done, DeltaSyncError):
             raise done
         self._add(objects=int(done is not None), bytes_=done or 0, skipped=int(done is None))
 
-    def _new_beside(self) -> list[Stored]:
-        """Folds and announced anchors that the targets lack, of versions that they have."""
+    def _new_shortcuts(self) -> list[StoredRecord]:
+        """Compactions and announced anchors that the targets lack, of versions that they have."""
         assert self.version is not None
-        new = [(span, info) for span, info in self._source.beside() if info.key not in self._beside]
+        new = [(span, info) for span, info in self._source.shortcuts() if info.key not in self._shortcuts]
         found = [self._source.stored(info.key, known=info) for span, info in new if span.version <= self.version.version]
         return [stored for stored in found if stored.version.slot.newness <= self.version.slot.newness]
 
@@ -173,7 +173,7 @@ class Relay:
         self.follow = Follow(source, self._copies, settings, observer=observer, prefetch=False, heartbeats=False)
 
     @property
-    def version(self) -> Version | None:
+    def version(self) -> VersionId | None:
         """The newest version that every target has."""
         return self._copies.version
 
@@ -189,7 +189,7 @@ class Relay:
             StoreError, FormatError, MissingVersionError: a store failed or the source is damaged; try again.
         """
         self._copies.progress = progress
-        before: Version | None = None
+        before: VersionId | None = None
         while not self.follow.step(known=known) and self.version != before:
             before = self.version  # if nothing leads on from there, the next call tries again
         return self.take_copied()

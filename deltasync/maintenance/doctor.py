@@ -16,7 +16,7 @@ from typing import Literal
 from deltasync.channel import heartbeat, keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError, NotPublishedError, StoreError
-from deltasync.housekeeping import quota
+from deltasync.maintenance import quota
 from deltasync.stores.base import Store
 from deltasync.stores.probe import decides
 
@@ -114,7 +114,7 @@ def _try_store(store: Store, parameters: float) -> Generator[Finding, None, None
             yield Finding("create", "ok", "What exists is not created again: the store keeps two publishers apart.")
         else:
             found = "What exists can be created again: a lease keeps two publishers apart, not the store."
-            yield Finding("create", "warning", found, "Opening a channel takes half a minute here.")
+            yield Finding("create", "warning", found, "EpochDocument a channel takes half a minute here.")
 
         up_s, down_s = _timed(lambda: store.put(key, blob)), _timed(lambda: read(blob))
         up, down = (f"{8 * _BLOB_BYTES / seconds / 1e6:,.0f} Mbit/s" for seconds in (up_s, down_s))

@@ -11,12 +11,12 @@ from typing import TypeVar
 import pytest
 
 from deltasync import Replica
-from deltasync.channel import documents, keys, nearest
+from deltasync.channel import documents, failover, keys
 from deltasync.channel.documents import Head
-from deltasync.channel.nearest import NearestStore, open_nearest
+from deltasync.channel.failover import FailoverStore, open_failover
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError, NotPublishedError, StoreError
-from deltasync.housekeeping import Relay
+from deltasync.maintenance import Relay
 from deltasync.stores import Store, open_store
 from tests.channels import Made, filled, states_of
 from tests.conftest import assert_same_bits
@@ -44,7 +44,7 @@ class Region:
         self.relay = Relay(ChannelReader(self.source), [self.copy])
         self.relay.step()
         self.far, self.near = FarStore(self.source), FaultyStore(self.copy)
-        self.store = NearestStore([self.far, self.near])
+        self.store = FailoverStore([self.far, self.near])
         self.replica = Replica(self.store)
 
     def publish(self, state: int, *, relayed: bool = True) -> None:
@@ -149,7 +149,7 @@ def test_other_channels_are_refused(region: Region, memory_url: str) -> None:
     made.anchor(STATES[0])
     made.head()
     with pytest.raises(ConfigError, match=r"memory://.* and memory://.*-other hold different runs; name one channel and"):
-        Replica(NearestStore([region.source, other])).sync()
+        Replica(FailoverStore([region.source, other])).sync()
 
 
 def test_a_store_that_does_not_answer_is_waited_for_once(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +167,13 @@ def test_a_store_that_does_not_answer_is_waited_for_once(region: Region, monkeyp
 def test_several_urls(tmp_path: Path, memory_url: str) -> None:
     urls = f"{memory_url}  file://{tmp_path}/copy"
     for channel in (urls, urls.split(), tuple(urls.split())):
-        store = open_nearest(channel)
-        assert isinstance(store, NearestStore) and store.url == open_store(memory_url).url
+        store = open_failover(channel)
+        assert isinstance(store, FailoverStore) and store.url == open_store(memory_url).url
     for one in (memory_url, [memory_url], f" {memory_url} ", tmp_path, f"{tmp_path}/a folder"):
-        assert not isinstance(open_nearest(one), NearestStore)
+        assert not isinstance(open_failover(one), FailoverStore)
     for wrong in ("", [], "s3://bucket/run s3//bucket/copy", 7):
         with pytest.raises(ConfigError):
-            open_nearest(wrong)  # type: ignore[arg-type]
+            open_failover(wrong)  # type: ignore[arg-type]
 
 
 def test_a_channel_that_is_not_there_yet(memory_url: str) -> None:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from deltasync.channel.plan import HOP_BYTES, Hop, cheapest
+from deltasync.channel.plan import EDGE_BYTES, Edge, cheapest
 
-DELTA, ANCHOR = 10 * HOP_BYTES, 1000 * HOP_BYTES
-
-
-def anchor(version: int, payload_bytes: int = ANCHOR) -> Hop:
-    return Hop(0, version, payload_bytes)
+DELTA, ANCHOR = 10 * EDGE_BYTES, 1000 * EDGE_BYTES
 
 
-def delta(version: int, payload_bytes: int = DELTA) -> Hop:
-    return Hop(version - 1, version, payload_bytes)
+def anchor(version: int, payload_bytes: int = ANCHOR) -> Edge:
+    return Edge(0, version, payload_bytes)
 
 
-def fold(base: int, version: int, payload_bytes: int) -> Hop:
-    return Hop(base, version, payload_bytes, "fold")
+def delta(version: int, payload_bytes: int = DELTA) -> Edge:
+    return Edge(version - 1, version, payload_bytes)
 
 
-def way(start: int, target: int, hops: list[Hop]) -> list[str] | None:
-    found = cheapest(start, target, hops)
+def compaction(base: int, version: int, payload_bytes: int) -> Edge:
+    return Edge(base, version, payload_bytes, "compaction")
+
+
+def way(start: int, target: int, edges: list[Edge]) -> list[str] | None:
+    found = cheapest(start, target, edges)
     if found is None:
         return None
-    return [f"{'fold' if hop.key else 'delta' if hop.base else 'anchor'} {hop.version}" for hop in found]
+    return [f"{'compaction' if edge.key else 'delta' if edge.base else 'anchor'} {edge.version}" for edge in found]
 
 
 SMALL = [anchor(1), delta(2), delta(3), anchor(3), delta(4)]
@@ -44,24 +44,24 @@ def test_deltas_are_taken_past_an_anchor_that_costs_more() -> None:
 
 
 def test_an_anchor_is_taken_when_the_deltas_cost_more() -> None:
-    hops = [anchor(1), delta(2, 6 * ANCHOR // 10), delta(3, 6 * ANCHOR // 10), anchor(3), delta(4)]
-    assert way(1, 4, hops) == ["anchor 3", "delta 4"]
+    edges = [anchor(1), delta(2, 6 * ANCHOR // 10), delta(3, 6 * ANCHOR // 10), anchor(3), delta(4)]
+    assert way(1, 4, edges) == ["anchor 3", "delta 4"]
 
 
 def test_an_older_anchor_is_taken_when_the_way_from_it_costs_less() -> None:
-    hops = [anchor(1), delta(2), delta(3), anchor(3, 5 * ANCHOR), delta(4)]
-    assert way(0, 4, hops) == ["anchor 1", "delta 2", "delta 3", "delta 4"]
+    edges = [anchor(1), delta(2), delta(3), anchor(3, 5 * ANCHOR), delta(4)]
+    assert way(0, 4, edges) == ["anchor 1", "delta 2", "delta 3", "delta 4"]
 
 
-def test_a_fold_is_taken_when_it_costs_less_than_what_it_covers() -> None:
-    assert way(2, 4, [*SMALL, fold(2, 4, 2 * DELTA)]) == ["fold 4"]
-    assert way(2, 4, [*SMALL, fold(2, 4, 3 * DELTA)]) == ["delta 3", "delta 4"]
-    assert way(1, 4, [*SMALL, fold(2, 4, DELTA)]) == ["delta 2", "fold 4"]
+def test_a_compaction_is_taken_when_it_costs_less_than_what_it_covers() -> None:
+    assert way(2, 4, [*SMALL, compaction(2, 4, 2 * DELTA)]) == ["compaction 4"]
+    assert way(2, 4, [*SMALL, compaction(2, 4, 3 * DELTA)]) == ["delta 3", "delta 4"]
+    assert way(1, 4, [*SMALL, compaction(2, 4, DELTA)]) == ["delta 2", "compaction 4"]
 
 
 def test_hops_are_not_free_even_without_changes() -> None:
-    hops = [anchor(1), *(delta(version, 0) for version in range(2, 10)), fold(1, 9, HOP_BYTES)]
-    assert way(1, 9, hops) == ["fold 9"]
+    edges = [anchor(1), *(delta(version, 0) for version in range(2, 10)), compaction(1, 9, EDGE_BYTES)]
+    assert way(1, 9, edges) == ["compaction 9"]
 
 
 def test_nothing_to_do_at_the_target() -> None:
