@@ -435,7 +435,7 @@ class ChannelCursor:
         return True, False
 
     def _is_led_to(self, version: VersionId) -> bool:
-        """Whether a compaction or an announced anchor leads to a version whose record cannot be read: it names the record."""
+        """Whether a shortcut leads to a version whose record cannot be read: the shortcut names that record."""
         for span, info in self.reader.shortcuts():
             with contextlib.suppress(MissingVersionError, FormatError):
                 if span.version == version.version and self.reader.stored(info.key, known=info).version == version:
