@@ -140,7 +140,7 @@ class TestFolds:
         gone = keys.slot(3, channel.epoch)
         data = store.inner.read(gone, 1 << 30)
         store.inner.delete(gone)
-        with pytest.raises(MissingVersionError, match="Cannot reach version .* from version 2"):
+        with pytest.raises(MissingVersionError, match=r"Cannot reach version .* from version 2"):
             replica.sync(4)
         assert replica.version == 2
         store.inner.put(gone, data)
