@@ -182,8 +182,8 @@ class _Search:
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
                 message = (
-                    f"Cannot reach version {target} from {begin}: objects are missing or damaged. Replicas go on at the next "
-                    f"anchor or compaction. {problem}"
+                    f"Cannot reach version {target} from {begin}: objects are missing or damaged. Replicas go on at "
+                    f"the next anchor or compaction. {problem}"
                 )
                 raise MissingVersionError(message.rstrip())
             try:
