@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from deltasync import Replica
-from deltasync.demo.model import build_checkpoint
-from deltasync.demo.processes import Child
-from deltasync.demo.run import free_port
 from deltasync.stores.hub import HubStore
 from deltasync.tensors.bits import bits_of
+from demo.model import build_checkpoint
+from demo.processes import Child
+from demo.run import free_port
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
 from tests.integration.vllm_server import serving
