@@ -11,7 +11,7 @@ r"""AsyncGRPO on Wordle as a Hugging Face Job, with the replicas and the environ
         --with git+https://huggingface.co/spaces/user/wordle \
         deploy/jobs/train.py --model Qwen/Qwen3-0.6B --channel hf://buckets/user/run/a \
         --servers https://user-replica-1.hf.space https://user-replica-2.hf.space \
-        --environment https://user-wordle.hf.space --router /deploy/router.py
+        --environment https://user-wordle.hf.space --deploy /deploy
 
 deltasync is the wheel that `make dist` builds; the Hub mounts the folders `dist` and `deploy` in the job.
 TRL knows one server and no token, so the job starts a router: it shares the requests among the replicas and presents
@@ -51,8 +51,8 @@ class ScriptArguments:
     model: str
     environment: str = field(metadata={"help": "URL of the Wordle environment."})
     servers: list[str] = field(metadata={"help": "URLs of the replicas, for the router."})
-    router: Path = field(
-        default=Path(__file__).resolve().parents[1] / "router.py", metadata={"help": "deploy/router.py of a checkout."}
+    deploy: Path = field(
+        default=Path(__file__).resolve().parents[1], metadata={"help": "The folder deploy of a checkout, for its router."}
     )
     router_port: int = 8080
 
@@ -97,7 +97,7 @@ def main() -> None:
     training.vllm_server_base_url = f"http://127.0.0.1:{script.router_port}"
     token = os.environ.get("DELTASYNC_ENVIRONMENT_TOKEN")
     prompts = [[{"role": "user", "content": PROMPT}]] * 1000
-    with routing(script.router, script.servers, script.router_port):
+    with routing(script.deploy / "router.py", script.servers, script.router_port):
         trainer = AsyncGRPOTrainer(
             model=script.model,
             args=training,
