@@ -142,7 +142,7 @@ class _CopyPrinter:
             self.relay.follow.end()
 
     def stepped(self, follow: Follow) -> None:
-        if (copied := self.relay.take_copied()) is not None and (copied.objects or copied.problems):
+        if (copied := self.relay.pop_copied()) is not None and (copied.objects or copied.problems):
             self.show(copied)
         if follow.error is not None and follow.error != self._told and self.problem is None:
             echo(f"deltasync: {follow.error} Trying again.", err=True)

@@ -111,8 +111,8 @@ def _read(
         listed = list(slots)
         return listed if last is None else [slot for slot in listed if slot.version > listed[-1].version - last - 2]
 
-    held = maintenance.survey(reader, progress, wanted=newest)
-    shown = maintenance.line(held.records)[: last or None][::-1]
+    held = maintenance.scan_channel(reader, progress, wanted=newest)
+    shown = maintenance.lineage(held.records)[: last or None][::-1]
     digests = maintenance.identities(reader, held, shown)
     total = weight_elements(reader.specs.values())
     rows = []

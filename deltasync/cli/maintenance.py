@@ -111,7 +111,7 @@ def forget(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, 
         raise click.UsageError("Say what to keep: --keep-last, --keep-anchors or --keep-step-every.")
     from deltasync import maintenance
 
-    done = with_bars(maintenance.forget, reader, maintenance.Keep(**keep), grace_s=grace_s, dry_run=dry_run)
+    done = with_bars(maintenance.forget, reader, maintenance.KeepPolicy(**keep), grace_s=grace_s, dry_run=dry_run)
     kept, gone = [slot.version for slot in done.kept], [slot.version for slot in done.versions]
     if as_json:
         named = {name: [slot.key for slot in getattr(done, name)] for name in ("asked", "leading", "recent")}

@@ -18,7 +18,7 @@ from deltasync.dashboard.costs import estimate
 from deltasync.dashboard.heat import by_layer, read_changed
 from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, compaction_row, version_row
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
-from deltasync.maintenance import Progress, attempt, digests, in_parallel, quiet
+from deltasync.maintenance import Progress, digests, in_parallel, quiet, result_or_error
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.tensors import weight_bytes, weight_elements
 
@@ -100,7 +100,7 @@ class Observer:
         self, items: Mapping[str, _Item], read: Callable[[_Item], _Result], what: str, progress: Progress
     ) -> Iterator[tuple[str, _Result]]:
         """Yield (name, what was read) for each item that is there and not damaged; keep the problems of damaged ones."""
-        results = in_parallel(lambda item: attempt(read, item), list(items.values()), what, progress)
+        results = in_parallel(lambda item: result_or_error(read, item), list(items.values()), what, progress)
         for name, found in zip(items, results, strict=True):
             if isinstance(found, FormatError):
                 self._problems[name] = str(found)

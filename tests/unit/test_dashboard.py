@@ -29,7 +29,7 @@ from deltasync.dashboard import Observer, PageServer, page
 from deltasync.dashboard.costs import RATES, estimate
 from deltasync.dashboard.heat import layer_of
 from deltasync.errors import ConfigError, NotPublishedError, TransientStoreError
-from deltasync.maintenance import Keep
+from deltasync.maintenance import KeepPolicy
 from deltasync.stores import ObjectInfo, Store
 from tests.channels import EPOCH, RUN, filled, states_of
 from tests.faults import FOREVER, FaultyStore
@@ -233,7 +233,7 @@ def test_what_is_forgotten_meanwhile(
     publisher.close()
     observer = Observer(store)
     before = observer.refresh()
-    maintenance.forget(ChannelReader(store.inner), Keep(last=2), grace_s=0)
+    maintenance.forget(ChannelReader(store.inner), KeepPolicy(last=2), grace_s=0)
     found = observer.refresh()
     assert (found.forgotten, [row.version for row in found.versions]) == (6, [7, 8, 9])
     assert before.costs is not None and found.costs is not None
