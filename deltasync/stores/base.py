@@ -151,7 +151,7 @@ def check_key(key: str) -> str:
 def check_size(place: str, size: int, most_bytes: int) -> None:
     """Raise CorruptDataError if `size` is more than `most_bytes`. `place` names the object."""
     if size > most_bytes:
-        raise CorruptDataError(f"{place} has {size} bytes; at most {most_bytes} are allowed.")
+        raise CorruptDataError(f"{place} has {size} bytes, but may have {most_bytes} at most.")
 
 
 def read_file(file: int, place: str, most_bytes: int) -> bytes:

@@ -579,7 +579,7 @@ class TestGuard:
         def guard() -> None:
             huggingface_hub.HfApi(endpoint=hub.endpoint).delete_bucket(_bucket(store))
 
-        with pytest.raises(TransientStoreError, match="deleted meanwhile"):
+        with pytest.raises(TransientStoreError, match="deleted during the upload"):
             store.put("new", b"1", guard=guard)
         store.put("new", b"1", guard=lambda: None)
         assert store.read("new", 1) == b"1"
