@@ -4,7 +4,7 @@ from deltasync.following.cursor import ChannelCursor
 from deltasync.following.follower import Follower, StagedVersion
 from deltasync.following.gate import Gate, GatedTarget, reclassed
 from deltasync.following.handle import Following
-from deltasync.following.loop import Follow
+from deltasync.following.loop import Follow, Observer
 from deltasync.following.module import follow
 from deltasync.following.module_map import Names
 from deltasync.following.pin import NEWEST, Pin

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -39,7 +40,7 @@ from deltasync.following.identify import identify
 from deltasync.following.pin import NEWEST, Pin
 from deltasync.following.poll import Announcements, Poll
 from deltasync.following.status import HISTORY, Commit, HeartbeatWriter, Status, log_commit
-from deltasync.following.target import Observer, Target
+from deltasync.following.target import Target
 from deltasync.following.waits import Reached, Waits
 from deltasync.stores.base import ObjectInfo
 
@@ -48,6 +49,22 @@ logger = get_logger(__name__)
 _DETOURS = 8  # chains that `catch_up` gives up before it raises
 _STEP_S = 60.0  # how long a caller waits for a step of another thread
 _STOP_S = 5.0  # how long `stop` waits for the thread, which a store may hold
+
+
+class Observer(Protocol):
+    """Notices of a `Follow`, called from its thread: for metrics and for what an engine does after a step."""
+
+    def stepped(self, follow: Follow) -> None:
+        """A step has ended, by success or by an error."""
+        ...
+
+    def committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
+        """A version became live."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """A step failed; told once for each request that failed, not while the same failure lasts."""
+        ...
 
 
 class Follow:
