@@ -1,4 +1,4 @@
-"""What the follow loop asks of an engine: `Target`. docs/guides/engines.md shows how to write one."""
+"""`Target`, the interface between the follow loop and an engine. docs/guides/engines.md shows how to write one."""
 
 from __future__ import annotations
 
