@@ -982,18 +982,18 @@ def url(sound: Path, tmp_path: Path) -> str:
 def test_forget_and_prune_as_commands(url: str) -> None:
     options = ("--keep-last", 1, "--keep-step-every", 50)
     assert (
-        "kept          10 versions: 1-10; 1 of them lead to others; 7 of them were needed less than 3600 s ago"
+        "kept          10 versions: 1-10; 1 of them are bases of others; 7 of them were needed less than 3600 s ago"
         in _deltasync("forget", url, *options).stdout
     )
     options = (*options, "--grace", "0")
     planned = _deltasync("forget", url, *options, "--dry-run")
     assert "would forget  7 versions: 1-4, 6-8, and 1 compaction" in planned.stdout
-    assert "would keep    3 versions: 5, 9-10; 1 of them lead to others" in planned.stdout
+    assert "would keep    3 versions: 5, 9-10; 1 of them are bases of others" in planned.stdout
     forgot = json.loads(_deltasync("forget", url, *options, "--json").stdout)
     assert (forgot["kept"], forgot["forgotten"], len(forgot["compactions"])) == ([5, 9, 10], [1, 2, 3, 4, 6, 7, 8], 1)
     assert forgot["deleted"][0].startswith("versions/0000000/0000000008.000002-")
     spared = _deltasync("prune", url).stdout
-    assert "deleted       0 objects, 0 bytes" in spared and "not looked at 16 objects" in spared
+    assert "deleted       0 objects, 0 bytes" in spared and "not checked   16 objects" in spared
     assert "would delete  10 objects" in _deltasync("prune", url, "--grace", "0", "--dry-run").stdout
     pruned = json.loads(_deltasync("prune", url, "--grace", "0s", "--json").stdout)
     assert len(pruned["objects"]) == 10 and pruned["bytes"] > 2400 and pruned["waiting_objects"] == 0
@@ -1103,7 +1103,7 @@ def test_follow_as_a_command(url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "said"),
     [
-        (["forget", "URL"], 2, "Say what to keep"),
+        (["forget", "URL"], 2, "No versions to keep are named"),
         (["forget", "URL", "--keep-last", "0"], 2, "x>=1"),
         (["forget", "URL", "--keep-last", "1", "--grace", "soon"], 2, "not a duration"),
         (["forget", "memory://no-channel", "--keep-last", "1", "--dry-run"], 5, "holds no channel yet"),
