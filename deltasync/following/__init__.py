@@ -11,7 +11,7 @@ from deltasync.following.pin import NEWEST, Pin
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
 from deltasync.following.status import HISTORY, Commit, Status
-from deltasync.following.target import Identify, Observer, Target
+from deltasync.following.target import Identify, Target
 
 __all__ = [
     "HISTORY",
