@@ -407,7 +407,7 @@ def test_costs_add_up() -> None:
         "compactions, upload": (1, 1),
         "records and head, upload": (3, 9),
         "deltas, download": (4, 6),
-        "looks for a record": (7280, 7280),
+        "polls for a record": (7280, 7280),
         "heartbeats": (720, 720),
     }
     assert rows["deltas, upload"].up_bytes == pytest.approx(3e9, rel=1e-5)
