@@ -123,7 +123,7 @@ class DeltaSyncCallback(TrainerCallback):
             raise ConfigError("This trainer decides when to sync and supports only one DeltaSyncCallback. Give it one.")
         if not compat.follow_tokens(transfer.ages, kwargs.get("train_dataloader")) and self.config.max_token_lag is not None:
             raise ConfigError(
-                "max_token_lag needs AsyncGRPOTrainer with TRL's own rollout worker, which reads the versions of tokens from "
+                "max_token_lag needs AsyncGRPOTrainer with TRL's own rollout worker, which reads tokens' versions from "
                 f"replies, in TRL {compat.WITH_TOKEN_VERSIONS}. This trainer cannot bound them; leave it out."
             )
         gather.check_form_of(model, self.config.adapter_only)
@@ -202,8 +202,8 @@ class DeltaSyncCallback(TrainerCallback):
         self._publishes = not (on_server or streams)
         if on_server and self._restore is None:
             raise ConfigError(
-                "This trainer pushes its weights to its vLLM server, because it was made without DeltaSyncCallback. Give the "
-                "callback to its constructor: callbacks=[DeltaSyncCallback(url)]."
+                "This trainer pushes its weights to its vLLM server, because it was made without DeltaSyncCallback. Give "
+                "the callback to its constructor: callbacks=[DeltaSyncCallback(url)]."
             )
         if on_server and is_main and transfer.server_url is None:
             raise ConfigError(

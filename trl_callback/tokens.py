@@ -198,8 +198,8 @@ class TokenAges:
             return
         self._unversioned_count = self._unversioned_count + 1 if unknown.sum() == trained.sum() else 0
         reason = (
-            "name the version of this trainer that made their tokens: a server does not follow the channel, or a proxy drops "
-            f"the headers {SPANS_HEADER} and {HEADER}. To train such tokens, set train_unversioned=True."
+            "name the version of this trainer that made their tokens: a server does not follow the channel, or a proxy "
+            f"drops the headers {SPANS_HEADER} and {HEADER}. To train such tokens, set train_unversioned=True."
         )
         if self._unversioned_count >= _MOST_REFUSED:
             raise ConfigError(f"Replies do not {reason}")
