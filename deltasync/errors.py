@@ -212,7 +212,7 @@ class PinnedError(ApplyError):
 
 
 class CommitError(ApplyError):
-    """A commit failed half-way and could not be rolled back; reload the weights."""
+    """A commit failed and could not be rolled back. Reload the weights."""
 
 
 class AckTimeoutError(DeltaSyncError):

@@ -101,6 +101,51 @@ def compaction_bits(changed_fraction: float, versions: int) -> float:
     return float(-(share * np.log2(share)).sum())
 
 
+class _Channel:
+    """Simulates the bytes of a channel, from version to version.
+
+    Attributes:
+        budget: The publisher's budget for compactions and anchors.
+        held: Bytes of all objects.
+        bounded: Largest number of bytes so far if old versions are forgotten.
+        compactions: Bytes of each compaction.
+        compacted_bytes: Bytes of the newest compaction since the newest full weights.
+        anchors: Number of anchors after the first version.
+    """
+
+    def __init__(self, params: float, changed_fraction: float, held: float) -> None:
+        self.budget = Budget(1)
+        self.held = self._first_bytes = held
+        self.bounded = self.compacted_bytes = 0.0
+        self.compactions: list[float] = []
+        self.anchors = 0
+        self._params, self._changed_fraction, self._base = params, changed_fraction, 1
+
+    def publish(self, version: int, delta_bytes: float, full_bytes: float, keep_last: int | None) -> None:
+        """Add a version, and a compaction or an anchor if the budget allows it."""
+        self.budget.earn(delta_bytes)
+        self.held += delta_bytes
+        span = version - self._base
+
+        def compaction_bytes() -> float:
+            return self._params * compaction_bits(self._changed_fraction, span) / 8 + _RECORD_BYTES
+
+        found = self.budget.choose(version, full_bytes, compaction_bytes, compactions=True)
+        if found == "compaction":
+            self.compacted_bytes = compaction_bytes()
+            self.compactions.append(self.compacted_bytes)
+            self.held += self.compacted_bytes
+            self.budget.end(version, self.compacted_bytes)
+        elif found == "anchor":
+            self.anchors, self._base, self.compacted_bytes = self.anchors + 1, version, 0.0
+            self.held += full_bytes
+            self.budget.end(version, full_bytes)
+        if keep_last is not None:
+            tail = max(keep_last + max(_GC_EVERY, keep_last // 2), version - self.budget.compacted)
+            base_bytes = full_bytes if self.anchors else self._first_bytes
+            self.bounded = max(self.bounded, min(self.held, base_bytes + self.compacted_bytes + tail * delta_bytes))
+
+
 def forecast(
     params: float,
     changed_fraction: float,
@@ -132,32 +177,12 @@ def forecast(
     full_bytes, bits = params * item_bytes, bits_per_changed or delta_bits(changed_fraction)
     delta_bytes = params * changed_fraction * bits / 8 + _RECORD_BYTES
     rates = RATES["s3"]
-    budget, base, compacted_bytes = Budget(1), 1, 0.0
-    compactions, anchors, byte_s, held = list[float](), 0, 0.0, 0.0 if by_reference else full_bytes
-    bounded = 0.0
+    channel = _Channel(params, changed_fraction, 0.0 if by_reference else full_bytes)
+    byte_s = 0.0
     for version in range(2, count + 2):
-        budget.earn(delta_bytes)
-        held += delta_bytes
-        span = version - base
-
-        def compaction_bytes(span: int = span) -> float:
-            return params * compaction_bits(changed_fraction, span) / 8 + _RECORD_BYTES
-
-        found = budget.choose(version, full_bytes, compaction_bytes, compactions=True)
-        if found == "compaction":
-            compacted_bytes = compaction_bytes()
-            compactions.append(compacted_bytes)
-            held += compacted_bytes
-            budget.end(version, compacted_bytes)
-        elif found == "anchor":
-            anchors, base, compacted_bytes = anchors + 1, version, 0.0
-            held += full_bytes
-            budget.end(version, full_bytes)
-        if keep_last is not None:
-            tail = max(keep_last + max(_GC_EVERY, keep_last // 2), version - budget.compacted)
-            based_bytes = 0.0 if by_reference and not anchors else full_bytes
-            bounded = max(bounded, min(held, based_bytes + compacted_bytes + tail * delta_bytes))
-        byte_s += (held if keep_last is None else min(held, bounded)) * every_s
+        channel.publish(version, delta_bytes, full_bytes, keep_last)
+        byte_s += (channel.held if keep_last is None else min(channel.held, channel.bounded)) * every_s
+    compactions, anchors = channel.compactions, channel.anchors
     parts = max(0, math.ceil(params * changed_fraction / PART_CHANGED) - 1) if delta_bytes > 4 << 20 else 0
     compaction_parts = math.ceil(params / COMPACTION_PART_ELEMENTS)
     files = math.ceil(full_bytes / (1 << 26)) + 1
@@ -178,7 +203,7 @@ def forecast(
     polls = round(hours * rates.polls_per_hour) + count * rates.polls_per_version
     replica_requests = polls + count * (1 + parts)
     replica_bytes = count * delta_bytes
-    joiner_bytes = compacted_bytes + (count + 1 - budget.compacted) * delta_bytes
+    joiner_bytes = channel.compacted_bytes + (count + 1 - channel.budget.compacted) * delta_bytes
     puts = sum(item.requests for item in uploads) + round(replicas * hours * HEARTBEATS_PER_HOUR)
     return Forecast(
         params=params,
@@ -195,8 +220,8 @@ def forecast(
         stored_per_delta=1 + (sum(compactions) + anchors * full_bytes) / (count * delta_bytes) if count else 1.0,
         joiner_bytes=round(joiner_bytes),
         joiner_of_full=1 + joiner_bytes / full_bytes,
-        held_bytes=round(held),
-        bounded_bytes=None if keep_last is None else round(bounded),
+        held_bytes=round(channel.held),
+        bounded_bytes=None if keep_last is None else round(channel.bounded),
         replica_bytes=round(replica_bytes),
         replica_requests=replica_requests,
         put_usd=puts * S3_PUT_USD,

@@ -44,7 +44,7 @@ class VersionRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CompactionRow:
-    """One compaction that starts from a version."""
+    """One compaction, from a base version to a later one."""
 
     base_version: int
     version: int

@@ -117,7 +117,7 @@ def source_of(place: str) -> Source:
     """
     directory = Path(place)
     if "://" in place or (directory / keys.CHANNEL).is_file():
-        store = open_store(place)
+        store = open_store(place if "://" in place else directory)
 
         def from_copy(key: str, sha256: str | None, most_bytes: int) -> bytes | None:
             try:
