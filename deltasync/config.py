@@ -20,18 +20,18 @@ from deltasync.errors import ConfigError
 
 CODECS = ("packed", "context", "raw")
 AUTO = "auto"
-"""The `codec` of a publisher that chooses `packed` or `context` for each version (`deltasync.publish.choose`)."""
+"""The `codec` with which a publisher chooses `packed` or `context` for each version (`deltasync.publish.choose`)."""
 _CASTS = "(bfloat16|float16|float32|keep)"
 DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"
 """Pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)."""
-_DTYPES = "one of bfloat16, float16, float32, fp8, keep, or dtypes by names as in bfloat16,*.router.*=float32"
+_DTYPES = "one of bfloat16, float16, float32, fp8, keep, or with patterns of names as in bfloat16,*.router.*=float32"
 PIN = r"newest|(?P<version>[1-9][0-9]{0,17})|every (?P<every>[1-9][0-9]{0,8})|(?P<behind>[1-9][0-9]{0,8}) behind"
 """Pattern of the setting `pin` (`deltasync.following.Pin`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """Which values of a type a setting allows: a description for messages, and a test."""
+    """The allowed values of a setting: a description for messages, and a test."""
 
     description: str
     allows: Callable[[Any], object]
@@ -63,7 +63,7 @@ _KINDS: dict[type, tuple[type, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """Base class. Without an argument, a field `x` is read from `DELTASYNC_X`. Types and rules are checked on creation."""
+    """Base class. A field `x` without an argument is read from `DELTASYNC_X`. Types and rules are checked on creation."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self), include_extras=True)
@@ -75,8 +75,8 @@ class _Settings:
         """Return settings from explicit arguments, else the environment, else the defaults.
 
         Args:
-            environ: Read instead of `os.environ`, for tests.
-            **explicit: Fields by name; None means "not given".
+            environ: Variables to use instead of `os.environ`, for tests.
+            **explicit: Values of fields; None means "not given".
 
         Raises:
             ConfigError: a field is unknown, or a value does not parse or is out of range.
@@ -114,7 +114,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _check(name: str, value: Any, hint: Any, shown: bool) -> None:
-    """Raise ConfigError if a value does not have the annotated type, or breaks the type's rules."""
+    """Raise ConfigError if a value does not have the annotated type or breaks its rules."""
     options = _options(hint)
     if value is None and type(None) in options:
         return
@@ -130,7 +130,7 @@ def _check(name: str, value: Any, hint: Any, shown: bool) -> None:
 
 
 def whole_number(name: str, value: Any, least: int = -(1 << 63)) -> int:
-    """Return an argument as an int of 64 bits; numpy's are allowed.
+    """Convert an argument to a 64-bit int. Integers of numpy are allowed.
 
     Raises:
         ConfigError: it is not a whole number, or less than `least`.
@@ -142,10 +142,10 @@ def whole_number(name: str, value: Any, least: int = -(1 << 63)) -> int:
 
 
 def token_ages(value: Any) -> tuple[float, float, float]:
-    """Return the argument `token_lag` as floats: mean, 95th percentile and maximum age of tokens, in versions.
+    """Convert the argument `token_lag` to floats: mean, 95th percentile and maximum age of tokens, in versions.
 
     Raises:
-        ConfigError: it is not three numbers, or readers would refuse them in a record.
+        ConfigError: it is not three numbers in the range that readers accept.
     """
     ages = value if isinstance(value, Sequence) else ()
     if len(ages) != 3 or not all(isinstance(age, numbers.Real) and 0 <= float(age) < 1 << 63 for age in ages):
@@ -160,14 +160,14 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReaderSettings(_Settings):
-    """What a reader accepts.
+    """The objects that a reader accepts.
 
     Attributes:
-        trusted_keys: File of public keys (`signing.Trusted`); anything that none of them has signed is refused. None accepts
+        trusted_keys: File of public keys (`signing.Trusted`). Objects that none of them has signed are refused. None accepts
             everything.
-        max_age_s: Raise an error while the newest version was encoded longer ago than this; None for no limit.
-        reference_repos: Models on the Hub, separated by commas, for which a record whose signature is not checked may have
-            this machine use its token; None for none.
+        max_age_s: Largest age of the newest version; reading raises an error when it is older. None for no limit.
+        reference_repos: Models on the Hub, separated by commas, that are downloaded with this machine's token even if an
+            unsigned record refers to them; None for none.
     """
 
     trusted_keys: str | Path | None = None
@@ -176,7 +176,7 @@ class ReaderSettings(_Settings):
 
 
 class PublisherOptions(TypedDict, total=False):
-    """The fields of `PublisherSettings` as arguments. One that is None or missing comes from the environment or default."""
+    """The fields of `PublisherSettings` as arguments. None or missing: the environment or the default decides."""
 
     codec: str | None
     anchor_every: int | None
@@ -194,29 +194,29 @@ class PublisherOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublisherSettings(_Settings):
-    """How a publisher writes.
+    """Settings of a publisher.
 
     Attributes:
-        codec: Encoding of deltas, one of `CODECS`; or `auto`: for each version `packed` or `context`, whichever is served
-            sooner on the measured link. With `auto`, a sharded trainer always uses `packed`.
-        anchor_every: An anchor accompanies at least every N-th version. By default full weights are the last resort:
-            compactions shorten the way of late joiners (`Retention.compact_every`), and an anchor is written where a
-            compaction is no longer small. A sharded trainer, which writes no compactions, writes one every 100 versions,
-            but not after a reference, and when the deltas since the last one are more bytes than an anchor.
+        codec: Encoding of deltas, one of `CODECS`. `auto` chooses `packed` or `context` for each version, the one that
+            replicas serve sooner over the measured link. With `auto`, a sharded trainer always uses `packed`.
+        anchor_every: Write an anchor at least every N versions. By default full weights are the last resort: late joiners
+            load compactions (`Retention.compact_every`), and an anchor is written only when a compaction would no longer be
+            small. A sharded trainer writes no compactions. It writes an anchor every 100 versions, unless the channel begins
+            with a reference, and when the deltas since the last anchor have more bytes than an anchor.
         dtype: Served dtype. Floating tensors are cast to it (round to nearest even); `fp8` quantizes matrices by blocks, see
             `quantize`; `keep` casts nothing. All but `fp8` may be followed by patterns of names with their own dtypes, as in
             `bfloat16,*.router.*=float32`; the last matching pattern counts.
-        shadow_placement: Where tensors of an accelerator are compared with the last published bits. `device`: there, with a
-            second copy of those bits in its memory; only changes are copied to the host. `host`: all weights are copied.
-            `auto`: `device` for CUDA tensors if that leaves room for training and a tenth of the device's memory.
+        shadow_placement: Place where tensors of an accelerator are compared with the last published bits. `device` compares
+            on the accelerator, which holds a copy of those bits; only changes are copied to the host. `host` copies all
+            weights. `auto` means `device` for CUDA tensors if room for training and a tenth of the device's memory remain.
         shard_bytes: Largest weight file of an anchor (a single larger tensor still makes one file).
         anchor_compression: `none`, for anchors that transformers and vLLM load, or `zstd`, for smaller ones.
         retries: Attempts after the first one for a transient store error.
         retry_delay_s: Wait before the first retry, doubled each time, at most 30 s.
-        settle_s: If the store cannot decide which of two publishers may write: how long a publisher that opens a channel
-            waits for requests of the previous one (`publish.log.Lease`).
-        peer_timeout_s: How long the ranks of a sharded trainer wait for one that is slow or dead.
-        signing_key: File of the private key that signs documents (`signing.Signer`); None to not sign.
+        settle_s: Wait of a publisher that opens a channel for late requests of the previous one, if the store cannot decide
+            which of the two may write (`publish.log.Lease`).
+        peer_timeout_s: Longest wait of a sharded trainer's ranks for a slow or dead rank.
+        signing_key: File of the private key that signs documents (`signing.Signer`); None for no signatures.
         trusted_keys: File of the public keys of earlier publishers, if they signed with other keys.
     """
 
@@ -236,16 +236,15 @@ class PublisherSettings(_Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retention(_Settings):
-    """How a publisher looks after its channel in the background. By default it keeps all versions, and says so.
+    """A publisher's background maintenance of its channel. By default all versions are kept, with a log line that says so.
 
     Attributes:
-        compact_every: Write a compaction from the newest full weights, for late joiners, every N versions, whatever it
-            costs; 0 for none. By default as often as all compactions and anchors together stay below a third of the bytes
-            of the deltas. A compaction reads the full weights again; it needs memory for two copies of 32 M elements, or of
-            the largest tensor.
+        compact_every: Write a compaction from the newest full weights every N versions, for late joiners; 0 for none. By
+            default as often as all compactions and anchors together stay below a third of the deltas' bytes. A compaction
+            reads the full weights again, and needs memory for two copies of 32 M elements or of the largest tensor.
         keep_last: Keep the newest N versions and their bases; None to keep all.
         keep_anchors: Also keep the newest N versions with full weights.
-        prune_grace_s: Delete the files of versions that were forgotten longer ago; must exceed the time in which the slowest
+        prune_grace_s: Time between forgetting a version and deleting its files. It must exceed the time in which the slowest
             replica loads full weights.
     """
 
@@ -257,11 +256,11 @@ class Retention(_Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerSettings(_Settings):
-    """How a trainer keeps step with its fleet.
+    """Settings of a trainer that waits for its fleet.
 
     Attributes:
-        max_behind: How many versions the fleet may be behind the newest one while training goes on; 0 to wait for each. None
-            for the default of the trainer.
+        max_behind: Number of versions that the fleet may be behind the newest one while training continues; 0 to wait for
+            each version, None for the trainer's default.
     """
 
     max_behind: _Natural | None = None
@@ -289,29 +288,29 @@ def _default_replica_id() -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaSettings(ReaderSettings):
-    """How a replica follows, in addition to `ReaderSettings`.
+    """Settings of a replica, in addition to `ReaderSettings`.
 
     Attributes:
         channel: URL of the channel, or of the channel and its copies, separated by spaces; None if deltasync is not
             configured.
         adapter: Name under which vLLM serves the channel's adapter; None if the channel has the served model.
-        allowed_channels: Prefixes of channels, separated by commas, that callers of vLLM's weight-transfer routes may name
-            instead of `channel`, such as `s3://bucket/runs`; None for no other channel.
+        allowed_channels: Prefixes of channels, separated by commas, such as `s3://bucket/runs`. Callers of vLLM's
+            weight-transfer routes may name these instead of `channel`. None for no other channel.
         replica_id: Name of the heartbeat object. By default the host's name, for a server with its port (`at_port`).
         pin: The versions to take: `newest`, a number to stay at, `every 10` for multiples, `2 behind` the newest.
         poll_interval_s: Longest wait between two requests for the next version; the wait backs off up to this.
-        heartbeat_interval_s: Longest wait between two heartbeats; each change also writes one.
-        audit_interval_s: How often all bits in memory are compared with the version's fingerprints, unless another version
-            is waiting; 0 for never.
-        ready_behind: How many versions a server that calls itself ready may be behind the newest.
-        wait_ready: Answer no request before the server was ready once, rather than with the weights that it has loaded.
-        kv_cache: `keep` the keys and values of running requests over a commit, or `recompute` them with the new weights.
-        cache_dir: Absolute path of the directory in which the processes of a machine share downloads; None for one of this
-            user in the system's temporary directory.
-        cache_bytes: Most bytes of files in it; 0 for no cache.
+        heartbeat_interval_s: Longest wait between two heartbeats. Each change also writes one.
+        audit_interval_s: Time between two comparisons of all bits in memory with the version's fingerprints, which are
+            postponed while another version is waiting; 0 for none.
+        ready_behind: Number of versions that a ready server may be behind the newest.
+        wait_ready: Whether requests wait until the server was ready once. Otherwise the initially loaded weights answer.
+        kv_cache: `keep` the keys and values of running requests across a commit, or `recompute` them with the new weights.
+        cache_dir: Absolute path of the directory in which the processes of a machine share downloads; None for a directory
+            of this user in the system's temporary directory.
+        cache_bytes: Limit for the files in the cache; 0 for no cache.
         digest_route: Offer `GET /deltasync/digest`, which reads all live weights between two engine steps; for tests.
         http_token: Token that requests to the replica's routes must present; None for no token. Never shown.
-        use_proxy: Send requests to replicas through the proxy of the environment (`http_proxy`), the token with them.
+        use_proxy: Send requests to replicas, with the token, through the proxy of the environment (`http_proxy`).
     """
 
     channel: str | None = None
@@ -334,9 +333,9 @@ class ReplicaSettings(ReaderSettings):
     use_proxy: bool = False
 
     def at_port(self, port: int, rank: int | None = None) -> Self:
-        """Return these settings with a replica id that a restarted server at this port has again, unless one was given.
+        """Return these settings with a replica id that is the same after a restart at this port, unless one was given.
 
-        `rank` is the engine's, if several share one port.
+        `rank` is the engine's, if several engines share one port.
         """
         if self.replica_id != _default_replica_id():
             return self
@@ -344,22 +343,22 @@ class ReplicaSettings(ReaderSettings):
         return dataclasses.replace(self, replica_id=place)
 
     def with_called_channel(self, channel: str | None) -> Self:
-        """Return these settings with the channel that a caller over the network names; None for the configured one.
+        """Return these settings with the channel that a remote caller names; None for the configured one.
 
         Raises:
-            ConfigError: it is neither the configured channel nor below one of `allowed_channels`; or it has options, with
-                which a caller could choose a server (`?endpoint=`).
+            ConfigError: the channel is neither the configured one nor below one of `allowed_channels`; or its URL has
+                options, with which a caller could choose a server (`?endpoint=`).
         """
         if channel is None or channel == self.channel:
             return self
         _require(
             isinstance(channel, str) and _is_plain(channel),
-            "A channel that a caller names has no '?', '#', '%' or '..'; options may only come from the server's settings.",
+            "A caller's channel URL must not contain '?', '#', '%' or '..'. Only the server's settings may have options.",
         )
         allowed = any(channel == prefix or channel.startswith(f"{prefix}/") for prefix in _prefixes(self.allowed_channels))
         configured = "follows no channel" if self.channel is None else "follows the channel of its DELTASYNC_CHANNEL"
         _require(
             allowed,
-            f"This server {configured}, and callers may not name {channel!r}, which is not in DELTASYNC_ALLOWED_CHANNELS.",
+            f"This server {configured}. Callers may not name {channel!r}: it is not in DELTASYNC_ALLOWED_CHANNELS.",
         )
         return dataclasses.replace(self, channel=channel)

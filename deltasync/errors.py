@@ -24,7 +24,7 @@
     ├── ModelMismatchError                       8  names, shapes or dtypes differ from the channel's
     ├── ApplyError                               9  a version did not become live
     │   ├── StageError                           9    live weights untouched, retry
-    │   │   └── ShareError                       9      decoding needs more of some tensors than this process holds
+    │   │   └── ShareError                       9      decoding needs more of some tensors than this process has
     │   ├── FingerprintMismatchError             9    rolled back to the previous version; re-anchor
     │   ├── SleepingError                        9    vLLM sleeps; live weights untouched, retry when it wakes up
     │   ├── PinnedError                          9    the replica is pinned to other versions; it stays there
@@ -47,14 +47,14 @@ from urllib.parse import unquote
 import msgspec
 
 UNREADABLE_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
-"""What msgspec raises for JSON, bytes or text, that is malformed, no valid Unicode, or nested too deeply."""
+"""The errors of msgspec for JSON that is malformed, invalid Unicode, or nested too deeply."""
 
 
 def describe(*kinds: Any) -> None:
-    """Have msgspec look at these types now. The modules that define them call this while they are imported.
+    """Build msgspec's decoders of these types. The modules that define them call this at import.
 
-    msgspec looks at a class when it first decodes one, and lets other threads see what is not finished: a second thread that
-    decodes one meanwhile ends the process (msgspec 0.22, a null pointer in `convert`).
+    msgspec would otherwise inspect a class at its first use, without a lock: a second thread that decodes the same class
+    meanwhile crashes the process (msgspec 0.22, a null pointer in `convert`).
     """
     for kind in kinds:
         msgspec.json.Decoder(kind)
@@ -63,7 +63,8 @@ def describe(*kinds: Any) -> None:
 class DeltaSyncError(Exception):
     """Root of all errors raised by deltasync.
 
-    Messages quote URLs and text from channels, servers and replicas, so each is made one printable line without credentials.
+    Messages quote URLs and text from channels, servers and replicas. So each message is converted to one printable line
+    without credentials.
 
     Attributes:
         key: Key of the record whose objects are missing or damaged; None for another cause.
@@ -89,7 +90,7 @@ class FormatError(DeltaSyncError):
 
 
 class UnsupportedFormatError(FormatError):
-    """The object has a format, or needs a feature, that this reader does not know."""
+    """The object has an unknown format, or needs an unknown feature."""
 
 
 class CorruptDataError(FormatError):
@@ -97,7 +98,7 @@ class CorruptDataError(FormatError):
 
 
 class SignatureError(CorruptDataError):
-    """No trusted key has signed these bytes for this key of the store; their content was not used."""
+    """No trusted key has signed these bytes for this key of the store. Their content was not used."""
 
 
 class ChainError(DeltaSyncError):
@@ -115,11 +116,11 @@ class MissingVersionError(ChainError):
 
 
 class StaleChannelError(ChainError):
-    """The newest version is older than allowed: nothing newer was published, or somebody holds it back."""
+    """The newest version is older than allowed: nothing newer was published, or newer versions are withheld."""
 
 
 class RunMismatchError(ChainError):
-    """The channel now belongs to another run than the one that was followed."""
+    """The channel now belongs to another run than before."""
 
 
 class StoreError(DeltaSyncError):
@@ -133,14 +134,14 @@ class ObjectMissingError(StoreError):
 
 
 class ObjectExistsError(StoreError):
-    """An object that was to be created exists already; it is unchanged."""
+    """An object to be created exists already. It is unchanged."""
 
 
 class TransientStoreError(StoreError):
-    """The request failed for a reason that may pass; a retry is safe.
+    """The request failed, but a retry is safe and may succeed.
 
     Attributes:
-        wait_s: How long the store asks to wait before that; 0 if it does not say.
+        wait_s: The wait before the retry that the store asks for; 0 if it asks for none.
     """
 
     def __init__(self, message: str = "", wait_s: float = 0.0) -> None:
@@ -159,15 +160,15 @@ class ChannelInUseError(PublishError):
 
 
 class FencedError(PublishError):
-    """Another publisher has opened the channel or written this version. Nothing of this one became visible; it must stop."""
+    """Another publisher has opened the channel or written this version. This one must stop; its version is not visible."""
 
 
 class PublishPendingError(PublishError):
-    """The store has not answered whether it has the version; the next publish puts the same bytes again."""
+    """It is unknown whether the store has the version. The next publish stores the same bytes again."""
 
 
 class PublishLostError(PublishError):
-    """The version was given up after all retries and is not visible; the next publish is an anchor."""
+    """The version was given up after all retries and is not visible. The next publish writes an anchor."""
 
 
 class PublishTimeoutError(PublishError, TimeoutError):
@@ -191,7 +192,7 @@ class StageError(ApplyError):
 
 
 class ShareError(StageError):
-    """A delta can be decoded only by who holds more of these `tensors`; the live weights are untouched."""
+    """Decoding the delta needs more of these `tensors` than this process has; the live weights are untouched."""
 
     def __init__(self, message: str, tensors: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -199,19 +200,19 @@ class ShareError(StageError):
 
 
 class FingerprintMismatchError(ApplyError):
-    """The bits after commit were not the published ones; they were rolled back to the previous version."""
+    """The bits after commit were not the published ones, and were rolled back to the previous version."""
 
 
 class SleepingError(ApplyError):
-    """vLLM sleeps, so its weights are not in memory; nothing was changed."""
+    """vLLM sleeps, so its weights are not in memory. Nothing was changed."""
 
 
 class PinnedError(ApplyError):
-    """The replica's pin keeps it from the version that was asked for, or was changed meanwhile."""
+    """The replica's pin excludes the requested version, or was changed meanwhile."""
 
 
 class CommitError(ApplyError):
-    """A commit failed half-way and could not be rolled back; reload the weights."""
+    """A commit failed and could not be rolled back. Reload the weights."""
 
 
 class AckTimeoutError(DeltaSyncError):
@@ -222,15 +223,15 @@ class AckTimeoutError(DeltaSyncError):
 
 @contextlib.contextmanager
 def undoing() -> Iterator[None]:
-    """Bring old weights back inside this context; an error there raises CommitError."""
+    """Convert errors inside this context, which restores old weights, to CommitError."""
     try:
         yield
     except Exception as error:
-        raise CommitError(f"A commit could not be undone, the weights are uncertain, reload them: {error}.") from error
+        raise CommitError(f"A commit could not be undone, so the weights are uncertain. Reload them: {error}.") from error
 
 
 def error_of(kind: str, message: str, other: type[DeltaSyncError]) -> DeltaSyncError:
-    """Return the error that another process reports by class and message; an `other` if the class is not one of these."""
+    """Return an error of the class with this name; for an unknown name, an error of the class `other`."""
     error_class = globals().get(kind)
     if isinstance(error_class, type) and issubclass(error_class, DeltaSyncError):
         return error_class(message)
@@ -238,25 +239,25 @@ def error_of(kind: str, message: str, other: type[DeltaSyncError]) -> DeltaSyncE
 
 
 # Anyone who may write a heartbeat or name a tensor controls text that people read. So all such text passes `printable`
-# before it is shown: of the errors above in their constructor, of everything else where it is printed.
+# before it is shown: messages of errors in the constructor, other text where it is printed.
 
 _SHOWN_OPTIONS = ("endpoint", "region", "virtual_hosted", "profile", "anonymous", "commits")
 _URL = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)([^\s'\"<>]*)")
-# `user:secret@`, where the secret may hold slashes, as those of AWS do; not the port of `host:8000/`.
+# `user:secret@`, where the secret may contain slashes, as AWS's do; but not the port of `host:8000/`.
 _USER = re.compile(r"(?:[^/?#@:]*:(?![0-9]+(?:/|$))[^?#]*|[^/?#]*)@")
 _HIDDEN = "***"
 _NO_PORT = ("s3://", "gs://", "az://", "hf://")
 
 
 def printable(text: str) -> str:
-    r"""Return text as one line. Characters that control a terminal or hide others become `\x1b`, `\n`, `\u202e` etc."""
+    r"""Return text as one line. Control characters and invisible ones are escaped as `\x1b`, `\n`, `\u202e` etc."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def printable_in(document: Any) -> Any:
-    """Return plain data (dicts, lists, numbers, strings) with all strings, also names, made printable."""
+    """Return plain data (dicts, lists, numbers, strings) with printable strings and names."""
     if isinstance(document, str):
         return printable(document)
     if isinstance(document, dict):
@@ -265,7 +266,7 @@ def printable_in(document: Any) -> Any:
 
 
 def printable_traceback(error: BaseException) -> str:
-    """Return the traceback as Python shows it, with the exception's text as one printable line without credentials."""
+    """Return Python's traceback, with the exception's text as one printable line without credentials."""
     lines = []
     for part in traceback.format_exception(error):
         text = part.strip("\n")
@@ -281,14 +282,14 @@ def _made_printable(record: logging.LogRecord) -> bool:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of this name, whose lines and tracebacks are made printable and free of credentials."""
+    """Return the logger with this name. Its lines and tracebacks are made printable, without credentials."""
     logger = logging.getLogger(name)
     logger.addFilter(_made_printable)
     return logger
 
 
 def redacted(text: str) -> str:
-    """Return text with users, passwords and unknown options of URLs in it replaced by `***`."""
+    """Return text in which users, passwords and unknown options of URLs are replaced with `***`."""
     return _URL.sub(lambda match: match[1] + _without_credentials(match[1], match[2]), text) if "://" in text else text
 
 
@@ -297,7 +298,7 @@ def _without_credentials(scheme: str, rest: str) -> str:
     user = _USER.match(place)
     if user is not None:
         place = f"{_HIDDEN}@{place[user.end() :]}"
-    elif scheme.lower() in _NO_PORT and ":" in place.partition("/")[0]:  # `s3://KEY:SECRET`; a secret may hold slashes
+    elif scheme.lower() in _NO_PORT and ":" in place.partition("/")[0]:  # `s3://KEY:SECRET`; a secret may contain slashes
         place = _HIDDEN
     return place + question + "&".join(map(_option, query.split("&")))
 

@@ -142,7 +142,7 @@ class Forgot(TypedDict):
 
     Attributes:
         asked: Records that an option keeps.
-        leading: Records kept because they lead to others.
+        leading: Bases of the versions that were asked for.
         recent: Records kept because they were needed within the grace.
         deleted: Keys of all objects that were deleted, or would be.
         compactions: The compactions among them.

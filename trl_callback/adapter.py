@@ -1,4 +1,4 @@
-"""PEFT models: the adapter alone as `save_pretrained` writes it, or merged into copies of the layers that it adapts."""
+"""PEFT models: publish the adapter alone, as `save_pretrained` writes it, or merge it into copies of the adapted layers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from deltasync.errors import ConfigError
 from deltasync.publish.stream import module_tensors, unwrapped
 
 _AROUND_BASE = re.compile(r"\.((token_adapter\.)?base_layer|original_module)\b")
-"""Names under which layers of PEFT hold the one that they replace."""
+"""Attributes with which PEFT's layers hold the layer that they replace."""
 
 
 def check(model: torch.nn.Module) -> None:
-    """Check that the model has exactly one active adapter, which can be published without the model.
+    """Check that the model has exactly one active adapter, which can be published without the base model.
 
     Raises:
         ConfigError: the model has no adapter, or several are active.
@@ -29,28 +29,28 @@ def check(model: torch.nn.Module) -> None:
     peft_model: Any = unwrapped(model)
     if not hasattr(peft_model, "get_base_model"):
         raise ConfigError(
-            f"adapter_only=True publishes the adapter of a PEFT model, and {type(peft_model).__name__} is none: make it one "
-            "with peft.get_peft_model, or leave adapter_only out."
+            f"adapter_only=True needs a PEFT model, and {type(peft_model).__name__} is none: make it one with "
+            "peft.get_peft_model, or leave adapter_only out."
         )
     if len(peft_model.active_adapters) != 1:
         raise ConfigError(
-            f"adapter_only=True publishes one adapter, and {len(peft_model.active_adapters)} are active: "
+            f"adapter_only=True needs one active adapter, and {len(peft_model.active_adapters)} are active: "
             f"{', '.join(peft_model.active_adapters)}. Activate one with set_adapter."
         )
     (name,) = peft_model.active_adapters
     if getattr(peft_model.peft_config[name], "is_prompt_learning", False):
-        return  # its tensors are made of what is trained
+        return  # its tensors are computed from the trained parameters
     known = {tensor.data_ptr() for tensor in tensors(model).values()}
     for name, param in peft_model.named_parameters():
         if param.requires_grad and param.numel() and param.data_ptr() not in known:
             raise ConfigError(
-                f"adapter_only=True publishes the adapter alone, and {name} is trained, which is not in it. Freeze it, or "
+                f"adapter_only=True publishes the adapter alone, but {name} is trained and not part of it. Freeze it, or "
                 "leave adapter_only out."
             )
 
 
 def check_merges(model: torch.nn.Module) -> None:
-    """Check that the adapters can be merged into the weights, and that this gives the weights that are trained.
+    """Check that the adapters can be merged, and that the merged weights equal the trained ones.
 
     Raises:
         ConfigError: PEFT cannot merge them, or they adapt one of two tied layers.
@@ -66,8 +66,8 @@ def check_merges(model: torch.nn.Module) -> None:
         one = adapted.get(id(getattr(module, "weight", None)))
         if one is not None and name not in layers and _layer_of(name, layers) is None:
             raise ConfigError(
-                f"The adapter of {one} is merged into weights that {name} shares, so the merged weights would not be those "
-                "that are trained. Adapt neither, or untie the embeddings (tie_word_embeddings=False)."
+                f"The adapter of {one} would be merged into weights that {name} shares, so the merged weights would differ "
+                "from the trained ones. Adapt neither, or untie the embeddings (tie_word_embeddings=False)."
             )
     kinds = {(type(layer), type(getattr(layer, "base_layer", None)), _has_bias(layer)): layer for layer in layers.values()}
     try:
@@ -79,7 +79,7 @@ def check_merges(model: torch.nn.Module) -> None:
     except Exception as error:
         methods = {str(getattr(config.peft_type, "value", config.peft_type)) for config in peft_model.peft_config.values()}
         raise ConfigError(
-            "A model with adapters is published by its merged weights, and PEFT cannot merge these "
+            "A model with adapters is published as its merged weights, and PEFT cannot merge these "
             f"({', '.join(sorted(methods))}): {type(error).__name__}: {error}"
         ) from error
 
@@ -91,7 +91,7 @@ def _has_bias(layer: Any) -> bool:
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the active adapter's tensors by their names in `adapter_model.safetensors`; they alias the live weights.
 
-    They are those of `save_pretrained(..., save_embedding_layers=False)`, which does not ask the Hub.
+    The tensors equal those of `save_pretrained(..., save_embedding_layers=False)`, which sends no request to the Hub.
     """
     from peft import get_peft_model_state_dict
 
@@ -102,14 +102,14 @@ def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def identity(model: torch.nn.Module) -> tuple[str, dict[str, Any]]:
-    """Return the name of the active adapter and its configuration, which gives its tensors their meaning."""
+    """Return the name and the configuration of the active adapter."""
     peft_model: Any = unwrapped(model)
     (name,) = peft_model.active_adapters
     return name, peft_model.peft_config[name].to_dict()
 
 
 def files(model: torch.nn.Module) -> dict[str, bytes]:
-    """Return `adapter_config.json` of the active adapter, by file name."""
+    """Return `{"adapter_config.json": bytes}` of the active adapter."""
     peft_model: Any = unwrapped(model)
     with tempfile.TemporaryDirectory() as folder:
         peft_model.save_pretrained(folder, selected_adapters=peft_model.active_adapters, save_embedding_layers=False)
@@ -118,13 +118,13 @@ def files(model: torch.nn.Module) -> dict[str, bytes]:
 
 
 def base_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the base model of a PEFT model, its layers still adapted; any other model as it is, without wrappers."""
+    """Return the base model of a PEFT model, with its layers still adapted; another model without its wrappers."""
     found: Any = unwrapped(model)
     return unwrapped(found.get_base_model()) if hasattr(found, "get_base_model") else found
 
 
 def base_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of the base model, which no adapter has changed, by the names they have without adapters."""
+    """Return the base model's original tensors under their original names."""
     base = base_of(model)
     layers, found = _adapted_layers(base), {}
     for name, tensor in module_tensors(base).items():
@@ -137,14 +137,14 @@ def base_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def unloaded(model: torch.nn.Module) -> Any:
-    """Return the base model without its adapters. It shares all weights with the live model, which stays as it is."""
+    """Return a base model without adapters that shares all weights with the live model, which is not changed."""
     peft_model: Any = unwrapped(model)
     weights = itertools.chain(peft_model.parameters(), peft_model.buffers())
     return copy.deepcopy(peft_model, {id(weight): weight for weight in weights}).unload()
 
 
 def merges_by_layers(model: torch.nn.Module) -> bool:
-    """Whether `merged_by_layers` can merge this model: PEFT goes layer by layer, and adapted ones share no parameters."""
+    """Whether `merged_by_layers` can merge this model: PEFT merges each layer alone, and adapted layers share nothing."""
     from peft.tuners.tuners_utils import BaseTuner
 
     peft_model: Any = unwrapped(model)
@@ -159,10 +159,10 @@ def merges_by_layers(model: torch.nn.Module) -> bool:
 
 
 def merged_by_layers(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the base model's tensors with its adapters merged, by PEFT itself, into a copy of one layer at a time.
+    """Yield the base model's tensors with its adapters merged. PEFT merges into a copy of one layer at a time.
 
-    The live layers stay as they are, bit for bit, which merging and unmerging them would not do. What is not adapted aliases
-    the live model. `names` are the tensors of `unloaded(model)`, those of a layer one after the other.
+    The live layers are not changed; merging and unmerging them would change their bits. Tensors that are not adapted alias
+    the live model. `names` are the tensors of `unloaded(model)`, grouped by layer.
     """
     peft_model: Any = unwrapped(model)
     base: Any = peft_model.get_base_model()
@@ -178,7 +178,7 @@ def merged_by_layers(model: torch.nn.Module, names: Iterable[str]) -> Iterator[t
 
 
 def merged(model: torch.nn.Module) -> Any:
-    """Return the base model with its adapters merged, by PEFT itself, into copies of all layers that they adapt."""
+    """Return the base model with its adapters merged. PEFT merges into copies of all adapted layers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     peft_model: Any = unwrapped(model)
@@ -187,7 +187,7 @@ def merged(model: torch.nn.Module) -> Any:
 
 
 def _adapted_layers(base: torch.nn.Module) -> dict[str, Any]:
-    """The layers that PEFT replaces when it merges, by name; none of them lies in another."""
+    """Return the layers that PEFT replaces when it merges, by name. None of them contains another."""
     layers: dict[str, Any] = {}
     for name, module in base.named_modules():
         replaced = hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer")
@@ -197,13 +197,13 @@ def _adapted_layers(base: torch.nn.Module) -> dict[str, Any]:
 
 
 def _layer_of(name: str, layers: Mapping[str, Any]) -> str | None:
-    """The name of the layer that a tensor or module lies in."""
+    """Return the name of the layer that contains a tensor or module."""
     parts = name.split(".")
     return next((prefix for end in range(1, len(parts)) if (prefix := ".".join(parts[:end])) in layers), None)
 
 
 def _merged_layer(layer: Any, peft_model: Any) -> Any:
-    """A copy of one layer, merged and unloaded as `merge_and_unload` does it."""
+    """Return a copy of one layer, merged and unloaded like `merge_and_unload` does."""
     alone = _copy_sharing_others(layer, [layer], peft_model)
     if getattr(alone, "merged", False):
         return alone.get_base_layer()
@@ -214,6 +214,6 @@ def _merged_layer(layer: Any, peft_model: Any) -> Any:
 
 
 def _copy_sharing_others(module: Any, copied: Iterable[Any], peft_model: Any) -> Any:
-    """A deep copy of a module that shares all parameters of the PEFT model but those of the `copied` layers."""
+    """Return a deep copy of a module that shares all parameters of the PEFT model except those of the `copied` layers."""
     own = {id(param) for layer in copied for param in layer.parameters()}
     return copy.deepcopy(module, {id(param): param for param in peft_model.parameters() if id(param) not in own})

@@ -1,4 +1,4 @@
-"""All use of what TRL and transformers do not document. TRL is imported inside functions only."""
+"""All uses of undocumented parts of TRL and transformers. TRL is imported inside functions only."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def generates_on_server(args: Any) -> bool:
 
 
 def streams_weights(args: Any) -> bool:
-    """Whether the running trainer syncs its weights by a `weight_transfer`, in any process.
+    """Whether the running trainer syncs its weights with a `weight_transfer`, in any process.
 
-    AsyncGRPO and AsyncDistillation do, and are known by their arguments before the transfer is built; others may.
+    AsyncGRPO and AsyncDistillation do, and are recognised by their arguments before the transfer is built; others may.
     """
     return any(name.startswith("Async") for name in _names_in_trl(args)) or hasattr(_trainer(), "weight_transfer")
 
@@ -40,11 +40,11 @@ def compares_logprobs(args: Any) -> bool:
 
 
 def replace_transfer(transfer: Any) -> Callable[[], None]:
-    """Have the trainer whose constructor is running sync its weights by `transfer`; call it from `on_init_end`.
+    """Make the trainer whose constructor is running sync its weights with `transfer`. Call it from `on_init_end`.
 
-    All processes call it. If the constructor was given no `weight_transfer`, TRL builds a `WeightTransferClient` between
-    `on_init_end` and the end of the constructor. For a PEFT model it asks the server before whether to send the adapter
-    alone; the answer is no, as if a `weight_transfer` had been given. Returns a function that undoes it, if TRL built none.
+    All processes call it. Without a `weight_transfer` argument, TRL builds a `WeightTransferClient` between `on_init_end`
+    and the end of the constructor. For a PEFT model, TRL first asks the server whether to send the adapter alone; here the
+    answer is no, as with a `weight_transfer` argument. Returns a function that undoes the replacement if TRL built none.
 
     Raises:
         ConfigError: this trainer has no transfer that could be replaced.
@@ -52,12 +52,12 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
     import trl
 
     trainer: Any = _trainer()
-    takers = (base for base in _in_trl(trainer) if "weight_transfer" in _parameters(vars(base).get("__init__")))
-    module: Any = next((sys.modules[base.__module__] for base in takers), None)
+    bases = (base for base in _in_trl(trainer) if "weight_transfer" in _parameters(vars(base).get("__init__")))
+    module: Any = next((sys.modules[base.__module__] for base in bases), None)
     if not hasattr(module, "WeightTransferClient"):
         raise ConfigError(
             f"{type(trainer).__name__} of TRL {trl.__version__} has no weight transfer that DeltaSyncCallback could "
-            f"take the place of. Install TRL {WITH_WEIGHT_TRANSFER}."
+            f"replace. Install TRL {WITH_WEIGHT_TRANSFER}."
         )
 
     def transfer_once(*args: Any, **kwargs: Any) -> Any:
@@ -71,10 +71,10 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
 
 
 def check_transfer(transfer: Any, is_main: bool) -> None:
-    """Check that the running trainer syncs its weights by `transfer` and nothing else.
+    """Check that the running trainer syncs its weights only with `transfer`.
 
     Raises:
-        ConfigError: it does not, as the callback or another transfer came later.
+        ConfigError: it does not, because the callback or another transfer was added later.
     """
     trainer: Any = _trainer()
     found = getattr(trainer, "weight_transfer", None)
@@ -82,20 +82,20 @@ def check_transfer(transfer: Any, is_main: bool) -> None:
     if sends_adapter or found is not (transfer if is_main else None):
         other = "adapters that the server loads" if sends_adapter else type(found).__name__
         raise ConfigError(
-            f"{type(trainer).__name__} syncs its weights by {other} instead of the channel: give the callback to the "
+            f"{type(trainer).__name__} syncs its weights with {other} instead of the channel. Give the callback to the "
             "trainer's constructor, callbacks=[DeltaSyncCallback(url)], and no other weight_transfer."
         )
 
 
 def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> None:
-    """Have the running trainer tell its rollout worker another version than the one it counts.
+    """Change the version that the running trainer reports to its rollout worker.
 
-    TRL counts a version when the transfer returns, and tells its rollout worker, which stamps samples with it. Instead,
-    `update` is called with that version and the function that tells the worker.
+    TRL counts a version when the transfer returns, and reports it to its rollout worker, which stamps samples with it.
+    Instead, `update` is called with that version and the function that reports a version to the worker.
     """
     worker: Any = getattr(_trainer(), "rollout_worker", None)
     if worker is None:
-        return  # in another process than the main one
+        return  # not the main process
 
     def update_model_version(model_version: int) -> None:
         update(model_version, original)
@@ -104,11 +104,11 @@ def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> Non
 
 
 def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
-    """Have the running trainer's samples carry the versions of their tokens, and pass them to `ages` on their way.
+    """Attach the versions of tokens to the running trainer's samples, and pass the samples to `ages`.
 
-    Call it in all processes when training begins, before the rollout worker starts. It is for AsyncGRPO; with a rollout
-    worker that is not TRL's, and in TRL before 1.11, `ages` gets the importance weights alone. Returns whether samples carry
-    versions, and True in AsyncGRPO's other processes than the main one, which have no samples.
+    Call it in all processes when training begins, before the rollout worker starts. It is for AsyncGRPO. With a rollout
+    worker that is not TRL's, and in TRL before 1.11, `ages` gets only the importance weights. Returns whether samples carry
+    versions. In AsyncGRPO's processes without samples, all but the main one, it returns True.
     """
     trainer: Any = _trainer()
     if "AsyncGRPOConfig" not in _names_in_trl(trainer.args):
@@ -118,7 +118,7 @@ def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
     loop_class = getattr(worker, "_loop_cls", None)
     if loop_class is None or dataset is None:
         return worker is None
-    if isinstance(loop_class, type):  # it may train twice
+    if isinstance(loop_class, type):  # else replaced by an earlier `train`
         worker._loop_cls = functools.partial(make_versioned_loop, loop_class)
     dataset.queue = _AdmittingQueue(dataset.queue, ages)
     _watch_batches(train_dataloader.collate_fn, ages)
@@ -127,7 +127,7 @@ def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
 
 
 class _AdmittingQueue:
-    """The queue of samples, without those that `ages` refuses."""
+    """A queue of samples without those that `ages` drops."""
 
     def __init__(self, queue: Any, ages: TokenAges) -> None:
         self._queue = queue
@@ -144,20 +144,20 @@ class _AdmittingQueue:
 
 
 def _watch_batches(collator: Any, ages: TokenAges) -> None:
-    """Pass the samples of each batch that TRL's collator makes to `ages`."""
+    """Pass the samples of each batch from TRL's collator to `ages`."""
     collate = collator.torch_call
 
     def torch_call(examples: list[Any]) -> Any:
         batch = collate(examples)
         (rows,) = examples
-        ages.take(sample for row in rows for sample in getattr(row, "samples", row))
+        ages.add_batch(sample for row in rows for sample in getattr(row, "samples", row))
         return batch
 
     collator.torch_call = torch_call
 
 
 def _watch_loss(trainer: Any, ages: TokenAges) -> None:
-    """Tell `ages` of each batch that is trained, with its importance weights if TRL has the numbers (1.16)."""
+    """Count each trained batch in `ages`, with its importance weights if TRL provides the numbers (1.16)."""
 
     def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         outputs: list[Any] = []
@@ -177,7 +177,7 @@ def _watch_loss(trainer: Any, ages: TokenAges) -> None:
 
 
 def rollout_server(args: Any) -> tuple[str, str | None] | None:
-    """Return the URL of the server that the running trainer's rollout worker asks, and the model that it asks for.
+    """Return the URL of the server that the running trainer's rollout worker uses, and the model that it requests.
 
     None if the worker is not TRL's.
     """
@@ -188,11 +188,11 @@ def rollout_server(args: Any) -> tuple[str, str | None] | None:
 
 
 def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
-    """Have the next trainer's `VLLMGeneration` talk to its server by a subclass of TRL's `VLLMClient`.
+    """Make the next trainer's `VLLMGeneration` use a subclass of TRL's `VLLMClient`, which `subclass` makes.
 
-    TRL has no argument for it, and builds the client between `on_init_end` and the end of the trainer's constructor, which
-    is when this is called. It holds for one client. No vLLM need be installed here: without the weights, the client is
-    HTTP. `subclass` makes the class from TRL's. Returns a function that undoes it, if no client was made.
+    TRL has no argument for it. It builds the client between `on_init_end`, when this is called, and the end of the trainer's
+    constructor. The replacement holds for one client. vLLM need not be installed here, because a client that sends no
+    weights uses only HTTP. Returns a function that undoes the replacement if no client was made.
 
     Raises:
         ConfigError: TRL has no such client.
@@ -204,7 +204,7 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
         raise ConfigError(f"TRL's VLLMClient cannot be imported ({error}). Install TRL {WITH_SERVER_CLIENT}.") from error
     if _parameters(getattr(vllm_client.VLLMClient, "update_named_params", None)) != ["self", "metadata", "named_params"]:
         raise ConfigError(
-            f"VLLMClient of TRL {trl.__version__} does not take the weights as one stream. Install TRL {WITH_SERVER_CLIENT}."
+            f"VLLMClient of TRL {trl.__version__} does not accept one stream of weights. Install TRL {WITH_SERVER_CLIENT}."
         )
 
     def client_once(*args: Any, **kwargs: Any) -> Any:
@@ -227,30 +227,30 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
 
 
 def add_around(first: TrainerCallback, last: TrainerCallback) -> None:
-    """Put callbacks before and behind all others of the running trainer.
+    """Insert callbacks before and after all others of the running trainer.
 
-    A callback is given neither the trainer nor its `CallbackHandler`, and `report_to` integrations come before the
+    A callback has access neither to the trainer nor to its `CallbackHandler`, and `report_to` integrations run before the
     callbacks of users. So the handler is found among the callers.
     """
     handler: Any = _caller(CallbackHandler)
     others = [other for other in handler.callbacks if other is not first and other is not last]
-    # The running event goes on with the old list; the default flow stays in front.
+    # The running event continues with the old list. The default flow stays first.
     place = int(bool(others) and isinstance(others[0], DefaultFlowCallback))
     handler.callbacks = [*others[:place], first, *others[place:], last]
 
 
 def callbacks(kind: type) -> list[Any]:
-    """The callbacks of this class that the running trainer has."""
+    """Return the running trainer's callbacks of this class."""
     handler: Any = _caller(CallbackHandler)
     return [callback for callback in handler.callbacks if isinstance(callback, kind)]
 
 
 def replace_stream(take_part: Callable[[], None]) -> None:
-    """Keep TRL from streaming the weights when it syncs them; call it in all processes, from an event of the trainer.
+    """Prevent TRL from streaming the weights when it syncs. Call it in all processes, from an event of the trainer.
 
-    TRL streams the weights in all of them, as they gather each tensor together. The main process hands the stream to the
-    weight transfer or to the client, which do not read it; the others iterate it, which now calls `take_part` instead.
-    Adapters are not merged into the live weights for it.
+    TRL streams the weights in all processes, which gather each tensor together. The main process passes the stream to the
+    weight transfer or to the client, which do not read it. The others iterate it, which now calls `take_part` instead. TRL
+    no longer merges adapters into the live weights for the stream.
 
     Raises:
         ConfigError: the trainer has no such stream.
@@ -269,16 +269,16 @@ def replace_stream(take_part: Callable[[], None]) -> None:
             trainer._sync_weight_merged = functools.partial(_unmerged, trainer, type(trainer)._sync_weight_merged)
     elif hasattr(generation, "_iter_named_params") and hasattr(generation, "_weight_metadata"):
         generation._iter_named_params = stream
-        generation._weight_metadata = []  # which TRL would gather the weights for
+        generation._weight_metadata = []  # otherwise TRL gathers the weights for it
     else:
         raise ConfigError(
-            f"{type(trainer).__name__} has no stream of weights that the shards of each process could take the place of. "
+            f"{type(trainer).__name__} has no stream of weights that DeltaSyncCallback could replace with shards. "
             f"Install TRL {WITH_SERVER_CLIENT}, or train with DDP."
         )
 
 
 def _unmerged(trainer: Any, sync: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let TRL sync without merging adapters, which would change the bits of the weights below them."""
+    """Run TRL's sync without merging adapters, which would change the bits of the base weights."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     names = [name for name in ("merge_adapter", "unmerge_adapter") if hasattr(model, "peft_config")]
     try:
@@ -291,9 +291,9 @@ def _unmerged(trainer: Any, sync: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _replace(owner: Any, name: str, function: Any) -> Any:
-    """Replace a function of a module or an object; return the original.
+    """Replace a function of a module or an object, and return the original.
 
-    What is found there may be ours: a constructor may have failed before, and a trainer may train twice.
+    The current one may be an earlier replacement: a constructor may have failed, and a trainer may train twice.
     """
     found = getattr(owner, name)
     function._replaces = getattr(found, "_replaces", found)
@@ -306,7 +306,7 @@ def _parameters(function: Any) -> list[str]:
 
 
 def _in_trl(thing: object) -> list[type]:
-    """The classes of TRL that an object is an instance of."""
+    """Return the classes of TRL among an object's bases."""
     return [base for base in type(thing).__mro__ if base.__module__.startswith("trl.")]
 
 
@@ -315,14 +315,14 @@ def _names_in_trl(thing: object) -> list[str]:
 
 
 def _trainer() -> Any:
-    """The trainer whose constructor or event is running."""
+    """Return the trainer whose constructor or event is running."""
     from transformers import Trainer
 
     return _caller(Trainer)
 
 
 def _caller(kind: type) -> Any:
-    """The object of this class whose method is running, the innermost one; None if there is none."""
+    """Return the innermost caller that is a method of an object of this class; None if there is none."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

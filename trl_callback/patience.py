@@ -1,4 +1,4 @@
-"""Training outlasts its store: a store that remembers its last error, and what to do while uploads are behind."""
+"""Keep training through an outage of the store: a store that records its last error, and a bounded backlog of uploads."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from deltasync.stores.wrapper import WrappedStore
 logger = logging.getLogger(__name__)
 
 RETRIES = 10_000
-"""Enough for days: as long as training goes on, there is nothing better to do with a version than to try again."""
+"""Enough for days: while training goes on, retrying is the best that can be done with a version."""
 
 OPEN_S = 60.0
-"""Before training, the store is tried for so long."""
+"""Longest time for retries of the store before training."""
 
 _WARN_AFTER_S = 10.0
-_SHARE = 0.05  # of the time that may go into encoding a waiting version again
+_SHARE = 0.05  # largest fraction of the time for encoding a queued version again
 
 _Result = TypeVar("_Result")
 
 
 class PatientStore(WrappedStore):
-    """Any store, which can be given up.
+    """A store wrapper that can be given up.
 
     Attributes:
-        trouble: The last request's transient error, None if it went well.
+        trouble: The last request's transient error, None if it succeeded.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -42,7 +42,7 @@ class PatientStore(WrappedStore):
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Inside this context, a request that fails after so many seconds is not tried again. It is no longer given up."""
+        """Limit retries inside this context to this time. This also undoes `give_up`."""
         self._given_up, self._deadline = False, time.monotonic() + seconds
         try:
             yield
@@ -50,11 +50,11 @@ class PatientStore(WrappedStore):
             self._deadline = None
 
     def give_up(self) -> None:
-        """Fail every further request at once, so that nothing is tried again."""
+        """Fail every further request at once, which ends all retries."""
         self._given_up = True
 
     def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
-        """See `WrappedStore.ask`."""
+        """Run a call, and record its transient error. See `WrappedStore.ask`."""
         if self._given_up:
             raise StoreError(f"{self.url} was given up at the end of training. {self.trouble or ''}".rstrip())
         try:
@@ -69,15 +69,15 @@ class PatientStore(WrappedStore):
 
 
 class Backlog:
-    """The versions that are not stored yet, and whether to publish another one.
+    """The versions that are not stored yet. Decides whether to publish another one.
 
-    One version uploads and one waits; a further one is merged into that which waits, at the cost of encoding again. That
-    cost is kept to a share of the time, so that training is as fast with a dead store as with a quick one.
+    One version uploads and one is queued. A further version is merged into the queued one, which is encoded again. The time
+    for that is limited to a fraction of the total, so that training is as fast with a dead store as with a fast one.
     """
 
     def __init__(self, store: PatientStore) -> None:
         self._store = store
-        self._receipts: list[tuple[Receipt, float]] = []  # at most two versions, with the time of their publishing
+        self._receipts: list[tuple[Receipt, float]] = []  # at most two versions, with the times of their publication
         self._warned = False
 
     def add(self, receipt: Receipt) -> None:
@@ -87,7 +87,7 @@ class Backlog:
         self._receipts = [*kept[-1:], (receipt, time.monotonic())]
 
     def is_full(self) -> bool:
-        """Whether to leave out a version now; a later one will cover it. Warns once when the store stays behind."""
+        """Whether to skip a version now, which a later one will cover. Warns once when the store stays behind."""
         self._drop_stored()
         if not self._receipts:
             return False
@@ -96,7 +96,7 @@ class Backlog:
         if not self._warned and now - since > _WARN_AFTER_S:
             self._warned = True
             logger.warning(
-                "%s has not taken version %d for %.0f s (%s). Training goes on; what it publishes meanwhile is one version.",
+                "%s has not stored version %d for %.0f s (%s). Training goes on; its further versions are merged into one.",
                 self._store.url,
                 oldest.version,
                 now - since,
@@ -110,7 +110,7 @@ class Backlog:
             del self._receipts[0]
         if self._warned and not self._receipts:
             self._warned = False
-            logger.warning("%s has taken everything again.", self._store.url)
+            logger.warning("%s has stored all versions.", self._store.url)
 
 
 def _is_stored(receipt: Receipt) -> bool:

@@ -19,13 +19,13 @@ _OF_RECEIPT = ("version", "kind", "changed", "total", "payload_bytes", "anchor_b
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VersionRecord:
-    """One published version. What is not named here is as in its [`~deltasync.Receipt`].
+    """One published version. Attributes not listed here are those of its [`~deltasync.Receipt`].
 
     Attributes:
         step (`int`): The trainer's `global_step`.
-        ack_s (`float`, *optional*): Seconds that training then waited for the replicas; `None` if it did not wait for any.
-        coalesced (`int`): How many times it was published: more than once if its upload had not begun by the next time.
-        time_s (`float`): When it was published, in seconds since the epoch.
+        ack_s (`float`, *optional*): Seconds that training then waited for the replicas; `None` if it did not wait.
+        coalesced (`int`): Number of publications in it: more than one if its upload had not begun before the next.
+        time_s (`float`): Time of publication, in seconds since the epoch.
     """
 
     version: int
@@ -43,7 +43,7 @@ class VersionRecord:
 
     @property
     def changed_fraction(self) -> float:
-        """Changed elements of all elements."""
+        """Changed elements divided by all elements."""
         return self.changed / self.total if self.total else 0.0
 
     @property
@@ -53,7 +53,7 @@ class VersionRecord:
 
 
 class History:
-    """One record for each version, made once the version is encoded, which training does not wait for."""
+    """One record for each version, made once the version is encoded. Training does not wait for that."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Receipt, dict[str, Any]]] = deque()
@@ -64,7 +64,7 @@ class History:
 
     def add(self, receipt: Receipt, step: int, ack_s: float | None) -> None:
         """Add a version that was just published."""
-        # If its upload had not begun, the one before has become part of this one.
+        # If the upload of the previous version had not begun, it has become part of this one.
         self._coalesced = self._coalesced + 1 if receipt.version == self._newest else 1
         self._newest = receipt.version
         known = {"step": step, "ack_s": ack_s, "coalesced": self._coalesced, "time_s": time.time()}
@@ -73,13 +73,13 @@ class History:
         self.log(ack_s=ack_s, coalesced=self._coalesced)
 
     def encoded(self) -> list[VersionRecord]:
-        """Return the records of the versions that are encoded by now, oldest first."""
+        """Return the records of the encoded versions, oldest first."""
         while self._waiting and self._waiting[0][0].is_encoded:
             receipt, known = self._waiting.popleft()
             try:
                 record = VersionRecord(**{name: getattr(receipt, name) for name in _OF_RECEIPT}, **known)
             except PublishError:
-                continue  # it was lost before; its upload says why
+                continue  # the version was lost; its upload reports the error
             if self._records and self._records[-1].version == record.version:
                 self._records.pop()
             self._records.append(record)
@@ -97,7 +97,7 @@ class History:
         return self._records
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers that are new since the last call; unknown ones are left out."""
+        """Return the new numbers since the last call, without unknown ones."""
         self.encoded()
         metrics, self._new_metrics = self._new_metrics, {}
         return metrics

@@ -1,4 +1,4 @@
-"""Versions of trained tokens: which version made each, how old it is when it is trained, and the importance weights."""
+"""Versions of trained tokens, their age when they are trained, and the importance weights."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ SPANS_HEADER = "x-deltasync-spans"
 HEADER = "x-deltasync-versions"
 
 _Version = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_VERSION)]
-_SPANS = msgspec.json.Decoder(tuple[list[tuple[_Version, Count]]])  # of one choice
+_SPANS = msgspec.json.Decoder(tuple[list[tuple[_Version, Count]]])  # one choice
 
 UNKNOWN = 0
-"""In place of a version (they begin with 1): no reply named it, or the model did not make the token."""
+"""Stands for a version (which begin with 1) that no reply named, or for a token that the model did not make."""
 
 _UNKNOWN_LAG = -1
 
 _MOST_REFUSED = 256
-"""Samples in a row whose replies name no version, before training ends."""
+"""Training ends after this number of consecutive samples whose replies name no version."""
 
 
 def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:
     """Return the version that made each token of a reply with one choice.
 
-    They are in `x-deltasync-spans`. Without it (vLLM before 0.32) each token counts as made by the oldest possible version,
-    which is the first of `x-deltasync-versions`; without that, versions are `UNKNOWN`.
+    The versions are in `x-deltasync-spans`. Without this header (vLLM before 0.32) each token counts as made by the oldest
+    possible version, the first of `x-deltasync-versions`. Without both, versions are `UNKNOWN`.
     """
-    with contextlib.suppress(*UNREADABLE_JSON):  # no such header, or not of one choice
+    with contextlib.suppress(*UNREADABLE_JSON):  # the header is missing, or has several choices
         (spans,) = _SPANS.decode(headers.get(SPANS_HEADER, ""))
         if sum(tokens for _, tokens in spans) == token_count:
             return [version for version, tokens in spans for _ in range(tokens)]
@@ -51,24 +51,24 @@ def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:
 
 
 class VersionedLogProb(float):
-    """A token's log probability that remembers the version that made its token, wherever TRL puts it.
+    """A token's log probability that carries the version that made the token.
 
-    TRL aligns the turns of a conversation token by token and may drop, repeat or overwrite some. What it does to log
-    probabilities it does to their versions.
+    TRL aligns the turns of a conversation token by token, and may drop, repeat or overwrite some. Versions attached to log
+    probabilities stay aligned.
     """
 
     __slots__ = ("version",)
     version: int
 
     def __new__(cls, value: float, version: int) -> VersionedLogProb:
-        """Make the log probability of a token that this version made."""
+        """Attach a version to a log probability."""
         made = super().__new__(cls, value)
         made.version = version
         return made
 
 
 class VersionedMetrics(dict[str, float]):
-    """A sample's metrics that carry its versions: TRL hands this object on from where it scores to where it trains.
+    """A sample's metrics with its versions. TRL passes this object from scoring to training.
 
     Attributes:
         versions: int64 of shape (tokens,), in the order of the sample's `input_ids`.
@@ -78,17 +78,17 @@ class VersionedMetrics(dict[str, float]):
 
     @classmethod
     def of(cls, metrics: Mapping[str, float], log_probs: Iterable[float]) -> VersionedMetrics:
-        """Take the versions from log probabilities; one that is no `VersionedLogProb` has version `UNKNOWN`."""
+        """Add the versions of log probabilities to metrics. Plain floats have version `UNKNOWN`."""
         made = cls(metrics)
         made.versions = np.asarray([getattr(value, "version", UNKNOWN) for value in log_probs], dtype=np.int64)
         return made
 
 
-_headers: ContextVar[Mapping[str, str]] = ContextVar("deltasync_headers")  # of the last reply in this conversation
+_headers: ContextVar[Mapping[str, str]] = ContextVar("deltasync_headers")  # headers of this conversation's last reply
 
 
-class _NotingSession:
-    """An aiohttp session that notes the headers of replies."""
+class _RecordingSession:
+    """An aiohttp session that records the headers of replies."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -104,18 +104,18 @@ class _NotingSession:
 
 
 def make_versioned_loop(base: type, **settings: Any) -> Any:
-    """Make a rollout loop, of a subclass of TRL's `_AsyncRolloutLoop`, whose samples carry the versions of their tokens.
+    """Make a rollout loop whose samples carry the versions of their tokens. Its class extends TRL's `_AsyncRolloutLoop`.
 
-    It runs in a process of its own: `functools.partial(make_versioned_loop, base)` takes the place of the class in the
-    worker's `_loop_cls`, and can be pickled.
+    The loop runs in another process: `functools.partial(make_versioned_loop, base)`, which can be pickled, replaces the
+    class in the worker's `_loop_cls`.
     """
 
     class VersionedLoop(base):
         session: Any
 
         async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-            if not isinstance(self.session, _NotingSession):
-                self.session = _NotingSession(self.session)
+            if not isinstance(self.session, _RecordingSession):
+                self.session = _RecordingSession(self.session)
             _headers.set({})
             ids, log_probs = await super()._generate_one_turn(prompt_ids)
             versions = read_versions(_headers.get(), len(ids))
@@ -123,7 +123,7 @@ def make_versioned_loop(base: type, **settings: Any) -> Any:
 
         async def _score_group(self, group: Any) -> list[Any]:
             samples = await super()._score_group(group)
-            # One sample for each sequence, in their order.
+            # There is one sample for each sequence, in the same order.
             sequences = itertools.chain.from_iterable(group.completions_sequences)
             for sample, sequence in zip(samples, sequences, strict=True):
                 sample.metrics = VersionedMetrics.of(sample.metrics, sequence.old_log_probs)
@@ -133,47 +133,46 @@ def make_versioned_loop(base: type, **settings: Any) -> Any:
 
 
 class TokenAges:
-    """Follows the samples of a trainer from its queue to its loss. Only the main process has samples.
+    """Tracks the samples of a trainer from its queue to its loss. Only the main process has samples.
 
-    A token's lag is how many times the trainer has synced its weights since the sync that published the token's version.
-    That is the unit of TRL's `max_staleness` too. Where each sync is a version, it is the difference of versions. Tokens
-    that are older than `max_lag` when the trainer takes their sample are not trained, nor are those of unknown age unless
-    `unversioned` is set.
+    A token's lag is the number of the trainer's weight syncs since the sync that published the token's version, the unit of
+    TRL's `max_staleness`. If each sync is a version, the lag is the difference of versions. Tokens older than `max_lag` when
+    the trainer receives their sample are not trained. Tokens of unknown age are trained only with `unversioned`.
     """
 
     def __init__(self, max_lag: int | None, unversioned: bool = False) -> None:
         self.max_lag = max_lag
         self._unversioned = unversioned
-        self._refused = 0  # samples in a row of which no token has a version
+        self._unversioned_count = 0  # consecutive samples without any version
         self._bound = 0
         self._now: Callable[[], int] = lambda: 0
-        self._syncs: dict[int, int] = {}  # by version, in order
-        self._taken: deque[np.ndarray] = deque()  # versions of the trained tokens of each batch that waits for its step
-        self._tokens: Counter[int] = Counter()  # by lag, since the last `metrics`
-        self._of_version: Counter[int] = Counter()  # by lag, since the version before
+        self._syncs: dict[int, int] = {}  # number of the sync of each version, ascending
+        self._batches: deque[np.ndarray] = deque()  # versions of the trained tokens of each batch that waits for its step
+        self._tokens: Counter[int] = Counter()  # tokens by lag, since the last `metrics`
+        self._of_version: Counter[int] = Counter()  # tokens by lag, since the previous version
         self._masked = 0
         self._weights = np.zeros(3)
         self._warned = False
 
     def begin(self, now: Callable[[], int], max_staleness: int) -> None:
-        """Start training. `now` returns how many times the trainer has synced; `max_staleness` is TRL's."""
+        """Start training. `now` returns the number of the trainer's syncs; `max_staleness` is TRL's."""
         self._now = now
         self._syncs.clear()
         self._bound = max_staleness if self.max_lag is None else self.max_lag
-        self._taken.clear()
+        self._batches.clear()
 
     def synced(self, version: int, sync: int) -> None:
-        """Note that a sync published a version, alone or as the last of several."""
+        """Record the sync that published a version, alone or as the last of several syncs."""
         self._syncs[version] = sync
 
     def admit(self, sample: Any) -> bool:
-        """Prepare a sample that the trainer takes off its queue.
+        """Prepare a sample that the trainer receives from its queue. Return False if no token is left to train.
 
-        Sets its `model_version` to the sync of its oldest trained token, which TRL holds to `max_staleness`. Clears
-        `completion_mask` of tokens older than the bound, and of those of unknown age; False if that leaves none to train.
+        Sets its `model_version` to the sync of its oldest trained token, which TRL compares with `max_staleness`. Clears
+        `completion_mask` of tokens older than the bound, and of those of unknown age.
 
         Raises:
-            ConfigError: no token of many samples in a row had a version.
+            ConfigError: many consecutive samples had no versions.
         """
         given = trained = np.asarray(sample.completion_mask, dtype=bool)
         lags = self._lags_of(_versions_of(sample.metrics, len(trained)))
@@ -185,55 +184,55 @@ class TokenAges:
         for place in np.flatnonzero(masked):
             sample.completion_mask[place] = 0
         self._masked += int(masked.sum())
-        self._note_unknown(unknown, trained)
+        self._report_unknown(unknown, trained)
         trained = trained & ~masked
         if (trained & known).any():
             oldest = self._now() - int(lags[trained & known].max())
             sample.model_version = oldest if known[trained].all() else min(oldest, sample.model_version)
         return bool(trained.any()) or not given.any()
 
-    def _note_unknown(self, unknown: np.ndarray, trained: np.ndarray) -> None:
-        """Warn once of tokens of unknown age; raise if there are no others any more."""
+    def _report_unknown(self, unknown: np.ndarray, trained: np.ndarray) -> None:
+        """Warn once about tokens of unknown age; raise if there are no others any more."""
         if not unknown.any() or self._unversioned:
-            self._refused = 0
+            self._unversioned_count = 0
             return
-        self._refused = self._refused + 1 if unknown.sum() == trained.sum() else 0
+        self._unversioned_count = self._unversioned_count + 1 if unknown.sum() == trained.sum() else 0
         reason = (
-            "say which version of this trainer made their tokens: a server does not follow the channel, or a proxy drops "
-            f"the headers {SPANS_HEADER} and {HEADER}. To train such tokens, set train_unversioned=True."
+            "name the version of this trainer that made their tokens: a server does not follow the channel, or a proxy "
+            f"drops the headers {SPANS_HEADER} and {HEADER}. To train such tokens, set train_unversioned=True."
         )
-        if self._refused >= _MOST_REFUSED:
+        if self._unversioned_count >= _MOST_REFUSED:
             raise ConfigError(f"Replies do not {reason}")
         if not self._warned:
             self._warned = True
-            logger.warning("A reply's tokens are masked. If it goes on after the start, replies do not %s", reason)
+            logger.warning("A reply's tokens are masked. If this continues after the start, replies do not %s", reason)
 
-    def take(self, samples: Iterable[Any]) -> None:
-        """Note a new batch: its samples as TRL's collator has them. Batches are trained in the order they are made."""
+    def add_batch(self, samples: Iterable[Any]) -> None:
+        """Add a batch of samples from TRL's collator. Batches are trained in the same order."""
         versions = [np.zeros(0, dtype=np.int64)]
         for sample in samples:
             trained = np.asarray(sample["completion_mask"], dtype=bool)
             versions.append(_versions_of(sample["metrics"], len(trained))[trained])
-        self._taken.append(np.concatenate(versions))
+        self._batches.append(np.concatenate(versions))
 
     def train(self, weights: torch.Tensor | None) -> None:
-        """Count the oldest batch, which is being trained now; `weights` are the `weight_sums` of all processes."""
-        if self._taken:
-            lags = self._lags_of(self._taken.popleft()).tolist()
+        """Count the oldest batch, which is being trained. `weights` are the `weight_sums` of all processes."""
+        if self._batches:
+            lags = self._lags_of(self._batches.popleft()).tolist()
             self._tokens.update(lags)
             self._of_version.update(lags)
         if weights is not None:
             self._weights += weights.cpu().numpy()
 
     def of_version(self) -> TokenLag | None:
-        """Return mean, 95th percentile and maximum lag of the tokens trained since the last call; None if none is known."""
+        """Return mean, 95th percentile and maximum lag of tokens trained since the last call; None if no lag is known."""
         tokens, self._of_version = self._of_version, Counter()
         tokens.pop(_UNKNOWN_LAG, None)
         lags = lag_metrics(tokens, self._bound)
         return (lags["token_lag_mean"], lags["token_lag_p95"], lags["token_lag_max"]) if lags else None
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of what was trained since the last call, for the trainer's logs."""
+        """Return the metrics of the tokens trained since the last call, for the trainer's logs."""
         tokens, self._tokens = self._tokens, Counter()
         masked, self._masked = self._masked, 0
         weights, self._weights = self._weights, np.zeros(3)
@@ -249,9 +248,9 @@ class TokenAges:
         return {f"delta_sync/{name}": value for name, value in metrics.items()}
 
     def _lags_of(self, versions: np.ndarray) -> np.ndarray:
-        """The lag of each version; those from before this process count on backwards.
+        """Return the lag of each version. Versions from before this process are extrapolated backwards.
 
-        `_UNKNOWN_LAG` for `UNKNOWN`, and for versions that this trainer has not published, of another channel for example.
+        `UNKNOWN` versions, and versions that this trainer has not published, have the lag `_UNKNOWN_LAG`.
         """
         if not self._syncs:
             return np.where(versions == UNKNOWN, _UNKNOWN_LAG, self._now())
@@ -263,14 +262,14 @@ class TokenAges:
 
 
 def _versions_of(metrics: Mapping[str, float], token_count: int) -> np.ndarray:
-    """The version of each token of a sample, from its metrics."""
+    """Return the version of each token of a sample, from its metrics."""
     return getattr(metrics, "versions", np.full(token_count, UNKNOWN))
 
 
 def lag_metrics(tokens: Mapping[int, int], bound: int) -> dict[str, float]:
-    """Return mean, 95th percentile (by nearest rank) and maximum of lags, and the fraction of tokens older than `bound`.
+    """Return mean, 95th percentile (nearest rank) and maximum of lags, and the fraction of tokens older than `bound`.
 
-    `tokens` has how many there are of each lag. Empty without tokens.
+    `tokens` maps each lag to its number of tokens. The result is empty without tokens.
     """
     if not tokens:
         return {}

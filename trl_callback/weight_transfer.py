@@ -1,4 +1,4 @@
-"""The weight transfer of TRL's `AsyncGRPOTrainer`, through a channel."""
+"""A weight transfer for TRL's `AsyncGRPOTrainer` that publishes to a channel."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _MARGIN_S = 60.0
 class DeltaWeightTransfer:
     """Implements TRL's `WeightTransferProtocol`: publishes the weights to a channel instead of sending them to a server.
 
-    Generation is never paused. `send_weights` returns as soon as the weights have been read; the rest goes on in the
-    background. `resume` waits until the replicas serve a version that is at most `max_behind` behind the one just published.
+    Generation is never paused. `send_weights` returns as soon as the weights are read; encoding and upload run in the
+    background. `resume` waits until the replicas serve a version at most `max_behind` behind the one just published.
 
     Attributes:
-        step (`int`): The trainer's `global_step`, published with each version; kept up to date by the callback.
+        step (`int`): The trainer's `global_step`, published with each version. The callback updates it.
         published_step (`int`, *optional*): The last version's step; `None` before the first.
-        publisher ([`~deltasync.Publisher`], *optional*): `None` before `init_weight_transfer`.
-        on_policy (`bool`): Whether each version is waited for, and by default all replicas. Set by the callback.
-        server_url (`str`, *optional*): The server that the trainer generates on. It must serve what is waited for.
-        run_ids (`set[str]`): The runs that this trainer wrote before, which it may continue.
-        check_server (`Callable`, *optional*): Called once, when the first version is served, to refuse the server.
-        ages ([`TokenAges`]): The age of the tokens that are trained.
+        publisher ([`~deltasync.Publisher`], *optional*): The publisher; `None` before `init_weight_transfer`.
+        on_policy (`bool`): Whether training waits for each version, by default on all replicas. The callback sets it.
+        server_url (`str`, *optional*): The server that the trainer generates on. It must serve each awaited version.
+        run_ids (`set[str]`): The earlier runs of this trainer, which it may continue.
+        check_server (`Callable`, *optional*): Called once, when the first version is served; raises to refuse the server.
+        ages ([`TokenAges`]): The ages of the trained tokens.
     """
 
     def __init__(self, config: DeltaSyncConfig) -> None:
@@ -62,21 +62,21 @@ class DeltaWeightTransfer:
         self._model: torch.nn.Module | None = None
         self._processing_class: Any = None
         self._together = False
-        self._published: Receipt | None = None  # of the last publish
-        self._receipt: Receipt | None = None  # the same while it is not in the history
+        self._published: Receipt | None = None  # the last publication's receipt
+        self._receipt: Receipt | None = None  # the same, until it is in the history
         self._pace: Pace | None = None
         self._heard: heartbeat.Heartbeats | None = None
         self._history = History()
 
     @property
     def history(self) -> list[VersionRecord]:
-        """The versions that are published and encoded, oldest first."""
+        """The published and encoded versions, oldest first."""
         return self._history.encoded()
 
     def bind(self, model: torch.nn.Module, processing_class: Any = None) -> None:
-        """Set the model to publish. Anchors get its config and the files of the tokenizer or processor.
+        """Set the model to publish. Anchors include its config and the files of the tokenizer or processor.
 
-        [`DeltaSyncCallback`] does this when it is among the trainer's callbacks.
+        [`DeltaSyncCallback`] calls this when it is among the trainer's callbacks.
         """
         self._model = model
         self._processing_class = processing_class
@@ -89,19 +89,19 @@ class DeltaWeightTransfer:
             ChannelInUseError: the channel holds a run and `resume` is not set.
         """
         if self._model is None:
-            raise ConfigError("The weight transfer knows no model. Pass the callback to the trainer too: callbacks=[sync].")
+            raise ConfigError("The weight transfer has no model. Pass the callback to the trainer too: callbacks=[sync].")
         if self.publisher is None and gather.is_sharded(self._model) and not gather.is_peft(self._model):
             raise ConfigError(
-                "Before training only the main process is asked for the weights, of which it holds shards. Evaluate with "
-                "eval_on_start=True instead, and give the trainer the callback when it is made."
+                "Before training only the main process syncs weights, and it holds only shards of them. Evaluate with "
+                "eval_on_start=True instead, and give the callback to the trainer's constructor."
             )
         self.open()
 
     def open(self, *, together: bool = False) -> None:
-        """Open the channel for the bound model, once; `together` if all processes publish, each the shards that it holds.
+        """Open the channel for the bound model, once. With `together`, all processes publish, each its own shards.
 
         Raises:
-            ChannelInUseError: the channel holds a run that is neither of `run_ids` nor to be resumed.
+            ChannelInUseError: the channel holds a run that is not in `run_ids`, and `resume` is not set.
             StoreError: the store cannot be reached.
         """
         assert self._model is not None
@@ -124,9 +124,9 @@ class DeltaWeightTransfer:
         if not together or dist.get_rank() == 0:
             url, newest = self._store.url, self.publisher.version
             begins = f"goes on after version {newest}" if newest else "begins with version 1"
-            # To stderr: trainers show nobody what is logged as INFO.
+            # To stderr, because trainers do not show INFO logs.
             sys.stderr.write(
-                f"deltasync: publishing to {url}, which {begins}, by codec {self.publisher.settings.codec}. "
+                f"deltasync: publishing to {url}, which {begins}, with codec {self.publisher.settings.codec}. "
                 f"To see versions and replicas: deltasync watch {url}\n"
             )
 
@@ -144,7 +144,7 @@ class DeltaWeightTransfer:
             initial=gather.loaded_from(self._model) if config.initial == "auto" else config.initial,
             resume=config.resume or self._holds_our_run(),
             group=dist.group.WORLD if self._together else None,
-            # The other processes wait for the main one, which waits for the fleet.
+            # The other processes wait for the main process, which waits for the fleet.
             peer_timeout_s=max(settings.peer_timeout_s, config.ack_timeout_s + _MARGIN_S),
         )
 
@@ -154,16 +154,16 @@ class DeltaWeightTransfer:
         return False
 
     def pause(self) -> None:
-        """Do nothing: generation goes on, and a replica switches versions by itself."""
+        """Do nothing: generation continues, and a replica switches versions on its own."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish the model's weights; the upload goes on in the background. The stream, which lacks some, is not read.
+        """Publish the model's weights, and upload them in the background. TRL's stream is not read: it lacks some tensors.
 
-        With `ack="none"` a version may be left out while the store is behind; the next one covers it. If all processes
+        With `ack="none"` a version may be skipped while the store is behind; the next one covers it. If all processes
         publish their shards, the others call `publish_shards` at the same time.
 
         Raises:
-            ModelMismatchError: the weights are not of the channel's model.
+            ModelMismatchError: the weights belong to another model than the channel's.
             PublishError: another publisher writes to the channel.
         """
         assert self._model is not None
@@ -173,11 +173,11 @@ class DeltaWeightTransfer:
             self.publish(functools.partial(gather.stream_of, self._model))
 
     def publish_shards(self) -> None:
-        """Publish what this process holds, in all processes, and wait as `resume` does; if one fails, all do.
+        """Publish this process's shards, and wait like `resume`. All processes call it; if one fails, all fail.
 
         Raises:
-            PublishError: nothing was published, or it did not become visible.
-            AckTimeoutError: as `resume`.
+            PublishError: nothing was published, or the version did not become visible.
+            AckTimeoutError: see `resume`.
         """
         assert self._model is not None and self.publisher is not None
         if self._pace is None and self.is_behind():
@@ -186,13 +186,13 @@ class DeltaWeightTransfer:
         self.record(ack_s=self.publisher.first(self._wait_in_pace))
 
     def resume(self) -> None:
-        """Wait until the replicas that `ack` asks for serve this version or one that is at most `max_behind` behind it.
+        """Wait until the replicas of `ack` serve this version or one at most `max_behind` behind it.
 
         Raises:
-            PublishError: the version that is waited for did not become visible.
-            PublishTimeoutError: it is still being uploaded after `config.ack_timeout_s`.
-            AckTimeoutError: it is published, but replicas lag; names them.
-            ConfigError: the server that answers cannot be trained with.
+            PublishError: the awaited version did not become visible.
+            PublishTimeoutError: it is still uploading after `config.ack_timeout_s`.
+            AckTimeoutError: it is published, but replicas lag. The message names them.
+            ConfigError: the server's answers cannot be used for training.
         """
         if self._receipt is not None:
             self.record(ack_s=self._wait_in_pace())
@@ -201,16 +201,16 @@ class DeltaWeightTransfer:
             check()
 
     def update_served(self, count: int, update: Callable[[int], None]) -> None:
-        """Tell TRL's rollouts the version that the fleet serves, instead of the one that was published: see `Pace.tell`."""
-        if self.publisher is not None and self.published_step == self.step:  # else the sync was left out
+        """Report the version that the fleet serves to TRL's rollouts, not the published one. See `Pace.tell`."""
+        if self.publisher is not None and self.published_step == self.step:  # else the sync was skipped
             self.ages.synced(self.publisher.version, count)
         if self._pace is None:
-            update(count)  # with ack="none" nobody asks what the fleet serves
+            update(count)  # with ack="none" the served version is unknown
         else:
             self._pace.tell(count, update)
 
     def _wait_in_pace(self) -> float | None:
-        """Wait until the fleet is near enough to the last publish; the seconds that took, None with `ack="none"`."""
+        """Wait until the fleet is close enough to the last version. Return the seconds, None with `ack="none"`."""
         assert self._receipt is not None
         return None if self._pace is None else self._pace.keep(self._receipt)
 
@@ -236,16 +236,16 @@ class DeltaWeightTransfer:
         if required:
             wait("all", required, True)
             if heartbeat.check_ack(ack) == 1:
-                return  # which that server is
+                return  # that server is enough
         if self._heard is None:
             self._heard = heartbeat.Heartbeats(self._store, run_id)
         wait(ack, urls)
 
     def destroy(self) -> None:
-        """Finish the uploads and close the channel, which may be opened again.
+        """Finish the uploads and close the channel. It may be opened again.
 
         Raises:
-            PublishError: the last version did not become visible in `config.ack_timeout_s`.
+            PublishError: the last version did not become visible within `config.ack_timeout_s`.
         """
         if (publisher := self.publisher) is None:
             return
@@ -253,12 +253,12 @@ class DeltaWeightTransfer:
             self.flush()
         finally:
             self.publisher = self._heard = self._pace = None
-            with contextlib.suppress(PublishError):  # flush raised it
+            with contextlib.suppress(PublishError):  # `flush` raised it
                 publisher.close()
-            self._store.give_up()  # nobody waits for replicas any more
+            self._store.give_up()  # no more waits for replicas
 
     def flush(self) -> None:
-        """Wait for the uploads; what is not stored after `config.ack_timeout_s` is given up.
+        """Wait for the uploads. Versions that are not stored after `config.ack_timeout_s` are given up.
 
         Raises:
             PublishError: the last version did not become visible.
@@ -270,17 +270,17 @@ class DeltaWeightTransfer:
             self._store.give_up()
             version, self.publisher = self.publisher.version, None
             raise PublishError(
-                f"Version {version} is not in {self._store.url}, {self.config.ack_timeout_s:g} s after the "
+                f"Version {version} was not stored in {self._store.url} within {self.config.ack_timeout_s:g} s after the "
                 f"end of training, and was given up. Last error: {self._store.trouble}."
             ) from None
 
     def is_behind(self) -> bool:
-        """Whether the store is so far behind that the next version is better left out; the same in all processes."""
+        """Whether the store is so far behind that the next version should be skipped. The same in all processes."""
         assert self.publisher is not None
         return self.publisher.first(self._backlog.is_full)
 
     def publish(self, named_tensors: Stream, *, if_changed: bool = False) -> bool:
-        """Publish the weights of `step`; `resume` or `record` follows. With `if_changed` False is possible."""
+        """Publish the weights of `step`; `resume` or `record` follows. Return False if `if_changed` and nothing changed."""
         publisher = self.publisher
         assert publisher is not None
         with torch.no_grad():
@@ -297,13 +297,13 @@ class DeltaWeightTransfer:
         return True
 
     def record(self, ack_s: float | None) -> None:
-        """Add the last publish to the history."""
+        """Add the last published version to the history."""
         receipt, self._receipt = self._receipt, None
         assert receipt is not None
         self._history.add(receipt, self.step, ack_s)
 
     def metrics(self) -> dict[str, float]:
-        """Return what is new since the last call, for the trainer's logs."""
+        """Return new metrics since the last call, for the trainer's logs."""
         metrics = self._history.metrics() | self.ages.metrics()
         if self._pace is not None and self._pace.served is not None:
             metrics["delta_sync/served_version"] = self._pace.served

@@ -265,7 +265,7 @@ class ChannelReader:
         try:
             data = self.store.read(key, most_bytes)
             if isinstance(self.store, CachedStore):
-                self.store.keep(sha256_hex(data), data)
+                self.store.add(sha256_hex(data), data)
                 self.held.pop(key, None)
         except (StoreError, CorruptDataError):
             self.held.pop(key, None)

@@ -1,4 +1,4 @@
-"""The `deltasync` command. Each command is imported when it is used, so that `--help` needs neither torch nor vLLM.
+"""The `deltasync` command. A command's module is imported on use, so that `--help` needs neither torch nor vLLM.
 
 Data goes to stdout, messages to stderr.
 """
@@ -13,22 +13,22 @@ from deltasync.cli.program import EPILOG, HELP_OPTIONS, ProgramGroup, complete_h
 
 __all__ = ["main"]
 
-# Module of each command, and its line in the help.
+# The module of each command, and its line in the help.
 _COMMANDS = {
     "serve": ("serve", "Start vLLM as a replica of a channel."),
     "follow": ("follow", "Follow a channel with a replica in host memory."),
-    "sync": ("servers", "Make a server look at its channel now."),
-    "pin": ("servers", "Keep a server at a version, or let it follow again."),
+    "sync": ("servers", "Make a server poll its channel now."),
+    "pin": ("servers", "Pin a server to a version, or unpin it."),
     "watch": ("watch", "Watch a channel: versions, replicas, cost."),
     "dashboard": ("watch", "Show a channel as a web page, live or as one file."),
     "log": ("log", "List the versions of a channel."),
     "show": ("log", "Show one version."),
     "cost": ("cost", "Compute what a run will store, request and cost."),
-    "doctor": ("doctor", "Test what this machine needs to use a channel."),
+    "doctor": ("doctor", "Test whether this machine can use a channel."),
     "check": ("maintenance", "Check that a channel is complete."),
-    "repair": ("maintenance", "Restore lost objects of a channel, or store other ways around them."),
+    "repair": ("maintenance", "Restore lost objects of a channel, or store replacements."),
     "forget": ("maintenance", "Remove versions from a channel."),
-    "prune": ("maintenance", "Delete files that no version needs any more."),
+    "prune": ("maintenance", "Delete files that no version needs."),
     "anchor": ("anchor", "Ask a running publisher for full weights."),
     "compact": ("maintenance", "Store one delta over several versions."),
     "export": ("maintenance", "Write a version as a checkpoint directory."),
@@ -59,7 +59,7 @@ class _LazyGroup(ProgramGroup):
 @click.group(cls=_LazyGroup, epilog=EPILOG, context_settings=HELP_OPTIONS)
 @click.version_option(package_name="deltasync")
 def main() -> None:
-    """RL weights travel as the bits that changed.
+    """Sync RL weights as the bits that changed.
 
     A trainer publishes versions of its weights to a channel, a URL such as file:///data/run. Replicas follow the channel and
     patch their live weights in place, bit for bit.

@@ -34,10 +34,10 @@ class _Parameters(click.ParamType[float]):
 @channel_command("the findings as JSON")
 @click.option("--model", type=_Parameters(), default="8B", help="Size of the model, to estimate transfer times.")
 def doctor(reader: ChannelReader, model: float, as_json: bool) -> None:
-    """Test what a trainer and a replica on this machine need at CHANNEL.
+    """Test whether a trainer and a replica on this machine can use CHANNEL, and how fast.
 
-    Lists, writes (8 MiB, deleted again), reads, and creates the same object twice; measures the times; compares clocks;
-    checks the channel, its replicas, and the versions of vLLM, TRL and PyTorch here. CHANNEL need not exist yet. Exits with
+    Lists, writes (8 MiB, deleted again) and reads objects, creates the same object twice, measures times and compares
+    clocks. Checks the channel, its replicas, and the installed vLLM, TRL and PyTorch. CHANNEL need not exist yet. Exits with
     1 if a line says failure.
     """
     from rich.console import Console

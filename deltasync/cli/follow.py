@@ -1,4 +1,4 @@
-"""`deltasync follow | relay`: take versions as they are published, to host memory or to other stores."""
+"""`deltasync follow | relay`: fetch versions as they are published, into host memory or into other stores."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class _Printer:
-    """Prints what a `Follow` does. Ends it when no version came for `timeout_s`, or when it cannot begin."""
+    """Prints the progress of a `Follow`. Ends it after `timeout_s` without a new version, or if the first one fails."""
 
     def __init__(self, target: MemoryTarget, timeout_s: float | None, as_json: bool) -> None:
         self._target, self._timeout_s, self._as_json = target, timeout_s, as_json
         self._seen_s = self._begun_s = time.monotonic()
         self._waits = False
-        self.joins = True  # nothing is printed before the newest version
-        self.problem: BaseException | None = None  # why there is no version
+        self.joins = True  # True until the newest version is reached; nothing is printed before
+        self.problem: BaseException | None = None  # the last error
 
     def committed(self, commit: Commit, chain: Any) -> None:
         if not self.joins:
             self.show()
 
     def show(self) -> None:
-        """Print the version that is held."""
+        """Print the current version."""
         identity, now_s = self._target.version, time.monotonic()
         assert identity is not None and self._target.follower is not None
         sync_s, self._seen_s = now_s - self._begun_s, now_s
@@ -62,15 +62,15 @@ class _Printer:
 
 
 @channel_command("one JSON object per version")
-@click.option("--once", is_flag=True, help="Go to the newest version and exit.")
+@click.option("--once", is_flag=True, help="Fetch the newest version and exit.")
 @click.option(
-    "--pin", "where", metavar="WHERE", help="Take only some versions, see `deltasync pin`. Default: DELTASYNC_PIN."
+    "--pin", "where", metavar="WHERE", help="Follow only some versions, see `deltasync pin`. Default: DELTASYNC_PIN."
 )
 @timeout
 def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: float | None, as_json: bool) -> None:
-    """Follow CHANNEL with a replica in host memory. The bits of every version are checked.
+    """Follow CHANNEL with a replica in host memory, and check the bits of every version.
 
-    Waits for the first version. Ends with Ctrl-C, or as the options say.
+    Waits for the first version. Ends with Ctrl-C, --once or --timeout.
     """
     from deltasync.config import ReplicaSettings
     from deltasync.errors import DeltaSyncError, NotPublishedError
@@ -96,12 +96,12 @@ def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: floa
 
 @channel_command("one JSON object per step that copied something", metavar="SOURCE")
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
-@click.option("--once", is_flag=True, help="Copy what there is and exit, like `cp`.")
+@click.option("--once", is_flag=True, help="Copy the current objects and exit, like `cp`.")
 def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: bool) -> None:
     """Copy the channel SOURCE to each URL TARGET, then every new version as it is published. Every digest is checked.
 
-    Waits for the channel. Only head is replaced at TARGET, and nothing is deleted. If this is stopped or killed, each TARGET
-    can be read, and the same command continues. Ends with Ctrl-C or SIGTERM.
+    Waits for the channel. At TARGET only head is replaced, and nothing is deleted. Safe to interrupt: each TARGET stays
+    readable, and the same command resumes. Ends with Ctrl-C or SIGTERM.
     """
     from deltasync import maintenance
     from deltasync.stores import open_store
@@ -118,13 +118,13 @@ def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: 
 
 
 class _CopyPrinter:
-    """Prints what a relay does. Ends it when a target holds something else."""
+    """Prints the progress of a relay. Ends the relay if a target holds another channel."""
 
     relay: Relay
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
-        self._told = ""
+        self._printed_error = ""
         self.problem: BaseException | None = None
 
     def show(self, copied: Copied) -> int:
@@ -132,7 +132,7 @@ class _CopyPrinter:
         return show_copied(copied, self._as_json, line)
 
     def committed(self, commit: Commit, chain: Any) -> None:
-        """Do nothing: `stepped` tells what was copied."""
+        """Do nothing: `stepped` prints the copied objects."""
 
     def failed(self, error: BaseException) -> None:
         from deltasync.errors import ChannelInUseError, ConfigError, ObjectExistsError, RunMismatchError
@@ -142,8 +142,8 @@ class _CopyPrinter:
             self.relay.follow.end()
 
     def stepped(self, follow: Follow) -> None:
-        if (copied := self.relay.take_copied()) is not None and (copied.objects or copied.problems):
+        if (copied := self.relay.pop_copied()) is not None and (copied.objects or copied.problems):
             self.show(copied)
-        if follow.error is not None and follow.error != self._told and self.problem is None:
+        if follow.error is not None and follow.error != self._printed_error and self.problem is None:
             echo(f"deltasync: {follow.error} Trying again.", err=True)
-        self._told = follow.error or ""
+        self._printed_error = follow.error or ""

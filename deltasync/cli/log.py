@@ -33,7 +33,7 @@ _field = functools.partial(field, width=16)
 def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, Any]:
     """Return the row that `log` prints for a version, a compaction or an announced anchor, as plain data.
 
-    `sha256` is the digest of the version that the record is or leads to, `total` the elements of all tensors.
+    `sha256` is the digest of the version that the record produces. `total` is the number of elements of all tensors.
     """
     delta, anchor, reference = record.delta, record.anchor, record.reference
     changed = total if delta is None else delta.changed
@@ -62,9 +62,9 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
     "--last", type=click.IntRange(min=1), metavar="N", help=f"Show only the newest N versions. Default: {_SHOWN}, JSON: all."
 )
 def log(reader: ChannelReader, last: int | None, as_json: bool) -> None:
-    """List the versions of CHANNEL, oldest first, each followed by the compactions and anchors that lead to it.
+    """List the versions of CHANNEL, oldest first, each followed by compactions and anchors that produce it.
 
-    Reads the records of the versions that are shown.
+    Only the records of the listed versions are read.
     """
     last = _SHOWN if last is None and not as_json else last
     rows, newest, problems = with_bars(_read, reader, last)
@@ -95,7 +95,7 @@ def log(reader: ChannelReader, last: int | None, as_json: bool) -> None:
             text_of(each["bits_per_changed"], "{:.2f}".format),
             "reference" if each["reference"] else text_of(each["anchor_bytes"], size_of),
         )
-    # Nothing is cut off if this is not a terminal.
+    # Output to a file or pipe is not cut off.
     Console(width=None if sys.stdout.isatty() else 160).print(shown)
 
 
@@ -107,12 +107,12 @@ def _read(
     from deltasync.tensors import weight_elements
 
     def newest(slots: Iterable[Slot]) -> list[Slot]:
-        """Return the slots that may hold the last versions; epochs that end among them have a seal each."""
+        """Return the slots that may hold the last versions. Each epoch that ends among them has a seal."""
         listed = list(slots)
         return listed if last is None else [slot for slot in listed if slot.version > listed[-1].version - last - 2]
 
-    held = maintenance.survey(reader, progress, wanted=newest)
-    shown = maintenance.line(held.records)[: last or None][::-1]
+    held = maintenance.scan_channel(reader, progress, wanted=newest)
+    shown = maintenance.lineage(held.records)[: last or None][::-1]
     digests = maintenance.identities(reader, held, shown)
     total = weight_elements(reader.specs.values())
     rows = []
@@ -128,7 +128,7 @@ def _read(
 
 
 def _totals(rows: Iterable[dict[str, Any]]) -> str:
-    """Return how many rows of each kind there are, and their bytes."""
+    """Return the number and the bytes of the rows of each kind, as text."""
     sizes: dict[str, list[int]] = {"deltas": [], "anchors": [], "compactions": []}
     for each in rows:
         if each["delta_bytes"] is not None:
@@ -141,9 +141,10 @@ def _totals(rows: Iterable[dict[str, Any]]) -> str:
 @channel_command("the document as JSON, with its key and digest")
 @click.argument("what", metavar="[VERSION|KEY]", default="latest")
 def show(reader: ChannelReader, what: str, as_json: bool) -> None:
-    """Show a record of CHANNEL: its document, its signature, the shortcuts that lead to it, its most changed tensors.
+    """Show a record of CHANNEL: its document, signature, shortcuts and most changed tensors.
 
-    Give a version's number, `latest` (the default), or the key of a record, seal or compaction from `deltasync log --json`.
+    The record is a version's number, `latest` (the default), or the key of a record, seal or compaction as printed by
+    `deltasync log --json`.
     """
     from deltasync.channel.record import signed_by
     from deltasync.tensors import weight_elements
@@ -171,7 +172,7 @@ def show(reader: ChannelReader, what: str, as_json: bool) -> None:
         _field("reference", stored.record.reference)
     for file in stored.record.files:
         _field("file", f"{file.key}  {file.bytes:,} bytes  sha256 {file.sha256[:12]}")
-    shortcuts, changed = with_bars(_around, reader, stored)
+    shortcuts, changed = with_bars(_shortcuts_and_changes, reader, stored)
     for key, document in shortcuts.items():
         more = "" if document.delta is None else f"  {document.delta.changed:,} changed"
         _field("anchor" if document.delta is None else "compaction", f"{key}  {document.payload_bytes:,} bytes{more}")
@@ -203,24 +204,26 @@ def _find(reader: ChannelReader, what: str) -> StoredRecord:
     return reader.stored(what)
 
 
-def _around(reader: ChannelReader, stored: StoredRecord, progress: Progress) -> tuple[dict[str, Record], dict[str, int]]:
-    """Return compactions and announced anchors of a version by key, and changed elements by tensor.
+def _shortcuts_and_changes(
+    reader: ChannelReader, stored: StoredRecord, progress: Progress
+) -> tuple[dict[str, Record], dict[str, int]]:
+    """Return a version's compactions and announced anchors by key, and the number of changed elements by tensor.
 
-    The latter come from the headers of payloads, whose digests are not checked.
+    The numbers come from the headers of payloads, whose digests are not checked.
     """
     from deltasync.channel.documents import File
     from deltasync.dashboard.heat import read_changed
     from deltasync.maintenance import in_parallel
 
-    record, around, changed = stored.record, {}, Counter[str]()
+    record, found, changed = stored.record, {}, Counter[str]()
     if record.is_version:
         infos = [info for span, info in reader.shortcuts() if span.version == record.version]
         shortcuts = in_parallel(reader.document, infos, "compactions", progress)
-        around = {info.key: each for info, each in zip(infos, shortcuts, strict=True) if each.sha256 == stored.sha256}
+        found = {info.key: each for info, each in zip(infos, shortcuts, strict=True) if each.sha256 == stored.sha256}
     if record.delta is not None and record.base is not None:
         files = [File(key=stored.key, bytes=stored.size, sha256=stored.sha256), *record.delta.parts]
         for counts in in_parallel(
             lambda file: read_changed(reader.store, file, reader.layout), files, "payload headers", progress
         ):
             changed.update(counts)
-    return around, changed
+    return found, changed

@@ -29,11 +29,11 @@ def _problem(error: DeltaSyncError) -> dict[str, object]:
 @channel_command("the report as JSON")
 @click.option("--read-data", is_flag=True, help="Read every file and replay every version, anchor and compaction. Slow.")
 def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
-    """Check that CHANNEL is complete. Every problem is printed on a line of its own; nothing is repaired.
+    """Check that CHANNEL is complete. Problems are printed one per line; nothing is repaired.
 
-    Records and compactions are read, parts and anchors only listed. With --read-data, the bits of every version are also
-    proven in host memory. Exits with the highest exit code of the problems, 0 if there are none. Files that nothing names
-    are no problem.
+    Records and compactions are read; parts and anchors are only listed. With --read-data, the bits of every version are also
+    proven in host memory. Exits with the highest exit code of the problems, 0 if there are none. Unnamed files are no
+    problem.
     """
     from deltasync import maintenance
 
@@ -49,10 +49,10 @@ def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
     echo(f"{reader.store.url}  newest version {report.newest or 'unknown'}")
     field("holds", f"{holds}, {report.data_bytes:,} bytes")
     if report.publishing:
-        field("publishing", f"{count(report.publishing, 'file')} that nothing names yet")
+        field("publishing", f"{count(report.publishing, 'file')} that no record names yet")
     if report.garbage_objects and not report.problems:
         garbage = f"{count(report.garbage_objects, 'file')}, {report.garbage_bytes:,} bytes"
-        field("garbage", f"{garbage} that nothing names; `deltasync prune` deletes them")
+        field("garbage", f"{garbage} that no record names; `deltasync prune` deletes them")
     if report.proven is None:
         field("proven", "nothing: parts and anchors were listed, not read (--read-data)")
     else:
@@ -60,25 +60,25 @@ def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
     if report.unproven:
         field("not proven", f"the bits of {count(len(report.unproven), 'version')}: {ranges(report.unproven)}")
     if report.unreachable:
-        field("not reachable", f"{ranges(report.unreachable)}; `deltasync repair` tries to change that")
+        field("not reachable", f"{ranges(report.unreachable)}; try `deltasync repair`")
     field("problems", len(report.problems) or "none")
     sys.exit(report.exit_code)
 
 
-@channel_command("what was done as JSON", signs=True)
+@channel_command("the repairs as JSON", signs=True)
 @click.option("--from", "source", metavar="URL|DIR", help="A copy of the channel, or a directory of files named by sha256.")
 @click.option("--no-replay", is_flag=True, help="Compare digests only; do not apply every version.")
 def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: Signer | None, as_json: bool) -> None:
-    """Find what is missing or damaged in CHANNEL, and print what was done about each object.
+    """Find missing and damaged objects of CHANNEL, repair them, and print the result for each.
 
-    An object is restored from --from, a copy of the channel or the cache of a node. Otherwise a compaction around it is
-    stored, or an anchor in its place. Nothing is deleted, and the publisher may go on meanwhile. channel.json can only be
-    restored from a copy. Exits with 0 if every version of CHANNEL can be reached afterwards, else with 5.
+    An object is restored from --from: a copy of the channel, or a node's cache. Otherwise a compaction that skips it is
+    stored, or an anchor that replaces it. Nothing is deleted, and the publisher may keep running. channel.json can only be
+    restored from a copy. Exits with 0 if every version of CHANNEL is reachable afterwards, else with 5.
     """
     from deltasync import maintenance
 
-    where = None if source is None else maintenance.source_of(source)
-    repaired = with_bars(maintenance.repair, reader, source=where, replay=not no_replay, signer=signer)
+    lost_bytes = None if source is None else maintenance.source_of(source)
+    repaired = with_bars(maintenance.repair, reader, source=lost_bytes, replay=not no_replay, signer=signer)
     if as_json:
         echo_json({**dataclasses.asdict(repaired), "exit_code": repaired.exit_code}, indent=2)
         sys.exit(repaired.exit_code)
@@ -101,24 +101,24 @@ def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: S
 @grace("Keep versions that were needed within this time, for replicas that still read them.")
 @click.option("--dry-run", is_flag=True, help="Print what would be forgotten; change nothing.")
 def forget(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, **keep: int | None) -> None:
-    """Remove versions from CHANNEL by deleting their records. `deltasync prune` deletes their files later.
+    """Delete the records of versions of CHANNEL. `deltasync prune` deletes their files later.
 
-    A version is kept if any option keeps it, together with the versions that lead to it. The newest is always kept. At least
-    one --keep option is needed. If a version to be kept cannot be read, nothing is forgotten. After an interruption, run the
-    command again.
+    A version is kept if any option selects it, together with its bases. The newest is always kept. At least one --keep
+    option is needed. If a version to be kept is not readable, nothing is forgotten. After an interruption, run the command
+    again.
     """
     if not any(keep.values()):
-        raise click.UsageError("Say what to keep: --keep-last, --keep-anchors or --keep-step-every.")
+        raise click.UsageError("No versions to keep are named. Use --keep-last, --keep-anchors or --keep-step-every.")
     from deltasync import maintenance
 
-    done = with_bars(maintenance.forget, reader, maintenance.Keep(**keep), grace_s=grace_s, dry_run=dry_run)
+    done = with_bars(maintenance.forget, reader, maintenance.KeepPolicy(**keep), grace_s=grace_s, dry_run=dry_run)
     kept, gone = [slot.version for slot in done.kept], [slot.version for slot in done.versions]
     if as_json:
         named = {name: [slot.key for slot in getattr(done, name)] for name in ("asked", "leading", "recent")}
         deleted = {"deleted": done.keys, "compactions": done.compactions}
         echo_json({"kept": kept, "forgotten": gone, **named, **deleted, "dry_run": dry_run})
         return
-    reasons = ((done.leading, "lead to others"), (done.recent, f"were needed less than {grace_s:g} s ago"))
+    reasons = ((done.leading, "are bases of others"), (done.recent, f"were needed less than {grace_s:g} s ago"))
     why = "".join(f"; {len(slots)} of them {reason}" for slots, reason in reasons if slots)
     field("would keep" if dry_run else "kept", f"{count(len(kept), 'version')}: {ranges(kept)}{why}")
     compactions = f", and {count(len(done.compactions), 'compaction')}" if done.compactions else ""
@@ -132,8 +132,8 @@ def forget(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, 
 def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -> None:
     """Delete the parts and anchors of CHANNEL that no record and no compaction names.
 
-    `deltasync forget`, and publishers that died, leave such files. This is safe while a publisher writes and replicas read.
-    Heartbeats of replicas that have been silent for a week are deleted too. After an interruption, run the command again.
+    `deltasync forget` and dead publishers leave such files. Safe while a publisher writes and replicas read. Heartbeats
+    older than a week are deleted too. After an interruption, run the command again.
     """
     from deltasync import maintenance
 
@@ -141,8 +141,8 @@ def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -
     freed, waiting, young = (sum(info.bytes for info in infos) for infos in (pruned.objects, pruned.waiting, pruned.young))
     if as_json:
         keys = {"objects": [info.key for info in pruned.objects], "heartbeats": pruned.heartbeats, "bytes": freed}
-        spared = {"waiting_objects": len(pruned.waiting), "waiting_bytes": waiting, "young_objects": len(pruned.young)}
-        echo_json({**keys, **spared, "dry_run": dry_run})
+        kept = {"waiting_objects": len(pruned.waiting), "waiting_bytes": waiting, "young_objects": len(pruned.young)}
+        echo_json({**keys, **kept, "dry_run": dry_run})
         return
     if dry_run:
         for info in pruned.objects:
@@ -150,9 +150,9 @@ def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -
     deleted = "would delete" if dry_run else "deleted"
     field(deleted, f"{count(len(pruned.objects), 'object')}, {freed:,} bytes")
     if pruned.waiting:
-        field("spared", f"{count(len(pruned.waiting), 'object')}, {waiting:,} bytes: being published")
+        field("kept", f"{count(len(pruned.waiting), 'object')}, {waiting:,} bytes: being published")
     if pruned.young:
-        field("not looked at", f"{count(len(pruned.young), 'object')}, {young:,} bytes: stored less than {grace_s:g} s ago")
+        field("not checked", f"{count(len(pruned.young), 'object')}, {young:,} bytes: stored less than {grace_s:g} s ago")
     if pruned.heartbeats:
         field(deleted, count(len(pruned.heartbeats), "stale heartbeat"))
 
@@ -162,9 +162,9 @@ def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -
 @click.argument("version", type=click.IntRange(min=1))
 @click.option("--codec", type=click.Choice(CODECS), default="packed", help="Encoding of the compaction.")
 def compact(reader: ChannelReader, base: int, version: int, codec: str, signer: Signer | None, as_json: bool) -> None:
-    """Store a compaction from version BASE to VERSION of CHANNEL, for replicas that catch up.
+    """Store a compaction of CHANNEL: one delta from version BASE to VERSION, for replicas that catch up.
 
-    Does nothing if the channel has this compaction. Needs memory for two copies of the weights.
+    Does nothing if the channel has this compaction already. Needs memory for two copies of the weights.
     """
     from deltasync import maintenance
 
@@ -211,18 +211,18 @@ def export(reader: ChannelReader, version: int | None, directory: Path, as_json:
     echo(f"version {exported} in {directory}: {count(len(files), 'file')}, {sum(files.values()):,} bytes")
     if "config.json" not in files:
         echo(
-            "deltasync: the channel holds no config.json; copy the model's config and tokenizer there to load it.", err=True
+            "deltasync: the channel holds no config.json. Copy the model's config and tokenizer to the directory.", err=True
         )
 
 
-@channel_command("what was copied as JSON", metavar="SOURCE")
+@channel_command("the counts as JSON", metavar="SOURCE")
 @click.argument("target")
 def cp(reader: ChannelReader, target: str, as_json: bool) -> None:
     """Copy the channel SOURCE to the URL TARGET: every version, anchor and compaction. Every digest is checked.
 
-    Only head is replaced at TARGET, and what TARGET has is not copied again. After an interruption TARGET is a channel or
-    none yet; run the command again to continue, or later to copy new versions. Publishing to SOURCE may go on meanwhile.
-    Damaged objects are left out; the exit code is then that of the problem.
+    At TARGET only head is replaced, and existing objects are not copied again. Safe to interrupt: run the command again to
+    resume, or later to copy new versions. Publishing to SOURCE may continue. Damaged objects are left out, and the command
+    then exits non-zero.
     """
     from deltasync import maintenance
     from deltasync.stores import open_store
@@ -237,9 +237,9 @@ def cp(reader: ChannelReader, target: str, as_json: bool) -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--name", help="Name that people see. Default: the file's name.")
 def keygen(path: Path, name: str | None) -> None:
-    """Make an Ed25519 key: the private key in PATH, readable by its owner only, the public key in PATH.pub.
+    """Make an Ed25519 key pair: the private key in PATH, readable by its owner only, the public key in PATH.pub.
 
-    The publisher signs with PATH (DELTASYNC_SIGNING_KEY). Replicas get a file with the line of PATH.pub
+    The publisher signs with PATH (DELTASYNC_SIGNING_KEY). Replicas trust the lines of a file such as PATH.pub
     (DELTASYNC_TRUSTED_KEYS). That file may hold several keys, and is read again when it changes.
     """
     from deltasync.channel import signing

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share: a channel and its keys, `--json`, durations."""
+"""Shared arguments and options of commands: a channel and its keys, `--json`, durations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRUSTED_KEYS = click.Option(
     ["--trusted-keys"],
     type=_FILE,
     metavar="FILE",
-    help="Accept only what a public key in FILE has signed. Default: DELTASYNC_TRUSTED_KEYS, or accept everything.",
+    help="Accept only objects signed with a public key in FILE. Default: DELTASYNC_TRUSTED_KEYS, or accept everything.",
 )
 _SIGNING_KEY = click.Option(
     ["--signing-key"],
@@ -28,12 +28,12 @@ _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 def channel_command(
     json_help: str | None = None, *, signs: bool = False, metavar: str = "CHANNEL"
 ) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a command from a function of its name, whose first argument is a `ChannelReader` of the channel.
+    """Make a command from a function. The function's first argument is a `ChannelReader` of the channel.
 
     Args:
-        json_help: What `--json` prints; the function gets the flag as `as_json`. None for a command without it.
-        signs: Whether the command adds to the channel. The function then gets a `signer`, None without a key.
-        metavar: Name of the channel in the help.
+        json_help: Description of the `--json` output; the function gets the flag as `as_json`. None for no such option.
+        signs: Whether the command writes to the channel. The function then gets a `signer`, which is None without a key.
+        metavar: Name of the channel argument in the help.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:
@@ -70,7 +70,7 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 
 
 def grace(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return the option `--grace DURATION`, one hour by default, with this help."""
+    """Return the option `--grace DURATION` with this help text. Default: one hour."""
     return click.option(
         "--grace", "grace_s", callback=seconds, metavar="DURATION", default="1h", help=f"{text} Examples: 90s, 30m, 1h, 7d."
     )

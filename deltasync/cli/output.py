@@ -1,4 +1,4 @@
-"""Output of the commands: lines (`echo`, `field`, `echo_json`), tables, whose cells are made by `cell`, and progress."""
+"""Output of the commands: lines (`echo`, `field`, `echo_json`), tables with cells from `cell`, and progress bars."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ def cell(text: object, style: str = "") -> Text:
 
 
 def table(columns: Iterable[tuple[str, str]], **options: Any) -> Table:
-    """Return a table for rich, with title and caption on the left. The options are those of `rich.table.Table`.
+    """Return a table for rich, with title and caption on the left and further options of `rich.table.Table`.
 
-    If the terminal is too narrow, digests are cut off first, and errors continue on the next line.
+    If the terminal is too narrow, digests are truncated first, and errors wrap.
     """
     from rich.table import Table
 
     shown = Table(title_justify="left", caption_justify="left", **options)
     for name, justify in columns:
-        overflow, keep = "fold" if name == "error" else "ellipsis", name not in ("digest", "error")
-        shown.add_column(name, justify=justify, overflow=overflow, no_wrap=keep)  # type: ignore[arg-type]
+        overflow, no_wrap = "fold" if name == "error" else "ellipsis", name not in ("digest", "error")
+        shown.add_column(name, justify=justify, overflow=overflow, no_wrap=no_wrap)  # type: ignore[arg-type]
     return shown
 
 
 def text_of(value: Any, shown: Callable[[Any], str] = str) -> str:
-    """Return a value as text, None as an empty one."""
+    """Return a value as text; empty for None."""
     return "" if value is None else shown(value)
 
 
 def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
-    """Run an action that reports `progress`, show bars on stderr if that is a terminal, and return its result.
+    """Run an action and return its result. Its `progress` is shown as bars on stderr, if that is a terminal.
 
-    Nothing is shown with --json. Until the first report, the bar only moves.
+    No bars are shown with --json. Until the first report, the bar has no end.
     """
     from deltasync.maintenance import quiet
 
@@ -94,7 +94,7 @@ def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -
 
 
 def show_copied(copied: Copied, as_json: bool, line: str) -> int:
-    """Print what was copied as JSON, or else its problems and `line`; return the exit code."""
+    """Print the result of a copy as JSON, or else its problems and `line`. Return the exit code."""
     if as_json:
         echo_json(msgspec.to_builtins(copied, enc_hook=str))
     else:
@@ -104,9 +104,9 @@ def show_copied(copied: Copied, as_json: bool, line: str) -> int:
     return max((problem.exit_code for problem in copied.problems), default=0)
 
 
-def count(number: int, what: str) -> str:
+def count(number: int, noun: str) -> str:
     """Return a text such as `1 version` or `1,234 versions`."""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""What every command has in common: exit codes for errors, and help that shows defaults and exit codes."""
+"""Common parts of all commands: exit codes for errors, and help with defaults and exit codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
 class Program(click.Command):
-    """A program of one command. Our errors become a line on stderr and their exit code, others a traceback and code 1."""
+    """A program with one command. Our errors print a line and set their exit code; others print a traceback, exit code 1."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -31,7 +31,7 @@ class Program(click.Command):
 
 
 class ProgramGroup(click.Group):
-    """As `Program`, of several commands."""
+    """A program with several commands. Errors are handled like in `Program`."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -64,7 +64,7 @@ def _exit_codes() -> Iterator[None]:
         sys.exit(130)
     except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
         raise  # click handles these
-    except Exception as error:  # noqa: BLE001 - shown like Python does, but printable
+    except Exception as error:  # noqa: BLE001 - printed like Python does, but printable
         for line in printable_traceback(error).splitlines():
             echo(line, err=True)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""`deltasync sync` and `deltasync pin`: tell one server which version to serve."""
+"""`deltasync sync` and `deltasync pin`: choose the version that one server serves."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print the server's
 @_TIMEOUT
 @_JSON
 def sync(server: str, version: int | None, timeout_s: float, as_json: bool) -> None:
-    """Make the vLLM server at the URL SERVER look at its channel now, and wait until it serves the newest version.
+    """Make the vLLM server at the URL SERVER poll its channel now, and wait until it serves the newest version.
 
-    If DELTASYNC_HTTP_TOKEN is set, it is sent to the server.
+    DELTASYNC_HTTP_TOKEN is sent to the server if it is set.
     """
     _post(server, "sync", {} if version is None else {"version": version}, timeout_s, as_json)
 
@@ -36,11 +36,11 @@ def sync(server: str, version: int | None, timeout_s: float, as_json: bool) -> N
 @_TIMEOUT
 @_JSON
 def pin(server: str, pin: str, timeout_s: float, as_json: bool) -> None:
-    """Keep the vLLM server at the URL SERVER at the version WHERE, which may be older or newer than the one it serves.
+    """Pin the vLLM server at the URL SERVER to the version WHERE, older or newer than the one it serves.
 
     WHERE may also be `every 10` for multiples of ten, `2 behind` to stay two versions behind the newest, or `newest` (the
-    default) to follow the channel again. A server reads its first WHERE from DELTASYNC_PIN. Trainers do not wait for a
-    pinned server. If DELTASYNC_HTTP_TOKEN is set, it is sent to the server.
+    default) to unpin it. A server reads its initial WHERE from DELTASYNC_PIN. Trainers do not wait for a pinned server.
+    DELTASYNC_HTTP_TOKEN is sent to the server if it is set.
     """
     _post(server, "pin", {"pin": pin}, timeout_s, as_json)
 

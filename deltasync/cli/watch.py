@@ -1,4 +1,4 @@
-"""`deltasync watch | dashboard`: show a run, from its channel alone, in the terminal or as a web page."""
+"""`deltasync watch | dashboard`: show a run in the terminal or as a web page. Only the channel is needed."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float | None, last: int, as_json: bool) -> None:
     """Watch CHANNEL live: its versions, compactions, replicas and cost.
 
-    If the output is not a terminal, one line is printed for each change. Only documents and heartbeats are read. Ends with
-    Ctrl-C, or as the options say.
+    If the output is not a terminal, each change is printed as one line. Only documents and heartbeats are read. Ends with
+    Ctrl-C, --once or --timeout.
     """
     from rich.console import Console
     from rich.live import Live
@@ -74,12 +74,12 @@ def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float
 
 
 def changes(before: Snapshot | None, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
-    """Yield what is new since the snapshot before, oldest first; everything if that is None."""
+    """Yield the changes since the previous snapshot, oldest first; everything if it is None."""
     if before is None and snapshot.newest_version is None:
         yield {"event": "waiting", "channel": snapshot.url}
     seen = {} if before is None else dict(_events(before))
     for identity, event in _events(snapshot):
-        # The event of a version includes its anchor. Only an anchor that was announced later is an event of its own.
+        # The event of a version includes its anchor. Only an anchor that was announced later is a separate event.
         if identity not in seen and (event["event"] != "anchor" or ("version", event["version"]) in seen):
             yield event
     if before is not None and snapshot.forgotten > before.forgotten:
@@ -87,7 +87,7 @@ def changes(before: Snapshot | None, snapshot: Snapshot) -> Iterator[dict[str, A
 
 
 def _events(snapshot: Snapshot) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Yield (key, event) pairs. An event is new if the earlier snapshot has none with this key."""
+    """Yield (key, event) pairs. An event is new if the previous snapshot has no event with this key."""
     for row in snapshot.versions:
         fraction = None if row.changed is None else row.changed / max(snapshot.element_count, 1)
         yield ("version", row.version), {"event": "version", **dataclasses.asdict(row), "changed_fraction": fraction}
@@ -145,10 +145,10 @@ def _replica(change: dict[str, Any]) -> str:
     serves = "no version" if change["version"] is None else named(change["version"], change["sha256"])
     parts = [
         f"replica {change['replica_id']}: {change['state']}, {serves}",
-        ", which is not the channel's" if change["strange"] else "",
+        ", not the channel's version" if change["strange"] else "",
         f", {change['behind']} behind" if change["behind"] else "",
         text_of(change["pin"], ", pinned to {}".format),
-        "" if change["live"] else f", last heard of {duration(change['age_s'])} ago",
+        "" if change["live"] else f", last heartbeat {duration(change['age_s'])} ago",
         text_of(change["error"], ": {}".format),
     ]
     return "".join(parts)
@@ -264,9 +264,9 @@ def duration(seconds: float) -> str:
     help="Show the changes of each layer for the newest N versions.",
 )
 def dashboard(reader: ChannelReader, out: Path | None, port: int, interval_s: float, last: int, heat: int) -> None:
-    """Show CHANNEL as a web page: versions, payload, changed fraction of each layer, replicas and their lag, cost.
+    """Show CHANNEL as a web page: versions, payload, changed fraction by layer, replicas and their lag, cost.
 
-    Reads documents, heartbeats and the headers of deltas; writes nothing to the channel. Ends with Ctrl-C.
+    Reads documents, heartbeats and the headers of deltas, and writes nothing to the channel. Ends with Ctrl-C.
     """
     from deltasync.dashboard import Observer, PageServer, page
 

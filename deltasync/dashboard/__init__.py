@@ -1,6 +1,6 @@
-"""Show a run from its channel alone: `Observer` looks at it, the page and `deltasync watch` show what it saw.
+"""Show a run; only its channel is needed. `Observer` reads it, the page and `deltasync watch` show its snapshots.
 
-It reads documents, heartbeats and the headers of delta payloads, and writes nothing.
+An observer reads documents, heartbeats and the headers of delta payloads, and writes nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Estimate what a run has cost so far: requests, bytes and, where there are list prices, dollars.
+"""Estimate the cost of a run so far: requests, bytes and, where list prices are known, dollars.
 
-`benchmarks/cost_sheet.py` counts the requests and bytes of an action beside its payload, and prints them beside those given
-here. Counted without TLS, on S3 (moto) and a stand-in of the Hub, 2026-11-22.
+`benchmarks/cost_sheet.py` counts the requests and bytes of each action without its payload, and compares them with those
+given here. Counted without TLS, on S3 (moto) and a stand-in for the Hub, 2026-11-22.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the actions of a store take.
+    """Requests and bytes of the actions at a store.
 
-    A replica looks once a second, or rarely if the store reports changes; more often when a version is due (`poll`).
+    A replica polls once a second, or rarely if the store reports changes; more often when a version is due (`Poll`).
 
     Attributes:
-        publish: A version whose payload is in its record; head is read and replaced behind it.
-        put: One more object: a part, a file of an anchor, a compaction.
+        publish: Publishing a version whose payload is in its record, then reading and replacing head.
+        put: Storing one more object: a part, a file of an anchor, a compaction.
         follow: Reading a version whose payload is in its record.
         get: Reading one more object.
-        look: A request for a record that does not exist yet.
+        poll: Requesting a record that does not exist yet.
         heartbeat: Replacing a replica's heartbeat.
     """
 
@@ -50,10 +50,10 @@ class Rates:
     put: Exchange = Exchange()
     follow: Exchange = Exchange()
     get: Exchange = Exchange()
-    look: Exchange = Exchange()
+    poll: Exchange = Exchange()
     heartbeat: Exchange = Exchange()
-    looks_per_hour: int = 0
-    looks_per_version: int = 0
+    polls_per_hour: int = 0
+    polls_per_version: int = 0
 
 
 _LOCAL = Rates()
@@ -62,22 +62,22 @@ _S3 = Rates(
     put=Exchange(1, 470, 345),
     follow=Exchange(1, 500, 1_050),
     get=Exchange(1, 450, 455),
-    look=Exchange(1, 497, 643),
+    poll=Exchange(1, 497, 643),
     heartbeat=Exchange(1, 660, 345),
-    looks_per_hour=3_600,
-    looks_per_version=20,
+    polls_per_hour=3_600,
+    polls_per_version=20,
 )
 _HUB = Rates(
     publish=Exchange(10, 4_800, 3_400),
     put=Exchange(3, 1_500, 640),
     follow=Exchange(3, 920, 1_900),
     get=Exchange(3, 840, 1_330),
-    look=Exchange(1, 358, 229),
+    poll=Exchange(1, 358, 229),
     heartbeat=Exchange(3, 1_680, 660),
-    looks_per_hour=120,
+    polls_per_hour=120,
 )
 RATES = {"s3": _S3, "gs": _S3, "az": _S3, "hf": _HUB}
-"""By the scheme of a channel's URL."""
+"""Rates by the scheme of a channel's URL."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,13 +94,14 @@ class CostRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """What a run has cost so far. Dollars are None if no price is known.
+    """The cost of a run so far. Dollars are None if no price is known.
 
     Attributes:
-        stored_bytes: What the channel holds now, without its small documents.
-        storage_usd: For storing that until now.
-        traffic_usd: For what replicas downloaded, if they are outside the bucket's region.
-        notes: What is assumed, in sentences.
+        rows: The cost of each kind of action.
+        stored_bytes: Size of the channel now, without its small documents.
+        storage_usd: Cost of storing the objects until now.
+        traffic_usd: Cost of the replicas' downloads, if they are outside the bucket's region.
+        notes: The assumptions, in sentences.
     """
 
     rows: list[CostRow]
@@ -125,10 +126,10 @@ def estimate(
     created_s: float,
     now_s: float,
 ) -> Costs:
-    """Add up what a run published, what its channel holds and what its replicas fetched.
+    """Add up the cost of a run's publications, stored objects and downloads.
 
-    `records` are all records and compactions that were seen, `held` all records, compactions and files that are there now.
-    Times are seconds since the epoch; `created_s`, when the channel was created, also counts for objects of unknown age.
+    `records` are all records and compactions ever seen, `held` all current records, compactions and files. Times are
+    seconds since the epoch. `created_s` is the channel's creation time, and stands in for unknown ages of objects.
     """
     rates = RATES.get(urlsplit(url).scheme, _LOCAL)
     priced = url.startswith("s3://") and "endpoint=" not in url
@@ -162,17 +163,17 @@ def estimate(
     add("records and head, upload", versions, [(versions, rates.publish)], S3_PUT_USD)
 
     by_version = {record.version: record for record in deltas}
-    fetches = parts = fetched_bytes = looks = heartbeats = 0
+    fetches = parts = fetched_bytes = polls = heartbeats = 0
     for beat in beats:
         had = [record for version, record in by_version.items() if beat.version is not None and version <= beat.version]
         fetches, parts = fetches + len(had), parts + sum(len(record.files) for record in had)
         fetched_bytes += sum(record.payload_bytes for record in had)
         hours = max(0.0, beat.time_s - created_s) / 3600
-        looks += round(hours * rates.looks_per_hour) + len(had) * rates.looks_per_version
+        polls += round(hours * rates.polls_per_hour) + len(had) * rates.polls_per_version
         heartbeats += round(hours * HEARTBEATS_PER_HOUR)
     add("deltas, download", fetches, [(fetches, rates.follow), (parts, rates.get)], S3_GET_USD, down=fetched_bytes)
     if rates is not _LOCAL:
-        add("looks for a record", looks, [(looks, rates.look)], S3_GET_USD)
+        add("polls for a record", polls, [(polls, rates.poll)], S3_GET_USD)
         add("heartbeats", heartbeats, [(heartbeats, rates.heartbeat)], S3_PUT_USD)
 
     byte_s = sum(info.bytes * max(0.0, now_s - (info.modified_s or created_s)) for info in held)
@@ -190,11 +191,11 @@ def estimate(
 def _notes(remote: bool, on_hub: bool, priced: bool, unseen: int) -> list[str]:
     notes = ["Each replica is assumed to have fetched every delta up to its version once, and nothing else."]
     if unseen:
-        notes.append(f"{unseen:,} more versions, forgotten or older than what was read, are not counted.")
+        notes.append(f"{unseen:,} more versions, forgotten or older than those read, are not counted.")
     if remote:
         notes.append(
-            "Requests, and bytes beside payloads, are estimates from benchmarks/cost_sheet.py: "
-            "replicas are assumed to have looked and reported since the channel was created."
+            "Requests, and bytes without payloads, are estimates from benchmarks/cost_sheet.py: "
+            "replicas are assumed to have polled and sent heartbeats since the channel was created."
         )
     if on_hub:
         notes += [*quota.sentences(), quota.ADVICE]

@@ -1,8 +1,9 @@
-"""Compute what a run will store, request and cost, from the size of its model and how much of it changes.
+"""Forecast the storage, requests and cost of a run, from the size of its model and the fraction that changes.
 
-It steps through the versions with the publisher's own budget (`publish.budget`), so that compactions and anchors come where
-the publisher writes them. Sizes are entropies. A delta takes `h(p) / p` bits for the place of a changed element, and
-`STEP_BITS` for its step. A compaction is that of a random walk: each version moves a share `p` of the elements by one step.
+The forecast simulates the versions with the publisher's own budget (`publish.budget`), so that compactions and anchors occur
+where the publisher writes them. Sizes are entropies. A delta needs `h(p) / p` bits for the position of a changed element,
+and `STEP_BITS` for its step. Compactions are modelled as a random walk: each version moves a fraction `p` of the elements by
+one step.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from deltasync.dashboard.costs import (
 from deltasync.publish.budget import Budget
 
 STEP_BITS = 1.8
-"""Of a changed element's step, in deltas of `packed` (`benchmarks.codec`)."""
+"""Bits of a changed element's step in deltas of `packed` (`benchmarks.codec`)."""
 
 PART_CHANGED, COMPACTION_PART_ELEMENTS = 1 << 20, 1 << 25
 """Changed elements in a part of a delta, and elements of a part of a compaction."""
 
 _RECORD_BYTES = 1500  # header and document of a small record
-_SWEPT = 16  # versions from one sweep to the next, at least, as `publish.keep`
+_GC_EVERY = 16  # fewest versions between two garbage collections of the publisher
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """All objects of one kind: how many there are, their requests to store them, and their bytes."""
+    """All objects of one kind: their number, the requests to store them, and their bytes."""
 
     what: str
     count: int
@@ -45,18 +46,18 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What a run stores, requests and costs. Dollars are list prices of S3, as in `costs`.
+    """The storage, requests and cost of a run. Dollars are list prices of S3, as in `costs`.
 
     Attributes:
-        uploads: What the trainer stores, by kind.
+        uploads: The trainer's uploads, by kind.
         stored_per_delta: Bytes of deltas, compactions and later anchors for each byte of delta.
-        joiner_bytes: What a late joiner that has the first weights fetches at the end.
-        joiner_of_full: That and the first weights, by the bytes of full weights.
-        held_bytes: What the channel holds at the end.
-        bounded_bytes: Likewise, with `keep_last`; None without it.
-        replica_bytes, replica_requests: What one replica fetches.
-        put_usd, get_usd, storage_usd, traffic_usd: For the whole run and all replicas; storage by what is held meanwhile;
-            traffic only if the replicas are outside the bucket's region.
+        joiner_bytes: Download at the end of the run of a late joiner that has the first weights.
+        joiner_of_full: That download and the first weights, divided by the bytes of full weights.
+        held_bytes: Size of the channel at the end.
+        bounded_bytes: Largest size of the channel with `keep_last`; None without it.
+        replica_bytes, replica_requests: Download of one replica.
+        put_usd, get_usd, storage_usd, traffic_usd: Cost of the whole run with all replicas. Traffic costs only if the
+            replicas are outside the bucket's region.
     """
 
     params: float
@@ -91,13 +92,58 @@ def delta_bits(changed_fraction: float) -> float:
 
 
 def compaction_bits(changed_fraction: float, versions: int) -> float:
-    """Return the bits of a compaction over so many versions, for each element of the model, changed or not."""
+    """Return the bits of a compaction over this number of versions, per element of the model, changed or not."""
     moves = changed_fraction * versions  # per element, expected
     size = 1 << max(6, math.ceil(math.log2(16 * math.sqrt(moves) + 32)))
     angle = 2 * np.pi * np.arange(size) / size
-    share = np.fft.ifft(np.exp(moves * (np.cos(angle) - 1))).real  # by how many steps an element has moved
+    share = np.fft.ifft(np.exp(moves * (np.cos(angle) - 1))).real  # distribution of the number of steps moved
     share = share[share > 1e-15]
     return float(-(share * np.log2(share)).sum())
+
+
+class _Channel:
+    """Simulates the bytes of a channel, from version to version.
+
+    Attributes:
+        budget: The publisher's budget for compactions and anchors.
+        held: Bytes of all objects.
+        bounded: Largest number of bytes so far if old versions are forgotten.
+        compactions: Bytes of each compaction.
+        compacted_bytes: Bytes of the newest compaction since the newest full weights.
+        anchors: Number of anchors after the first version.
+    """
+
+    def __init__(self, params: float, changed_fraction: float, held: float) -> None:
+        self.budget = Budget(1)
+        self.held = self._first_bytes = held
+        self.bounded = self.compacted_bytes = 0.0
+        self.compactions: list[float] = []
+        self.anchors = 0
+        self._params, self._changed_fraction, self._base = params, changed_fraction, 1
+
+    def publish(self, version: int, delta_bytes: float, full_bytes: float, keep_last: int | None) -> None:
+        """Add a version, and a compaction or an anchor if the budget allows it."""
+        self.budget.earn(delta_bytes)
+        self.held += delta_bytes
+        span = version - self._base
+
+        def compaction_bytes() -> float:
+            return self._params * compaction_bits(self._changed_fraction, span) / 8 + _RECORD_BYTES
+
+        found = self.budget.choose(version, full_bytes, compaction_bytes, compactions=True)
+        if found == "compaction":
+            self.compacted_bytes = compaction_bytes()
+            self.compactions.append(self.compacted_bytes)
+            self.held += self.compacted_bytes
+            self.budget.end(version, self.compacted_bytes)
+        elif found == "anchor":
+            self.anchors, self._base, self.compacted_bytes = self.anchors + 1, version, 0.0
+            self.held += full_bytes
+            self.budget.end(version, full_bytes)
+        if keep_last is not None:
+            tail = max(keep_last + max(_GC_EVERY, keep_last // 2), version - self.budget.compacted)
+            base_bytes = full_bytes if self.anchors else self._first_bytes
+            self.bounded = max(self.bounded, min(self.held, base_bytes + self.compacted_bytes + tail * delta_bytes))
 
 
 def forecast(
@@ -113,50 +159,30 @@ def forecast(
     bits_per_changed: float | None = None,
     versions: int | None = None,
 ) -> Forecast:
-    """Compute a run on S3 with default settings.
+    """Forecast a run on S3 with default settings.
 
     Args:
-        params: Elements of the model.
-        changed_fraction: Share of them that changes from one version to the next.
+        params: Number of elements of the model.
+        changed_fraction: Fraction of them that changes from one version to the next.
         every_s: Seconds from one version to the next.
-        days: How long the run takes; `versions` beats it.
-        replicas: How many fetch every version.
-        keep_last: As `Retention.keep_last`.
+        days: Duration of the run; ignored if `versions` is given.
+        replicas: Number of replicas, which fetch every version.
+        keep_last: See `Retention.keep_last`.
         by_reference: Whether the channel begins with a reference to a checkpoint; otherwise version 1 has full weights.
-        item_bytes: Of an element.
-        bits_per_changed: Of a delta, if it is known.
-        versions: How many are published after the first.
+        item_bytes: Size of an element.
+        bits_per_changed: Bits of a delta per changed element, if known; otherwise computed.
+        versions: Number of versions after the first.
     """
     count = round(days * 86_400 / every_s) if versions is None else versions
     full_bytes, bits = params * item_bytes, bits_per_changed or delta_bits(changed_fraction)
     delta_bytes = params * changed_fraction * bits / 8 + _RECORD_BYTES
     rates = RATES["s3"]
-    budget, base, compacted_bytes = Budget(1), 1, 0.0
-    compactions, anchors, byte_s, held = list[float](), 0, 0.0, 0.0 if by_reference else full_bytes
-    bounded = 0.0
+    channel = _Channel(params, changed_fraction, 0.0 if by_reference else full_bytes)
+    byte_s = 0.0
     for version in range(2, count + 2):
-        budget.earn(delta_bytes)
-        held += delta_bytes
-        span = version - base
-
-        def compaction_bytes(span: int = span) -> float:
-            return params * compaction_bits(changed_fraction, span) / 8 + _RECORD_BYTES
-
-        found = budget.choose(version, full_bytes, compaction_bytes, compactions=True)
-        if found == "compaction":
-            compacted_bytes = compaction_bytes()
-            compactions.append(compacted_bytes)
-            held += compacted_bytes
-            budget.end(version, compacted_bytes)
-        elif found == "anchor":
-            anchors, base, compacted_bytes = anchors + 1, version, 0.0
-            held += full_bytes
-            budget.end(version, full_bytes)
-        if keep_last is not None:
-            tail = max(keep_last + max(_SWEPT, keep_last // 2), version - budget.compacted)
-            based_bytes = 0.0 if by_reference and not anchors else full_bytes
-            bounded = max(bounded, min(held, based_bytes + compacted_bytes + tail * delta_bytes))
-        byte_s += (held if keep_last is None else min(held, bounded)) * every_s
+        channel.publish(version, delta_bytes, full_bytes, keep_last)
+        byte_s += (channel.held if keep_last is None else min(channel.held, channel.bounded)) * every_s
+    compactions, anchors = channel.compactions, channel.anchors
     parts = max(0, math.ceil(params * changed_fraction / PART_CHANGED) - 1) if delta_bytes > 4 << 20 else 0
     compaction_parts = math.ceil(params / COMPACTION_PART_ELEMENTS)
     files = math.ceil(full_bytes / (1 << 26)) + 1
@@ -174,10 +200,10 @@ def forecast(
         Item(what="anchors", count=whole, requests=whole * files, bytes=round(whole * full_bytes)),
     ]
     hours = count * every_s / 3600
-    looks = round(hours * rates.looks_per_hour) + count * rates.looks_per_version
-    replica_requests = looks + count * (1 + parts)
+    polls = round(hours * rates.polls_per_hour) + count * rates.polls_per_version
+    replica_requests = polls + count * (1 + parts)
     replica_bytes = count * delta_bytes
-    joiner_bytes = compacted_bytes + (count + 1 - budget.compacted) * delta_bytes
+    joiner_bytes = channel.compacted_bytes + (count + 1 - channel.budget.compacted) * delta_bytes
     puts = sum(item.requests for item in uploads) + round(replicas * hours * HEARTBEATS_PER_HOUR)
     return Forecast(
         params=params,
@@ -194,8 +220,8 @@ def forecast(
         stored_per_delta=1 + (sum(compactions) + anchors * full_bytes) / (count * delta_bytes) if count else 1.0,
         joiner_bytes=round(joiner_bytes),
         joiner_of_full=1 + joiner_bytes / full_bytes,
-        held_bytes=round(held),
-        bounded_bytes=None if keep_last is None else round(bounded),
+        held_bytes=round(channel.held),
+        bounded_bytes=None if keep_last is None else round(channel.bounded),
         replica_bytes=round(replica_bytes),
         replica_requests=replica_requests,
         put_usd=puts * S3_PUT_USD,

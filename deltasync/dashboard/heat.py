@@ -1,4 +1,4 @@
-"""How much of each layer a version changed, by the tables in its payloads; blocks are not read."""
+"""Compute the changed fraction of each layer from the tables in a version's payloads. Blocks are not read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from deltasync.errors import CorruptDataError
 from deltasync.stores.base import Store
 from deltasync.tensors import Layout
 
-_FIRST_BYTES = 1 << 16  # the header of some 500 patches: usually one request is enough
+_FIRST_BYTES = 1 << 16  # size of a header with some 500 patches, so that one request is usually enough
 _NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
 
 
 def layer_of(name: str) -> str:
-    """The layer of a tensor: its name up to the first number, or else without the last part.
+    """Return the layer of a tensor: its name up to the first number, or else without the last part.
 
     `model.layers.3.mlp.experts.7.up_proj.weight` belongs to `model.layers.3`, `lm_head.weight` to `lm_head`.
     """
@@ -31,13 +31,14 @@ def layer_of(name: str) -> str:
 
 
 def read_changed(store: Store, file: File, layout: Layout) -> dict[str, int]:
-    """Changed elements of each tensor, from the tables of a record or part; empty for a record whose payload is in parts.
+    """Return the changed elements of each tensor, from the tables of a record or part.
 
-    Reads the header, and the entries that count changes, so no digest is checked.
+    The result is empty for a record whose payload is in parts. Only the header and the counts are read, so no digest is
+    checked.
 
     Raises:
         CorruptDataError: the header cannot be read.
-        ObjectMissingError, StoreError: as `Store.read_range`.
+        ObjectMissingError, StoreError: see `Store.read_range`.
     """
     data = store.read_range(file.key, 0, min(max(file.bytes, 1), _FIRST_BYTES))
     if len(data) < 8 or (size := 8 + struct.unpack_from("<Q", data)[0]) > file.bytes:

@@ -1,4 +1,4 @@
-"""Look at a channel repeatedly, and keep what was seen."""
+"""Read a channel repeatedly, and keep the results as snapshots."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from deltasync.dashboard.costs import estimate
 from deltasync.dashboard.heat import by_layer, read_changed
 from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, compaction_row, version_row
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
-from deltasync.maintenance import Progress, attempt, digests, in_parallel, quiet
+from deltasync.maintenance import Progress, digests, in_parallel, quiet, result_or_error
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.tensors import weight_bytes, weight_elements
 
-_LIST_EVERY_S = 10.0  # compactions, anchors and forgotten versions are seen this late, because head does not tell of them
-_LAGS = 2000  # how many are kept
+_LIST_EVERY_S = 10.0  # delay of news about compactions, anchors and forgotten versions, which head does not announce
+_LAGS = 2000  # most lags kept
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
 class Observer:
-    """Observes one channel from outside. A look reads head, each heartbeat and new documents, and lists now and then.
+    """Observes one channel from outside. `refresh` reads head, heartbeats and new documents, and lists now and then.
 
     Args:
         store: The channel's store.
-        last: How many of the newest versions to read.
-        heat: How many of the newest versions `read_headers` reads payload headers of.
+        last: Number of the newest versions to read.
+        heat: Number of the newest versions whose payload headers `read_headers` reads.
         trusted_keys: See `ChannelReader`.
     """
 
@@ -44,24 +44,24 @@ class Observer:
         self._last, self._heat_last = last, heat
         self._head: VersionId | None = None
         self._listed_s = float("-inf")
-        self._documents: dict[str, Record] = {}  # of all records and compactions that were seen, by key
-        self._line: dict[int, Slot] = {}  # versions that were read, by number, ascending
-        self._numbers: set[int] = set()  # all version numbers that were listed
-        self._held: dict[str, ObjectInfo] = {}  # records, compactions and files that were listed last
+        self._documents: dict[str, Record] = {}  # documents of all records and compactions ever seen, by key
+        self._lineage: dict[int, Slot] = {}  # versions that were read, by number, ascending
+        self._numbers: set[int] = set()  # all listed version numbers
+        self._held: dict[str, ObjectInfo] = {}  # records, compactions and files of the last listing
         self._problems: dict[str, str] = {}
         self._beats: list[Heartbeat] = []
         self._served: dict[str, int | None] = {}
-        self._since_s: dict[str, float] = {}  # when a replica was first seen to serve something
+        self._since_s: dict[str, float] = {}  # time of each replica's first heartbeat with a version
         self._lags: deque[LagRow] = deque(maxlen=_LAGS)
         self._heat: dict[int, list[float]] = {}
-        self._tried: set[int] = set()  # versions whose headers were read, damaged or not, since the last listing
-        self._layers = Counter[str]()  # elements of each
+        self._tried: set[int] = set()  # versions whose headers were read since the last listing, damaged or not
+        self._layers = Counter[str]()  # number of elements by layer
 
     def refresh(self, progress: Progress = quiet) -> Snapshot:
-        """Read what is new, and return everything that was seen.
+        """Read new objects, and return a snapshot.
 
         Raises:
-            DeltaSyncError: the channel cannot be read now. `snapshot` still returns what was seen before.
+            DeltaSyncError: the channel cannot be read now. `snapshot` still returns the earlier results.
         """
         try:
             run_id = self._reader.channel().run_id
@@ -90,8 +90,8 @@ class Observer:
         versions = [slot for slot in slots if (read := self._documents.get(slot.key)) is not None and read.is_version]
         tip = max(versions, key=lambda slot: slot.newness, default=None)
         newest = 0 if tip is None else tip.version
-        # Of two versions with one number the later epoch's counts. Those after the newest are of an epoch that was left.
-        self._line = {slot.version: slot for slot in versions if slot.version <= newest}
+        # If two versions share a number, the later epoch's counts. Versions after the newest belong to an abandoned epoch.
+        self._lineage = {slot.version: slot for slot in versions if slot.version <= newest}
         self._numbers = {slot.version for slot in slots if slot.version <= newest}
         self._tried.clear()
         self._listed_s = time.monotonic()
@@ -99,8 +99,8 @@ class Observer:
     def _gather(
         self, items: Mapping[str, _Item], read: Callable[[_Item], _Result], what: str, progress: Progress
     ) -> Iterator[tuple[str, _Result]]:
-        """Yield (name, what was read) for each item that is there and not damaged; keep the problems of damaged ones."""
-        results = in_parallel(lambda item: attempt(read, item), list(items.values()), what, progress)
+        """Yield (name, result) for each existing, undamaged item, and record the problems of damaged ones."""
+        results = in_parallel(lambda item: result_or_error(read, item), list(items.values()), what, progress)
         for name, found in zip(items, results, strict=True):
             if isinstance(found, FormatError):
                 self._problems[name] = str(found)
@@ -109,16 +109,16 @@ class Observer:
                 yield name, found
 
     def _document(self, number: int) -> Record:
-        return self._documents[self._line[number].key]
+        return self._documents[self._lineage[number].key]
 
     def _observe(self, beat: Heartbeat) -> None:
-        """Record a replica's lag when it was seen to move to a newer version.
+        """Record a replica's lag when it moves to a newer version.
 
-        It is no lag to catch up with versions from before the replica was there, to go back, or to go where a pin points.
+        Moves backwards, to a pin, or to versions from before the replica's first heartbeat are not counted.
         """
         before = self._served.get(beat.replica_id)
         moved = beat.version is not None and before is not None and beat.version > before
-        if moved and beat.pin is None and beat.version in self._line:
+        if moved and beat.pin is None and beat.version in self._lineage:
             created_s = self._document(beat.version).created_s
             if created_s > self._since_s[beat.replica_id]:
                 lag_s = round(max(0.0, beat.time_s - created_s), 3)
@@ -128,13 +128,13 @@ class Observer:
         self._served[beat.replica_id] = None if beat.state == heartbeat.STOPPED else beat.version
 
     def read_headers(self, limit: int, progress: Progress = quiet) -> int:
-        """Read the payload headers of the newest `limit` versions that are still to be read; return how many are left.
+        """Read the payload headers of the newest `limit` unread versions, and return the number of unread ones left.
 
         Raises:
-            StoreError: they cannot be read now.
+            StoreError: the headers cannot be read now.
         """
         waiting = self._waiting_for_headers()
-        now = {f"{self._line[number].key} header": number for number in waiting[-limit:]}
+        now = {f"{self._lineage[number].key} header": number for number in waiting[-limit:]}
         for name, changed in self._gather(now, self._read_header, "payload headers", progress):
             layers = by_layer(changed.items())
             self._heat[now[name]] = [float(f"{layers[layer] / max(n, 1):.4g}") for layer, n in self._layers.items()]
@@ -142,7 +142,7 @@ class Observer:
         return len(waiting) - len(now)
 
     def _read_header(self, number: int) -> dict[str, int]:
-        key, delta = self._line[number].key, self._document(number).delta
+        key, delta = self._lineage[number].key, self._document(number).delta
         assert delta is not None
         changed = Counter[str]()
         for file in (File(key=key, bytes=self._held[key].bytes, sha256=""), *delta.parts):
@@ -150,23 +150,24 @@ class Observer:
         return changed
 
     def _waiting_for_headers(self) -> list[int]:
-        newest = list(self._line)[-self._heat_last :] if self._heat_last else []
+        newest = list(self._lineage)[-self._heat_last :] if self._heat_last else []
         unread = [number for number in newest if number not in self._heat and number not in self._tried]
         return [number for number in unread if self._document(number).delta is not None]
 
     def snapshot(self, error: str | None = None) -> Snapshot:
-        """What was seen so far; `error` says why the last look failed."""
+        """Return everything seen so far. `error` is the problem of the last refresh."""
         now_s = time.time()
-        if not self._line:
+        if not self._lineage:
             return Snapshot(url=self._reader.store.url, time_s=now_s, error=error, problems=list(self._problems.values()))
         channel = self._reader.channel()
         specs = self._reader.specs.values()
         head = {} if self._head is None else {self._head.slot: self._head.sha256}  # a hint, good enough to show
         named = head | digests(self._documents.values())
-        beside = [found for key in self._held if (found := self._documents.get(key)) is not None and found.kind in SHORTCUTS]
-        announced = {each.slot: each for each in beside if each.anchor is not None}
-        compactions = [compaction_row(each) for each in beside if each.delta is not None]
-        shown = list(self._line.values())[-self._last :]
+        documents = [found for key in self._held if (found := self._documents.get(key)) is not None]
+        shortcuts = [each for each in documents if each.kind in SHORTCUTS]
+        announced = {each.slot: each for each in shortcuts if each.anchor is not None}
+        compactions = [compaction_row(each) for each in shortcuts if each.delta is not None]
+        shown = list(self._lineage.values())[-self._last :]
         rows = [version_row(slot, self._documents[slot.key], named.get(slot), announced.get(slot)) for slot in shown]
         newest = rows[-1]
         created_s = _epoch_s(channel.created_at)
@@ -207,9 +208,9 @@ class Observer:
         behind = None if served is None else max(0, newest - served)
         lag_s = None
         if live and served is not None and beat.pin is None:
-            missed = min((number for number in self._line if number > served), default=None)
+            missed = min((number for number in self._lineage if number > served), default=None)
             lag_s = 0.0 if missed is None else max(0.0, now_s - self._document(missed).created_s)
-        here = None if served is None else self._line.get(served)
+        here = None if served is None else self._lineage.get(served)
         return ReplicaRow(
             replica_id=beat.replica_id,
             state=beat.state,
@@ -226,7 +227,7 @@ class Observer:
 
 
 def _epoch_s(created_at: str) -> float:
-    """Seconds since the epoch, 0 if the text is not a time: nothing checks the one in channel.json."""
+    """Return seconds since the epoch; 0 if the text is not a time, because readers do not check channel.json's."""
     try:
         return datetime.datetime.fromisoformat(created_at).timestamp()
     except ValueError:

@@ -25,22 +25,22 @@ _POLICY = (
 
 
 def page(snapshot: Snapshot | None = None) -> bytes:
-    """The page, self-contained; without a snapshot it fetches `data.json` repeatedly."""
+    """Return the self-contained page. Without a snapshot, the page fetches `data.json` repeatedly."""
     folder = importlib.resources.files("deltasync.dashboard")
     template = folder.joinpath("page.html").read_bytes()
     for name in _PARTS:
         template = template.replace(b"{{%s}}" % name.encode(), folder.joinpath(name).read_bytes())
     if snapshot is None:
         return template
-    # It goes inside a script element, which no text in it may end.
+    # The data is inside a script element, so no text in it may close that element.
     data = _encode(snapshot).replace(b"<", rb"\u003c")
     return template.replace(_PLACE, _PLACE.replace(b"null", data))
 
 
 class PageServer:
-    """Looks at a channel in a thread, which alone uses `observer`, and serves what it saw to this machine only.
+    """Refreshes `observer` in a thread, and serves its snapshots to this machine only. No other thread uses `observer`.
 
-    Port 0 takes any free port; `interval_s` is the time between two looks.
+    Port 0 means any free port; `interval_s` is the time between two refreshes.
 
     Raises:
         ConfigError: the port cannot be used.
@@ -55,11 +55,11 @@ class PageServer:
         except OSError as error:
             raise ConfigError(f"Port {port} on 127.0.0.1 cannot be used: {error.strerror}.") from None
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}/"
-        self._looking = threading.Thread(target=self._refresh, name="deltasync-dashboard", daemon=True)
+        self._thread = threading.Thread(target=self._refresh, name="deltasync-dashboard", daemon=True)
 
     def run(self) -> None:
         """Serve until an exception such as Ctrl-C."""
-        self._looking.start()
+        self._thread.start()
         self._http.serve_forever(poll_interval=0.2)
 
     def __enter__(self) -> Self:
@@ -79,7 +79,7 @@ class PageServer:
             except DeltaSyncError as error:
                 self._show(self._observer.snapshot(error=str(error)))
             except Exception as error:
-                logger.exception("Looking at the channel failed unexpectedly.")
+                logger.exception("Reading the channel failed unexpectedly.")
                 self._show(self._observer.snapshot(error=f"Unexpected {type(error).__name__}: {error}"))
             self._stop.wait(self._interval_s)
 
@@ -94,7 +94,7 @@ def _encode(snapshot: Snapshot) -> bytes:
 def _handler(server: PageServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # A page elsewhere that has its own name point here must not read this one.
+            # A foreign page whose host name resolves to this address (DNS rebinding) must not read this one.
             if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
                 self.send_error(403, "Only for this machine")
             elif self.path == "/":

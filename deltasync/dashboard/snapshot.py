@@ -1,4 +1,4 @@
-"""What is shown of a channel, as plain data: these are the fields of `data.json` and of `deltasync watch --json`."""
+"""The snapshot of a channel as plain data: the fields of `data.json` and of `deltasync watch --json`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class VersionRow:
     """One version.
 
     Attributes:
-        sha256: Digest of its record, None until something names it.
+        sha256: Digest of its record, None until another document names it.
         kind: `delta`, `anchor` or `reference`.
-        created_s: When it was encoded, seconds since the epoch.
-        changed: How many elements changed, None without a delta.
-        delta_bytes, anchor_bytes: Size of the payload, None if it has none; the anchor may be announced beside it.
-        delta_objects, anchor_objects: How many payload files there are beside the record.
+        created_s: Time of encoding, in seconds since the epoch.
+        changed: Number of changed elements, None without a delta.
+        delta_bytes, anchor_bytes: Size of the payload, None without one. The anchor may be announced separately.
+        delta_objects, anchor_objects: Number of payload files outside the record.
         token_lag: Mean, 95th percentile and maximum age in versions of tokens trained for its last publish; None if unknown.
     """
 
@@ -44,7 +44,7 @@ class VersionRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CompactionRow:
-    """One compaction that starts from a version."""
+    """One compaction, from a base version to a later one."""
 
     base_version: int
     version: int
@@ -56,16 +56,16 @@ class CompactionRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaRow:
-    """One replica, by its last heartbeat.
+    """One replica, as of its last heartbeat.
 
     Attributes:
-        state: What the replica reports; `stale` if it has not heard of the channel for a while.
+        state: The replica's reported state; `stale` if it could not read the channel for a while.
         live: Whether the heartbeat is recent and the replica has not stopped.
-        sha256: Digest of the version it serves.
-        strange: Whether it serves another version under this number than the channel has.
-        behind: How many versions it lies behind the newest, None if it serves none.
-        lag_s: Seconds since the first version that it lacks was encoded, 0 at the newest; None if not live, or pinned.
-        pin: Which versions it takes, None for the newest.
+        sha256: Digest of the served version.
+        strange: Whether the served version is not the channel's version with this number.
+        behind: Number of versions behind the newest, None if it serves none.
+        lag_s: Seconds since the first missing version was encoded, 0 at the newest; None if not live, or pinned.
+        pin: The pin, None for the newest version.
         age_s: Age of the heartbeat.
     """
 
@@ -84,7 +84,7 @@ class ReplicaRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LagRow:
-    """A replica was seen to begin to serve a version, `lag_s` after it was encoded (by two machines' clocks)."""
+    """A replica began to serve a version `lag_s` after it was encoded, measured with two machines' clocks."""
 
     time_s: float
     replica_id: str
@@ -94,18 +94,18 @@ class LagRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """Everything that is shown. Times are seconds since the epoch.
+    """The state of a channel. Times are seconds since the epoch.
 
     Attributes:
         newest_version: The newest version, None before the first; then most other fields are empty.
-        head_sha256: Its digest, None if it is not known yet.
-        full_bytes: Bytes of the weights, as served.
-        forgotten: How many versions up to the newest are not there any more.
-        unread: How many versions are there, but were not read.
+        head_sha256: Its digest, None if unknown.
+        full_bytes: Size of the served weights.
+        forgotten: Number of versions up to the newest that were deleted.
+        unread: Number of existing versions that were not read.
         heat: Version -> changed fraction of each layer.
-        heat_unread: How many versions' payload headers are still to be read.
-        problems: Damage that was seen, in sentences.
-        error: Why the last look failed, None if it did not.
+        heat_unread: Number of versions whose payload headers are unread.
+        problems: Damages, in sentences.
+        error: Error of the last refresh, None if it succeeded.
     """
 
     url: str
@@ -132,7 +132,7 @@ class Snapshot:
 
 
 def version_row(slot: Slot, found: Record, sha256: str | None, announced: Record | None) -> VersionRow:
-    """The row of a version: its record, the record's digest, and the compaction that announces an anchor of it, if any."""
+    """Return the row of a version from its record, the record's digest, and the announcement of its anchor, if any."""
     delta = found.delta
     weights = found if found.anchor is not None else announced
     anchor = None if weights is None or weights.reference is not None else weights.anchor
@@ -156,7 +156,7 @@ def version_row(slot: Slot, found: Record, sha256: str | None, announced: Record
 
 
 def compaction_row(found: Record) -> CompactionRow:
-    """The row of a compaction."""
+    """Return the row of a compaction."""
     assert found.base is not None and found.delta is not None
     return CompactionRow(
         base_version=found.base.version,

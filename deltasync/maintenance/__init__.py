@@ -1,7 +1,7 @@
-"""Look after a channel: `forget` and `prune`, `check` and `repair`, `copy`, `Relay`, `export`, `write_compaction`.
+"""Maintain a channel: `forget` and `prune`, `check` and `repair`, `copy`, `Relay`, `export`, `write_compaction`.
 
-Each takes a `ChannelReader` and reports progress through a callback. What holds weights is imported on first use, so that
-what only reads documents needs neither torch nor numba.
+Each function has a `ChannelReader` as its first argument and reports progress through a callback. Modules that hold weights
+are imported on first use, so that functions that only read documents need neither torch nor numba.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from deltasync.maintenance.checks import Report, check
 from deltasync.maintenance.gc import Pruned, forget, prune
-from deltasync.maintenance.retention import Forgetting, Keep, line
-from deltasync.maintenance.scan import Progress, attempt, digests, identities, in_parallel, quiet, survey
+from deltasync.maintenance.retention import ForgetPlan, KeepPolicy, lineage
+from deltasync.maintenance.scan import Progress, digests, identities, in_parallel, quiet, result_or_error, scan_channel
 
 if TYPE_CHECKING:
     from deltasync.maintenance.compaction import write_compaction
@@ -29,14 +29,13 @@ _HOME = {
 
 __all__ = [
     "Copied",
-    "Forgetting",
-    "Keep",
+    "ForgetPlan",
+    "KeepPolicy",
     "Progress",
     "Pruned",
     "Relay",
     "Repair",
     "Report",
-    "attempt",
     "check",
     "copy",
     "digests",
@@ -45,13 +44,14 @@ __all__ = [
     "forget",
     "identities",
     "in_parallel",
-    "line",
+    "lineage",
     "prune",
     "quiet",
     "quota",
     "repair",
+    "result_or_error",
+    "scan_channel",
     "source_of",
-    "survey",
     "write_compaction",
 ]
 

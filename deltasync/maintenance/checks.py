@@ -1,4 +1,4 @@
-"""Check a channel: compare what its records promise with what is there. Reports problems, never repairs them."""
+"""Check a channel: compare its objects with its records. Problems are reported, never repaired."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ from deltasync.errors import (
     ObjectMissingError,
 )
 from deltasync.maintenance.retention import References
-from deltasync.maintenance.scan import WHOLE, Progress, attempt, check_listing, digests, in_parallel, quiet, survey
+from deltasync.maintenance.scan import (
+    WHOLE,
+    Progress,
+    check_listing,
+    digests,
+    in_parallel,
+    quiet,
+    result_or_error,
+    scan_channel,
+)
 
 if TYPE_CHECKING:
     from deltasync.following import Follower, StagedVersion
@@ -31,11 +40,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Damage:
-    """One object that is missing, damaged, or does not give what it promises.
+    """One object that is missing or damaged, or does not give the bits that it names.
 
     Attributes:
-        sha256: The digest it must have, None if nothing names it.
-        of: Key of the record or compaction that cannot be used because of it.
+        sha256: The digest that other documents give for it, None if none does.
+        of: Key of the record or compaction that is unusable because of it.
     """
 
     key: str
@@ -46,16 +55,16 @@ class Damage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `check` found.
+    """The result of `check`.
 
     Attributes:
-        versions, anchors, compactions: How many there are, damaged ones included; anchors in records and announced ones.
-        data_bytes: Bytes of all records, compactions, parts and anchors.
-        publishing: How many files nothing names yet, but their author may still name.
-        garbage_objects, garbage_bytes: Files that nothing names; `prune` deletes them when they are old.
-        unreachable: Versions that cannot be read by any way.
-        proven: Versions whose bits were replayed and have the published fingerprints; None if data was not read.
-        unproven: All other versions, if data was read: the problem lies there, or at a version that they build on.
+        versions, anchors, compactions: Counts, including damaged objects; anchors in records and announced ones.
+        data_bytes: Size of all records, compactions, parts and anchors.
+        publishing: Number of files that no document names yet, but that their author may still name.
+        garbage_objects, garbage_bytes: Files that no document names; `prune` deletes them when they are old.
+        unreachable: Versions that no chain reaches.
+        proven: Versions whose replayed bits have the published fingerprints; None if data was not read.
+        unproven: All other versions, if data was read. They, or versions that they build on, are damaged.
     """
 
     problems: list[DeltaSyncError]
@@ -78,28 +87,29 @@ class Report:
 
 
 def check(reader: ChannelReader, *, read_data: bool = False, progress: Progress = quiet) -> Report:
-    """Compare a channel with what its records promise.
+    """Compare a channel's objects with its records.
 
-    Records, seals and compactions must be whole, of one run, and have the digests that others name; every version must be
-    reachable; every file that they name must be listed with its size. With `read_data` every file is also read, and every
-    version, anchor and compaction is applied to weights in host memory, to compare each sha256 and each fingerprint.
+    Records, seals and compactions must be whole, of one run, and have the digests that others name. Every version must be
+    reachable. Every named file must be listed with its size. With `read_data` every file is also read, and every version,
+    anchor and compaction is applied to weights in host memory, to compare each sha256 and each fingerprint.
 
     Raises:
         NotPublishedError, FormatError: channel.json is missing or damaged, so nothing else can be checked.
         StoreError: the store failed.
     """
-    examined = Examined(reader, progress)
+    inspection = Inspection(reader, progress)
     if read_data:
-        examined.replay(progress)
-    return examined.conclude()
+        inspection.replay(progress)
+    return inspection.report()
 
 
-class Examined:
-    """A channel whose records, compactions and announcements were read, and whose files were listed.
+class Inspection:
+    """Reads a channel's records, compactions and announcements, lists its files, and collects damages.
 
     Attributes:
-        records, shortcuts: Records, and compactions and announcements, that are whole, without their bytes.
-        damages: What is wrong with each damaged object, by key.
+        records: Intact records by slot, without their bytes.
+        shortcuts: Intact compactions and announcements by key, without their bytes.
+        damages: The first problem of each damaged object, by key.
         proven: Versions that were replayed; None if `replay` did not run.
     """
 
@@ -107,9 +117,9 @@ class Examined:
         self.reader = reader
         self.damages: dict[str, Damage] = {}
         self.proven: set[Slot] | None = None
-        # Head first, then records, then files: what one names was stored before it.
+        # Head first, then records, then files: an object is stored after those that it names.
         head = reader.head()
-        held = self._held = survey(reader, progress, whole=True)
+        held = self._held = scan_channel(reader, progress, whole=True)
         self.records = {slot: held.stored[slot.key] for slot in held.slots if slot.key in held.stored}
         self.shortcuts = {key: held.stored[key] for key in held.shortcuts if key in held.stored}
         self._sizes = {info.key: info.bytes for info in reader.store.list("")}
@@ -118,7 +128,7 @@ class Examined:
             self._check_head(head.newest)
         for key, problem in held.problems.items():
             slot = keys.slot_of(key)
-            self.note(key, problem, None if slot is None else self._digests.get(slot))
+            self.add_damage(key, problem, None if slot is None else self._digests.get(slot))
         epochs = [epoch for key in self._sizes if (epoch := keys.epoch_of(key)) is not None]
         self._check_digests({*(slot.epoch for slot in held.slots), *epochs})
         self._check_hint(keys.HEAD, Head)
@@ -130,115 +140,115 @@ class Examined:
                 if size is None:
                     check_listing(reader, [file.key] if file.bytes else [])
                     missing = MissingVersionError(f"{file.key}, which {stored.key} names, is not in the store.")
-                    self.note(file.key, missing, file.sha256, stored.key)
+                    self.add_damage(file.key, missing, file.sha256, stored.key)
                 elif size != file.bytes:
-                    wrong = f"{file.key} has {size} bytes, {stored.key} says {file.bytes}."
-                    self.note(file.key, wrong, file.sha256, stored.key)
+                    wrong = f"{file.key} has {size} bytes, not {file.bytes} as {stored.key} says."
+                    self.add_damage(file.key, wrong, file.sha256, stored.key)
 
     @property
     def versions(self) -> dict[Slot, StoredRecord]:
-        """All records but seals."""
+        """All records except seals."""
         return {slot: stored for slot, stored in self.records.items() if stored.record.is_version}
 
     def edges(self) -> list[StoredRecord]:
-        """All records and compactions that lead to a version."""
+        """All records, compactions and announcements that produce a version."""
         return [*self.versions.values(), *self.shortcuts.values()]
 
     def documents(self) -> dict[Slot, Record | None]:
-        """The documents of records, None where one is damaged."""
+        """The documents of records, None for damaged ones."""
         return {slot: self.records[slot].record if slot in self.records else None for slot in self._held.slots}
 
-    def note(self, key: str, problem: DeltaSyncError | str, sha256: str | None = None, of: str | None = None) -> None:
-        """Keep the first problem of each object; a text says how it is damaged. See `Damage`; `of` is the object if None."""
+    def add_damage(self, key: str, problem: DeltaSyncError | str, sha256: str | None = None, of: str | None = None) -> None:
+        """Record the first problem of an object. A text becomes a CorruptDataError; `of` defaults to the object itself."""
         error = CorruptDataError(problem) if isinstance(problem, str) else problem
         self.damages.setdefault(key, Damage(key, sha256, of or key, error))
 
     def _check_hint(self, key: str, kind: type[Head] | type[EpochDocument]) -> None:
-        """Check a document that readers can do without."""
+        """Check a document that readers do not need."""
         channel = self.reader.channel()
         try:
             found = documents.decode(self.reader.store.read(key, documents.SMALL_BYTES), kind, key)
-            # An epoch before the first: its writer died before it created the channel, and another one did.
+            # An epoch before the channel's first: its writer died before it created the channel, and another writer did.
             claimed = isinstance(found, EpochDocument) and found.epoch < channel.epoch
             if found.run_id != channel.run_id and not claimed:
                 raise CorruptDataError(f"{key} belongs to run {found.run_id}.")
         except FormatError as error:
-            self.note(key, error)
+            self.add_damage(key, error)
         except ObjectMissingError:
             pass
 
     def _check_head(self, newest: VersionId) -> None:
-        """Head may lag behind, but must not name a record that does not exist. If a record is missing, it has its digest."""
+        """Check that head names no missing newest record. Head may lag, and gives the digest of a missing record."""
         stored = self.records.get(newest.slot)
         if stored is None:
             self._digests[newest.slot] = newest.sha256
             last = max((slot.newness for slot in self._held.slots), default=("", 0))
             if newest.key not in self._sizes and newest.slot.newness > last:
                 problem = MissingVersionError(f"{newest.key}, which {keys.HEAD} names, is not in the store.")
-                self.note(newest.key, problem, newest.sha256)
+                self.add_damage(newest.key, problem, newest.sha256)
         elif stored.sha256 != newest.sha256:
-            self.note(keys.HEAD, f"{keys.HEAD} names another record of version {newest.version} than there is.")
+            self.add_damage(keys.HEAD, f"{keys.HEAD} has another digest for version {newest.version} than its record.")
 
     def _check_digests(self, epochs: set[str]) -> None:
         for slot, sha256 in self._digests.items():
             stored = self.records.get(slot)
             if stored is not None and stored.sha256 != sha256:
-                self.note(slot.key, f"{slot.key} does not have the sha256 that others name it by.", sha256)
+                self.add_damage(slot.key, f"{slot.key}: SHA-256 mismatch with the records that name it.", sha256)
                 del self.records[slot]
         for key, stored in self.shortcuts.items():
             for end in (stored.version, stored.base):
                 if end is not None and self._digests[end.slot] != end.sha256:
-                    self.note(key, f"{key} names another version {end.version}.")
+                    self.add_damage(key, f"{key} has another digest for version {end.version} than its record.")
         for slot, stored in self.records.items():
             base, following = stored.record.base, stored.record.next_epoch
             if following is None:
                 continue
             if base is not None and self._digests[base.slot] != base.sha256:
-                self.note(slot.key, f"{slot.key} seals another version {base.version}.")
-            elif following not in epochs and max(epochs) > slot.epoch:  # else its epoch is still to be opened
-                self.note(slot.key, f"{slot.key} names an epoch that does not exist.")
+                self.add_damage(slot.key, f"{slot.key} has another digest for version {base.version} than its record.")
+            elif following not in epochs and max(epochs) > slot.epoch:  # else the epoch is about to be opened
+                self.add_damage(slot.key, f"{slot.key} names an epoch that does not exist.")
 
     def read_files(self, progress: Progress = quiet) -> None:
-        """Read every file and compare its sha256; nothing is replayed."""
+        """Read every file and compare its sha256, without a replay."""
         files = [(stored, file) for stored in self.edges() for file in stored.record.files]
         in_parallel(lambda pair: self._read_file(*pair), files, "files", progress, WHOLE)
 
     def _read_file(self, stored: StoredRecord, file: File) -> None:
         if file.key not in self.damages:
-            found = attempt(self.reader.fetch, file)
+            found = result_or_error(self.reader.fetch, file)
             if isinstance(found, DeltaSyncError):
-                self.note(file.key, found, file.sha256, stored.key)
+                self.add_damage(file.key, found, file.sha256, stored.key)
 
     def usable(self, stored: StoredRecord) -> bool:
-        """Whether a record or compaction leads from its base to its version, as far as it was checked."""
+        """Whether the record or compaction and its payload files are undamaged, as far as they were checked."""
         return not any(key in self.damages for key in (stored.key, *(file.key for file in stored.record.payload_files)))
 
-    def reached(self, start: Iterable[Slot] = (), nothing: bool = True) -> set[Slot]:
-        """All versions that can be reached from these versions and, unless `nothing` is false, from nothing."""
+    def reachable(self, start: Iterable[Slot] = (), anchors: bool = True) -> set[Slot]:
+        """Return all versions that are reachable from `start` and, with `anchors`, from anchors."""
         found = set(start)
-        for stored in sorted(self.edges(), key=lambda stored: stored.record.version):  # a base has a lesser number
+        for stored in sorted(self.edges(), key=lambda stored: stored.record.version):  # a base has a smaller number
             base = stored.base
-            if self.usable(stored) and (nothing if base is None else base.slot in found):
+            if self.usable(stored) and (anchors if base is None else base.slot in found):
                 found.add(stored.version.slot)
         return found
 
     def replay(self, progress: Progress = quiet) -> None:
-        """Apply every version, anchor and compaction to weights in host memory, and compare the bits; read every file."""
-        from deltasync.following import Follower  # which needs torch, as nothing else here does
+        """Read every file, apply every version, anchor and compaction to weights in host memory, and compare the bits."""
+        from deltasync.following import Follower  # needs torch, unlike the rest of this module
         from deltasync.live import LiveMemory
 
         memory, _ = LiveMemory.on_host(self.reader.specs)
         memory.audit()
         follower = Follower(self.reader, memory)
         proven = self.proven = set[Slot]()
-        ways = {slot: [stored] for slot, stored in self.versions.items()}
+        edges = {slot: [stored] for slot, stored in self.versions.items()}
         compactions: dict[Slot, list[StoredRecord]] = {}
         for shortcut in self.shortcuts.values():
             if shortcut.base is None:
-                ways.setdefault(shortcut.version.slot, []).append(shortcut)
+                edges.setdefault(shortcut.version.slot, []).append(shortcut)
             else:
                 compactions.setdefault(shortcut.base.slot, []).append(shortcut)
-        for done, (slot, found) in enumerate(sorted(ways.items()), start=1):
+        for done, (slot, found) in enumerate(sorted(edges.items()), start=1):
             for stored in found:
                 if self._apply(follower, stored) is not None:
                     proven.add(slot)
@@ -247,14 +257,12 @@ class Examined:
                 if committed is not None:
                     follower.rollback(committed)
                     follower.identified(found[0])
-            progress("replaying", done, len(ways))
-        for compaction in [
-            compaction for left in compactions.values() for compaction in left
-        ]:  # there is nothing to apply them to
-            self._read(compaction)
+            progress("replaying", done, len(edges))
+        for compaction in [compaction for left in compactions.values() for compaction in left]:  # their bases are missing
+            self._read_files_of(compaction)
 
-    def _go(self, follower: Follower, base: VersionId | None) -> bool:
-        """Bring the weights to the version that something builds on; False if its bits cannot be read."""
+    def _move_to(self, follower: Follower, base: VersionId | None) -> bool:
+        """Bring the weights to the version `base`. Return False if its bits cannot be read."""
         if base is None or follower.version == base:
             return True
         if base.slot in (self.proven or ()):
@@ -265,45 +273,44 @@ class Examined:
         return follower.version == base
 
     def _apply(self, follower: Follower, stored: StoredRecord) -> StagedVersion | None:
-        """Apply a record or compaction, and read its files. On failure note why, keep the old weights, and return None."""
-        if not self._go(follower, stored.base) or not self.usable(stored):
-            self._read(stored)
+        """Apply a record or compaction, and read its files. On failure record the damage, keep the weights, return None."""
+        if not self._move_to(follower, stored.base) or not self.usable(stored):
+            self._read_files_of(stored)
             return None
         try:
             committed = follower.commit(follower.stage([stored]))
             follower.confirm(committed)
         except (FormatError, ChainError, ApplyError) as error:
-            self._read(stored)
-            if self.usable(stored):  # no file is damaged: the object itself promises other bits
-                self.note(stored.key, error)
+            self._read_files_of(stored)
+            if self.usable(stored):  # no file is damaged: the object itself is wrong
+                self.add_damage(stored.key, error)
             return None
         for file in stored.record.anchor.model_files if stored.record.anchor is not None else []:
             self._read_file(stored, file)
         return committed
 
-    def _read(self, stored: StoredRecord) -> None:
+    def _read_files_of(self, stored: StoredRecord) -> None:
         for file in stored.record.files:
             self._read_file(stored, file)
 
-    def conclude(self) -> Report:
-        """Note which missing records make versions unreachable, and return the report."""
-        versions, reached = self.versions, self.reached()
+    def report(self) -> Report:
+        """Record missing records that make versions unreachable as damages, and return the report."""
+        versions, reached = self.versions, self.reachable()
         for slot, stored in sorted(versions.items()):
             base = stored.base
             if slot in reached or base is None or base.key in self.damages or not self.usable(stored):
                 continue
             if base.slot not in self.records:
                 problem = MissingVersionError(
-                    f"Version {slot.version} builds on version {base.version}, whose record is missing, and no other way "
-                    "leads there."
+                    f"Version {slot.version} is not reachable: the record of its base, version {base.version}, is missing."
                 )
-                self.note(base.key, problem, base.sha256)
+                self.add_damage(base.key, problem, base.sha256)
         newest = max(versions, key=lambda slot: slot.newness, default=None)
         folders = (keys.VERSIONS, keys.COMPACTIONS, keys.ANNOUNCEMENTS, keys.PARTS, keys.ANCHORS)
         references = References(self.documents(), self._held.shortcuts)
         files = [key for key in self._sizes if key.startswith((keys.PARTS, keys.ANCHORS)) and keys.file_of(key)]
         unnamed = [key for key in files if key not in references]
-        garbage = [key for key in unnamed if not references.under_way(key)]
+        garbage = [key for key in unnamed if not references.in_progress(key)]
         return Report(
             problems=[damage.problem for damage in self.damages.values()],
             newest=None if newest is None else versions[newest].version,

@@ -1,4 +1,4 @@
-"""Write a compaction: one delta over several versions, for replicas that catch up."""
+"""Write shortcuts: compactions (one delta over several versions, for replicas that catch up) and announced anchors."""
 
 from __future__ import annotations
 
@@ -39,19 +39,18 @@ def write_compaction(
     signer: Signer | None = None,
     progress: Progress = quiet,
 ) -> StoredRecord:
-    """Store the compaction from one version to a later one, and return it. If the channel has it already, nothing is
-    written.
+    """Store the compaction from version `base` to `version`, unless the channel has it, and return it.
 
-    It compares the bits of both versions, which works for every codec, also across anchors and dense tensors. What was
-    encoded is decoded again before it is stored. Holds the weights twice.
+    The bits of both versions are compared, which works for every codec, and across anchors and dense tensors. The encoded
+    bytes are decoded again before they are stored. Needs memory for two copies of the weights.
 
     Raises:
         ConfigError: `base` is not before `version`, or the channel is signed and there is no `signer`.
-        UnsupportedFormatError: there is no such codec.
+        UnsupportedFormatError: the codec is unknown.
         MissingVersionError: one of the two versions is not in the channel.
     """
     if not 1 <= base < version:
-        raise ConfigError(f"A compaction leads from a version to a later one, not from {base} to {version}.")
+        raise ConfigError(f"A compaction needs a base before its version, not base {base} and version {version}.")
     chosen = codec.get(codec_name)
     reader.channel()
     signing.require_signer(signer, reader.signed)
@@ -59,7 +58,7 @@ def write_compaction(
         start, end = (reader.numbered(number).version for number in (base, version))
     except MissingVersionError as error:
         raise MissingVersionError(
-            f"No compaction can begin or end there: {error} `deltasync log` lists the versions that are there."
+            f"The compaction cannot be written: {error} `deltasync log` lists the versions of the channel."
         ) from error
     for span, info in reader.compactions():
         if (span.base, span.version) == (base, version):
@@ -86,16 +85,16 @@ def write_compaction(
     if changes is not None:
         payload = chosen.encode(changes, lambda name: (new[name], 0), replica.fingerprints, version, base)
     delta = Delta(codec=codec_name, changed=0 if changes is None else changes.changed)
-    stored = encode_beside(reader, start, end, payload, replica.fingerprints, signer, keys.new_author(), delta=delta)
-    decoded, _ = payloads.delta(reader, stored, lambda name: old[name].copy())  # as a replica does
+    stored = encode_shortcut(reader, start, end, payload, replica.fingerprints, signer, keys.new_author(), delta=delta)
+    decoded, _ = payloads.delta(reader, stored, lambda name: old[name].copy())  # decode like a replica
     for name in decoded.counts():
         decoded.apply(name, old[name])
     if wrong := [name for name, tensor in replica.state_dict().items() if not np.array_equal(old[name], bits_of(tensor))]:
-        raise CorruptDataError(f"{stored.key} would not give the bits of {', '.join(wrong[:5])}; it was not stored.")
-    return store(reader, stored)
+        raise CorruptDataError(f"{stored.key} has wrong bits for {', '.join(wrong[:5])}. It was not stored.")
+    return put_shortcut(reader, stored)
 
 
-def encode_beside(
+def encode_shortcut(
     reader: ChannelReader,
     base: VersionId | None,
     version: VersionId,
@@ -105,14 +104,13 @@ def encode_beside(
     author: str,
     **content: Any,
 ) -> StoredRecord:
-    """Encode a compaction from `base`, or the announcement of an anchor, of `version`, whose tensors have these
-    fingerprints.
+    """Encode a compaction from `base` to `version`, or without a base the announcement of an anchor of `version`.
 
-    `content` is the compaction's `delta`, with a `payload` unless nothing changes, or the announced `anchor`. The result was
-    decoded again as a reader does.
+    `content` is the compaction's `delta`, with a `payload` unless nothing changes, or the announced `anchor`. `fingerprints`
+    belong to the version's tensors. The result is decoded again like a reader does.
 
     Raises:
-        CorruptDataError: it cannot be decoded, or is larger than a compaction may be.
+        CorruptDataError: the result cannot be decoded, or is larger than a compaction may be.
     """
     number = version.version
     key = keys.announcement(number, author) if base is None else keys.compaction(base.version, number, author)
@@ -130,13 +128,13 @@ def encode_beside(
     stored = record.encode(document, key, payload, signer)
     assert stored.data is not None
     if stored.size > record.most_bytes(key, reader.specs):
-        raise CorruptDataError(f"{key} would have {stored.size:,} bytes, which is more than a compaction may have.")
+        raise CorruptDataError(f"{key} would have {stored.size:,} bytes, more than a compaction may have.")
     found = record.decode_document(stored.data, stored.size, key, reader.trusted)
     return dataclasses.replace(stored, record=found)
 
 
-def store(reader: ChannelReader, stored: StoredRecord) -> StoredRecord:
-    """Store an object beside the log. If this raises, it may have been stored; that does no harm."""
+def put_shortcut(reader: ChannelReader, stored: StoredRecord) -> StoredRecord:
+    """Store a compaction or announcement. If this raises, it may have been stored, which does no harm."""
     assert stored.data is not None
     reader.store.put(stored.key, stored.data)
     logger.info("stored key=%s bytes=%d", stored.key, stored.size)
@@ -152,10 +150,10 @@ def write_anchor(
     shard_bytes: int = 1 << 30,
     progress: Progress = quiet,
 ) -> StoredRecord:
-    """Store the weights of a replica as an anchor, with `model_files` beside them, and its announcement.
+    """Store the weights of a replica as an anchor, together with `model_files`, and announce it.
 
     Raises:
-        CorruptDataError: what was encoded does not decode to the weights; the announcement was not stored.
+        CorruptDataError: the encoded files do not decode to the weights. The announcement was not stored.
     """
     version, author = replica.identity, keys.new_author()
     assert version is not None
@@ -168,9 +166,10 @@ def write_anchor(
         weights = name.endswith(anchors.WEIGHTS)
         for tensor, bits_N, _ in anchors.read_weights(data, reader.specs) if weights else ():
             if not np.array_equal(bits_N, bits_of(tensors[tensor])):
-                raise CorruptDataError(f"{folder}/{name} would not give the bits of {tensor}; it was not stored.")
+                raise CorruptDataError(f"{folder}/{name} has wrong bits for {tensor}. It was not stored.")
         reader.store.put(f"{folder}/{name}", data)
         (files if weights else extra).append(File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)))
         progress("files", len(files) + len(extra), len(files) + len(extra))
     anchor = Anchor(directory=folder, files=files, model_files=extra)
-    return store(reader, encode_beside(reader, None, version, None, replica.fingerprints, signer, author, anchor=anchor))
+    stored = encode_shortcut(reader, None, version, None, replica.fingerprints, signer, author, anchor=anchor)
+    return put_shortcut(reader, stored)

@@ -31,30 +31,30 @@ from deltasync.following import Replica
 from deltasync.maintenance.scan import (
     WHOLE,
     Progress,
-    Survey,
-    attempt,
+    Scan,
     check_listing,
     digests,
     exists,
     in_parallel,
     quiet,
-    survey,
+    result_or_error,
+    scan_channel,
 )
 from deltasync.stores.base import ObjectInfo, Store
 
 Outcome = int | DeltaSyncError | None
-"""What copying one object gave: its bytes, what is wrong with it in the source, or None if the target had it."""
+"""The result of copying one object: the bytes stored, the source object's problem, or None if the target had it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
-    """What `copy` did.
+    """The result of `copy`.
 
     Attributes:
-        version: The newest version that was listed.
-        objects, bytes: What was stored in the target, without head.
-        skipped: How many objects the target had already.
-        problems: What is wrong with objects that were left out, because they are damaged or missing in the source.
+        version: The newest version in the source's listing.
+        objects, bytes: Number and size of the objects stored in the target, without head.
+        skipped: Number of objects that the target had already.
+        problems: Problems of objects that are damaged or missing in the source, which were left out.
     """
 
     version: VersionId | None
@@ -65,30 +65,30 @@ class Copied:
 
     @classmethod
     def of(cls, version: VersionId | None, done: Sequence[Outcome], problems: Iterable[DeltaSyncError] = ()) -> Self:
-        """Count the outcomes of all objects; `problems` are those of objects that were not tried."""
+        """Count the outcomes of all objects. `problems` belong to objects that were not tried."""
         stored = [each for each in done if isinstance(each, int)]
         wrong = [*problems, *(each for each in done if isinstance(each, DeltaSyncError))]
         return cls(version=version, objects=len(stored), bytes=sum(stored), skipped=done.count(None), problems=wrong)
 
 
 def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) -> Copied:
-    """Copy a channel as it is now, object by object. Damaged objects are left out and reported.
+    """Copy the current objects of a channel one by one. Damaged objects are left out and reported.
 
-    The order is files, shortcuts, records by number, epochs, channel.json, head: a record may need an anchor
-    that is only announced. So the target can be read after an interruption at any point, and running it again goes on. The
-    source may be published to meanwhile; the target must not be pruned. Holds a few objects in memory at a time.
+    The order is files, shortcuts, records by number, epochs, channel.json, head; shortcuts precede records because a record
+    may need an announced anchor. So the target is readable after an interruption at any point, and another call resumes.
+    Publishing to the source may continue; the target must not be pruned. A few objects are in memory at a time.
 
     Raises:
         RunMismatchError: the target holds another run.
-        ChannelInUseError: the target has versions that the source does not have.
-        ObjectExistsError: the target has an object of another size, which was not replaced.
+        ChannelInUseError: the target has versions that the source lacks.
+        ObjectExistsError: the target has an object of another size. It was not replaced.
         StoreError: a store failed.
     """
     source.channel()
     if target.url == source.store.url:
         raise ConfigError(f"{target.url} is both source and target.")
     head = None if source.head() is None else source.store.read(keys.HEAD, documents.SMALL_BYTES)
-    held = survey(source, progress)
+    held = scan_channel(source, progress)
     there = {info.key: info.bytes for info in target.list("")}
     _check_target(source, target, held, there)
     one = functools.partial(_copy_object, source, target, there)
@@ -99,7 +99,7 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
     done = in_parallel(one, parts_first, "files", progress, WHOLE)
     done += in_parallel(one, shortcuts, "compactions", progress, WHOLE)
-    done += in_parallel(one, records, "records", progress, 1)  # one by one: what the newest one builds on is always there
+    done += in_parallel(one, records, "records", progress, 1)  # in order, so that the base of the newest is always there
     small = [_file(info) for info in source.store.list(keys.EPOCHS)]
     openings = {keys.epoch_document(slot.epoch) for slot in held.slots}
     check_listing(source, sorted(openings.difference(file.key for file in small)))
@@ -116,11 +116,11 @@ def _file(info: ObjectInfo, sha256: str = "") -> File:
     return File(key=info.key, bytes=info.bytes, sha256=sha256)
 
 
-def _check_target(source: ChannelReader, target: Store, held: Survey, there: Mapping[str, int]) -> None:
+def _check_target(source: ChannelReader, target: Store, held: Scan, there: Mapping[str, int]) -> None:
     """Raise unless the target is empty or holds an earlier copy."""
     run_id = source.channel().run_id
     earlier, newest = ChannelReader(target, source.trusted), None
-    with contextlib.suppress(NotPublishedError):  # by its key: the listing may be wrong
+    with contextlib.suppress(NotPublishedError):  # read without the listing, which may be wrong
         found = earlier.channel().run_id
         if found != run_id:
             raise RunMismatchError(
@@ -135,8 +135,8 @@ def _check_target(source: ChannelReader, target: Store, held: Survey, there: Map
     last = max((slot.newness for slot in held.slots), default=("", 0))
     if strange := [slot for slot in slots if slot.epoch not in known]:
         raise ChannelInUseError(
-            f"{target.url} has {strange[0].key}, of an epoch that {source.store.url} does not have: somebody published "
-            "there. Nothing was copied; choose another target. Are SOURCE and TARGET swapped?"
+            f"{target.url} has {strange[0].key}, whose epoch {source.store.url} lacks: another publisher wrote it. "
+            "Nothing was copied; choose another target. Are SOURCE and TARGET swapped?"
         )
     if ahead := [slot for slot in slots if slot.newness > last]:
         raise ChannelInUseError(
@@ -146,14 +146,14 @@ def _check_target(source: ChannelReader, target: Store, held: Survey, there: Map
 
 
 def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int], item: File) -> Outcome:
-    """Copy one object, whose `sha256` is empty if nothing names it. `there` is what the target held: key -> bytes."""
+    """Copy one object. Its `sha256` is empty if no document names it. `there` maps the target's keys to sizes."""
     if there.get(item.key) == item.bytes:
         return None
     if item.key in there:
         raise ObjectExistsError(
-            f"{target.url} has other bytes at {item.key}. They were left as they are; choose another target, or delete them."
+            f"{target.url} has other bytes at {item.key}, which were not replaced. Choose another target, or delete them."
         )
-    data = attempt(functools.partial(read_object, source), item)
+    data = result_or_error(functools.partial(read_object, source), item)
     if isinstance(data, DeltaSyncError):
         return data
     target.put(item.key, data)
@@ -161,7 +161,7 @@ def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int],
 
 
 def read_object(source: ChannelReader, item: File) -> bytes:
-    """Read an object of the source, and check it against its digest or its signature if it has one."""
+    """Read an object of the source, and check its digest or signature if it has one."""
     if keys.slot_of(item.key) or keys.shortcut_of(item.key):
         data = source.stored(item.key, item.sha256 or None).data
         assert data is not None
@@ -179,18 +179,18 @@ def export(
     shard_bytes: int = 1 << 30,
     progress: Progress = quiet,
 ) -> VersionId:
-    """Write one version, the newest if None, as a checkpoint directory that transformers and vLLM load; check every bit.
+    """Write one version, the newest if None, as a checkpoint directory that transformers and vLLM load. Check every bit.
 
-    The files beside the weights (config, tokenizer) come from the nearest anchor that has any, or from the checkpoint that
-    it refers to. The directory appears as a whole, or not at all. Holds the weights once, and one weight file of at most
-    `shard_bytes`, unless a single tensor is larger.
+    Config and tokenizer come from the nearest anchor that has them, or from the checkpoint that it refers to. The directory
+    appears as a whole or not at all. Needs memory for the weights and for one weight file of at most `shard_bytes`, unless a
+    single tensor is larger.
 
     Raises:
         ConfigError: the directory is not empty, or cannot be written.
         ChainError, FormatError: the version cannot be read.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} exists and is not empty. It was left as it is; choose another directory.")
+        raise ConfigError(f"{directory} exists and is not empty. Nothing was written; choose another directory.")
     directory = directory.absolute()
     replica = Replica(reader)
     progress("weights", 0, 1)
@@ -215,9 +215,9 @@ def export(
 
 
 def model_files(reader: ChannelReader, version: VersionId) -> dict[str, bytes]:
-    """Return the files beside the weights of an anchor, by name; empty if no anchor that can be read has any.
+    """Return the config and tokenizer files of the nearest anchor that has any, by name; empty if none has.
 
-    Announced anchors are tried first, then those in records, most of which begin an epoch; of these the nearest first.
+    Announced anchors are tried first, then those in records, nearest first. Most anchors in records begin an epoch.
     """
 
     def first_of_epochs(slots: Iterable[Slot]) -> list[Slot]:
@@ -227,7 +227,7 @@ def model_files(reader: ChannelReader, version: VersionId) -> dict[str, bytes]:
         return record.kind != "announcement", record.version > version.version, abs(record.version - version.version)
 
     for wanted in (first_of_epochs, list):
-        held = survey(reader, wanted=wanted, anchors_only=True)
+        held = scan_channel(reader, wanted=wanted, anchors_only=True)
         for record in sorted(held.whole(), key=distance):
             with contextlib.suppress(FormatError, MissingVersionError, ConfigError):
                 if found := _model_files_of(reader, record):

@@ -1,4 +1,4 @@
-"""Try out what this machine can do at a channel's URL, for people who set up a trainer or a replica."""
+"""Test whether this machine can publish to and follow a channel's URL, for people who set up a trainer or a replica."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deltasync.stores.probe import decides
 
 CHANGED_FRACTION = 0.01
 BITS_PER_CHANGED = 9.93
-"""What `packed` takes at 1 % changed, see docs/benchmarks.md."""
+"""Bits per changed element of `packed` at 1 % changed, see docs/benchmarks.md."""
 
 _BLOB_BYTES = 8 << 20
 _READS = 7
@@ -35,10 +35,10 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        check: Its name.
-        state: A `failure` keeps a trainer or a replica from working; with a `warning` it works, but not as well.
-        found: What was found, in one sentence.
-        advice: What to do about it; empty if nothing.
+        check: Name of the check.
+        state: With a `failure` a trainer or a replica cannot work; with a `warning` it works, but worse.
+        found: The finding in one sentence.
+        advice: The cure; empty if none is needed.
     """
 
     check: str
@@ -48,22 +48,22 @@ class Finding:
 
 
 _ADVICE = {
-    "list": "Check the URL, the credentials, and that they allow to list.",
-    "write": "A replica works without, but nobody sees its heartbeat. A publisher needs it.",
-    "read": "Allow to read objects.",
+    "list": "Check the URL, the credentials, and that they may list objects.",
+    "write": "A publisher needs this right. A replica works without it, but nobody sees its heartbeat.",
+    "read": "Give the credentials the right to read objects.",
     "clock": "",
     "create": "",
     "speed": "",
-    "delete": "Publishing works without, but nothing is pruned, and the object just stored stays.",
+    "delete": "Publishing works without this right, but nothing is pruned, and the test object stays.",
 }
-"""The checks of a store, in order, and what to do if one fails; each builds on those before it."""
+"""The checks of a store in order, each with its cure. Each check needs those before it."""
 
 
 def examine(reader: ChannelReader, *, parameters: float) -> Iterator[Finding]:
-    """Try out the store, look at the channel and at what is installed here. Yields each finding as it is made.
+    """Test the store, the channel and the installed packages. Yields each finding as it is made.
 
-    An object of 8 MiB and some small ones are stored under `probe/`, by names that nobody else uses, and deleted again. The
-    channel need not exist. Transfer times are calculated for a model of so many parameters.
+    An object of 8 MiB and some small ones are stored under `probe/` with unique names, and deleted again. The channel need
+    not exist. Transfer times are calculated for a model with this number of parameters.
     """
     with contextlib.closing(_try_store(reader.store, parameters)) as findings:
         for check, advice in _ADVICE.items():
@@ -73,7 +73,7 @@ def examine(reader: ChannelReader, *, parameters: float) -> Iterator[Finding]:
                 yield Finding(check, "warning" if check == "delete" else "failure", str(error), advice)
                 break
             yield finding
-    if check != "list":  # it can be listed
+    if check != "list":  # the store can be listed
         yield from _channel(reader)
     if reader.store.url.startswith("hf:"):
         yield from _quotas()
@@ -83,14 +83,14 @@ def examine(reader: ChannelReader, *, parameters: float) -> Iterator[Finding]:
 
 
 def _try_store(store: Store, parameters: float) -> Generator[Finding, None, None]:
-    """Make the checks of `_ADVICE`. Raises DeltaSyncError when one fails; what was stored is deleted in any case."""
+    """Run the checks of `_ADVICE`. A failed check raises DeltaSyncError. Test objects are deleted in any case."""
     next(iter(store.list(keys.VERSIONS)), None)
     yield Finding("list", "ok", "Objects can be listed.")
     key, small, blob = keys.probe(f"doctor-{secrets.token_hex(8)}"), os.urandom(16), os.urandom(_BLOB_BYTES)
 
     def read(wanted: bytes) -> None:
         if store.read(key, len(wanted)) != wanted:
-            raise CorruptDataError("The store gave other bytes than were stored.")
+            raise CorruptDataError("The store returned other bytes than were stored.")
 
     stored = True
     try:
@@ -106,15 +106,15 @@ def _try_store(store: Store, parameters: float) -> Generator[Finding, None, None
         if round_trip_s < _LATE_S:
             yield Finding("read", "ok", found)
         else:
-            yield Finding("read", "warning", found, "Each version takes two such times: choose a bucket that is nearer.")
+            yield Finding("read", "warning", found, "Each version needs two such reads: choose a nearer bucket.")
 
         yield _clock(next((info.modified_s for info in store.list(key)), 0.0), began_s, ended_s)
 
         if decides(store, f"{key}-create"):
-            yield Finding("create", "ok", "What exists is not created again: the store keeps two publishers apart.")
+            yield Finding("create", "ok", "The store refuses to create an existing object, which fences a second publisher.")
         else:
-            found = "What exists can be created again: a lease keeps two publishers apart, not the store."
-            yield Finding("create", "warning", found, "EpochDocument a channel takes half a minute here.")
+            found = "The store cannot refuse to create an existing object. A lease fences a second publisher instead."
+            yield Finding("create", "warning", found, "Opening a channel takes half a minute here.")
 
         up_s, down_s = _timed(lambda: store.put(key, blob)), _timed(lambda: read(blob))
         up, down = (f"{8 * _BLOB_BYTES / seconds / 1e6:,.0f} Mbit/s" for seconds in (up_s, down_s))
@@ -136,14 +136,14 @@ def _try_store(store: Store, parameters: float) -> Generator[Finding, None, None
 
 
 def _clock(stored_s: float, began_s: float, ended_s: float) -> Finding:
-    """Leases and `prune` use the store's clock; lag and the age of heartbeats are measured by this machine's."""
+    """Compare the store's clock, which leases and `prune` use, with this machine's, which measures lag and heartbeat age."""
     if not stored_s:
-        return Finding("clock", "ok", "The store does not tell when an object was stored.")
-    off_s = min(0.0, stored_s + 1 - began_s) + max(0.0, stored_s - ended_s)  # stores tell whole seconds
+        return Finding("clock", "ok", "The store has no modification times to compare with.")
+    off_s = min(0.0, stored_s + 1 - began_s) + max(0.0, stored_s - ended_s)  # stores give whole seconds
     if abs(off_s) <= _CLOCK_S:
         return Finding("clock", "ok", "This machine's clock and the store's agree.")
     found = f"This machine's clock is {abs(off_s):,.0f} s {'behind' if off_s > 0 else 'ahead of'} the store's."
-    return Finding("clock", "warning", found, "Correct it; lag and the age of heartbeats are wrong otherwise.")
+    return Finding("clock", "warning", found, "Correct it, or lag and the age of heartbeats will be wrong.")
 
 
 def _channel(reader: ChannelReader) -> Iterator[Finding]:
@@ -155,7 +155,7 @@ def _channel(reader: ChannelReader) -> Iterator[Finding]:
         yield Finding("channel", "ok", "There is no channel yet.")
         return
     except DeltaSyncError as error:
-        yield Finding("channel", "failure", str(error), "`deltasync check` tells more.")
+        yield Finding("channel", "failure", str(error), "`deltasync check` shows details.")
         return
     if newest is None:
         yield Finding("channel", "ok", "The channel has no version yet.")
@@ -164,14 +164,14 @@ def _channel(reader: ChannelReader) -> Iterator[Finding]:
     age_s = time.time() - newest.record.created_s
     yield Finding("channel", "ok", f"The newest version is {version}; the last record was written {age_s:,.0f} s ago.")
     live = [beat for beat in beats if heartbeat.is_live(beat)]
-    yield Finding("replicas", "ok", f"{len(live)} of {len(beats)} replicas that are known have a fresh heartbeat.")
+    yield Finding("replicas", "ok", f"{len(live)} of {len(beats)} known replicas have a fresh heartbeat.")
     for beat in live:
         if beat.error is not None:
             yield Finding("replicas", "warning", f"{beat.replica_id}: {beat.error}")
 
 
 def _quotas() -> Iterator[Finding]:
-    """How many replicas one account of the Hub serves beside a trainer."""
+    """Report how many replicas one account of the Hub serves in addition to a trainer."""
     *rows, last = quota.sentences()
     for row in rows:
         yield Finding("quota", "ok", row)
@@ -187,29 +187,29 @@ def _installed() -> Iterator[Finding]:
             continue
         found = _version(wanted.name) or _version(f"{wanted.name}-cpu")
         if found is None:
-            yield Finding(wanted.name, "ok", "It is not installed here, and not needed on every machine.")
+            yield Finding(wanted.name, "ok", "It is not installed here. Not every machine needs it.")
         elif wanted.specifier.contains(found, prereleases=True):
             yield Finding(wanted.name, "ok", f"{found} is installed.")
         else:
-            yield Finding(wanted.name, "failure", f"{found} is installed; deltasync works with {wanted.specifier}.")
+            yield Finding(wanted.name, "failure", f"{found} is installed; deltasync needs {wanted.specifier}.")
 
 
 def _kernels() -> Finding:
-    from deltasync.kernels import compiled, cpu  # noqa: F401 - says where its kernels are kept
+    from deltasync.kernels import compiled, cpu  # noqa: F401 - its import fills `compiled.uncached`
 
     if compiled.uncached:
-        return Finding("kernels", "warning", f"Each process compiles them anew: {compiled.uncached[0]}.", compiled.CURE)
-    return Finding("kernels", "ok", "Compiled kernels are kept on disk.")
+        return Finding("kernels", "warning", f"Each process compiles them again: {compiled.uncached[0]}.", compiled.CURE)
+    return Finding("kernels", "ok", "Compiled kernels are cached on disk.")
 
 
 def _gpu() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        return Finding("gpu", "ok", f"PyTorch {torch.__version__} sees none here; the kernels for CPUs are used.")
+        return Finding("gpu", "ok", f"PyTorch {torch.__version__} finds none; the CPU kernels are used.")
     name = torch.cuda.get_device_name()
     if importlib.util.find_spec("triton") is None:
-        return Finding("gpu", "warning", f"{name}, without Triton.", "Install the triton that belongs to this PyTorch.")
+        return Finding("gpu", "warning", f"{name}, without Triton.", "Install the triton that matches this PyTorch.")
     return Finding("gpu", "ok", f"{name}, with Triton.")
 
 

@@ -1,4 +1,4 @@
-"""Forget versions, and prune the files that nothing names any more. Both can be run again after a crash at any point."""
+"""Forget versions, and prune files that no document names. Both can be run again after a crash at any point."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import MissingVersionError
 from deltasync.maintenance import retention
-from deltasync.maintenance.retention import Forgetting, Holding, Keep, References
-from deltasync.maintenance.scan import Progress, Survey, attempt, in_parallel, quiet, survey
+from deltasync.maintenance.retention import Contents, ForgetPlan, KeepPolicy, References
+from deltasync.maintenance.scan import Progress, Scan, in_parallel, quiet, result_or_error, scan_channel
 from deltasync.stores.base import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
@@ -26,26 +26,27 @@ _BATCH = 500  # objects in one request to delete
 
 
 def forget(
-    reader: ChannelReader, keep: Keep, *, grace_s: float = GRACE_S, dry_run: bool = False, progress: Progress = quiet
-) -> Forgetting:
-    """Delete the records of all versions but those to keep and what these build on. Their files are left to `prune`.
+    reader: ChannelReader, keep: KeepPolicy, *, grace_s: float = GRACE_S, dry_run: bool = False, progress: Progress = quiet
+) -> ForgetPlan:
+    """Delete the records of all versions except those to keep and their bases. `prune` deletes their files later.
 
-    The newest go first and one by one, so that the versions that are left can be read at any moment; running it again with
-    the same `keep` finishes what was interrupted. What was still needed less than `grace_s` ago is kept, for readers that
-    use it. With `dry_run` nothing is written, so ages are measured by this machine's clock instead of the store's.
+    Records are deleted one by one, newest first, so that the remaining versions are readable at any moment. After an
+    interruption, a call with the same `keep` finishes the work. Versions that were needed less than `grace_s` ago are kept,
+    because readers may use them. A `dry_run` writes nothing, so it measures ages with this machine's clock instead of the
+    store's.
 
     Raises:
         MissingVersionError: a version to keep cannot be read. Nothing was forgotten.
-        StoreError: the store failed; some may have been forgotten.
+        StoreError: the store failed. Some versions may have been forgotten.
     """
     since_s = math.inf if grace_s <= 0 else _store_time(reader.store, dry_run) - grace_s
-    held = survey(reader, progress)
+    held = scan_channel(reader, progress)
     stored_s = {info.key: info.modified_s for info in (*held.slots.values(), *held.shortcut_infos.values())}
-    holding = _holding(reader.store, held, stored_s)
-    found = retention.forgetting(holding, keep, since_s)
+    contents = _contents(reader.store, held, stored_s)
+    found = retention.plan_forget(contents, keep, since_s)
     if dry_run:
         return found
-    for done, key in enumerate(found.keys, start=1):  # one by one: a store may delete many in any order
+    for done, key in enumerate(found.keys, start=1):  # one by one, because a store deletes a batch in any order
         reader.store.delete(key)
         progress("forgetting", done, len(found.keys))
     if found.keys:
@@ -55,8 +56,8 @@ def forget(
     return found
 
 
-def _holding(store: Store, held: Survey, stored_s: Mapping[str, float]) -> Holding:
-    """What the channel holds; of shortcuts, only what has all of its files."""
+def _contents(store: Store, held: Scan, stored_s: Mapping[str, float]) -> Contents:
+    """Return the channel's contents, without shortcuts that lack a file."""
     shortcuts = {key: record for key, record in held.shortcuts.items() if record is not None}
     prefixes = {file.key.split("/")[0] for record in shortcuts.values() for file in record.files}
     sizes = {info.key: info.bytes for prefix in sorted(prefixes) for info in store.list(f"{prefix}/")}
@@ -70,18 +71,18 @@ def _holding(store: Store, held: Survey, stored_s: Mapping[str, float]) -> Holdi
         else:
             bases, base = compacted.setdefault(record.slot, {}), record.base.slot
             bases[base] = min(stored_s[key], bases.get(base, stored_s[key]))
-    return Holding(records=held.records, stored_s=stored_s, announced=announced, compacted=compacted)
+    return Contents(records=held.records, stored_s=stored_s, announced=announced, compacted=compacted)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
-    """What `prune` deleted, or would delete.
+    """The result of `prune`: the objects that it deleted, or would delete, and those that it kept.
 
     Attributes:
-        objects: Files that nothing names.
-        heartbeats: Keys of heartbeats that are older than a week.
-        waiting: Files that nothing names yet, but that their author may still name.
-        young: Files that are newer than the grace period, named or not.
+        objects: Deleted files, which no document named.
+        heartbeats: Deleted heartbeats, which were older than a week, by key.
+        waiting: Kept files that no document names yet, but that their author may still name.
+        young: Kept files that are newer than the grace period, named or not.
     """
 
     objects: list[ObjectInfo]
@@ -91,22 +92,21 @@ class Pruned:
 
 
 def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = False, progress: Progress = quiet) -> Pruned:
-    """Delete the files under `parts/` and `anchors/` that nothing in the channel names, if they are older than `grace_s`.
+    """Delete the files under `parts/` and `anchors/` that no document names, if they are older than `grace_s`.
 
-    The order of its steps makes it safe while a publisher runs, a `forget` or another tool:
+    The order of its reads makes it safe while a publisher, a `forget` or another tool runs:
 
-        clock           first, so that ages come out too small rather than too large
-        files           before what names them: what is uploaded later is not in the list, so it cannot be deleted
-        records, compactions  what an author has not named yet is kept until a later writer publishes
-        (`References.under_way`)
-        slots           of the files that nothing names: a listing may lag behind, but a request for a record does not
+        clock                 first, so that ages are too small rather than too large
+        files                 before the documents that name them: files uploaded later are not in the list
+        records, shortcuts    files that their author may still name are kept (`References.in_progress`)
+        unlisted records      of unnamed files, requested one by one, because a listing may lag
 
-    Files of a damaged record are kept, because `repair` may put its bytes back. Choose a `grace_s` longer than readers take
-    from planning to the last read, and than a writer takes from storing an anchor's file to announcing it. `dry_run` is as
-    in `forget`.
+    Files of a damaged record are kept, because `repair` may restore its bytes. `grace_s` must exceed the time from a
+    reader's plan to its last read, and from a writer's upload of an anchor's file to the announcement. `dry_run` works as in
+    `forget`.
 
     Raises:
-        StoreError: the store failed; nothing that is named was deleted.
+        StoreError: the store failed. No named file was deleted.
     """
     store = reader.store
     reader.channel()
@@ -117,7 +117,7 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
     old = [info for info in files if retention.was_stored(info.modified_s, since_s)]
     references = _references(reader, old, progress) if old else References({}, {})
     unnamed = [info for info in old if info.key not in references]
-    waiting = [info for info in unnamed if references.under_way(info.key)]
+    waiting = [info for info in unnamed if references.in_progress(info.key)]
     found = sorted(set(unnamed).difference(waiting), key=lambda info: info.key)
     if not dry_run:
         doomed = [*(info.key for info in found), *heartbeats]
@@ -130,8 +130,8 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
 
 
 def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Progress) -> References:
-    """What names these files. For those that nothing listed names, also the records that a listing may not show yet."""
-    held = survey(reader, progress)
+    """Read the documents that may name these files, including records that a listing may not show yet."""
+    held = scan_channel(reader, progress)
     references = References(held.records, held.shortcuts)
     places: set[str] = set()
     for key in (info.key for info in files if info.key not in references):
@@ -143,7 +143,7 @@ def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Pr
     def read(key: str) -> Record:
         return reader.stored(key).record
 
-    results = in_parallel(lambda key: attempt(read, key), unlisted, "unlisted records", progress)
+    results = in_parallel(lambda key: result_or_error(read, key), unlisted, "unlisted records", progress)
     records, shortcuts = dict(held.records), dict(held.shortcuts)
     for key, found in zip(unlisted, results, strict=True):
         if isinstance(found, MissingVersionError):
@@ -157,14 +157,14 @@ def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Pr
 
 
 def _store_time(store: Store, dry_run: bool) -> float:
-    """The store's time, from an object that is written now: no clock of a machine can then make a file look old.
+    """Write an object and return its modification time, so that no machine's wrong clock makes a file seem old.
 
-    If a listing does not show that object yet, it is the time of the newest object that it shows.
+    If a listing does not show that object yet, return the time of the newest listed object.
     """
     if dry_run:
         return time.time()
-    key = keys.probe(f"{keys.TOOL}00000000")  # one for all: whoever dies before it is deleted leaves no more than one
-    store.put(key, b"Written by deltasync to see the store's time; may be deleted.\n")
+    key = keys.probe(f"{keys.TOOL}00000000")  # one key for all, so that killed processes leave only one object
+    store.put(key, b"deltasync wrote this to read the store's clock; it may be deleted.\n")
     try:
         times = [info.modified_s for info in store.list(key)]
     finally:

@@ -1,6 +1,6 @@
-"""How many replicas one account of the Hub serves: its quotas, and what a version takes of them.
+"""Compute how many replicas one account of the Hub serves, from its quotas and the requests of a version.
 
-Requests were counted on the stand-in of the Hub that the tests start: a version every 5 s, then an idle minute (2026-11-25).
+Requests were counted with the tests' stand-in for the Hub: a version every 5 s, then an idle minute (2026-11-25).
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 import dataclasses
 
 WINDOW_S = 300.0
-"""The Hub counts requests in windows of this length."""
+"""Length of the window in which the Hub counts requests."""
 
 EVERY_S = (5.0, 10.0, 30.0, 60.0)
-"""Times between two versions of which `table` tells."""
+"""Times between two versions in `table`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests of each of the two quotas that deltasync uses: the Hub's API, and `/resolve/`."""
+    """Requests counted against the two quotas that deltasync uses: the Hub's API, and `/resolve/`."""
 
     api: float
     resolvers: float
 
 
-ADVICE = "Give servers a token of another account: then no number of replicas uses up the trainer's quota."
+ADVICE = "Give servers a token of another account, so that replicas cannot use up the trainer's quota."
 
 PLANS = {
     "free": Requests(1_000, 5_000),
@@ -30,22 +30,22 @@ PLANS = {
     "Team": Requests(3_000, 20_000),
     "Enterprise": Requests(6_000, 50_000),
 }
-"""Quotas of 2025's plans in a window."""
+"""Requests per window in the plans of 2025."""
 
-PUBLISHED = Requests(3.1, 1.3)  # a version, by the publisher
-FOLLOWED, IDLE_MINUTE = Requests(1.0, 1.3), Requests(2.0, 4.0)  # by a replica that reads the feed, a heartbeat included
-POLLED, POLLED_MINUTE = Requests(1.1, 10.9), Requests(7.0, 81.0)  # by one without the feed
+PUBLISHED = Requests(3.1, 1.3)  # a publisher's, per version
+FOLLOWED, IDLE_MINUTE = Requests(1.0, 1.3), Requests(2.0, 4.0)  # of a replica that reads the feed, heartbeat included
+POLLED, POLLED_MINUTE = Requests(1.1, 10.9), Requests(7.0, 81.0)  # of a replica that polls
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Served:
-    """The most replicas that one account serves beside a trainer.
+    """The most replicas that one account serves in addition to a trainer.
 
     Attributes:
         plan: The account's plan.
         every_s: Time between two versions.
-        following: Replicas that read the feed of events.
-        polling: Replicas that cannot.
+        following: Number of replicas, if they read the feed of events.
+        polling: Number of replicas, if they poll.
     """
 
     plan: str
@@ -55,7 +55,7 @@ class Served:
 
 
 def served(plan: str, every_s: float) -> Served:
-    """Return how many replicas an account serves by its tighter quota."""
+    """Return how many replicas an account serves; the tighter quota decides."""
     versions, minutes = WINDOW_S / every_s, WINDOW_S / 60
 
     def most(version: Requests, minute: Requests) -> int:

@@ -1,4 +1,4 @@
-"""Keep copies of a channel in other stores up to date: `copy` first, then each new record as it appears."""
+"""Relay a channel to other stores: `copy` it first, then copy each new record as it appears."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, FormatError, ObjectExistsError, ObjectMissingError
 from deltasync.following import Commit, Follow, Identify, Observer
 from deltasync.maintenance.copies import Copied, Outcome, copy, read_object
-from deltasync.maintenance.scan import WHOLE, Progress, attempt, in_parallel, quiet
+from deltasync.maintenance.scan import WHOLE, Progress, in_parallel, quiet, result_or_error
 from deltasync.stores.base import ObjectInfo, Store
 
 _REFRESH_S = 60.0  # between two listings of compactions and announced anchors
 
 
 class _Copies:
-    """The copies of a channel in other stores, as a `Target`: staging copies files, a commit the records that name them.
+    """A `Target` whose state is the copies in other stores. Staging copies files, a commit copies the records.
 
     Attributes:
-        copied: What was stored since it was last None.
+        copied: Sum of the objects stored since `copied` was last None.
     """
 
     progressed_s = 0.0
@@ -35,9 +35,9 @@ class _Copies:
         self.copied: Copied | None = None
         self.progress: Progress = quiet
         self._source, self._targets = source, stores
-        self._behind = True  # unless the last step ended well
+        self._behind = True  # False after a successful step
         self._head_due = False
-        self._shortcuts: set[str] = set()  # keys of those that the stores have
+        self._shortcuts: set[str] = set()  # keys of the shortcuts that the stores have
         self._refresh_due_s = 0.0
 
     def open(self, identify: Identify) -> None:
@@ -47,7 +47,7 @@ class _Copies:
         return not self._behind and time.monotonic() < self._refresh_due_s
 
     def settle(self) -> None:
-        """Copy what the stores lack: all of it, or only new shortcuts if nothing failed."""
+        """Copy all missing objects, or only new shortcuts if the last step succeeded."""
         if self._behind:
             self._catch_up()
             return
@@ -58,10 +58,10 @@ class _Copies:
         self._behind, self._refresh_due_s = False, time.monotonic() + _REFRESH_S
 
     def stage(self, chain: Sequence[StoredRecord]) -> Sequence[StoredRecord] | None:
-        """Copy the files of the next records of this epoch; None if the chain is another one, or a file is damaged."""
-        have, self._behind = self.version, True  # unless the commit ends well
+        """Copy the files of the next records. None if these do not continue this epoch, or if a file is damaged."""
+        have, self._behind = self.version, True  # until the commit succeeds
         for stored in chain:
-            # A new epoch also has a seal and a document to copy.
+            # A new epoch also has a seal and a document to copy, which `settle` does.
             if have is None or stored.is_shortcut or stored.record.base != have or stored.record.epoch != have.epoch:
                 return None
             have = stored.version
@@ -91,7 +91,7 @@ class _Copies:
         self._add(sum(copied.objects for copied in each), sum(copied.bytes for copied in each), skipped, problems.values())
 
     def _add(self, objects: int = 0, bytes_: int = 0, skipped: int = 0, problems: Iterable[DeltaSyncError] = ()) -> None:
-        """Add what was stored to `copied`."""
+        """Add stored objects to `copied`."""
         copied = self.copied or Copied.of(self.version, [])
         self.copied = Copied(
             version=self.version,
@@ -102,13 +102,13 @@ class _Copies:
         )
 
     def _copy(self, stored: StoredRecord) -> bool:
-        """Copy the files of a shortcut, then the object; return whether none of its files is damaged."""
+        """Copy the files of a shortcut, then the shortcut itself. Return whether all files are intact."""
         if is_whole := self._copy_files(stored):
             self._copy_record(stored)
         return is_whole
 
     def _copy_files(self, stored: StoredRecord) -> bool:
-        """Copy the files that a record names; return whether none is damaged."""
+        """Copy the files that a record names. Return whether all are intact."""
         done = in_parallel(self._copy_file, stored.record.files, "files", quiet, WHOLE)
         found = Copied.of(self.version, done)
         self._add(found.objects, found.bytes, found.skipped)
@@ -122,18 +122,18 @@ class _Copies:
         self._add(objects=int(done is not None), bytes_=done or 0, skipped=int(done is None))
 
     def _new_shortcuts(self) -> list[StoredRecord]:
-        """Compactions and announced anchors that the targets lack, of versions that they have."""
+        """Return the compactions and announced anchors that the targets lack, for versions that the targets have."""
         assert self.version is not None
         new = [(span, info) for span, info in self._source.shortcuts() if info.key not in self._shortcuts]
         found = [self._source.stored(info.key, known=info) for span, info in new if span.version <= self.version.version]
         return [stored for stored in found if stored.version.slot.newness <= self.version.slot.newness]
 
     def _copy_file(self, item: File) -> Outcome:
-        data = attempt(functools.partial(read_object, self._source), item)
+        data = result_or_error(functools.partial(read_object, self._source), item)
         return data if isinstance(data, DeltaSyncError) else self._store(item.key, data)
 
     def _store(self, key: str, data: bytes) -> int | None:
-        """Store an object in every target, and return how many bytes were stored; None if all targets had it."""
+        """Store an object in every target. Return the number of bytes stored; None if all targets had it."""
         lacked = sum(_create(target, key, data) for target in self._targets)
         return lacked * len(data) if lacked else None
 
@@ -152,13 +152,13 @@ class _Copies:
 
 
 class Relay:
-    """Copies a channel to other stores, version by version, by the loop that replicas follow it with. Not thread-safe.
+    """Copies a channel to other stores, version by version, with the loop that replicas use. Not thread-safe.
 
-    At the targets nothing is deleted and nothing but head is replaced; nothing is written to the source. Each target is
-    empty or holds an earlier copy. Several relays may serve one target.
+    The relay writes nothing to the source. At the targets it deletes nothing and replaces only head. Each target must be
+    empty or hold an earlier copy. Several relays may write to one target.
 
     Attributes:
-        follow: The loop. Its `run` goes on until it is stopped.
+        follow: The loop. Its `run` ends when it is stopped.
 
     Raises:
         ConfigError: a URL occurs twice.
@@ -178,10 +178,10 @@ class Relay:
         return self._copies.version
 
     def step(self, known: ObjectInfo | None = None, *, progress: Progress = quiet) -> Copied | None:
-        """Copy what is new, and return what was stored in all targets together; None if nothing was new.
+        """Copy new objects, and return their sum over all targets; None if nothing was new.
 
-        After return everything that was copied can be read at every target. If it raised, the next step copies what is
-        missing there. `known` is what an event told of a new record.
+        After return every copied version is readable at every target. If this raises, the next step copies the rest.
+        `known` is the new record's entry in an event.
 
         Raises:
             NotPublishedError: the source holds no version yet.
@@ -191,17 +191,17 @@ class Relay:
         self._copies.progress = progress
         before: VersionId | None = None
         while not self.follow.step(known=known) and self.version != before:
-            before = self.version  # if nothing leads on from there, the next call tries again
-        return self.take_copied()
+            before = self.version  # without progress, the next call tries again
+        return self.pop_copied()
 
-    def take_copied(self) -> Copied | None:
-        """Return what was stored since the last call; None if nothing was."""
+    def pop_copied(self) -> Copied | None:
+        """Return the sum of the objects stored since the last call; None if there were none."""
         copied, self._copies.copied = self._copies.copied, None
         return None if copied is None else dataclasses.replace(copied, version=self.version)
 
 
 def _create(target: Store, key: str, data: bytes) -> bool:
-    """Whether an immutable object was stored; False if it was there. Raises ObjectExistsError if it has other bytes."""
+    """Store an immutable object. Return False if it was there; raise ObjectExistsError if it was there with other bytes."""
     if target.can_create:
         try:
             target.create(key, data)
@@ -217,5 +217,5 @@ def _create(target: Store, key: str, data: bytes) -> bool:
     except FormatError:  # it is larger
         same = False
     if not same:
-        raise ObjectExistsError(f"{target.url} has other bytes at {key}. They were left as they are.")
+        raise ObjectExistsError(f"{target.url} has other bytes at {key}, which were not replaced.")
     return False

@@ -1,4 +1,4 @@
-"""Repair a channel: put lost bytes back, or store a way around them. The publisher may run meanwhile."""
+"""Repair a channel: restore lost objects, or store shortcuts that replace them. The publisher may keep running."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.following import Replica
-from deltasync.maintenance.checks import Damage, Examined
+from deltasync.maintenance.checks import Damage, Inspection
 from deltasync.maintenance.compaction import write_anchor, write_compaction
 from deltasync.maintenance.copies import model_files
-from deltasync.maintenance.retention import line
+from deltasync.maintenance.retention import lineage
 from deltasync.maintenance.scan import Progress, quiet
 from deltasync.stores import open_store
 
 logger = logging.getLogger(__name__)
 
 Source = Callable[[str, str | None, int], bytes | None]
-"""Returns the bytes of (key, sha256 or None, most bytes), None if it has none. They must be checked."""
+"""Returns unchecked bytes for (key, sha256 or None, most bytes), None if it has none."""
 
-_ROUNDS = 3  # a record that is put back may name files that are missing too
+_ROUNDS = 3  # a restored record may name files that are missing too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Repaired:
-    """What was done about one object.
+    """The repair of one object.
 
     Attributes:
-        problem: What is wrong with it.
-        outcome: `put back`; `bypassed`: a way around it was stored; `not needed`: there is one already; `left`: nothing can
-            be done now.
+        problem: The object's problem.
+        outcome: `put back`; `bypassed`: a replacement was stored; `not needed`: readers have another chain; `left`: no
+            repair is possible now.
+        how: Details of the outcome.
     """
 
     key: str
@@ -57,14 +58,14 @@ class Repaired:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Repair:
-    """What `repair` did; `lost` are versions in the channel that still cannot be reached."""
+    """The result of `repair`. `lost` are versions of the channel that are still unreachable."""
 
     objects: list[Repaired]
     lost: list[int]
 
     @property
     def exit_code(self) -> int:
-        """0 if every version can be reached and no object was left as it is."""
+        """0 if every version is reachable and no outcome is `left`."""
         return MissingVersionError.exit_code if self.lost or any(each.outcome == "left" for each in self.objects) else 0
 
 
@@ -76,47 +77,47 @@ def repair(
     signer: Signer | None = None,
     progress: Progress = quiet,
 ) -> Repair:
-    """Put back what is missing or damaged from `source`, or store a way around it. Nothing else is deleted or replaced.
+    """Restore missing and damaged objects from `source`, or store replacements. No other object is deleted or replaced.
 
-    The way around is a compaction, or a newer anchor in the place of a damaged one, from bits that can still be read. If
-    there are none, the object is left for the publisher's next anchor. `reader` must be fresh, since it remembers
-    channel.json; for `source` see `source_of`. Without `replay` only the sha256 of each file is checked, and nothing is
-    applied.
+    A replacement is a compaction, or a newer anchor instead of a damaged one, made from bits that are still readable.
+    Without such bits the object is left, and replicas recover at the publisher's next anchor. Without `replay` only the
+    sha256 of each file is checked, and nothing is applied. `reader` must be new, because an older one has cached
+    channel.json. `source_of` makes a `source`.
 
     Raises:
         NotPublishedError, FormatError: channel.json is missing or damaged, and `source` does not have it.
         ConfigError: the channel is signed and there is no `signer`.
-        StoreError: the store failed; what was repaired until then stays.
+        StoreError: the store failed. Earlier repairs remain.
     """
     objects = _restore_channel(reader, source)
     signing.require_signer(signer, reader.signed)
     for _ in range(_ROUNDS):
-        examined = Examined(reader, progress)
+        inspection = Inspection(reader, progress)
         if replay:
-            examined.replay(progress)
+            inspection.replay(progress)
         else:
-            examined.read_files(progress)
-        examined.conclude()
-        tried = [] if source is None else [_put_back(reader, source, damage) for damage in examined.damages.values()]
-        put_back = [each for each in tried if each is not None]
-        objects += put_back
-        if not put_back:
+            inspection.read_files(progress)
+        inspection.report()
+        tried = [] if source is None else [_restore(reader, source, damage) for damage in inspection.damages.values()]
+        restored = [each for each in tried if each is not None]
+        objects += restored
+        if not restored:
             break
-    bypass = _Bypass(reader, examined, signer, progress)
-    objects += [bypass.around(damage) for damage in list(examined.damages.values())]
-    lost = examined.versions.keys() - examined.reached()
+    bypass = _Bypass(reader, inspection, signer, progress)
+    objects += [bypass.replace(damage) for damage in list(inspection.damages.values())]
+    lost = inspection.versions.keys() - inspection.reachable()
     return Repair(objects=objects, lost=sorted(slot.version for slot in lost))
 
 
-def source_of(where: str) -> Source:
-    """Return where to get lost bytes: a copy of the channel, or a directory of files named by sha256 (a node's cache).
+def source_of(place: str) -> Source:
+    """Return a source of lost bytes: a copy of the channel, or a directory of files named by sha256 (a node's cache).
 
     Raises:
-        ConfigError: it is neither a URL nor a directory.
+        ConfigError: `place` is neither a URL nor a directory.
     """
-    directory = Path(where)
-    if "://" in where or (directory / keys.CHANNEL).is_file():
-        store = open_store(where if "://" in where else directory.absolute().as_uri())
+    directory = Path(place)
+    if "://" in place or (directory / keys.CHANNEL).is_file():
+        store = open_store(place if "://" in place else directory)
 
         def from_copy(key: str, sha256: str | None, most_bytes: int) -> bytes | None:
             try:
@@ -127,7 +128,7 @@ def source_of(where: str) -> Source:
 
         return from_copy
     if not directory.is_dir():
-        raise ConfigError(f"{where} is neither the URL of a copy of the channel nor a directory.")
+        raise ConfigError(f"{place} is neither the URL of a copy of the channel nor a directory.")
 
     def by_digest(key: str, sha256: str | None, most_bytes: int) -> bytes | None:
         path = directory / (sha256 or "-")
@@ -143,9 +144,7 @@ def _restore_channel(reader: ChannelReader, source: Source | None) -> list[Repai
         data = None if source is None else source(keys.CHANNEL, None, documents.CHANNEL_BYTES)
         if data is None or not _is_channel(reader, data):
             kind = NotPublishedError if isinstance(error, NotPublishedError) else CorruptDataError
-            raise kind(
-                f"{error} Only a copy of the channel (--from) has the bytes of channel.json, or a reader that runs."
-            ) from error
+            raise kind(f"{error} channel.json can only be restored from a copy of the channel (--from).") from error
         reader.store.put(keys.CHANNEL, data)
         reader.channel()
         return [Repaired(key=keys.CHANNEL, problem=str(error), outcome="put back", how="from the copy")]
@@ -168,18 +167,18 @@ def _is_channel(reader: ChannelReader, data: bytes) -> bool:
     return not slots
 
 
-def _put_back(reader: ChannelReader, source: Source, damage: Damage) -> Repaired | None:
-    """Store the bytes that an object must have under its key; None if the source does not have them."""
+def _restore(reader: ChannelReader, source: Source, damage: Damage) -> Repaired | None:
+    """Restore an object from the source. None if the source does not have its bytes."""
     key, sha256 = damage.key, damage.sha256
     data = source(key, sha256, max(record.most_bytes(key, reader.specs), record.most_payload_bytes(reader.specs)))
     if data is None or not (_may_be(reader, key, data) if sha256 is None else sha256_hex(data) == sha256):
         return None
     reader.store.put(key, data)
-    return Repaired(key=key, problem=str(damage.problem), outcome="put back", how="its bytes were there")
+    return Repaired(key=key, problem=str(damage.problem), outcome="put back", how="from the source")
 
 
 def _may_be(reader: ChannelReader, key: str, data: bytes) -> bool:
-    """Whether bytes whose digest nothing names can be those of the object: only head ever changes."""
+    """Whether bytes without a known digest may be the object's. Every object but head is immutable."""
     run_id = reader.channel().run_id
     with contextlib.suppress(FormatError):
         if keys.slot_of(key) is not None or keys.shortcut_of(key) is not None:
@@ -190,78 +189,79 @@ def _may_be(reader: ChannelReader, key: str, data: bytes) -> bool:
 
 
 class _Bypass:
-    """Stores ways around objects that cannot be put back."""
+    """Stores replacements for objects that cannot be restored."""
 
-    def __init__(self, reader: ChannelReader, examined: Examined, signer: Signer | None, progress: Progress) -> None:
-        self._reader, self._examined, self._signer, self._progress = reader, examined, signer, progress
-        versions = line(examined.documents())
+    def __init__(self, reader: ChannelReader, inspection: Inspection, signer: Signer | None, progress: Progress) -> None:
+        self._reader, self._inspection, self._signer, self._progress = reader, inspection, signer, progress
+        versions = lineage(inspection.documents())
         self._newest = versions[0] if versions else None
-        self._line = set(versions)
+        self._lineage = set(versions)
 
-    def around(self, damage: Damage) -> Repaired:
-        """Do what can be done about one object now."""
+    def replace(self, damage: Damage) -> Repaired:
+        """Store a replacement for one object if one is needed and possible."""
         try:
-            outcome, how = self._around(damage)
+            outcome, how = self._replace(damage)
         except (FormatError, ChainError, ApplyError) as error:
-            outcome, how = "left", f"no way around it could be stored: {error}"
+            outcome, how = "left", f"no replacement could be stored: {error}"
         return Repaired(key=damage.key, problem=str(damage.problem), outcome=outcome, how=how)
 
-    def _around(self, damage: Damage) -> tuple[str, str]:
-        examined, slot, span = self._examined, keys.slot_of(damage.of), keys.shortcut_of(damage.of)
+    def _replace(self, damage: Damage) -> tuple[str, str]:
+        inspection, slot, span = self._inspection, keys.slot_of(damage.of), keys.shortcut_of(damage.of)
         if damage.key == keys.HEAD:
             if self._newest is None:
-                return "not needed", "there is no version to name"
-            version, run_id = examined.records[self._newest].version, self._reader.channel().run_id
+                return "not needed", "the channel has no version"
+            version, run_id = inspection.records[self._newest].version, self._reader.channel().run_id
             head = Head(run_id=run_id, version=version.version, epoch=version.epoch, sha256=version.sha256)
             self._reader.store.put(keys.HEAD, documents.encode(head))
             return "bypassed", f"it names version {version} now"
         if keys.epoch_of(damage.key) is not None:
-            return "not needed", "records also tell who opened the channel"
-        edge = examined.shortcuts.get(damage.of) or (examined.records.get(slot) if slot is not None else None)
-        if edge is not None and examined.usable(edge) and damage.key != damage.of:
-            return "left", "the weights can be read without it; a copy of the channel (--from) may have it"
+            return "not needed", "records name their epoch too"
+        edge = inspection.shortcuts.get(damage.of) or (inspection.records.get(slot) if slot is not None else None)
+        if edge is not None and inspection.usable(edge) and damage.key != damage.of:
+            return "left", "the weights are readable without it; a copy of the channel (--from) may have it"
         if span is not None:
-            return self._around_anchor(span.version) if span.base == 0 else ("not needed", "other ways lead there")
+            return self._replace_anchor(span.version) if span.base == 0 else ("not needed", "other chains reach its version")
         if slot is None:
-            return "left", "its key does not tell what it is"
-        if edge is not None and edge.use_anchor and slot in examined.reached():
-            return self._around_anchor(slot.version)
-        return self._around_record(slot)
+            return "left", "its key has an unknown form"
+        if edge is not None and edge.use_anchor and slot in inspection.reachable():
+            return self._replace_anchor(slot.version)
+        return self._replace_record(slot)
 
-    def _around_record(self, slot: Slot) -> tuple[str, str]:
-        """Store a compaction from the version before to the first one after it that can be read by another way."""
-        examined = self._examined
-        reached = examined.reached()
+    def _replace_record(self, slot: Slot) -> tuple[str, str]:
+        """Store a compaction from the previous version to the first later one that is reachable without this record."""
+        inspection = self._inspection
         if self._newest is None or slot.newness > self._newest.newness:
             return "left", "it was the newest; the publisher continues after it with full weights"
-        if slot not in self._line:
-            return "not needed", f"version {self._newest.version} does not follow it"
-        whole = {each.version: each for each in self._line & reached & examined.records.keys()}
-        after = [number for number in sorted(whole) if number >= slot.version]
+        if slot not in self._lineage:
+            return "not needed", f"version {self._newest.version} does not build on it"
+        readable = {each.version: each for each in self._lineage & inspection.reachable() & inspection.records.keys()}
+        after = [number for number in sorted(readable) if number >= slot.version]
         if not after:
-            return "left", "no later version can be read; the publisher's next anchor leads on"
-        if slot.version - 1 not in whole:
-            return "not needed", f"version {after[0]} can be read without it"
-        if examined.reached([whole[slot.version - 1]], nothing=False) & {whole[number] for number in after}:
-            return "not needed", "a compaction leads around it"
+            return "left", "no later version is readable; replicas recover at the publisher's next anchor"
+        if slot.version - 1 not in readable:
+            return "not needed", f"version {after[0]} is readable without it"
+        if inspection.reachable([readable[slot.version - 1]], anchors=False) & {readable[number] for number in after}:
+            return "not needed", "a compaction skips it"
         compaction = write_compaction(self._reader, slot.version - 1, after[0], signer=self._signer, progress=self._progress)
-        examined.shortcuts[compaction.key] = compaction
+        inspection.shortcuts[compaction.key] = compaction
         return "bypassed", f"by {compaction.key}"
 
-    def _around_anchor(self, version: int) -> tuple[str, str]:
-        """Store an anchor of the newest version that can be read, unless there is one that is not older than this."""
-        examined, reached = self._examined, self._examined.reached()
-        anchors = [each for each in examined.edges() if each.use_anchor and examined.usable(each)]
-        newer = max((each.record.version for each in anchors), default=0)
-        if newer >= version:
-            return "not needed", f"there is an anchor of version {newer}"
-        there = [slot for slot in self._line & reached & examined.records.keys() if slot.version >= version]
-        if not there:
-            return "left", "its weights cannot be read any more; the publisher's next anchor takes its place"
+    def _replace_anchor(self, version: int) -> tuple[str, str]:
+        """Store an anchor of the newest readable version, unless an intact anchor of this or a later version exists."""
+        inspection = self._inspection
+        anchors = [each for each in inspection.edges() if each.use_anchor and inspection.usable(each)]
+        newest = max((each.record.version for each in anchors), default=0)
+        if newest >= version:
+            return "not needed", f"there is an anchor of version {newest}"
+        readable = [
+            slot for slot in self._lineage & inspection.reachable() & inspection.records.keys() if slot.version >= version
+        ]
+        if not readable:
+            return "left", "its weights are lost; the publisher's next anchor replaces it"
         replica = Replica(self._reader)
-        replica.sync(max(there).version)
+        replica.sync(max(readable).version)
         assert replica.identity is not None
-        beside = model_files(self._reader, replica.identity)
-        made = write_anchor(self._reader, replica, beside, signer=self._signer, progress=self._progress)
-        examined.shortcuts[made.key] = made
+        files = model_files(self._reader, replica.identity)
+        made = write_anchor(self._reader, replica, files, signer=self._signer, progress=self._progress)
+        inspection.shortcuts[made.key] = made
         return "bypassed", f"by {made.key}, an anchor of version {made.record.version}"

@@ -1,6 +1,6 @@
-"""Decide what to forget and what to prune, from documents and listings that were read before. Pure: no I/O, no weights.
+"""Decide which versions to forget and which files to prune. Pure: documents and listings are arguments, no I/O, no weights.
 
-Versions are told apart by their slots, number and epoch: a damaged record has no other name.
+A version is identified by its slot (number and epoch), because a damaged record has no other identity.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Records = Mapping[Slot, Record | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Keep:
-    """Which versions to keep: every version that at least one attribute names, and always the newest.
+class KeepPolicy:
+    """The versions to keep: those that at least one attribute selects, and always the newest.
 
     Attributes:
         last: Keep the newest N versions.
         anchors: Keep the newest N versions with an anchor.
-        step_every: Keep versions whose trainer's step is a multiple of N.
+        step_every: Keep versions whose trainer step is a multiple of N.
 
     Raises:
-        ConfigError: nothing was given, or a number below 1.
+        ConfigError: no attribute is set, or one is below 1.
     """
 
     last: int | None = None
@@ -39,22 +39,22 @@ class Keep:
     def __post_init__(self) -> None:
         given = [number for number in (self.last, self.anchors, self.step_every) if number is not None]
         if not given:
-            raise ConfigError("Say which versions to keep: the last ones, those with an anchor, or every N-th step.")
+            raise ConfigError("No versions to keep are named. Set last, anchors or step_every.")
         if min(given) < 1:
-            raise ConfigError("Numbers of versions to keep start at 1.")
+            raise ConfigError("last, anchors and step_every must be at least 1.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Forgetting:
-    """What `forget` keeps and deletes. Slots are ascending.
+class ForgetPlan:
+    """The versions that `forget` keeps and deletes, ascending.
 
     Attributes:
-        asked: Versions that `Keep` names.
-        leading: Versions that those are built on.
-        recent: Versions that were still needed within the grace period.
+        asked: Versions that the `KeepPolicy` selects.
+        leading: Their bases, back to an anchor.
+        recent: Versions that were needed within the grace period.
         versions: Versions to forget.
-        compactions: Keys of compactions and announcements to forget: one of their ends is not kept.
-        keys: All objects to delete, in this order, so that the versions that are left can be read at any moment.
+        compactions: Keys of compactions and announcements to forget, because one of their ends is not kept.
+        keys: All objects to delete, in an order that leaves the kept versions readable at any moment.
     """
 
     asked: list[Slot]
@@ -71,14 +71,14 @@ class Forgetting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
-    """What a channel holds.
+class Contents:
+    """The contents of a channel.
 
     Attributes:
-        stored_s: When each record, compaction and announcement was stored, by key; 0 if the store does not tell.
-        announced: When each version's anchor was announced; only anchors whose files are all there.
-        compacted: For each version the versions that compactions lead from, and when these were stored; only compactions
-            whose files are all there.
+        records: The record in each slot, None for damaged ones.
+        stored_s: Modification time of each record, compaction and announcement, by key; 0 if unknown.
+        announced: Time of each version's announced anchor, for anchors whose files all exist.
+        compacted: For each version, the bases of its compactions and their times, for compactions whose files all exist.
     """
 
     records: Records
@@ -86,8 +86,8 @@ class Holding:
     announced: Mapping[Slot, float]
     compacted: Mapping[Slot, Mapping[Slot, float]] = dataclasses.field(default_factory=dict)
 
-    def before(self, time_s: float) -> Holding:
-        """The part of it that was stored before a time."""
+    def before(self, time_s: float) -> Contents:
+        """Return the part that was stored before a time."""
         records = {slot: record for slot, record in self.records.items() if was_stored(self.stored_s[slot.key], time_s)}
         announced = {slot: stored_s for slot, stored_s in self.announced.items() if was_stored(stored_s, time_s)}
         compacted = {
@@ -101,20 +101,20 @@ class Holding:
         record = self.records.get(slot)
         return slot in self.announced or (record is not None and record.anchor is not None)
 
-    def leading_to(self, slot: Slot, passed: Collection[Slot] = ()) -> Iterator[Slot]:
-        """Yield a version and those that it is built on, back to the nearest anchor or to one in `passed`.
+    def chain_to(self, slot: Slot, passed: Collection[Slot] = ()) -> Iterator[Slot]:
+        """Yield a version and its bases, back to the nearest anchor or to a version in `passed`.
 
-        A compaction from a version with an anchor leaves out the versions between.
+        A compaction from a version with an anchor skips the versions between.
 
         Raises:
-            MissingVersionError: a version on the way is missing.
+            MissingVersionError: a version of the chain is missing.
         """
         at: Slot | None = slot
         while at not in passed:
             if at is None or (at not in self.records and at not in self.announced):
                 raise MissingVersionError(
-                    f"Version {slot.version} is to be kept, but cannot be read, because a version before it is not in the "
-                    "channel. Nothing was forgotten. See `deltasync check`, or choose what to keep so that it goes."
+                    f"Version {slot.version} is to be kept, but is not readable, because an earlier version is missing. "
+                    "Nothing was forgotten. Run `deltasync check`, or keep fewer versions."
                 )
             yield at
             if self.has_anchor(at):
@@ -126,10 +126,10 @@ class Holding:
             at = _base(self.records, at)
 
 
-def line(records: Records) -> list[Slot]:
-    """The newest version of the greatest epoch that has one, and all versions that it follows, newest first.
+def lineage(records: Records) -> list[Slot]:
+    """Return the newest version of the latest epoch that has one, and all its ancestors, newest first.
 
-    It goes on below versions that were forgotten. Empty if no record of a version can be read.
+    Gaps of forgotten versions are skipped. Empty if no version's record is readable.
     """
     readable = (slot for slot, record in records.items() if record is not None and record.is_version)
     newest = max(readable, key=lambda slot: slot.newness, default=None)
@@ -147,32 +147,32 @@ def line(records: Records) -> list[Slot]:
 
 
 def _base(records: Records, slot: Slot) -> Slot | None:
-    """The version that another one follows; for a damaged record, the likely one."""
+    """Return a version's base; for a damaged record, the likely one."""
     record = records[slot]
     if record is not None:
         return None if record.base is None else record.base.slot
     return max((each for each in records if each.version == slot.version - 1 and each.epoch <= slot.epoch), default=None)
 
 
-def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
-    """Decide what to forget. Seals are kept, and so is a damaged record at the end of its epoch: it may be a seal.
+def plan_forget(contents: Contents, keep: KeepPolicy, since_s: float) -> ForgetPlan:
+    """Choose the objects to forget. Seals are kept, and damaged records at the end of an epoch, which may be seals.
 
-    What was still needed at `since_s` is kept too. Infinity keeps nothing for that reason.
+    Versions that were needed at `since_s` are kept too, unless it is infinity.
 
     Raises:
-        MissingVersionError: a version to keep cannot be read, so that forgetting could only make it worse.
+        MissingVersionError: a version to keep is not readable.
     """
-    records = holding.records
-    asked = _asked(holding, keep)
+    records = contents.records
+    asked = _asked(contents, keep)
     needed: set[Slot] = set()
     for slot in asked:
-        needed.update(holding.leading_to(slot, needed))
-    before = holding.before(since_s)
-    past = dataclasses.replace(holding, announced=before.announced, compacted=before.compacted)
+        needed.update(contents.chain_to(slot, needed))
+    before = contents.before(since_s)
+    past = dataclasses.replace(contents, announced=before.announced, compacted=before.compacted)
     was_needed: set[Slot] = set()
     for slot in {*_asked(before, keep), *(records.keys() - before.records.keys())}:
         with contextlib.suppress(MissingVersionError):
-            was_needed.update(past.leading_to(slot, was_needed))
+            was_needed.update(past.chain_to(slot, was_needed))
     kept = needed | was_needed
     last = {slot.epoch: slot for slot in sorted(records)}
     gone = {
@@ -182,9 +182,9 @@ def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
     }
     versions = {slot for slot, record in records.items() if record is not None and record.is_version} & kept
     numbers = {slot.version for slot in kept}
-    compactions = {  # by version numbers, because one may be damaged; where epochs fork, more are kept than necessary
+    compactions = {  # by version numbers, because one may be damaged; if epochs fork, more are kept than necessary
         key: span
-        for key, stored_s in holding.stored_s.items()
+        for key, stored_s in contents.stored_s.items()
         if (span := keys.shortcut_of(key)) is not None
         and span.version <= max(numbers, default=0)
         and not {span.base or span.version, span.version} <= numbers
@@ -192,7 +192,7 @@ def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
     }
     order = [(slot.version, slot.epoch, 1, slot.key) for slot in gone]
     order += [(span.version, "", 0, key) for key, span in compactions.items()]
-    return Forgetting(
+    return ForgetPlan(
         asked=sorted(asked),
         leading=sorted((needed & versions) - asked),
         recent=sorted(versions - needed),
@@ -203,23 +203,23 @@ def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
 
 
 def was_stored(stored_s: float, time_s: float) -> bool:
-    """Whether an object was there at a time. One whose age is unknown (0) was not, unless the time is infinity."""
+    """Whether an object existed at a time. An object of unknown age (0) did not, unless the time is infinity."""
     return time_s == math.inf or 0 < stored_s <= time_s
 
 
-def _asked(holding: Holding, keep: Keep) -> set[Slot]:
-    versions = line(holding.records)
+def _asked(contents: Contents, keep: KeepPolicy) -> set[Slot]:
+    versions = lineage(contents.records)
     asked = set(versions[: keep.last or 1])
     if keep.anchors is not None:
-        asked.update([slot for slot in versions if holding.has_anchor(slot)][: keep.anchors])
+        asked.update([slot for slot in versions if contents.has_anchor(slot)][: keep.anchors])
     if keep.step_every is not None:
-        steps = {slot: record.step for slot in versions if (record := holding.records[slot]) is not None}
+        steps = {slot: record.step for slot in versions if (record := contents.records[slot]) is not None}
         asked.update(slot for slot, step in steps.items() if step is not None and step % keep.step_every == 0)
     return asked
 
 
 class References:
-    """The files that records and shortcuts name (None where damaged), and those that their author may still name."""
+    """The files that records and shortcuts (None for damaged ones) name, or that their author may still name."""
 
     def __init__(self, records: Records, shortcuts: Mapping[str, Record | None]) -> None:
         found = [record for record in (*records.values(), *shortcuts.values()) if record is not None]
@@ -240,12 +240,12 @@ class References:
         self._newest_epoch = max(self._last, default="")
 
     def __contains__(self, key: str) -> bool:
-        """Whether a document names a file, or a damaged one of its slot may. An anchor's folder belongs to it as a whole."""
+        """Whether a document names a file, its anchor's folder, or is damaged and may name it."""
         folder = "/".join(key.split("/")[:2])
         return key in self._keys or folder in self._folders or keys.file_of(key) in self._damaged
 
-    def under_way(self, key: str) -> bool:
-        """Whether the author of a file may still name it, however old it is: no later writer has published yet."""
+    def in_progress(self, key: str) -> bool:
+        """Whether a file's author may still name it, because no later writer has published. Its age does not matter."""
         of = keys.file_of(key)
         assert of is not None
         last = self._anchors if key.startswith(keys.ANCHORS) else self._last

@@ -1,4 +1,4 @@
-"""Survey a channel: list its records, compactions and announcements, and read their documents with a few threads."""
+"""Scan a channel: list its records, compactions and announcements, and read their documents with several threads."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.retries import retried
 
 THREADS, WHOLE = 8, 4
-"""How many documents, and how many whole objects, are read at the same time."""
+"""Concurrent reads of documents, and of whole objects."""
 
-_LISTED_DELAY_S = 2.0  # before a listing that is not complete is asked for again
+_LISTED_DELAY_S = 2.0  # wait before an incomplete listing is requested again
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+"""Called with the name of the work, the amount done and the total."""
 
-_thread = threading.local()  # `stop`: ends the waits of `attempt` in a thread of `in_parallel`
+_thread = threading.local()  # `stop` ends the waits of `result_or_error` in a thread of `in_parallel`
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -40,7 +40,7 @@ def quiet(what: str, done: int, total: int) -> None:
 def in_parallel(
     action: Callable[[_Item], _Result], items: Sequence[_Item], what: str, progress: Progress, threads: int = THREADS
 ) -> list[_Result]:
-    """Return `action` of each item, in order, by a few threads. The first error ends it; no further item is started."""
+    """Apply `action` to each item with several threads, and return the results in order. The first error ends the loop."""
     results, stop = list[_Result](), threading.Event()
 
     def run(item: _Item) -> _Result:
@@ -58,15 +58,15 @@ def in_parallel(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Survey:
-    """Records, compactions and announcements of a channel. Those that were forgotten during the survey are left out.
+class Scan:
+    """Records, compactions and announcements of a channel, without those that were forgotten during the scan.
 
     Attributes:
-        slots: What the listing says of each record, ascending.
-        records: Document of each record, None where it is damaged.
-        shortcut_infos: What the listing says of each compaction and announcement, by key.
-        shortcuts: Document of each of them that was read, None where it is damaged, by key.
-        problems: What is wrong with each damaged object, by key.
+        slots: The listing's entry of each record, ascending.
+        records: Document of each record, None for damaged ones.
+        shortcut_infos: The listing's entry of each compaction and announcement, by key.
+        shortcuts: Documents of the shortcuts that were read, None for damaged ones, by key.
+        problems: The error of each damaged object, by key.
         stored: Objects that were read as a whole, by key, without their bytes.
     """
 
@@ -78,18 +78,18 @@ class Survey:
     stored: dict[str, StoredRecord]
 
     def whole(self) -> list[Record]:
-        """All documents that can be read."""
+        """All undamaged documents."""
         return [record for record in (*self.shortcuts.values(), *self.records.values()) if record is not None]
 
 
 def digests(records: Collection[Record]) -> dict[Slot, str]:
-    """Digests of records, as those that build on them name them; where none does, as a shortcut names them."""
+    """Return the digests of records, as their successors name them, or else as a shortcut names them."""
     ends = {record.slot: record.sha256 for record in records if record.sha256 is not None}
     return ends | {record.base.slot: record.base.sha256 for record in records if record.base is not None}
 
 
-def identities(reader: ChannelReader, held: Survey, slots: Iterable[Slot]) -> dict[Slot, str]:
-    """Digests of these records. A record that no other one names, such as the newest, is read as a whole."""
+def identities(reader: ChannelReader, held: Scan, slots: Iterable[Slot]) -> dict[Slot, str]:
+    """Return the digests of these records. A record that no other one names, such as the newest, is read as a whole."""
     found = digests(held.whole())
     for slot in [slot for slot in slots if slot not in found]:
         with contextlib.suppress(FormatError):
@@ -99,23 +99,23 @@ def identities(reader: ChannelReader, held: Survey, slots: Iterable[Slot]) -> di
     return found
 
 
-def survey(
+def scan_channel(
     reader: ChannelReader,
     progress: Progress = quiet,
     *,
     wanted: Callable[[Iterable[Slot]], Iterable[Slot]] = list,
     anchors_only: bool = False,
     whole: bool = False,
-) -> Survey:
+) -> Scan:
     """List records, compactions and announcements, and read their documents.
 
-    `wanted` picks from all slots, ascending, those whose documents to read. With `anchors_only` compactions are only
-    listed. With `whole` each object is read as a whole; otherwise only the document at its end, without checking its
-    digest.
+    `wanted` selects the slots whose documents are read, from all slots in ascending order. With `anchors_only`, compactions
+    are listed but not read. With `whole`, whole objects are read; otherwise only the document at the end, without checking
+    its digest.
 
     Raises:
         NotPublishedError: there is no channel.
-        TransientStoreError: the listing leaves out records that are there (`check_listing`).
+        TransientStoreError: the listing omits existing records (`check_listing`).
     """
 
     def read(info: ObjectInfo) -> StoredRecord | Record:
@@ -127,7 +127,7 @@ def survey(
     listed_shortcuts = reader.shortcuts()
     shortcuts = [info for span, info in listed_shortcuts if not anchors_only or span.base == 0]
     infos = [*slots.values(), *shortcuts]
-    results = in_parallel(lambda info: attempt(read, info), infos, "records", progress, WHOLE if whole else THREADS)
+    results = in_parallel(lambda info: result_or_error(read, info), infos, "records", progress, WHOLE if whole else THREADS)
     read_of = {info.key: found for info, found in zip(infos, results, strict=True)}
     gone = {key for key, found in read_of.items() if isinstance(found, MissingVersionError)}
     stored = {key: found for key, found in read_of.items() if isinstance(found, StoredRecord)}
@@ -137,7 +137,7 @@ def survey(
         last = max((slot.newness for slot in listed), default=("", 0))
         named = digests([*documents.values()])
         check_listing(reader, [slot.key for slot in named if slot not in listed and slot.newness < last])
-    return Survey(
+    return Scan(
         slots={slot: info for slot, info in slots.items() if info.key not in gone},
         records={slot: documents.get(slot.key) for slot in slots if slot.key not in gone},
         shortcut_infos={info.key: info for _, info in listed_shortcuts if info.key not in gone},
@@ -148,7 +148,7 @@ def survey(
 
 
 def _listed(reader: ChannelReader) -> dict[Slot, ObjectInfo]:
-    """List all records. The newest one that could be read before, by its key alone, must be among them."""
+    """List all records, and check that the newest one that is found by its key is among them."""
     head = reader.head()
     known = Slot(1, reader.channel().epoch) if head is None else head.newest.slot
     before = known if exists(reader.store, known.key) else None
@@ -164,7 +164,7 @@ def _after(slot: Slot) -> Slot:
 
 
 def exists(store: Store, key: str) -> bool:
-    """Whether an object is there that is not empty, without a listing."""
+    """Whether a non-empty object with this key exists, without a listing."""
     try:
         store.read_range(key, 0, 1)
     except ObjectMissingError:
@@ -173,27 +173,27 @@ def exists(store: Store, key: str) -> bool:
 
 
 def check_listing(reader: ChannelReader, unlisted: Sequence[str]) -> None:
-    """Check that objects which a listing leaves out are not there: a listing may lie, lag or be cut.
+    """Check that objects missing from a listing do not exist. A listing may be wrong, late or truncated.
 
     Raises:
-        TransientStoreError: one is there.
+        TransientStoreError: one exists.
     """
     for key, found in zip(
         unlisted, in_parallel(functools.partial(exists, reader.store), unlisted, "unlisted objects", quiet), strict=True
     ):
         if found:
             raise TransientStoreError(
-                f"A listing of {reader.store.url} leaves out {key}, which is there: it is not complete. Nothing was "
-                "changed; try again."
+                f"The listing of {reader.store.url} is incomplete: it omits {key}, which exists. Nothing was changed; "
+                "try again."
             )
 
 
-def attempt(
+def result_or_error(
     read: Callable[[_Item], _Result], item: _Item
 ) -> _Result | FormatError | MissingVersionError | ObjectMissingError:
-    """Return what `read` returns for an item, or the error that says what is wrong with the object.
+    """Return the result of `read` for an item, or the error of a missing or damaged object.
 
-    Errors that may pass are retried: of many objects one would often fail, and all would have been read in vain.
+    Transient errors are retried, because one failure among many objects would waste all the other reads.
     """
     try:
         passing, stop = (TransientStoreError, FormatError), getattr(_thread, "stop", None)

@@ -19,7 +19,7 @@ from deltasync.channel.threads import Workers
 from deltasync.codec.base import Encoded
 from deltasync.config import Retention
 from deltasync.errors import ChainError, DeltaSyncError, FormatError, get_logger
-from deltasync.maintenance import Keep
+from deltasync.maintenance import KeepPolicy
 from deltasync.publish import compaction
 from deltasync.publish.chain import Chain, Sample
 from deltasync.publish.collect import Weights
@@ -196,7 +196,7 @@ class Keeper:
 
     def _sweep(self) -> None:
         grace_s = self.retention.prune_grace_s
-        keep = Keep(last=self.retention.keep_last, anchors=self.retention.keep_anchors)
+        keep = KeepPolicy(last=self.retention.keep_last, anchors=self.retention.keep_anchors)
         maintenance.forget(self.reader, keep, grace_s=grace_s)
         maintenance.prune(self.reader, grace_s=grace_s)
 

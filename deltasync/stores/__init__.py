@@ -1,4 +1,4 @@
-"""Stores, where channels live: `open_store(url)`. A store's client is imported and created on first use."""
+"""Stores hold channels: `open_store(url)`. A store's client is imported and created on first use."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _PATHS = ("/", "./", "../", "~")
 
 
 def open_store(url: str | os.PathLike[str] | Store) -> Store:
-    """Return the store at `url`, without a request yet. Its keys are relative to the URL.
+    """Return the store at `url`. No request is made. Keys are relative to the URL.
 
     Args:
-        url: A store, which is returned as it is, or one of
+        url: A store, which is returned unchanged, or one of
 
             - `file:///absolute/path`, created on first write; also a `Path`, or a path that begins with `/`, `./`, `../`
               or `~`;
-            - `s3://bucket/prefix?endpoint=https://host&region=...`, any server that speaks S3. All options are optional:
-              `endpoint` (http:// only if written so), `region`, `virtual_hosted=1` (otherwise the bucket is part of the
-              path), `profile=NAME` of the AWS configuration (needs `deltasync[aws]`), `anonymous=1`. Everything else,
-              above all credentials, comes from the usual AWS_* variables or from the machine's role;
+            - `s3://bucket/prefix?endpoint=https://host&region=...`, any S3-compatible server. All options are optional:
+              `endpoint` (plain HTTP needs an explicit http://), `region`, `virtual_hosted=1` (otherwise the bucket is part
+              of the path), `profile=NAME` of the AWS configuration (needs `deltasync[aws]`), `anonymous=1`. Credentials and
+              everything else come from the usual AWS_* variables or from the machine's role;
             - `hf://buckets/namespace/name/prefix`, a Hugging Face Bucket;
-            - `gs://bucket/prefix`, `az://container/prefix`, configured only by the usual variables of these clouds;
-            - `memory://name`, in this process only.
+            - `gs://bucket/prefix`, `az://container/prefix`, configured with the usual variables of these clouds;
+            - `memory://name`, visible in this process only.
 
     Raises:
         ConfigError: the URL has another form, or contains credentials.

@@ -1,4 +1,4 @@
-"""The interface of a store: the few methods that a channel needs, and what they guarantee.
+"""The interface of a store: the methods that a channel needs, and their guarantees.
 
 Every store passes the contract in `tests/contract/store_contract.py`.
 """
@@ -14,7 +14,7 @@ from typing import Protocol
 from deltasync.errors import ConfigError, CorruptDataError
 
 REQUEST_S = 20.0
-"""Time limit of the one request of a guarded `Store.put`."""
+"""Time limit for the final request of a guarded `Store.put`."""
 
 # The rules of the strictest store (the Hub's S3 gateway) hold for all stores.
 # No part may start with a dot: this excludes `.` and `..`, and LocalStore gives such names to unfinished files.
@@ -27,9 +27,9 @@ class ObjectInfo:
     """One object in a listing or an event.
 
     Attributes:
-        modified_s: When it was stored, in seconds since the epoch by the store's clock.
-        content: The store's own hash of the bytes, or None. `Store.read` of the same store finds the bytes by it, even if
-            the key has other ones by then.
+        modified_s: Time of the write on the store's clock, in seconds since the epoch; 0 if unknown.
+        content: The store's own hash of the bytes, or None. `Store.read` uses it to return these bytes even after the key
+            was overwritten.
     """
 
     key: str
@@ -43,7 +43,7 @@ class Watch(Protocol):
 
     @property
     def live(self) -> bool:
-        """Whether changes are being reported now. If not, the caller has to poll."""
+        """Whether changes are reported now. If not, the caller must poll."""
         ...
 
     def close(self) -> None:
@@ -61,31 +61,31 @@ class Store(Protocol):
 
     @property
     def can_create(self) -> bool:
-        """Whether the store claims that of two writers only one can `create` a key. `probe.decides` tests the claim."""
+        """Whether the store claims that only one of two writers can `create` a key. `probe.decides` tests the claim."""
         ...
 
     @property
     def is_scarce(self) -> bool:
-        """Whether little is left of a quota of requests that others share, so that whatever can wait should."""
+        """Whether a shared request quota is nearly used up. Requests that can wait should wait."""
         ...
 
     def create(self, key: str, data: bytes) -> None:
         """Store a new object atomically. Requires `can_create`.
 
-        After return, the whole object is durable and visible. If this raises, it is not visible.
+        After return, the whole object is durable and visible. If this raises a lasting error, it is not visible.
 
         Raises:
             ObjectExistsError: the key exists; its object is unchanged.
-            StoreError: anything else. After a transient error the object may have been stored: read it back to know.
+            StoreError: anything else. After a transient error the object may exist: read it back to find out.
         """
         ...
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
-        """Store an object, replacing any object with this key. Readers see the old one or the new one, never a mixture.
+        """Store an object and replace any object with this key. Readers see the old or the new one, never a mixture.
 
-        `guard` is called once, after everything that may take long. The one request that makes the object visible follows
-        immediately; no layer below repeats it, and it ends after at most `REQUEST_S`. If `guard` raises, its exception
-        passes through and nothing becomes visible.
+        `guard` is called once, after all slow steps. The request that makes the object visible follows immediately. No layer
+        below retries that request, and it ends within `REQUEST_S`. If `guard` raises, its exception passes through and
+        nothing becomes visible.
 
         Raises:
             TransientStoreError: the old or the new object is visible, or the new one will become visible.
@@ -96,8 +96,8 @@ class Store(Protocol):
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         """Return the whole object.
 
-        At most `most_bytes` are held in memory, whatever size the store announces. `known` is the object's entry in a
-        listing or an event; if it has a `content`, those bytes are read without a request for the key.
+        At most `most_bytes` are held in memory, even if the store announces another size. `known` is the object's entry in a
+        listing or an event. If it has a `content`, those bytes are read without a request for the key.
 
         Raises:
             CorruptDataError: the object is larger than `most_bytes`.
@@ -111,27 +111,27 @@ class Store(Protocol):
 
         Raises:
             ObjectMissingError: no such key.
-            StoreError: anything else, including an object that is shorter than `end`.
+            StoreError: anything else, for example if the object is shorter than `end`.
         """
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects whose key starts with `prefix`, in ascending key order, without unfinished ones."""
+        """Yield the finished objects whose key starts with `prefix`, in ascending key order."""
         ...
 
     def delete(self, *keys: str) -> None:
-        """Delete objects; a missing one is no error. If this raises, any of them may be gone."""
+        """Delete objects. A missing object is no error. If this raises, some of them may have been deleted."""
         ...
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
         """Call `on_change`, from a thread of the store, for each object that is stored under `prefix`.
 
         Args:
-            prefix: What the keys start with.
-            on_change: Gets the object, or None when some may have been missed. It is not called for deletions.
+            prefix: Only keys that start with it are reported.
+            on_change: Receives the object, or None if some changes may have been missed. Deletions are not reported.
 
         Returns:
-            None if the store cannot watch; the caller has to poll.
+            None if the store cannot watch; the caller must poll.
         """
         ...
 
@@ -140,8 +140,8 @@ def check_key(key: str) -> str:
     """Return `key` unchanged.
 
     Raises:
-        ConfigError: the key is empty, has more than 900 characters or any beside letters, digits and `._=+@-/`, or a part
-            of it is empty or starts with a dot.
+        ConfigError: the key is empty, has more than 900 characters or a character other than letters, digits and `._=+@-/`,
+            or a part of it is empty or starts with a dot.
     """
     if not _KEY.fullmatch(key) or len(key) > 900:
         raise ConfigError(f"Not a valid object key: {key!r}.")
@@ -160,5 +160,5 @@ def read_file(file: int, place: str, most_bytes: int) -> bytes:
     check_size(place, size, most_bytes)
     with open(file, "rb", closefd=False) as stream:
         data = stream.read(size + 1)
-    check_size(place, len(data), most_bytes)  # it may have grown
+    check_size(place, len(data), most_bytes)  # the file may have grown
     return data

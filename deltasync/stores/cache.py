@@ -1,13 +1,13 @@
-"""A cache directory that the processes of a machine share, so that each object is downloaded once.
+"""A cache directory that the processes of a machine share. Each object is downloaded once.
 
-    <sha256>          an object; its name is its digest, so it is valid for every key and channel, and never out of date
+    <sha256>          an object, named by its digest; valid for every key and channel, never stale
     .<sha256>.tmp     an object that the holder of .lock-store is writing
-    .lock-3f          held while an object whose digest starts with 3f is downloaded; others wait, then read the file
-    .lock-store       held while a file is added and old ones are deleted
+    .lock-3f          held during the download of an object whose digest starts with 3f; others wait, then read the file
+    .lock-store       held while a file is added and old ones are evicted
 
-Nothing in the cache is trusted: a cached object passes the same check as a downloaded one, and a file that fails is deleted
-and downloaded again. At each use the directory must belong to this user, and nobody else may have write access; links in it
-are not followed. Locks end with the process that holds them. The directory may be deleted at any time. Linux and macOS only.
+The cache is not trusted. A cached object must pass the same check as a downloaded one; a file that fails is deleted and
+downloaded again. The directory must belong to this user, without write access for others; this is checked at each use.
+Links in it are not followed. A lock ends with its process. The directory may be deleted at any time. Linux and macOS only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Check = Callable[[bytes], None]
 
 _MOST_FILES = 4096  # adding an object lists all files
 _POLL_S = 0.005
-# Longest waits for a lock, whose holder may hang: more than a download, and writing a file, take.
+# Longest waits for a lock, whose holder may hang. They exceed the time of a download, and of writing a file.
 _DOWNLOAD_S, _STORE_S = 300.0, 30.0
 _PAUSE_S = 60.0
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC if _HAS_LOCKS else 0
@@ -52,14 +52,14 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.tmp")
 class CachedStore(WrappedStore):
     """A store with a cache for reads by digest. Other reads do not use the cache.
 
-    If the directory cannot be used (disk full, not writable, a lock that stays held), this warns once, reads from the store
-    alone, and tries the directory again after a minute.
+    If the directory cannot be used (disk full, not writable, a lock that stays held), the store warns once, reads without
+    the cache, and tries the directory again after a minute.
 
     Args:
         store: The store to read from.
-        directory: Created on first use, for this user only.
-        limit_bytes: Most bytes of files in the cache; the least recently read are deleted. Larger objects are not cached.
-        shared: Add what is downloaded to the cache. Otherwise only `keep` adds to it.
+        directory: The cache directory, created on first use for this user only.
+        limit_bytes: Limit for the files in the cache. The least recently read are evicted; larger objects are not cached.
+        shared: Whether downloads are added to the cache. Otherwise only `add` adds to it.
 
     Raises:
         ConfigError: this system has no `fcntl`.
@@ -67,7 +67,7 @@ class CachedStore(WrappedStore):
 
     def __init__(self, store: Store, directory: str | Path, limit_bytes: int, shared: bool = True) -> None:
         if not _HAS_LOCKS:
-            raise ConfigError("The cache of a node needs Linux or macOS; set its size to 0 here.")
+            raise ConfigError("The node-local cache needs Linux or macOS. Set its size to 0 here.")
         super().__init__(store)
         self._directory = Path(directory)
         self._limit_bytes = limit_bytes
@@ -88,15 +88,15 @@ class CachedStore(WrappedStore):
 
         Args:
             key: The object's key in the store.
-            sha256: Its digest, 64 hexadecimal digits.
-            size: Its bytes, 0 if unknown.
-            check: Called with the bytes, both of the cache and of the store.
+            sha256: The object's digest, 64 hexadecimal digits.
+            size: The object's size in bytes, 0 if unknown.
+            check: Called with the bytes from the cache or the store.
             most_bytes: See `Store.read`.
             known: See `Store.read`.
 
         Raises:
-            FormatError: what the store returned is too large, or fails `check`. It is not cached.
-            ObjectMissingError, StoreError: as `Store.read`.
+            FormatError: the store's bytes are too many, or fail `check`. They are not cached.
+            ObjectMissingError, StoreError: see `Store.read`.
         """
         if size > self._limit_bytes or time.monotonic() < self._off_until:
             return self._download(key, check, most_bytes, known)
@@ -110,13 +110,13 @@ class CachedStore(WrappedStore):
             if cached is not None:
                 return cached
             data = self._download(key, check, most_bytes, known)
-            self.keep(sha256, data)
+            self.add(sha256, data)
         return data
 
-    def keep(self, sha256: str, data: bytes) -> None:
-        """Add an object. Its digest is not checked here, but at each use.
+    def add(self, sha256: str, data: bytes) -> None:
+        """Add an object. Its digest is checked at each use, not here.
 
-        The file is not synced: after a power failure, that check detects damage.
+        The file is not synced. After a power failure that check detects damage.
         """
         if time.monotonic() < self._off_until or len(data) > self._limit_bytes:
             return
@@ -143,7 +143,7 @@ class CachedStore(WrappedStore):
         """Yield a descriptor of the directory, relative to which its files are opened.
 
         Raises:
-            OSError: the directory is missing, is a link, or others than this user may write to it.
+            OSError: the directory is missing, is a link, or other users may write to it.
         """
         folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
         try:
@@ -158,12 +158,12 @@ class CachedStore(WrappedStore):
                 data = read_file(file, name, min(most_bytes, self._limit_bytes))
                 check(data)
                 with contextlib.suppress(OSError):
-                    os.utime(file)  # when it was last read
+                    os.utime(file)  # the time of the last read
                 return data
         except FileNotFoundError:
             return None
         except FormatError:
-            logger.warning("%s was damaged; fetching it anew.", self._directory / name)
+            logger.warning("%s was damaged; downloading it again.", self._directory / name)
             with contextlib.suppress(OSError), self._folder() as folder:
                 os.unlink(name, dir_fd=folder)
         except OSError as error:
@@ -171,7 +171,7 @@ class CachedStore(WrappedStore):
         return None
 
     def _make_room(self, folder: int, size: int) -> None:
-        """Delete the least recently read files until `size` bytes fit in. The caller holds .lock-store."""
+        """Evict the least recently read files until `size` bytes fit. The caller holds .lock-store."""
         files = []
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -180,7 +180,7 @@ class CachedStore(WrappedStore):
                         status = entry.stat(follow_symlinks=False)
                         files.append((status.st_mtime_ns, status.st_size, entry.name))
                     elif _TEMPORARY.fullmatch(entry.name):
-                        os.unlink(entry.name, dir_fd=folder)  # a dead process left it: only the lock's holder writes
+                        os.unlink(entry.name, dir_fd=folder)  # left over from a dead process: only the lock's holder writes
         total, count = size + sum(file_size for _, file_size, _ in files), 1 + len(files)
         for _, file_size, name in sorted(files):
             if total <= self._limit_bytes and count <= _MOST_FILES:
@@ -191,7 +191,7 @@ class CachedStore(WrappedStore):
 
     @contextlib.contextmanager
     def _lock(self, name: str, wait_s: float) -> Iterator[int | None]:
-        """Lock a file against other processes and threads; yield the directory's descriptor, or None if this failed."""
+        """Lock a file against other processes and threads. Yield the directory's descriptor, or None on failure."""
         held = None
         with contextlib.ExitStack() as stack:
             try:
@@ -213,13 +213,13 @@ class CachedStore(WrappedStore):
         self._off_until = time.monotonic() + _PAUSE_S
         if not self._warned:
             self._warned = True
-            logger.warning("The cache in %s cannot be used (%s); going on without it.", self._directory, error.strerror)
+            logger.warning("The cache in %s cannot be used (%s); reading without it.", self._directory, error.strerror)
 
 
 def _check_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
-    """Raise OSError for another kind of file, or one of other users, who could read the weights or redirect us."""
+    """Raise OSError for another kind of file, and for access of other users, who could read or replace the weights."""
     if not is_kind(status.st_mode):
-        raise OSError(errno.EINVAL, "it is of another kind")
+        raise OSError(errno.EINVAL, "it has the wrong file type")
     if status.st_uid != os.getuid():
         raise OSError(errno.EPERM, "it belongs to another user")
     if status.st_mode & 0o022:
@@ -251,18 +251,18 @@ def _try_lock(file: int) -> bool:
 
 
 def behind_cache(store: Store, directory: str | None, limit_bytes: int, workers: int = 1) -> Store:
-    """Return the store through which the processes of a replica read a channel.
+    """Return the store with which the processes of a replica read a channel.
 
     Args:
-        store: The channel's store. `file://` is not cached, because the kernel caches files already; nor is `memory://`.
-        directory: The cache; None for one in the system's temporary directory. A single worker adds nothing to that one,
-            since nobody shares it, but finds what was prefetched.
-        limit_bytes: Most bytes in the cache; 0 for no cache.
-        workers: Number of workers.
+        store: The channel's store. `file://` and `memory://` are not cached: the kernel caches files already.
+        directory: The cache directory; None for one in the system's temporary directory. A single worker adds nothing to
+            that one, because no process shares it, but reads what was prefetched.
+        limit_bytes: Limit for the cache; 0 for no cache.
+        workers: Number of worker processes.
     """
     if limit_bytes == 0 or store.url.startswith(("file:", "memory:")):
         return store
     if directory is None:
         directory = str(Path(tempfile.gettempdir(), f"deltasync-{os.getuid()}"))
         return CachedStore(store, directory, limit_bytes, shared=workers > 1)
-    return CachedStore(store, os.path.realpath(directory), limit_bytes)  # a directory that was named may be a link
+    return CachedStore(store, os.path.realpath(directory), limit_bytes)  # a configured directory may be a link

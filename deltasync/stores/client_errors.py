@@ -1,4 +1,4 @@
-"""obstore's errors become ours. They are no causes of ours: they hold whole requests, also for credentials."""
+"""Translate obstore's errors to ours. Ours have no `__cause__`: obstore's hold whole requests, credentials included."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _HINTS = {
     "ExpiredTokenException": "The session token has expired: renew the credentials.",
     "InvalidToken": "The session token is not valid: renew the credentials.",
     "TokenRefreshRequired": "The session token has expired: renew the credentials.",
-    "InvalidAccessKeyId": "The access key id is unknown there: check AWS_ACCESS_KEY_ID and the endpoint.",
+    "InvalidAccessKeyId": "The server does not know the access key id: check AWS_ACCESS_KEY_ID and the endpoint.",
     "SignatureDoesNotMatch": "The secret does not belong to the access key: check AWS_SECRET_ACCESS_KEY.",
     "AuthenticationFailed": "Check the credentials: the account's key, or the SAS token, which may have expired.",
     "RequestTimeTooSkewed": "This machine's clock is off by too much: set it.",
-    "AuthorizationHeaderMalformed": "The region is not the bucket's: check region= and AWS_REGION.",
+    "AuthorizationHeaderMalformed": "The bucket is in another region: check region= and AWS_REGION.",
     "PermanentRedirect": _REGION,
     "IllegalLocationConstraintException": _REGION,
     "QuotaExceeded": "Delete something, or have the quota raised.",
     "InvalidObjectState": "The object is archived: restore it first.",
-    "BlobImmutableDueToPolicy": "Objects such as head.json are replaced: use a container without a policy or a legal hold.",
+    "BlobImmutableDueToPolicy": "deltasync replaces objects such as head.json: use a container without such a policy.",
 }
 _DENIED = "Check the credentials, and that they may list the bucket and get, put and delete objects in it."
 _METADATA = {
@@ -39,22 +39,22 @@ _METADATA = {
     ),
     "gs": ("GOOGLE_APPLICATION_CREDENTIALS", r"/computeMetadata/"),
 }
-"""By scheme: the variables that hold credentials, and what a request to the machine's metadata service looks like."""
+"""By scheme: the variables that hold credentials, and a pattern of requests to the machine's metadata service."""
 
 
 def translate(error: BaseException, place: str, operation: Operation, answered: bool = True) -> StoreError | ConfigError:
-    """Return our error for one of obstore's, or a panic, about the object at `place`.
+    """Return our error for an error of obstore, or a panic, about the object at `place`.
 
-    `answered` says whether the store has answered this client before, so that credentials are set.
+    `answered` says whether the store has answered this client before, which proves that credentials are set.
     """
     if is_panic(error):
-        return StoreError(f"{place}: the client of the store failed ({error}); the server's reply may be malformed.")
+        return StoreError(f"{place}: the store's client failed ({error}); the server's reply may be malformed.")
     message, _, internals = str(error).partition("\n\nDebug source")
     if isinstance(error, obstore_errors.InvalidPathError):
         odd = re.search(r'Path "([^"]*)"', message)
         key = odd[1] if odd else message
         return StoreError(
-            f"{place}: an object of another program has the key {key!r}, which cannot be listed: delete or rename it."
+            f"{place}: another program's object has the key {key!r}, which cannot be listed: delete or rename it."
         )
     answer, status, code = _answer(message, internals)
     found = meaning(status, code)
@@ -67,14 +67,14 @@ def translate(error: BaseException, place: str, operation: Operation, answered: 
             found = Meaning.REFUSED
     variables, request = _METADATA.get(place.partition(":")[0], ("", "$^"))
     if re.search(request, message):
-        told = answer.replace("the store answered", "its metadata service answered")
-        where = f"{place}: this machine has no role to take credentials from: {told}"
-        return (
-            TransientStoreError(f"{where}.") if answered else ConfigError(f"{where}, and no others are set ({variables}).")
-        )
+        reply = answer.replace("the store answered", "its metadata service answered")
+        problem = f"{place}: this machine's role gives no credentials: {reply}"
+        if answered:
+            return TransientStoreError(f"{problem}.")
+        return ConfigError(f"{problem}, and no others are set ({variables}).")
     hint = _hint(found, status, code, message, internals)
     if found is Meaning.MISSING and "<html" in message.lower():
-        found, hint = Meaning.REFUSED, "That is a web page: check the endpoint."
+        found, hint = Meaning.REFUSED, "The reply is a web page: check the endpoint."
     if code in ("NoSuchBucket", "ContainerNotFound"):
         return StoreError(f"{place}: there is no such bucket; create it, or check its name, the region and the endpoint.")
     kind = error_class(operation, found)
@@ -92,23 +92,23 @@ def translate(error: BaseException, place: str, operation: Operation, answered: 
 
 
 def may_be_renewed(error: BaseException) -> bool:
-    """Whether other credentials may help: then the next attempt reads them again."""
+    """Whether other credentials may help, so that the next attempt should read them again."""
     _, status, _ = _answer(*str(error).partition("\n\nDebug source")[::2])
     return status in RENEWABLE or has_expired(error)
 
 
 def has_expired(error: BaseException) -> bool:
-    """Whether the store knows the credentials, or knew them, and takes them no more."""
+    """Whether the store recognises the credentials but no longer accepts them."""
     return _answer(*str(error).partition("\n\nDebug source")[::2])[2] in _RENEW
 
 
 def _answer(message: str, internals: str) -> tuple[str, int, str]:
-    """Return what happened in a few words, the HTTP status, 0 if there is none, and the store's own code."""
+    """Return a short description, the HTTP status (0 without one), and the store's own code."""
     status = re.search(r"status code: ((\d+)[^:<\n]*)", message)
     code = re.search(r"<Code>([\w.]+)</Code>|\(code: ([\w.]+)\)", message)
     name = (code[1] or code[2]) if code else ""
-    told = re.search(r"<Message>([^<\n]*)|DeleteObjects request failed for key [^:]*: (.*) \(code: ", message)
-    reason = " ".join((told[1] or told[2] or "").split())[:120].rstrip(".") if told else ""
+    text = re.search(r"<Message>([^<\n]*)|DeleteObjects request failed for key [^:]*: (.*) \(code: ", message)
+    reason = " ".join((text[1] or text[2] or "").split())[:120].rstrip(".") if text else ""
     if status:
         named = f" ({name}{': ' if name and reason else ''}{reason})" if name or reason else ""
         return f"the store answered {status[1].strip()}{named}", int(status[2]), name
@@ -125,28 +125,28 @@ def _answer(message: str, internals: str) -> tuple[str, int, str]:
 
 
 def _hint(found: Meaning, status: int, code: str, message: str, internals: str) -> str:
-    """Return what to do about a lasting refusal, empty if that is not known."""
+    """Return the cure for a lasting refusal, empty if none is known."""
     if found is Meaning.REFUSED:
         if code in _HINTS:
             return _HINTS[code]
         if code.startswith("KMS."):
-            return "The bucket's key (SSE-KMS) cannot be used: ask whoever owns it."
+            return "The bucket's key (SSE-KMS) cannot be used: ask its owner."
         if "x-amz-checksum-" in message:
             return "Buckets with object lock need AWS_CHECKSUM_ALGORITHM=sha256."
         if status in (401, 403) or code == "AccessDenied":
             return _DENIED
     certificate = re.search(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)", internals)
     if certificate and certificate[1] == "CaUsedAsEndEntity":
-        return "The server shows an authority's certificate as its own (CaUsedAsEndEntity): let it show one signed by that."
+        return "The server presents a CA certificate as its own (CaUsedAsEndEntity): install one that the CA signed."
     if certificate:
         return (
-            f"The server's certificate is not trusted ({certificate[1]}). If an authority of your own signed it, name its "
-            "file in SSL_CERT_FILE."
+            f"The server's certificate is not trusted ({certificate[1]}). If a private authority signed it, set "
+            "SSL_CERT_FILE to the authority's certificate."
         )
     if "InvalidContentType" in internals:
         return "The server does not speak TLS at this port: write http://, or use its https port."
     if "TunnelUnsuccessful" in internals or status == 407:
-        return "The proxy refused (HTTPS_PROXY, HTTP_PROXY): check its address and password, or name the host in NO_PROXY."
+        return "The proxy refused (HTTPS_PROXY, HTTP_PROXY): check its address and password, or add the host to NO_PROXY."
     if "redirect without LOCATION" in message:
         return _REGION
     return ""

@@ -1,9 +1,9 @@
-"""`s3://`, for every server that speaks S3, and `gs://` and `az://`.
+"""`s3://` for all S3-compatible servers, `gs://` and `az://`.
 
 Timeouts of one request: 10 s to connect, 30 s until the reply begins and for each further piece of it, more for a large
-upload (`_REPLY_WITHIN`). The client makes at most three attempts within a minute, 0.1 and 0.2 s apart, after 5xx, 429, 408,
-dropped connections and read timeouts. Further retries are the caller's: of an uploader `PublisherSettings.retries`, of a
-replica its next poll.
+upload (`_REPLY_WITHIN`). After 5xx, 429, 408, dropped connections and read timeouts, the client makes at most three
+attempts within a minute, 0.1 and 0.2 s apart. Callers retry further: an uploader as `PublisherSettings.retries` says, a
+replica at its next poll.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = ("endpoint", "region", "virtual_hosted", "profile", "anonymous")
 
-# Largest body of a request, and the seconds in which it must be sent and the reply begin.
+# Largest body of a request, and the time limit for sending it and receiving the first byte of the reply.
 _REPLY_WITHIN = ((8 << 20, 30), (256 << 20, 120), (LARGEST_BYTES, 900))
 
 _RETRIES: RetryConfig = {
@@ -42,7 +42,7 @@ _NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A parsed URL; see `open_store` for its options."""
+    """A parsed URL. `open_store` documents its options."""
 
     scheme: str
     bucket: str
@@ -55,9 +55,9 @@ class Place:
 
 
 class CloudStore(ObstoreStore):
-    """The bucket at an `s3://`, `gs://` or `az://` URL, as `open_store` describes it.
+    """The bucket at an `s3://`, `gs://` or `az://` URL (see `open_store`).
 
-    Clients are created on first use, so that the store can be pickled, and opened before a fork.
+    Clients are created on first use, so the store can be pickled, and opened before a fork.
 
     Raises:
         ConfigError: the URL has another form.
@@ -74,12 +74,12 @@ class CloudStore(ObstoreStore):
         key = (REQUEST_S if once else allowed_s, once)
         if key not in self._clients:
             check_cloud(self._parsed.scheme)
-            # Two threads may both do this; the second client stays.
+            # If two threads do this at once, the second client stays.
             self._clients[key] = _connect(self._parsed, *key)
         return self._clients[key]
 
     def forget_credentials(self) -> None:
-        """Connect again for the next request: keys, profiles and tokens may have been renewed meanwhile."""
+        """Connect again for the next request, because keys, profiles and tokens may have been renewed."""
         self._clients = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -87,7 +87,7 @@ class CloudStore(ObstoreStore):
 
 
 def parse(url: str) -> Place:
-    """Parse a URL; raise ConfigError as `CloudStore` does."""
+    """Parse a URL. Raise ConfigError if it has another form."""
     parts = urlsplit(url)
     if "@" in parts.netloc:
         raise ConfigError("A channel URL holds no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.")
@@ -117,9 +117,7 @@ def parse(url: str) -> Place:
         )
     virtual_hosted = options.get("virtual_hosted") == "1"
     if virtual_hosted and endpoint is not None and _is_address(urlsplit(endpoint).hostname):
-        raise ConfigError(
-            "virtual_hosted=1 in a channel URL needs an endpoint with a name: no bucket fits before an address."
-        )
+        raise ConfigError("virtual_hosted=1 in a channel URL needs an endpoint with a host name, not an IP address.")
     return Place(
         scheme=parts.scheme,
         bucket=parts.netloc,
@@ -143,7 +141,7 @@ def _is_address(host: str | None) -> bool:
 def _connect(place: Place, within_s: float, once: bool) -> ObjectStore:
     options: ClientConfig = {
         "connect_timeout": timedelta(seconds=10),
-        # In obstore this limit covers sending the request until the reply begins, and then each piece of the reply.
+        # obstore applies this limit from sending until the reply begins, and then to each piece of the reply.
         "read_timeout": timedelta(seconds=within_s),
         "timeout": timedelta(seconds=within_s) if once else timedelta(hours=1),
         "pool_idle_timeout": timedelta(minutes=5),  # versions may be minutes apart
@@ -186,7 +184,7 @@ def _s3_config(place: Place) -> S3Config:
 
 
 def _credentials(place: Place) -> S3CredentialProvider | None:
-    """A profile's credentials; None if obstore has to find them: keys, web identity, container or instance role."""
+    """Return a profile's credentials. None lets obstore find keys, a web identity, or a container or instance role."""
     profile = place.profile or aws_profile()
     if profile is None or place.anonymous:
         return None

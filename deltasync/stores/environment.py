@@ -1,4 +1,4 @@
-"""Settings of the clouds and the Hub in the environment. What cannot work is refused by name before the first request."""
+"""Check the environment variables of the clouds and the Hub before the first request, and refuse bad ones by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from deltasync.errors import ConfigError
 
-# What the clients read. Others of these prefixes are other programs', and may be empty, as AWS_PAGER often is.
+# The variables that the clients read. Other programs use others with these prefixes; AWS_PAGER, for one, is often empty.
 _CLOUDS = {
     "s3": re.compile(
         r"AWS_(ACCESS_KEY_ID|SECRET_ACCESS_KEY|(SESSION_)?TOKEN|(DEFAULT_)?REGION|ENDPOINT(_URL(_S3|_STS)?)?|METADATA_ENDPOINT"
@@ -34,33 +34,33 @@ def check_cloud(scheme: str) -> None:
     """Check the variables of a cloud.
 
     Raises:
-        ConfigError: one cannot work. The sentence names it, and shows no value that may be a secret.
+        ConfigError: one cannot work. The message names it, without any value that may be a secret.
     """
     _check([name for name in os.environ if _CLOUDS[scheme].fullmatch(name)])
 
 
 def check_hub() -> None:
-    """Check the variables of the Hub. Raises as `check_cloud`."""
+    """Check the variables of the Hub. Raises ConfigError like `check_cloud`."""
     _check([name for name in _HUB if name in os.environ])
 
 
 def check_xet_cache() -> None:
-    """Check the folder that uploads to the Hub use. Raises as `check_cloud`."""
+    """Check the folder that uploads to the Hub use. Raises ConfigError like `check_cloud`."""
     folder = os.environ.get("HF_XET_CACHE", "")
     existing = folder
     while existing and not os.path.lexists(existing):
         existing = os.path.dirname(existing)
     if existing and not (os.path.isdir(existing) and os.access(existing, os.W_OK)):
-        raise ConfigError(f"HF_XET_CACHE names the folder {folder!r}, which cannot be written.")
+        raise ConfigError(f"HF_XET_CACHE: the folder {folder!r} is not writable.")
 
 
 def aws_profile() -> str | None:
-    """Return the profile that the environment names, None if it has keys or names none."""
+    """Return the profile in AWS_PROFILE; None if it is unset, or if keys are set."""
     return None if "AWS_ACCESS_KEY_ID" in os.environ else os.environ.get("AWS_PROFILE")
 
 
 def import_quietly(module: str) -> Any:
-    """Import hf_xet without its log, which by default takes 18 kB on disk for each upload. RUST_LOG turns it on."""
+    """Import hf_xet without its log, which by default writes 18 kB to disk for each upload. RUST_LOG turns it on."""
     if any(name in os.environ for name in ("RUST_LOG", "HF_XET_LOG_DEST")):
         return importlib.import_module(module)
     os.environ["RUST_LOG"] = "off"  # read at import only
@@ -71,7 +71,7 @@ def import_quietly(module: str) -> Any:
 
 
 def is_endpoint(url: str) -> bool:
-    """Whether this is a server's address: http or https, a host, perhaps a port and a path."""
+    """Whether this is a server's address: http or https, a host, and optionally a port and a path."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -90,18 +90,18 @@ def _check(names: Iterable[str]) -> None:
     for name in (*names, *(name for name in _SHARED if os.environ.get(name))):
         value = os.environ[name]
         if not value.strip():
-            raise ConfigError(f"{name} is set and empty: set it, or unset it.")
+            raise ConfigError(f"{name} is empty. Set it to a value, or unset it.")
         is_path = _FILE.search(name) is not None or name in _FOLDERS
         if name not in _TEXT and not (value.isprintable() and value == value.strip() and (value.isascii() or is_path)):
             raise ConfigError(
-                f"{name} has a blank or a line end around it, or a character that cannot be printed: set it again without. "
+                f"{name} starts or ends with a blank or a line end, or has an unprintable character. Set it again without. "
                 "Secrets mounted from files often end with a line feed."
             )
         if _FILE.search(name) and not os.path.isfile(value):
-            raise ConfigError(f"{name} names the file {value!r}, which is not there.")
+            raise ConfigError(f"{name}: the file {value!r} does not exist.")
         if name.upper().endswith("_PROXY"):
-            continue  # a host without a scheme will do, and a user with a password
+            continue  # a host without a scheme is valid, and so is a user with a password
         if _URL.search(name) and not is_endpoint(value):
             raise ConfigError(f"{name} must be https://host or http://host, with a port and a path if needed.")
         if _REGION.search(name) and not re.fullmatch(r"[A-Za-z0-9_-]+", value):
-            raise ConfigError(f"{name} is a region such as us-east-1, not {value!r}.")
+            raise ConfigError(f"{name} must be a region such as us-east-1, not {value!r}.")

@@ -1,11 +1,11 @@
-"""The Hub's feed of changes to a bucket, `GET /api/buckets/{id}/events`, read in a thread of its own.
+"""A thread reads the Hub's feed of changes to a bucket, `GET /api/buckets/{id}/events`.
 
-It consists of server-sent events:
+The feed consists of server-sent events:
 
     ready      the feed has caught up: later changes follow
     changes    paths that were added, updated or deleted, and the cursor after them
-    reset      the cursor is too old to replay what was missed: anything may have changed
-    reconnect  the client has to connect again, with the cursor given here
+    reset      the cursor is too old to replay the missed changes: anything may have changed
+    reconnect  the client must connect again, with the cursor given here
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 10.0
 _KNOWN = ("ready", "changes", "reset", "reconnect")
 _UNAVAILABLE = (401, 403, 404, 429, 501)
 _UNAVAILABLE_DELAY_S = 60.0
-_GOOD_S = 5.0  # after a connection that lasted longer, delays start at the first one again
+_GOOD_S = 5.0  # a connection that lasted longer resets the delay
 _JOIN_S = 2.0
 _LONGEST_LINE = 16 << 20
 
@@ -58,13 +58,13 @@ describe(_Event)
 
 
 class EventWatch:
-    """Reports what is stored in a bucket. See `Watch`.
+    """Reports the files that are stored in a bucket. See `Watch`.
 
     Args:
         url: URL of the bucket's feed.
         prefix: Only paths that start with it are reported.
-        on_change: Called from the thread with each stored file, whose key is its path, and with None when some may have
-            been missed.
+        on_change: Called from the thread with each stored file, whose key is its path, or with None if some changes may
+            have been missed.
     """
 
     def __init__(self, url: str, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:
@@ -76,14 +76,14 @@ class EventWatch:
         self._asked_s = 0.0
         self._socket: socket.socket | None = None
         self._closed = threading.Event()
-        # Held while the callback runs, which may close the watch itself.
+        # Held while the callback runs. The callback itself may close the watch.
         self._reporting = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="deltasync-watch", daemon=True)
         self._thread.start()
 
     @property
     def live(self) -> bool:
-        """See `Watch.live`. In a forked child the thread is gone, and this is False."""
+        """Whether changes are reported now. False in a forked child, which has no copy of the thread."""
         return self._live and self._thread.is_alive()
 
     def close(self) -> None:
@@ -92,8 +92,8 @@ class EventWatch:
             self._live = False
         connection = self._socket
         if connection is not None and self._thread.is_alive():  # in a forked child the connection is still the parent's
-            # Wakes the thread from its read. SSLSocket.shutdown would remove the TLS state that the reader uses.
-            with contextlib.suppress(OSError):  # it ended by itself
+            # This wakes the thread from its read. SSLSocket.shutdown would remove the TLS state that the reader uses.
+            with contextlib.suppress(OSError):  # the connection ended by itself
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
@@ -110,7 +110,7 @@ class EventWatch:
                 available = True
             self._live, self._socket = False, None
             if not available:
-                delay_s = max(_UNAVAILABLE_DELAY_S, 2 * self._asked_s)  # of which at least half is waited
+                delay_s = max(_UNAVAILABLE_DELAY_S, 2 * self._asked_s)  # at least half of it is waited
             elif time.monotonic() - started > _GOOD_S:
                 delay_s = _FIRST_DELAY_S
             else:
@@ -128,7 +128,7 @@ class EventWatch:
                 return response.status_code not in _UNAVAILABLE
             self._socket = response.extensions["network_stream"].get_extra_info("socket")
             if self._closed.is_set():
-                return True  # it was closed before `_socket` was set
+                return True  # `close` ran before `_socket` was set
             for name, event in _events(response):
                 self._handle(name, event)
                 if name == "reconnect":
@@ -160,9 +160,9 @@ class EventWatch:
 
 
 def _events(response: httpx.Response) -> Iterator[tuple[str, _Event]]:
-    """Yield the events of a stream with their names, without unknown ones and comments.
+    """Yield the known events of a stream with their names.
 
-    In place of one that cannot be read, `ready`: the feed goes on, and something may have been missed.
+    An unreadable event is yielded as `ready`, which reports that changes may have been missed; the feed continues.
     """
     name, data = "", ""
     for line in _lines(response.iter_bytes()):
@@ -176,18 +176,18 @@ def _events(response: httpx.Response) -> Iterator[tuple[str, _Event]]:
                 try:
                     event = name, msgspec.json.decode(data, type=_Event)
                 except UNREADABLE_JSON as error:
-                    logger.debug("an event was not read: %s", error)
+                    logger.debug("skipped an unreadable event: %s", error)
                     event = "reset" if name == "reset" else "ready", _Event()
                 yield event
             name, data = "", ""
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
-    """Yield lines, which end with CR, LF or both and nothing else: names of files may hold other line separators."""
+    """Yield lines that end with CR, LF or both. Other line separators may be part of file names."""
     rest = b""
     for piece in pieces:
         rest += piece
         *lines, rest = re.split(rb"\r\n|\n|\r(?!$)", rest)
         if len(rest) > _LONGEST_LINE:
-            raise ValueError("a line of the feed does not end")
+            raise ValueError("a line of the feed is too long")
         yield from (line.decode("utf-8", "replace") for line in lines)

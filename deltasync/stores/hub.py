@@ -1,18 +1,18 @@
-"""`hf://buckets/namespace/name/prefix`: a Hugging Face Bucket, through the Hub's own interface and Xet.
+"""`hf://buckets/namespace/name/prefix`: a Hugging Face Bucket, accessed through the Hub's API and Xet.
 
-The Hub maps the paths of a bucket to hashes. The bytes of a hash are in Xet's content-addressed store (hf_xet).
+The Hub maps the paths of a bucket to hashes. Xet's content-addressed store (hf_xet) maps hashes to bytes.
 Requests of one call:
 
     call                          Hub                                        content-addressed store
     read, small and unchanged     HEAD resolve
     read                          HEAD resolve                               reconstruction, data
     put                           POST batch                                 xorb, shard
-    read, known from list or watch                                           reconstruction, data
+    read, known from list or watch  -                                        reconstruction, data
     list                          GET tree, per 1,000 objects
     delete                        POST batch, per 1,000 keys
 
-In addition, each process fetches a token to read and one to write about once an hour. "Small" is up to 64 KiB, "unchanged"
-is the same in the last two reads. HEAD resolve counts against the larger one of the Hub's quotas. GET resolve would save
+In addition, each process fetches a read token and a write token about once an hour. "Small" means up to 64 KiB, "unchanged"
+means equal in the last two reads. HEAD resolve counts against the larger one of the Hub's quotas. GET resolve would save
 requests for small objects that changed, but huggingface_hub itself uses HEAD, and the redirects of a GET are undocumented.
 """
 
@@ -47,7 +47,7 @@ _Result = TypeVar("_Result")
 
 
 def bucket_of(url: str) -> tuple[str, str]:
-    """Return the bucket `namespace/name` and the prefix, which may be empty, of `hf://buckets/namespace/name/prefix`.
+    """Split `hf://buckets/namespace/name/prefix` into the bucket `namespace/name` and the prefix, which may be empty.
 
     Raises:
         ConfigError: the URL has another form.
@@ -61,12 +61,12 @@ def bucket_of(url: str) -> tuple[str, str]:
 class HubStore:
     """A bucket of the Hub, or a prefix in it. See `Store`.
 
-    The bucket need not exist: reads from a missing one find nothing, and the first write creates it, private. Token and
+    The bucket need not exist: reads from a missing bucket find nothing, and the first write creates it, private. Token and
     endpoint are huggingface_hub's (`HF_TOKEN` or `hf auth login`, `HF_ENDPOINT`). Each request to the Hub is tried up to
-    three times, but none waits for a rate limit: the error says how long to wait (`TransientStoreError.wait_s`).
+    three times. No request waits for a rate limit; the error says how long to wait (`TransientStoreError.wait_s`).
 
     Args:
-        url: `hf://buckets/namespace/name/prefix`, where the prefix may be left out.
+        url: `hf://buckets/namespace/name/prefix`; the prefix is optional.
 
     Raises:
         ConfigError: the URL has another form.
@@ -79,7 +79,7 @@ class HubStore:
         self.url = url.rstrip("/")
         self._start = f"{prefix}/" if prefix else ""
         self._api = BucketApi(self.url, bucket)
-        # One per process, because a forked child cannot use its parent's; without a lock, which a child could inherit held.
+        # One per process: a forked child cannot use its parent's. There is no lock, because a child could inherit it held.
         self._xet_of: dict[int, Xet] = {}
         # Small objects by path: (hash, bytes, whether two reads agreed). Head and heartbeats are read far more often than
         # they change.
@@ -87,15 +87,15 @@ class HubStore:
 
     @property
     def is_scarce(self) -> bool:
-        """See `Store.is_scarce`: the Hub says with each reply how much of the quota of this token's account is left."""
+        """Whether little of the account's quota is left, as the Hub's last replies say."""
         return self._api.is_scarce
 
     def create(self, key: str, data: bytes) -> None:
         """Raise StoreError: the Hub cannot create an object only if it is absent."""
-        raise StoreError(f"{self.url}/{check_key(key)} cannot be created only if it is absent: the Hub has no such request.")
+        raise StoreError(f"{self.url}/{check_key(key)}: the Hub has no request that creates an object only if it is absent.")
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
-        """See `Store.put`. The bytes are uploaded first; the object changes when they get its path."""
+        """Upload the bytes, then give them the object's path, which replaces the object. See `Store.put`."""
         path = self._path(key)
         try:
             xet_hash = self._xet.upload(data)
@@ -104,7 +104,7 @@ class HubStore:
             try:
                 xet_hash = self._xet.upload(data)
             except ObjectMissingError:
-                raise StoreError(f"{self.url}: the bucket exists, but this token may not see it.") from None
+                raise StoreError(f"{self.url}: the bucket exists, but this token has no access to it.") from None
         if guard is not None:
             guard()
         try:
@@ -114,7 +114,7 @@ class HubStore:
                 self._api.name(path, xet_hash, once=True)
         except ObjectMissingError:
             self._xet.forget_token("write")
-            raise TransientStoreError(f"{self.url}: the bucket was deleted meanwhile.") from None
+            raise TransientStoreError(f"{self.url}: the bucket was deleted during the upload.") from None
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         path = self._path(key)
@@ -123,7 +123,7 @@ class HubStore:
             try:
                 return self._xet.download(known, 0, known.bytes)
             except TransientStoreError as error:
-                logger.debug("%s Reading what %s is now.", error, key)
+                logger.debug("%s Reading the current content of %s.", error, key)
         return self._read(path, most_bytes)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
@@ -137,7 +137,7 @@ class HubStore:
         return self._current(path, download)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """See `Store.list`. The Hub lists folders, so the last part of `prefix` is matched here."""
+        """List a folder of the bucket, and match the last part of `prefix` here. See `Store.list`."""
         start = self._start + prefix
         folder = start.rpartition("/")[0]
         found: list[Entry] = []
@@ -147,7 +147,7 @@ class HubStore:
             entries, query = _retried(functools.partial(self._page, folder, query))
             found += entries
             if query in asked:
-                raise StoreError(f"{self.url}: the Hub lists the same objects again and again.")
+                raise StoreError(f"{self.url}: the Hub's listing repeats itself and does not end.")
         for entry in sorted(found, key=lambda entry: entry.path):
             if entry.type == "file" and entry.path.startswith(start):
                 stored = entry.uploaded_at or entry.mtime
@@ -155,14 +155,12 @@ class HubStore:
                 yield ObjectInfo(entry.path.removeprefix(self._start), entry.size, modified_s, entry.xet_hash)
 
     def _page(self, folder: str, query: str) -> tuple[Sequence[Entry], str]:
-        """Return a page of a listing. A 404 means that there is no bucket only where the bucket itself is not there."""
+        """Return a page of a listing. A 404 is an empty listing only if a second request finds no bucket either."""
         try:
             return self._api.page(folder, query)
         except ObjectMissingError:
             if "cursor" in query or self._api.exists():
-                raise TransientStoreError(
-                    f"{self.url}: the Hub answered 404 to a listing of a bucket that is there."
-                ) from None
+                raise TransientStoreError(f"{self.url}: the Hub answered 404 for a bucket that exists.") from None
             return [], ""
 
     def delete(self, *keys: str) -> None:
@@ -172,11 +170,11 @@ class HubStore:
                 _retried(functools.partial(self._api.delete, paths[first : first + _MOST_OPERATIONS]))
             except ObjectMissingError:
                 if _retried(self._api.exists):
-                    raise TransientStoreError(f"{self.url}: the Hub answered 404 for a bucket that is there.") from None
+                    raise TransientStoreError(f"{self.url}: the Hub answered 404 for a bucket that exists.") from None
                 return
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> EventWatch:
-        """See `Store.watch`: this reads the bucket's feed of events, on a connection and in a thread of its own."""
+        """Read the bucket's feed of events in a thread with its own connection. See `Store.watch`."""
 
         def report(info: ObjectInfo | None) -> None:
             on_change(info and dataclasses.replace(info, key=info.key.removeprefix(self._start)))
@@ -195,7 +193,7 @@ class HubStore:
         return _retried(lambda: self._api.token(scope))
 
     def _read(self, path: str, most_bytes: int) -> bytes:
-        """Download an object, unless its hash is still that of two equal downloads: one alone may have been damaged."""
+        """Download an object unless its hash equals that of two equal downloads. A single one may have been damaged."""
 
         def download(info: ObjectInfo) -> bytes:
             known_hash, known_data, agreed = self._small.get(path, (None, b"", False))
@@ -213,7 +211,7 @@ class HubStore:
         return self._current(path, download)
 
     def _current(self, path: str, download: Callable[[ObjectInfo], bytes]) -> bytes:
-        """Download what a path names now; if that fails and the path names something else by then, that."""
+        """Download the current content of a path. On failure try once more if the content has changed meanwhile."""
         self._xet.check("read")
         info = _retried(lambda: self._api.content(path))
         try:

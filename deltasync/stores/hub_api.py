@@ -1,8 +1,8 @@
-"""The Hub's HTTP interface to one bucket. Requests are not retried; what they fail with becomes our errors.
+"""The Hub's HTTP API for one bucket. Requests are not retried; their errors are translated to ours.
 
-huggingface_hub provides the session, its headers and the parser of rate limits. Its calls for buckets are not used: they
-sleep through a rate limit, up to six times five minutes, where nothing can interrupt them, and have no time limit
-(docs/decisions/0003-stores.md). After a 429 nothing is sent until the time that the Hub asks for has passed.
+huggingface_hub provides the session, its headers and the parser of rate limits. Its bucket calls are not used: they sleep
+through a rate limit, uninterruptibly, up to six times five minutes, and have no time limit
+(docs/decisions/0003-stores.md). After a 429 no request is sent until the time that the Hub asks for has passed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of httpx or httpx2, whichever this huggingface_hub uses.
+# The base error of httpx or httpx2, whichever this huggingface_hub uses.
 _TRANSPORT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 _TIMEOUT_S = (10.0, 60.0, 60.0, 10.0)  # connect, read, write, wait for a connection
 _ONCE_TIMEOUT_S = (3.0, 9.0, 2.0, 1.0)  # TLS connects twice, and a body writes twice: together REQUEST_S
-_LIMITED_S = 10.0  # where a 429 does not say how long
+_LIMITED_S = 10.0  # the wait after a 429 that does not say how long
 _MOST_REDIRECTS = 5
 _LASTING = r"permission|forbidden|denied|not allowed|invalid|quota|storage limit|too large"
 _LOGIN = "Set HF_TOKEN or log in with `hf auth login`"
@@ -76,9 +76,9 @@ describe(_BatchReply, Entry, Token)
 
 
 class BucketApi:
-    """One bucket. Each method makes one request, unless it says otherwise.
+    """One bucket. Each method makes one request, unless its docstring says otherwise.
 
-    All methods raise StoreError if the Hub refuses, TransientStoreError if the reason may pass, and ObjectMissingError if
+    All methods raise StoreError if the Hub refuses, TransientStoreError if a retry may succeed, and ObjectMissingError if
     the path or the bucket does not exist.
 
     Args:
@@ -92,7 +92,7 @@ class BucketApi:
         self._endpoint = constants.ENDPOINT.rstrip("/")
         if not is_endpoint(self._endpoint):
             raise ConfigError(f"HF_ENDPOINT must be https://host or http://host, not {constants.ENDPOINT!r}.")
-        self._pauses = {"api": Pause(), "resolvers": Pause()}  # each has a quota of its own
+        self._pauses = {"api": Pause(), "resolvers": Pause()}  # two separate quotas
         self.address = f"{self._endpoint}/api/buckets/{bucket}"
 
     @property
@@ -101,11 +101,11 @@ class BucketApi:
         return any(pause.is_scarce for pause in self._pauses.values())
 
     def token(self, scope: str) -> Token:
-        """Return a token to `read` or to `write` in the content-addressed store."""
+        """Return a token that may `read` or `write` in the content-addressed store."""
         return self._decoded(self._send("GET", f"{self.address}/xet-{scope}-token"), Token)
 
     def content(self, path: str) -> ObjectInfo:
-        """Return the size and the hash that a path has now. Follows the bucket if it was moved."""
+        """Return the current size and hash of a path. Follows the redirects of a moved bucket."""
         url = f"{self._endpoint}/buckets/{self._bucket}/resolve/{quote(path, safe='')}"
         headers = {"Accept-Encoding": "identity"}
         for _ in range(_MOST_REDIRECTS):
@@ -121,7 +121,7 @@ class BucketApi:
         raise StoreError(f"{self._url}: the Hub does not give the content hash of {path}.")
 
     def page(self, folder: str, query: str) -> tuple[list[Entry], str]:
-        """Return one page of a listing, and the query of the next page, which is empty after the last one."""
+        """Return one page of a listing, and the query of the next page, empty after the last page."""
         url = f"{self.address}/tree" + (f"/{quote(folder, safe='')}" if folder else "")
         response = self._send("GET", f"{url}?{query}")
         # Only the query of the next page's URL is used, so that the token is sent to no other server.
@@ -129,14 +129,14 @@ class BucketApi:
         return self._decoded(response, list[Entry]), urlsplit(next_url).query
 
     def name(self, path: str, xet_hash: str, once: bool = False) -> None:
-        """Give uploaded bytes a path. With `once`, the request takes at most `REQUEST_S`."""
+        """Give uploaded bytes a path. With `once`, the request ends within `REQUEST_S`."""
         operation = {"type": "addFile", "path": path, "xetHash": xet_hash, "mtime": int(time.time() * 1000)}
         options = {"timeout": _ONCE_TIMEOUT_S, "follow_redirects": False} if once else {}
         for failure in self._batch([operation], **options):
             raise self._failure("store", failure.path, failure.error)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete at most a thousand paths. If some fail, one more request asks whether they exist."""
+        """Delete at most a thousand paths. If some fail, a second request asks which of them exist."""
         failures = self._batch([{"type": "deleteFile", "path": path} for path in paths])
         if failures:
             asked = {"paths": [failure.path for failure in failures]}
@@ -145,7 +145,7 @@ class BucketApi:
                 raise self._failure("delete", left[0].path, failures[0].error)
 
     def exists(self) -> bool:
-        """Whether the bucket's own information is there: a single 404 to another request proves nothing."""
+        """Whether the Hub returns the bucket's metadata. A 404 to another request does not prove that it is missing."""
         try:
             self._send("GET", self.address)
         except ObjectMissingError:
@@ -153,26 +153,26 @@ class BucketApi:
         return True
 
     def create(self) -> None:
-        """Create the bucket, private. It may exist already, where this token does not see it, too."""
+        """Create the bucket, private. It is no error if it exists, even if this token has no access to it."""
         try:
             response = self._send("POST", self.address, accepted=409, json={"visibility": "private"})
         except TransientStoreError:
             raise
         except StoreError as error:
             raise StoreError(
-                f"The bucket {self._bucket} does not exist, or this token may not see it; it could not be created: {error} "
-                f"Create it by hand, use a token that has this right, or check HF_ENDPOINT ({self._endpoint})."
+                f"The bucket {self._bucket} is missing or hidden from this token, and could not be created: {error} "
+                f"Create it by hand, use a token with that right, or check HF_ENDPOINT ({self._endpoint})."
             ) from None
         if response.status_code != 409:
             logger.info("created the private bucket %s", self._bucket)
 
-    def _failure(self, what: str, path: str, reason: str) -> StoreError:
-        """Return the error for one operation of a batch, of which the Hub tells no more than a sentence."""
+    def _failure(self, verb: str, path: str, reason: str) -> StoreError:
+        """Return the error for one operation of a batch. The Hub gives only a sentence as the reason."""
         kind = StoreError if re.search(_LASTING, reason, re.IGNORECASE) else TransientStoreError
-        return kind(f"{self._url}: the Hub did not {what} {path}: {reason.rstrip('.')}.")
+        return kind(f"{self._url}: the Hub did not {verb} {path}: {reason.rstrip('.')}.")
 
     def _batch(self, operations: Sequence[dict[str, object]], **options: Any) -> Sequence[_Failure]:
-        """Apply operations independently of each other; return those that failed."""
+        """Apply independent operations and return the failures."""
         lines = b"".join(msgspec.json.encode(operation) + b"\n" for operation in operations)
         options |= {"headers": {"Content-Type": "application/x-ndjson"}, "content": lines}
         response = self._send("POST", f"{self.address}/batch", accepted=422, **options)
@@ -184,7 +184,7 @@ class BucketApi:
         return failed
 
     def _send(self, method: str, url: str, path: str = "", *, accepted: int = 0, **options: Any) -> httpx.Response:
-        """Send a request about `path`, or the bucket if empty. Raise for a status from 400 on, except `accepted`."""
+        """Send a request about `path`, or about the bucket if it is empty. A status from 400 on, but `accepted`, raises."""
         check_hub()
         pause = self._pauses["resolvers" if path else "api"]
         pause.check()
@@ -195,8 +195,8 @@ class BucketApi:
             raise StoreError(f"{self._url} cannot be reached while HF_HUB_OFFLINE is set. Unset it.") from None
         except (_TRANSPORT_ERROR, OSError, RuntimeError) as error:
             raise pause.failed(f"{self._url}: no answer from the Hub: {one_line(error)}.") from error
-        except (ImportError, ValueError) as error:  # raised before anything is sent, about a proxy or a certificate's file
-            raise ConfigError(f"{self._url}: requests to the Hub cannot be made: {one_line(error)}.") from None
+        except (ImportError, ValueError) as error:  # a wrong proxy or certificate file, found before anything is sent
+            raise ConfigError(f"{self._url}: no request to the Hub can be made: {one_line(error)}.") from None
         limit = parse_ratelimit_headers(response.headers)
         if limit is not None and limit.limit is not None:
             pause.left(limit.remaining / max(1, limit.limit), limit.reset_in_seconds)
@@ -206,7 +206,7 @@ class BucketApi:
         return response
 
     def _refused(self, response: httpx.Response, path: str, with_token: bool, pause: Pause) -> StoreError:
-        """Return our error for a refusal."""
+        """Return our error for a reply with a status from 400 on."""
         status, reason = response.status_code, _reason(response)
         found = meaning(status, response.headers.get("X-Error-Code", ""))
         if status == 404:
@@ -215,18 +215,19 @@ class BucketApi:
             wait_s, quota = _limit(response)
             return pause.asked(
                 wait_s,
-                f"{self._url}: the Hub's rate limit is reached{quota}; nothing is asked for {wait_s:.0f} s: {reason}.",
+                f"{self._url}: the Hub's rate limit is reached{quota}; no requests for {wait_s:.0f} s: {reason}.",
             )
         if found is Meaning.LATER:
             return pause.failed(f"{self._url}: the Hub answered {status}: {reason}.")
         if status == 403:
             return StoreError(
-                f"The token may not do this in {self._url}: {reason}. {_LOGIN}, with a token that has this right."
+                f"The token lacks a right in {self._url}: {reason}. {_LOGIN}, with a token that has this right."
             )
         if status != 401:
             return StoreError(f"{self._url}: the Hub answered {status}: {reason}.")
         if not with_token:
-            hidden = " HF_HUB_DISABLE_IMPLICIT_TOKEN keeps it from being sent." if _token_is_hidden() else ""
+            disabled = bool(constants.HF_HUB_DISABLE_IMPLICIT_TOKEN)
+            hidden = " HF_HUB_DISABLE_IMPLICIT_TOKEN keeps it from being sent." if disabled else ""
             return StoreError(f"{self._url} needs a token. {_LOGIN}.{hidden}")
         if "expired" in reason:
             return StoreError(f"The Hub's token for {self._url} has expired. {_LOGIN} again.")
@@ -239,12 +240,8 @@ class BucketApi:
             raise TransientStoreError(f"{self._url}: the Hub returned an unexpected response: {error}.") from error
 
 
-def _token_is_hidden() -> bool:
-    return bool(constants.HF_HUB_DISABLE_IMPLICIT_TOKEN)
-
-
 def asked_wait_s(headers: Mapping[str, str]) -> float | None:
-    """Return the wait that `RateLimit` or `Retry-After` asks for, in seconds; None if neither is there."""
+    """Return the wait in seconds that the header `RateLimit` or `Retry-After` asks for; None without these headers."""
     limit = parse_ratelimit_headers(headers)
     if limit is not None:
         return float(limit.reset_in_seconds)
@@ -258,7 +255,7 @@ def asked_wait_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _limit(response: httpx.Response) -> tuple[float, str]:
-    """Return how long a 429 asks to wait, and its quota in words."""
+    """Return the wait that a 429 asks for, and the quota in words."""
     limit, wait_s = parse_ratelimit_headers(response.headers), asked_wait_s(response.headers)
     known = limit is not None and limit.limit is not None
     quota = f" ({limit.limit} {limit.resource_type} requests in {limit.window_seconds} s)" if limit and known else ""

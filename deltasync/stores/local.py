@@ -2,8 +2,8 @@
 
 obstore's local store is not used because it does not fsync (docs/decisions/0003-stores.md).
 
-Writing to the directory must give no access to other files of this machine: below the root, symbolic links are not followed,
-and only ordinary files are read.
+Write access to the directory must give no access to other files of this machine. So symbolic links below the root are not
+followed, and only ordinary files are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LASTING = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EFBIG),
     *(errno.ELOOP, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
 )
-"""Errors that no retry helps against. A full disk is not among them."""
+"""Errors that no retry cures. A full disk is not among them."""
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -38,10 +38,10 @@ class LocalStore:
     def __init__(self, root: str) -> None:
         self._root = Path(root)
         self.url = f"file://{self._root}"
-        self._durable: set[str] = set()  # folders whose entry in the parent this store has synced
+        self._durable: set[str] = set()  # folders whose entry in the parent was synced
 
     def create(self, key: str, data: bytes) -> None:
-        """See `Store.create`: a temporary file is synced, then linked to its name."""
+        """Sync a temporary file, then link it to its name. See `Store.create`."""
         with self._temporary(key, data) as (folder, temporary, name), self._writing(key):
             try:
                 os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -50,7 +50,7 @@ class LocalStore:
             os.fsync(folder)
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
-        """See `Store.put`: a temporary file is synced, then renamed. A rename that hangs has no time limit."""
+        """Sync a temporary file, then rename it. The rename has no time limit. See `Store.put`."""
         with self._temporary(key, data) as (folder, temporary, name):
             if guard is not None:
                 guard()
@@ -85,7 +85,7 @@ class LocalStore:
                                 if stat.S_ISREG(status.st_mode):
                                     found.append(ObjectInfo(key, status.st_size, status.st_mtime))
         except OSError as error:
-            if error.errno not in _ABSENT or self._leads_elsewhere(folders):
+            if error.errno not in _ABSENT or self._has_link(folders):
                 raise self._failed("/".join(folders), "read", error) from error
         yield from sorted(found, key=lambda info: info.key)
 
@@ -101,14 +101,14 @@ class LocalStore:
                 raise self._failed(key, "deleted", error) from error
             if folders:
                 with contextlib.suppress(OSError), self._folder(folders[:-1]) as above:
-                    os.rmdir(folders[-1], dir_fd=above)  # if it is empty now; a writer that needs it retries
+                    os.rmdir(folders[-1], dir_fd=above)  # succeeds only if it is empty; a writer that needs it retries
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:
-        """See `Store.watch`; polling a file is cheap."""
+        """Return None: polling a file is cheap."""
 
     @contextlib.contextmanager
     def _folder(self, parts: Sequence[str], create: bool = False) -> Iterator[int]:
-        """Yield a descriptor of a folder below the root, without following links; with `create`, make it durably."""
+        """Yield a descriptor of a folder below the root, without following links. `create` makes the folder durably."""
         if create and not ("" in self._durable and self._root.is_dir()):
             _make_durable(self._root)
             self._durable.add("")
@@ -147,30 +147,30 @@ class LocalStore:
                 if stat.S_ISDIR(status.st_mode):
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
                 if not stat.S_ISREG(status.st_mode):
-                    raise StoreError(f"{self.url}/{key} is not an ordinary file, and is not read.")
+                    raise StoreError(f"{self.url}/{key} is not an ordinary file and was not read.")
                 yield file
             finally:
                 os.close(file)
         except OSError as error:
-            if error.errno in _ABSENT and not self._leads_elsewhere([*folders, name]):
+            if error.errno in _ABSENT and not self._has_link([*folders, name]):
                 raise ObjectMissingError(f"{self.url}/{key} does not exist.") from None
             raise self._failed(key, "read", error) from error
 
-    def _failed(self, key: str, what: str, error: OSError) -> StoreError:
-        if error.errno == errno.ELOOP or (error.errno in _ABSENT and self._leads_elsewhere(key.split("/"))):
-            return StoreError(f"{self.url}/{key} leads elsewhere by a symbolic link, which is not followed.")
+    def _failed(self, key: str, verb: str, error: OSError) -> StoreError:
+        if error.errno == errno.ELOOP or (error.errno in _ABSENT and self._has_link(key.split("/"))):
+            return StoreError(f"{self.url}/{key} is behind a symbolic link, which is not followed.")
         kind = StoreError if error.errno in _LASTING else TransientStoreError
-        return kind(f"{self.url}/{key} cannot be {what}: {error.strerror}.")
+        return kind(f"{self.url}/{key} cannot be {verb}: {error.strerror}.")
 
-    def _leads_elsewhere(self, parts: Sequence[str]) -> bool:
+    def _has_link(self, parts: Sequence[str]) -> bool:
         """Whether a part of this path below the root is a symbolic link."""
         return any(self._root.joinpath(*parts[:number]).is_symlink() for number in range(1, len(parts) + 1))
 
     @contextlib.contextmanager
     def _temporary(self, key: str, data: bytes | memoryview) -> Iterator[tuple[int, str, str]]:
-        """Write and sync a temporary file; yield its folder's descriptor, its name and the final name.
+        """Write and sync a temporary file. Yield its folder's descriptor, its name and the final name.
 
-        After the block the temporary name is gone. Errors of the block pass through.
+        The temporary name is removed after the block. Errors of the block pass through.
         """
         *folders, name = check_key(key).split("/")
         temporary = f".{name}.{uuid.uuid4().hex}.tmp"
@@ -202,8 +202,8 @@ def _unlink(name: str, folder: int) -> None:
 def _make_durable(root: Path) -> None:
     """Make the root and its missing parent folders, and sync the entries of all of them.
 
-    Existing ones are synced too: another process may have made them and died before it synced. This stops at folders that
-    this user may not read, which we did not make, and at the root's file system.
+    Existing parents are synced too, because another process may have made them and died before its sync. The loop stops at
+    a folder that this user may not read, which we did not make, and at the mount point of the root's file system.
     """
     root.mkdir(parents=True, exist_ok=True)
     for above in root.resolve().parents:

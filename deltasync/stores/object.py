@@ -1,4 +1,4 @@
-"""Stores on top of obstore: its errors become ours. Also `memory://`, and `file://` on Windows."""
+"""Stores on top of obstore, with its errors translated to ours; `memory://`, and `file://` on Windows."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGEST_BYTES = 5 << 30
-"""The limit of S3 for one put. Multipart uploads may be larger, but not every server honours their precondition."""
+"""S3's limit for one put. Multipart uploads may be larger, but not every server honours their precondition."""
 _PIECE_BYTES = 8 << 20
 
 _process: int | None = None
-"""The process that used obstore first. A forked child does not have its threads, so calls there would hang."""
+"""The process that used obstore first. A forked child has no copy of its threads, so calls there would hang."""
 
 
 class ObstoreStore:
-    """A store whose client is one of obstore's. See `Store`."""
+    """A store that uses one of obstore's clients. See `Store`."""
 
     can_create = True
     is_scarce = False
     _answered = False
-    _login, _accepted = 0, -1  # how often credentials were read again; with which of them a request went well last
+    _login, _accepted = 0, -1  # how often credentials were read again; the last of these counts that was accepted
 
     def __init__(self, url: str, client: ObjectStore) -> None:
         self.url = url
         self._opened = client
 
     def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
-        """Return the client for a body of this size. With `once`, it does not retry and gives up after `REQUEST_S`."""
+        """Return the client for a body of this size. With `once`, the client never retries and fails after `REQUEST_S`."""
         mark_process()
         return self._opened
 
     def create(self, key: str, data: bytes) -> None:
-        """See `Store.create`: one put with If-None-Match, whatever the size."""
+        """Send one put with If-None-Match. See `Store.create`."""
         self._check_size(key, len(data))
         with self._mapped(key, "create"):
             obstore.put(self.client(len(data)), key, data, mode="create")
@@ -65,7 +65,7 @@ class ObstoreStore:
             obstore.put(self.client(len(data), once), key, data, mode="overwrite", use_multipart=False)
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
-        """See `Store.read`. Both the announced size and the bytes that arrive are checked."""
+        """Read the object, and check its announced size and the bytes that arrive. See `Store.read`."""
         check_key(key)
         place, pieces, size = self._place(key), [], 0
         with self._mapped(key, "read"):
@@ -86,16 +86,16 @@ class ObstoreStore:
         return data
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """See `Store.list`. obstore lists folders, so the last part of `prefix` is matched here."""
+        """List a folder with obstore, and match the last part of `prefix` here. See `Store.list`."""
         folder = prefix.rpartition("/")[0]
         with self._mapped(prefix, "list"):
             try:
                 found = self._listed(folder)
             except InvalidPathError as error:
-                # Of another program's keys, `//` and `./` come before all of ours, which start with letters and digits.
+                # Another program's keys with `//` and `./` sort before ours, which start with letters and digits.
                 logger.warning("%s", translate(error, self._place(prefix), "list"))
                 found = self._listed(folder, after=f"{folder}/0" if folder else "0")
-        # Consoles leave an empty object for a "folder", here with the key "".
+        # Web consoles create an empty object for a "folder". Its key here is "".
         yield from (found[key] for key in sorted(found) if key.startswith(prefix) and key)
 
     def _listed(self, folder: str, after: str | None = None) -> dict[str, ObjectInfo]:
@@ -106,11 +106,11 @@ class ObstoreStore:
                 meta["path"]: ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in page
             }
             if page and len(found) == before:
-                raise StoreError(f"{self._place(folder)}: the store lists the same objects again and again.")
+                raise StoreError(f"{self._place(folder)}: the store's listing repeats itself and does not end.")
         return found
 
     def delete(self, *keys: str) -> None:
-        """See `Store.delete`: many keys in one request, where the store can."""
+        """Delete many keys in one request if the store supports it. See `Store.delete`."""
         for key in keys:
             check_key(key)
         if not keys:
@@ -118,13 +118,13 @@ class ObstoreStore:
         try:
             self._delete(keys)
         except ObjectMissingError:
-            # Where the client deletes one by one, a missing object may have stopped it.
+            # If the client deletes one by one, a missing object has stopped it.
             for key in keys:
                 with contextlib.suppress(ObjectMissingError):
                     self._delete([key])
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:
-        """See `Store.watch`; these stores cannot."""
+        """Return None: these stores cannot watch."""
 
     def _delete(self, keys: Sequence[str]) -> None:
         with self._mapped(keys[0], "delete"):
@@ -133,7 +133,7 @@ class ObstoreStore:
     def _check_size(self, key: str, size: int) -> None:
         check_key(key)
         if size > LARGEST_BYTES:
-            raise StoreError(f"{self._place(key)} has {size} bytes, but one put takes 5 GiB; lower shard_bytes.")
+            raise StoreError(f"{self._place(key)} has {size} bytes; one put is limited to 5 GiB. Lower shard_bytes.")
 
     def _place(self, key: str) -> str:
         """Return the key's URL without options, for messages."""
@@ -151,7 +151,7 @@ class ObstoreStore:
         except CLIENT_ERRORS as error:
             found = translate(error, self._place(key), operation, self._answered)
             if has_expired(error) and (login < self._login or self._accepted == login):
-                found = TransientStoreError(str(found))  # they were taken before, and others may be there by now
+                found = TransientStoreError(str(found))  # they were accepted before, and may have been renewed
             if may_be_renewed(error) and login == self._login:
                 self._login += 1
                 self.forget_credentials()
@@ -165,8 +165,8 @@ class ObstoreStore:
 class PortableStore(ObstoreStore):
     """`file://` on Windows, where files cannot be opened relative to a folder. The directory is created on first use.
 
-    Unlike `local.LocalStore`, this does not sync: a power failure may lose a version after `wait` returned. It follows
-    links, so nobody else may have write access to the directory.
+    Unlike `local.LocalStore`, this store does not sync: a power failure may lose a version after `wait` returned. It follows
+    links, so no other user may have write access to the directory.
     """
 
     def __init__(self, root: str) -> None:
@@ -175,7 +175,7 @@ class PortableStore(ObstoreStore):
         self._local: ObjectStore | None = None
 
     def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
-        """See `ObstoreStore.client`."""
+        """Return the client for the directory."""
         if self._local is None:
             self._local = LocalStore(self._root, mkdir=True, automatic_cleanup=True)
         return self._local
@@ -185,7 +185,7 @@ _in_memory: dict[str, ObstoreStore] = {}
 
 
 def memory_store(name: str) -> ObstoreStore:
-    """Return this process's store of that name, created empty on first use."""
+    """Return this process's store with that name, created empty on first use."""
     return _in_memory.setdefault(name, ObstoreStore(f"memory://{name}", MemoryStore()))
 
 
@@ -203,6 +203,6 @@ def mark_process(needs_threads: bool = False) -> None:
         _process = os.getpid()
     elif needs_threads and _process != os.getpid():
         raise StoreError(
-            "This process was forked from one that had used an object store, and its client would hang here. "
-            "Start processes by 'spawn' or 'forkserver', or use the store only after forking."
+            "This process was forked from one that had used an object store, whose client would hang here. "
+            "Start processes with 'spawn' or 'forkserver', or use the store only after forking."
         )

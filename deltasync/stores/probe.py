@@ -11,14 +11,14 @@ from deltasync.stores.base import Store
 from deltasync.stores.retries import retried
 
 _READS = 3
-_CHANGE_S = 2.0  # Google's limit is one change of an object in a second; at least half of this is waited
+_CHANGE_S = 2.0  # Google allows one change of an object per second; at least half of this is waited
 
 
 def decides(store: Store, key: str) -> bool:
     """Whether the store refuses to `create` an object that exists.
 
-    This creates an object at `key`, which nobody else may use, and deletes it again. A test that failed is repeated with the
-    same key, so that waiting helps where the store limits how often an object changes.
+    The test creates an object at `key`, which nobody else may use, and deletes it again. A failed test is repeated with the
+    same key after a wait, because stores limit how often an object may change.
 
     Raises:
         StoreError: the test failed, so the answer is unknown.
@@ -27,18 +27,18 @@ def decides(store: Store, key: str) -> bool:
         return False
     first, second = (hashlib.sha256(f"{key} {which}".encode()).digest()[:16] for which in ("first", "second"))
     try:
-        # If the first one is refused too, an earlier request succeeded and its reply got lost: reading back tells.
+        # If the first one is refused too, an earlier request may have succeeded and its reply got lost: read it back.
         refused = [retried(functools.partial(_is_refused, store, key, data), 1, _CHANGE_S) for data in (first, second)]
     except TransientStoreError:
         raise
     except StoreError:  # the store refuses every create
-        store.put(key, second)  # if it refuses this as well, the reason is another one, and is raised
+        store.put(key, second)  # raises if the store refuses this as well, for another reason
         return False
     else:
-        # Read several times: an answer may be damaged on the way, and the channel keeps what is found here.
+        # Read several times: a reply may be damaged in transit, and the channel stores the result of this test.
         return refused[1] and any(_holds(store, key, first) for _ in range(_READS))
     finally:
-        with contextlib.suppress(StoreError):  # a trainer may have no right to delete
+        with contextlib.suppress(StoreError):  # a trainer may lack the right to delete
             retried(lambda: store.delete(key), 1, _CHANGE_S)
 
 
@@ -46,7 +46,7 @@ def _holds(store: Store, key: str, data: bytes) -> bool:
     try:
         return store.read(key, len(data)) == data
     except CorruptDataError:
-        return False  # larger
+        return False  # the object is larger
 
 
 def _is_refused(store: Store, key: str, data: bytes) -> bool:

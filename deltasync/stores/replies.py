@@ -1,4 +1,4 @@
-"""What a reply of a store means: one table from operation, status and code, for all clouds and the Hub."""
+"""Classify a store's reply: one table from operation, status and code, for all clouds and the Hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Operation = Literal["create", "put", "read", "list", "delete"]
 
 
 class Meaning(enum.Enum):
-    """What a reply means; of the first two only where the operation asked for it (`error_class`)."""
+    """The meaning of a reply. The first two count only for operations that asked for them (`error_class`)."""
 
     EXISTS = "the object exists"
     MISSING = "there is no such object"
@@ -43,14 +43,14 @@ _CODES = {
 }
 _NO_PLACE = ("NoSuchBucket", "ContainerNotFound", "ResourceNotFound", "RepoNotFound", "RevisionNotFound")
 """Codes of a missing bucket, which is never a missing object."""
-_FINAL = (501, 505, 507)  # not implemented; no more room
+_FINAL = (501, 505, 507)  # not implemented, HTTP version not supported, no more room
 
 
 def meaning(status: int, code: str = "") -> Meaning:
-    """Return what an HTTP status and the store's own code mean. The status is 0 if there was no reply.
+    """Return the meaning of an HTTP status and the store's own code. The status is 0 without a reply.
 
-    The code counts first, where it is known. A 412 or 304 with an unknown code is a lost precondition only without a code:
-    Azure answers 412 for leases, too. A 409 says what is wrong by its code alone.
+    A known code counts first. A 412 or 304 is a failed precondition only without a code, because Azure answers 412 for
+    leases too. A 409 has a meaning only through its code.
     """
     if code in _NO_PLACE:
         return Meaning.REFUSED
@@ -64,14 +64,14 @@ def meaning(status: int, code: str = "") -> Meaning:
         return Meaning.THROTTLED
     if status in (408, 425) or (status >= 500 and status not in _FINAL):
         return Meaning.LATER
-    # Without a reply, or with one that cannot be read, it was damaged or lost on the way; but an unknown code is an answer.
+    # A missing or unreadable reply was lost or damaged in transit. An unknown code is an answer.
     return Meaning.REFUSED if status >= 300 or code else Meaning.LATER
 
 
 def error_class(operation: Operation, found: Meaning) -> type[StoreError]:
-    """Return the class of the error that an operation raises: "exists" only answers `create`, "missing" only a read.
+    """Return the class of the error that an operation raises. EXISTS answers only `create`, MISSING only a read.
 
-    A `delete` of a missing object raises ObjectMissingError too, which its store takes for success.
+    A `delete` of a missing object raises ObjectMissingError too, and its store treats that as success.
     """
     if found is Meaning.EXISTS and operation == "create":
         return ObjectExistsError
@@ -81,5 +81,5 @@ def error_class(operation: Operation, found: Meaning) -> type[StoreError]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a native module failed in a way that is no `Exception`: pyo3's PanicException."""
+    """Whether a native module panicked: pyo3's PanicException, which is no `Exception`."""
     return type(error).__name__ == "PanicException"

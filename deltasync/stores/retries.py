@@ -1,4 +1,4 @@
-"""How long to wait for a store, in one place: retries, what a rate limit asks for, and services that are away."""
+"""All waits for a store: retries, rate limits, and services that are down."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def retried(
     longest_s: float | None = None,
     stop: threading.Event | None = None,
 ) -> _Result:
-    """Return the result of `action`, which is run again after errors that may pass.
+    """Return the result of `action`. Transient errors are retried.
 
     Args:
-        action: Safe to repeat.
+        action: A function that is safe to repeat.
         retries: Attempts after the first one.
-        delay_s: Longest wait before the first retry; doubled each time, at most 30 s. Each wait is shortened by up to half
-            at random, so that clients that failed together do not retry together. An error that says how long to wait
-            (`TransientStoreError.wait_s`) is waited for as long as it says.
-        passing: Errors after which to retry.
+        delay_s: Longest wait before the first retry, doubled each time up to 30 s. A random part, up to half, is subtracted
+            from each wait, so that clients that failed together do not retry together. The wait is never shorter than the
+            error asks for (`TransientStoreError.wait_s`).
+        passing: Classes of errors that are retried.
         level: Level at which these errors are logged.
-        longest_s: An error that asks to wait longer is raised at once, for a caller that can wait.
-        stop: Set it to end a wait: the error is raised then.
+        longest_s: An error that asks for a longer wait is raised at once, for a caller that can wait.
+        stop: An event that ends a wait; the error is then raised.
     """
     stop = threading.Event() if stop is None else stop
     for left in range(retries, 0, -1):
@@ -61,9 +61,9 @@ def retried(
 
 
 class Pause:
-    """Leaves a service alone for as long as it asks, or for longer and longer while it is away. Thread-safe.
+    """Blocks requests to a service for as long as it asks, or with growing pauses while it is down. Thread-safe.
 
-    Nothing waits here: `check` raises at once, without a request, and its error says how long to wait.
+    Nothing waits here: `check` raises at once, and its error says how long to wait.
     """
 
     def __init__(self) -> None:
@@ -72,33 +72,33 @@ class Pause:
         self._why = ""
 
     def check(self) -> None:
-        """Raise TransientStoreError while the service is to be left alone."""
+        """Raise TransientStoreError during a pause."""
         left_s = self._until_s - time.monotonic()
         if left_s > 0:
             raise TransientStoreError(self._why, left_s)
 
     @property
     def is_scarce(self) -> bool:
-        """Whether so little of the quota is left that it is for those who cannot wait."""
+        """Whether the rest of the quota should be left to requests that cannot wait."""
         return time.monotonic() < self._scarce_until_s
 
     def left(self, fraction: float, resets_s: float) -> None:
-        """Note which fraction of the quota is left, and after how many seconds it is whole again."""
+        """Record the fraction of the quota that is left, and the seconds until it is reset."""
         self._scarce_until_s = time.monotonic() + resets_s if fraction < _RESERVE else 0.0
 
     def answered(self) -> None:
-        """Note that the service works."""
+        """Record a success, which ends the growth of pauses."""
         self._failures, self._pause_s = 0, 0.0
 
     def asked(self, wait_s: float, why: str) -> TransientStoreError:
-        """Return the error for a service that asks to be left alone for so long. The first one is logged as a warning."""
+        """Begin a pause that the service asks for, and return its error. The first one is logged as a warning."""
         if self._until_s < time.monotonic():
             logger.warning("%s", why)
         self._until_s, self._why = time.monotonic() + wait_s, why
         return TransientStoreError(why, wait_s)
 
     def failed(self, why: str) -> TransientStoreError:
-        """Return the error for a service that failed. After three failures in a row it is left alone for a while."""
+        """Record a failure, and return its error. The third in a row begins a pause."""
         self._failures += 1
         if self._failures < _TRUSTED_FAILURES:
             return TransientStoreError(why)

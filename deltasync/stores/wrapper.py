@@ -1,4 +1,4 @@
-"""The base class of stores that add something to another store."""
+"""The base class of stores that wrap another store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Result = TypeVar("_Result")
 
 
 class WrappedStore:
-    """A store that passes every call on to another one through `ask`. See `Store`."""
+    """A store that forwards every call to another store through `ask`. See `Store`."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner

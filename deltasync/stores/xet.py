@@ -1,6 +1,6 @@
-"""Xet's content-addressed store (hf_xet): the bytes of a bucket of the Hub, by their hash.
+"""Xet's content-addressed store (hf_xet), which holds the bytes of the Hub's buckets by hash.
 
-Only the length is checked here. hf_xet returned a flipped bit without an error, so readers have to check digests.
+Only the length is checked here. hf_xet once returned a flipped bit without an error, so readers must check digests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deltasync.stores.retries import Pause
 hf_xet = import_quietly("hf_xet")
 
 _ERRORS = (OSError, RuntimeError, ValueError, EOFError)
-_AGAIN = r"^Internal error"  # often of a transfer beside it
+_AGAIN = r"^Internal error"  # often caused by a concurrent transfer
 _REFUSED = r"\b40[0134] "
 _MAY_BE_TOKEN = r"\b40[13] |^0 of "  # a refused token may look like an empty object
 _IDLE = "300s"  # versions may be minutes apart
@@ -38,14 +38,14 @@ CONFIG = {
         "client.retry_max_attempts": 3,
         "client.retry_max_duration": "60s",
     },
-    # The default read timeout of 5 min stays, because it includes sending: many pieces of 64 MB at once, on any line.
+    # The read timeout stays at its default of 5 min, because it includes sending many pieces of 64 MB at once.
     "write": {
         "client.idle_connection_timeout": _IDLE,
         "client.connect_timeout": "10s",
         "client.retry_base_delay": "300ms",
         "client.retry_max_attempts": 3,
-        # Weights share no 64 KiB with older ones, so a query per upload would find nothing. Nor are chunks
-        # skipped because they were uploaded once; by default the record of these grows to 16 GB on disk.
+        # Weights share no 64 KiB with older ones, so a query per upload would find nothing. For the same reason
+        # the cache of uploaded chunks is switched off; by default it grows to 16 GB on disk.
         "deduplication.global_dedup_query_enabled": False,
         "shard.cache_subdir": "deltasync",
         "shard.cache_size_limit": 1,
@@ -57,7 +57,7 @@ _Result = TypeVar("_Result")
 
 
 class Token(msgspec.Struct, rename="camel"):
-    """Access to the content-addressed store, to read or to write, until `exp` (seconds since the epoch)."""
+    """A read or write token of the content-addressed store, valid until `exp` (seconds since the epoch)."""
 
     cas_url: str
     access_token: str
@@ -65,11 +65,11 @@ class Token(msgspec.Struct, rename="camel"):
 
 
 class Xet:
-    """Upload and download bytes, in one process. Tokens and connections are kept.
+    """Uploads and downloads bytes in one process. Tokens and connections are reused.
 
-    hf_xet itself tries a transfer three times where the network or the server failed. One more attempt follows after a
-    refusal or a short reply, with a new token where that may be the reason. Each scope, `read` and `write`, is left alone
-    for a while when it keeps failing.
+    hf_xet itself tries a transfer three times after failures of the network or the server. After a refusal or a short reply
+    this class tries once more, with a new token if the old one may be the reason. Each scope, `read` and `write`, pauses
+    when it keeps failing.
     """
 
     def __init__(self, url: str, api: str, fetch_token: Callable[[str], Token]) -> None:
@@ -79,11 +79,11 @@ class Xet:
         self._sessions: dict[str, Any] = {}
         self._tokens: dict[str, Token] = {}
         self._downloads: Any = None
-        self._direct = True  # whether uploads begin without a request that asks where to
+        self._direct = True  # whether uploads skip the request that asks where to upload
         self._pauses = {"read": Pause(), "write": Pause()}
 
     def check(self, scope: str) -> None:
-        """Raise TransientStoreError while the store is to be left alone, before other requests are made in vain."""
+        """Raise TransientStoreError during a pause, so that the caller saves its own requests."""
         self._pauses[scope].check()
 
     def upload(self, data: bytes | memoryview) -> str:
@@ -100,7 +100,7 @@ class Xet:
         return self._transferred("write", upload)
 
     def download(self, info: ObjectInfo, start: int, end: int) -> bytes:
-        """Return bytes `start` to `end` (excluded) of what has the hash `info.content`."""
+        """Return bytes `start` to `end` (excluded) of the content with the hash `info.content`."""
         if start == end:
             return b""
 
@@ -122,7 +122,7 @@ class Xet:
         return self._transferred("read", download)
 
     def _transferred(self, scope: str, transfer: Callable[[], _Result]) -> _Result:
-        """Return the result of a transfer. Raises StoreError if an upload is refused, TransientStoreError otherwise."""
+        """Run a transfer and return its result. Raises StoreError if an upload is refused, else TransientStoreError."""
         pause = self._pauses[scope]
         pause.check()
         for is_last in (False, True):
@@ -133,7 +133,7 @@ class Xet:
                     raise
                 reason = one_line(error)
                 refused = re.search(_REFUSED, reason) is not None
-                self._downloads = None  # all later transfers of this group would fail
+                self._downloads = None  # later transfers of this group would all fail
                 if re.search(_MAY_BE_TOKEN, reason):
                     self.forget_token(scope)
                 if refused and scope == "write" and self._direct:
@@ -141,7 +141,7 @@ class Xet:
                     self._sessions.pop(scope, None)
                 if is_last or not (refused or isinstance(error, EOFError) or re.search(_AGAIN, reason)):
                     failed = pause.failed(f"{self._url}: the transfer ({scope}) failed: {reason}.")
-                    # What is read may have been replaced meanwhile; what is written is refused.
+                    # A refused read may be of an object that was replaced meanwhile; a refused write is final.
                     raise StoreError(str(failed)) if refused and scope == "write" else failed from error
             else:
                 pause.answered()
@@ -154,17 +154,17 @@ class Xet:
                 check_xet_cache()
             config = hf_xet.XetConfig().with_config(CONFIG[scope])
             if scope == "write" and self._direct:
-                with contextlib.suppress(*_ERRORS):  # an hf_xet without this setting
+                with contextlib.suppress(*_ERRORS):  # older hf_xet lacks this setting
                     config = config.with_config({"client.legacy_direct_xorb_upload": True})
             self._sessions[scope] = hf_xet.XetSession(config)
         return self._sessions[scope]
 
     def _connection(self, scope: str) -> dict[str, Any]:
-        """Return arguments of a session's methods. The token is fetched here, where a refusal can be recognised."""
+        """Return the arguments of a session's methods. The token is fetched here, so that a refusal is recognised."""
         token = self._tokens.get(scope)
         if token is None or token.exp < time.time() + _TOKEN_MARGIN_S:
             token = self._tokens[scope] = self._fetch_token(scope)
-            # Where this clock is ahead it looks expired: it is used all the same, and a refusal would tell.
+            # To a clock that is ahead the token seems expired. It is used all the same; the server decides.
             token.exp = max(token.exp, int(time.time() + 5 * _TOKEN_MARGIN_S))
         return {
             "endpoint": token.cas_url,
@@ -175,12 +175,12 @@ class Xet:
         }
 
     def forget_token(self, scope: str) -> None:
-        """Fetch another token for the next transfer."""
+        """Drop the token, so that the next transfer fetches another one."""
         self._tokens.pop(scope, None)
 
 
 def _interruptible(action: Callable[[], _Result]) -> _Result:
-    """Run an action so that Ctrl-C ends the wait for it: hf_xet does not look for signals."""
+    """Run an action so that Ctrl-C ends the wait for it. hf_xet does not check for signals."""
     if threading.current_thread() is not threading.main_thread():
         return action()
     future: Future[_Result] = Future()
@@ -196,22 +196,22 @@ def _interruptible(action: Callable[[], _Result]) -> _Result:
 
 
 def request_headers() -> dict[str, str]:
-    """Return headers with the token, which is read each time: it may be replaced while we run.
+    """Return headers with the token. The token is read each time, because it may be replaced while we run.
 
     Raises:
-        ConfigError: the token cannot be part of a header.
+        ConfigError: the token cannot be sent in a header.
     """
     headers = build_hf_headers(library_name="deltasync")
     token = headers.get("authorization", "")
     if not token.isascii() or not token.isprintable() or len(token.split()) > 2:
         raise ConfigError(
-            "The Hub's token (HF_TOKEN, or the file of `hf auth login`) has a blank, a line end or a character that is not "
-            "ASCII. Copy it again."
+            "The Hub's token (HF_TOKEN, or the file of `hf auth login`) has a blank, a line end or a non-ASCII character. "
+            "Copy it again."
         )
     return headers
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's text in one line, without the queries of URLs, which hold signatures."""
+    """Return an error's text as one line, without the queries of URLs, which may hold signatures."""
     text = re.sub(r"\?[^\s)\"']+", "?...", " ".join(str(error).split()))
     return (text or type(error).__name__)[:300].rstrip(".")

@@ -82,7 +82,9 @@ URLS = {
 LATER = {
     "there is no such bucket": lambda server, bucket: server.url("no-such-bucket"),
     "does not speak TLS": lambda server, bucket: server.url(bucket).replace("http:", "https:"),
-    "That is a web page": lambda server, bucket: f"s3://{bucket}/run?region=us-east-1&endpoint={server.endpoint}/moto-api/x",
+    "The reply is a web page": lambda server, bucket: (
+        f"s3://{bucket}/run?region=us-east-1&endpoint={server.endpoint}/moto-api/x"
+    ),
 }
 
 
@@ -184,7 +186,7 @@ def test_what_the_server_tells(
 
 @pytest.mark.parametrize(
     ("token", "said"),
-    [("hf_wrong", "does not accept the token"), ("hf_expired", "has expired"), ("hf_readonly", "may not do this")],
+    [("hf_wrong", "does not accept the token"), ("hf_expired", "has expired"), ("hf_readonly", "lacks a right")],
 )
 def test_a_token_that_the_hub_refuses(
     token: str, said: str, hub: HubServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -7,7 +7,7 @@ import torch
 from deltasync import maintenance
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Replica
-from deltasync.maintenance import Keep
+from deltasync.maintenance import KeepPolicy
 from deltasync.stores import open_store
 from tests.channels import Made, filled
 from tests.conftest import assert_same_bits
@@ -59,7 +59,7 @@ def test_with_compactions_and_anchors_it_is_one_for_each_of_them(memory_url: str
 def test_forgetting_reads_each_document_once(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
     filled(store.inner, _states(2000), anchors=(900, 1000))
-    maintenance.forget(ChannelReader(store), Keep(last=2), grace_s=0)
+    maintenance.forget(ChannelReader(store), KeepPolicy(last=2), grace_s=0)
     reads = [key for operation, key in store.calls if operation == "read"]
     assert len(set(reads)) == 2 + NEWEST + 1 + 2, "channel and head, records and the slot after them, announced anchors"
     assert len(reads) == len(set(reads)) + 1, "the newest twice: the listing is held against head"

@@ -42,7 +42,7 @@ from deltasync.errors import (
     TransientStoreError,
 )
 from deltasync.following import Replica
-from deltasync.maintenance import Keep, compactions
+from deltasync.maintenance import KeepPolicy, compaction
 from deltasync.stores import ObjectInfo, Store, open_store
 from deltasync.tensors.bits import bits_of
 from tests import deltas
@@ -112,7 +112,7 @@ def _data(store: Store) -> list[str]:
 
 
 def _versions(store: Store) -> list[int]:
-    held = maintenance.survey(_reader(store))
+    held = maintenance.scan_channel(_reader(store))
     return [slot.version for slot, found in held.records.items() if found is not None and found.is_version]
 
 
@@ -123,8 +123,8 @@ def _assert_readable(store: Store, *versions: int) -> None:
         assert_same_bits(replica.state_dict(), STATES[version - 1])
 
 
-def _forget(store: Store, grace_s: float = 0.0, **keep: int) -> maintenance.Forgetting:
-    return maintenance.forget(_reader(store), Keep(**keep), grace_s=grace_s)
+def _forget(store: Store, grace_s: float = 0.0, **keep: int) -> maintenance.ForgetPlan:
+    return maintenance.forget(_reader(store), KeepPolicy(**keep), grace_s=grace_s)
 
 
 def _prune(store: Store, grace_s: float = 0.0) -> maintenance.Pruned:
@@ -188,7 +188,7 @@ def test_a_dry_run_changes_nothing(store: AgedStore) -> None:
     store.inner.put(left, b"left")
     store.age(DAY_S)
     before = list(store.inner.list(""))
-    found = maintenance.forget(_reader(store), Keep(last=1), dry_run=True)
+    found = maintenance.forget(_reader(store), KeepPolicy(last=1), dry_run=True)
     assert [slot.version for slot in found.versions] == list(range(1, 9))
     pruned = maintenance.prune(_reader(store), dry_run=True)
     assert [info.key for info in pruned.objects] == [left]
@@ -437,10 +437,10 @@ def _wrong_compaction(store: Store) -> None:
     two, six = reader.numbered(2).version, reader.numbered(6)
     delta = Delta(codec="packed", changed=lossy.changed)
     prints, author = {"w": 0, "ids": 0}, keys.new_author()
-    made = compactions.encode_shortcuts(reader, two, six.version, payload, prints, None, author, delta=delta)
+    made = compaction.encode_shortcut(reader, two, six.version, payload, prints, None, author, delta=delta)
     assert made.data is not None
     as_published = dataclasses.replace(made.record, fingerprint=six.record.fingerprint)
-    compactions.store(reader, record.encode(as_published, made.key, payload, None))
+    compaction.put_shortcut(reader, record.encode(as_published, made.key, payload, None))
 
 
 def _compaction_key(store: Store, base: int, version: int) -> str:
@@ -482,7 +482,7 @@ DAMAGE: dict[str, tuple[Callable[[Store], object], int, int, str]] = {
         "another version 6",
     ),
     "a record is damaged": (lambda s: _change(s, _key_of(s, 7), flipped), 4, 4, "versions/0000000/0000000007"),
-    "a record is missing": (lambda s: s.delete(_key_of(s, 7)), 5, 5, "Version 8 builds on version 7"),
+    "a record is missing": (lambda s: s.delete(_key_of(s, 7)), 5, 5, "Version 8 is not reachable"),
     "a record was rewritten": (lambda s: _edit(s, _key_of(s, 3), step=7), 4, 4, "versions/0000000/0000000003"),
     "a record is of another run": (lambda s: _edit(s, _key_of(s, 1), run_id="x"), 4, 4, "belongs to run x"),
     "a version does not give the bits": (_wrong_bits, 0, 9, "Version 10 did not give"),
@@ -648,7 +648,7 @@ def test_a_compaction_that_would_not_give_the_bits_is_not_stored(store: AgedStor
         return encode(self, tensors.Delta(delta.layout, steps), *arguments)
 
     monkeypatch.setattr(kind, "encode", lossy)
-    with pytest.raises(CorruptDataError, match="would not give the bits of w"):
+    with pytest.raises(CorruptDataError, match="has wrong bits for w"):
         maintenance.write_compaction(_reader(store), 2, 6)
     assert not [call for call in store.calls if call[0] == "put"]
 
@@ -760,7 +760,7 @@ def test_an_export_never_writes_over_anything(store: AgedStore, tmp_path: Path) 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
     for name in ("file", "full", "empty"):
-        with pytest.raises(ConfigError, match="left as it is"):
+        with pytest.raises(ConfigError, match="Nothing was written"):
             maintenance.export(_reader(store), 3, tmp_path / name)
     assert (tmp_path / "full" / "thesis.txt").read_text() == (tmp_path / "file").read_text() == "years of work"
 
@@ -982,18 +982,18 @@ def url(sound: Path, tmp_path: Path) -> str:
 def test_forget_and_prune_as_commands(url: str) -> None:
     options = ("--keep-last", 1, "--keep-step-every", 50)
     assert (
-        "kept          10 versions: 1-10; 1 of them lead to others; 7 of them were needed less than 3600 s ago"
+        "kept          10 versions: 1-10; 1 of them are bases of others; 7 of them were needed less than 3600 s ago"
         in _deltasync("forget", url, *options).stdout
     )
     options = (*options, "--grace", "0")
     planned = _deltasync("forget", url, *options, "--dry-run")
     assert "would forget  7 versions: 1-4, 6-8, and 1 compaction" in planned.stdout
-    assert "would keep    3 versions: 5, 9-10; 1 of them lead to others" in planned.stdout
+    assert "would keep    3 versions: 5, 9-10; 1 of them are bases of others" in planned.stdout
     forgot = json.loads(_deltasync("forget", url, *options, "--json").stdout)
     assert (forgot["kept"], forgot["forgotten"], len(forgot["compactions"])) == ([5, 9, 10], [1, 2, 3, 4, 6, 7, 8], 1)
     assert forgot["deleted"][0].startswith("versions/0000000/0000000008.000002-")
     spared = _deltasync("prune", url).stdout
-    assert "deleted       0 objects, 0 bytes" in spared and "not looked at 16 objects" in spared
+    assert "deleted       0 objects, 0 bytes" in spared and "not checked   16 objects" in spared
     assert "would delete  10 objects" in _deltasync("prune", url, "--grace", "0", "--dry-run").stdout
     pruned = json.loads(_deltasync("prune", url, "--grace", "0s", "--json").stdout)
     assert len(pruned["objects"]) == 10 and pruned["bytes"] > 2400 and pruned["waiting_objects"] == 0
@@ -1103,7 +1103,7 @@ def test_follow_as_a_command(url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "said"),
     [
-        (["forget", "URL"], 2, "Say what to keep"),
+        (["forget", "URL"], 2, "No versions to keep are named"),
         (["forget", "URL", "--keep-last", "0"], 2, "x>=1"),
         (["forget", "URL", "--keep-last", "1", "--grace", "soon"], 2, "not a duration"),
         (["forget", "memory://no-channel", "--keep-last", "1", "--dry-run"], 5, "holds no channel yet"),
@@ -1115,7 +1115,7 @@ def test_follow_as_a_command(url: str) -> None:
         (["export", "URL", "60", "x"], 5, "Version 60 is not published"),
         (["cp", "URL", "URL"], 3, "both source and target"),
         (["check", "memory://no-channel"], 5, "holds no channel yet"),
-        (["repair", "memory://no-channel"], 5, "Only a copy of the channel"),
+        (["repair", "memory://no-channel"], 5, "from a copy of the channel"),
         (["repair", "URL", "--from", "/nowhere"], 3, "neither the URL"),
         (["show", "URL", "head.json"], 3, "neither a version"),
         (["show", "URL", keys.slot(77, EPOCH)], 5, "has no versions/0000000/0000000077"),
@@ -1172,7 +1172,7 @@ def test_progress_is_told(store: AgedStore) -> None:
         told.append((what, done, total))
 
     maintenance.check(_reader(store), read_data=True, progress=tell)
-    maintenance.forget(_reader(store), Keep(last=1), grace_s=0, progress=tell)
+    maintenance.forget(_reader(store), KeepPolicy(last=1), grace_s=0, progress=tell)
     maintenance.prune(_reader(store), grace_s=0, progress=tell)
     assert {what: (done, total) for what, done, total in told} == {
         "records": (4, 4),
@@ -1210,14 +1210,14 @@ def test_a_listing_that_leaves_out_records_is_found_out(
     reader, target = ChannelReader(store), open_store(f"file://{tmp_path}/copy")
     calls: dict[str, Callable[[], object]] = {
         "check": lambda: maintenance.check(reader),
-        "forget": lambda: maintenance.forget(reader, Keep(last=2), grace_s=0),
+        "forget": lambda: maintenance.forget(reader, KeepPolicy(last=2), grace_s=0),
         "prune": lambda: maintenance.prune(reader, grace_s=0),
         "cp": lambda: maintenance.copy(reader, target),
     }
     if command == "prune" and name == "everything":
         assert maintenance.prune(reader, grace_s=0).objects == []  # it lists no file that it could delete
     else:
-        with pytest.raises(TransientStoreError, match=r"leaves out versions/.* which is there"):
+        with pytest.raises(TransientStoreError, match=r"omits versions/.* which exists"):
             calls[command]()
     assert {info.key for info in open_store(memory_url).list("")} == before
     assert list(target.list("")) == []

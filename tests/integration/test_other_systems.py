@@ -105,5 +105,5 @@ except ConfigError as error:
     print(error)
 """
     done = run(cached, str(tmp_path / "cache"))
-    assert done.stdout.startswith("The cache of a node needs Linux or macOS"), done.stderr
+    assert done.stdout.startswith("The node-local cache needs Linux or macOS"), done.stderr
     assert not os.path.exists(tmp_path / "cache")

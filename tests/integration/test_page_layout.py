@@ -90,7 +90,7 @@ def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
         LagRow(time_s=NOW_S - 200 + i, replica_id=f"gpu-{i % 5}", version=newest, lag_s=0.1 * (i % 13))
         for i in range(replicas)
     ]
-    kinds = ("deltas, upload", "anchors, upload", "records and head, upload", "deltas, download", "looks for a record")
+    kinds = ("deltas, upload", "anchors, upload", "records and head, upload", "deltas, download", "polls for a record")
     costs = Costs(
         rows=[
             CostRow(what=what, times=4998, requests=123_456, up_bytes=4_123_456_789, down_bytes=12_345_678_901, usd=0.0042)

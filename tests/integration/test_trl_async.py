@@ -319,7 +319,7 @@ def test_a_transfer_of_another_kind_is_refused_before_training(checkpoint: Path,
 
     events: list[str] = []
     trainer = make_async_trainer(checkpoint, DeltaSyncCallback(memory_url), events, weight_transfer=NoTransfer())
-    with pytest.raises(ConfigError, match=r"AsyncGRPOTrainer syncs its weights by NoTransfer instead of the channel"):
+    with pytest.raises(ConfigError, match=r"AsyncGRPOTrainer syncs its weights with NoTransfer instead of the channel"):
         trainer.train()
     assert "start" not in events
 
@@ -334,7 +334,7 @@ def test_a_callback_that_comes_after_the_transfer_was_built_is_refused(checkpoin
     trainer.weight_transfer.resume = lambda: None
     trainer.add_callback(late)
     with pytest.raises(
-        ConfigError, match=r"by WeightTransferClient instead of the channel: give the callback to the trainer's"
+        ConfigError, match=r"with WeightTransferClient instead of the channel. Give the callback to the trainer's"
     ):
         trainer.train()
     assert late.history == []

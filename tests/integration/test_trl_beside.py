@@ -92,7 +92,7 @@ def test_training_goes_on_when_a_tensor_changes_its_shape(tmp_path: Path, caplog
     trainer.train()
     assert trainer.state.global_step == 4
     said = [record.getMessage() for record in caplog.records if record.name.startswith("trl_callback")]
-    assert [line[:36] for line in said] == ["Nothing more is published, and train", "The last published weights are those"]
+    assert [line[:36] for line in said] == ["Publishing has ended; training goes ", "The last published weights are those"]
     assert "seen" in said[0]
     assert published_bits(url)["seen"].numel() == 0
 
@@ -193,12 +193,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "one-side-of-a-tie": (
         lambda: get_peft_model(tiny_model(), LoraConfig(**(LORA | {"target_modules": ["embed_tokens"]}))),
         {},
-        "embed_tokens is merged into weights that lm_head shares",
+        "embed_tokens would be merged into weights that lm_head shares",
     ),
     "trained-outside": (
         lambda: get_peft_model(tiny_model(tied=False), LoraConfig(**LORA)),
         {"adapter_only": True},
-        "norm.weight is trained, which is not in it",
+        "norm.weight is trained and not part of it",
     ),
 }
 
@@ -226,7 +226,7 @@ def test_another_active_adapter_is_not_published_as_the_first(tmp_path: Path, ca
     sync = DeltaSyncCallback(f"file://{tmp_path}/channel", adapter_only=True)
     make_trainer(model, tmp_path / "out", Switches(), sync, FlushEachStep(sync), max_steps=4).train()
     assert [record.step for record in sync.history] == [0, 1]
-    assert "The adapter default is published, and now other is active" in caplog.text
+    assert "holds the adapter default, but now other is active" in caplog.text
 
 
 def test_a_store_that_cannot_be_reached_at_the_start_ends_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

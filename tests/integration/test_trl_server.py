@@ -217,7 +217,7 @@ def test_a_used_channel_is_refused(server: Server, tmp_path: Path) -> None:
 def test_not_waiting_is_not_for_an_on_policy_trainer(server: Server, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="on-policy"):
         make_trainer("GRPO", server, tmp_path, DeltaSyncCallback(server.channel, ack="none"))
-    with pytest.raises(ConfigError, match=r"on-policy: .* so max_behind=1 is not for it"):
+    with pytest.raises(ConfigError, match=r"on-policy: .* so max_behind=1 does not work"):
         make_trainer("GRPO", server, tmp_path, DeltaSyncCallback(server.channel, max_behind=1))
 
 

@@ -160,5 +160,5 @@ def test_the_effective_sample_size_is_that_of_trls_ratios(checkpoint: Path, memo
 
 def test_a_bound_is_refused_where_no_reply_tells_versions(checkpoint: Path, memory_url: str) -> None:
     trainer = make_async_trainer(checkpoint, DeltaSyncCallback(memory_url, ack="none", max_token_lag=2), [])
-    with pytest.raises(ConfigError, match="max_token_lag is for AsyncGRPOTrainer by TRL's own rollout worker"):
+    with pytest.raises(ConfigError, match="max_token_lag needs AsyncGRPOTrainer with TRL's own rollout worker"):
         trainer.train()

@@ -175,9 +175,9 @@ def test_what_cannot_be_served_is_refused_and_changes_nothing(server: Server, up
 def test_a_bad_channel_is_refused(server: Server) -> None:
     path = "/init_weight_transfer_engine"
     other = refusal(server, path, {"init_info": {"channel": f"{server.channel}2"}})
-    assert "callers may not name" in other and "DELTASYNC_ALLOWED_CHANNELS" in other
+    assert "Callers may not name" in other and "DELTASYNC_ALLOWED_CHANNELS" in other
     elsewhere = refusal(server, path, {"init_info": {"channel": "s3://bucket/run?endpoint=http://127.0.0.1:1"}})
-    assert "options may only come from the server's settings" in elsewhere
+    assert "Only the server's settings may have options" in elsewhere
     assert "unexpected keyword argument 'port'" in refusal(server, path, {"init_info": {"port": 1}})
     server.json(path, {"init_info": {"channel": server.channel}})
 

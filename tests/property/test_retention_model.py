@@ -16,7 +16,7 @@ from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import StoreError
 from deltasync.following import Replica
-from deltasync.maintenance import Keep
+from deltasync.maintenance import KeepPolicy
 from deltasync.stores import open_store
 from tests.channels import Made
 from tests.conftest import assert_same_bits
@@ -109,11 +109,11 @@ class Life:
 
     def forget(self, keep: dict[str, int | None], crash: Crash | None) -> None:
         self.model.forget(**keep)
-        self._crashing(crash, lambda: maintenance.forget(self.reader, Keep(**keep), grace_s=0))
+        self._crashing(crash, lambda: maintenance.forget(self.reader, KeepPolicy(**keep), grace_s=0))
         assert self.versions() == sorted(self.model.stored)
 
     def versions(self) -> list[int]:
-        held = maintenance.survey(self.reader)
+        held = maintenance.scan_channel(self.reader)
         return [slot.version for slot, record in held.records.items() if record is not None and record.is_version]
 
     def prune(self, crash: Crash | None) -> None:
@@ -160,7 +160,7 @@ class Life:
         self.reopen()
         self.publish(1, False, "")
         maintenance.prune(self.reader, grace_s=0)
-        held = maintenance.survey(self.reader)
+        held = maintenance.scan_channel(self.reader)
         found = [record for record in (*held.records.values(), *held.shortcuts.values()) if record is not None]
         named = {file.key for record in found for file in record.files}
         left = {info.key for prefix in (keys.PARTS, keys.ANCHORS) for info in self.store.list(prefix)}

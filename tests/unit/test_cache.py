@@ -145,7 +145,7 @@ def test_a_damaged_file_is_fetched_anew(
         assert ask(store, "a", b"one") == b"one"
     assert len(downloads(inner)) == 2
     assert path.read_bytes() == b"one"
-    assert [record.getMessage() for record in caplog.records] == [f"{path} was damaged; fetching it anew."]
+    assert [record.getMessage() for record in caplog.records] == [f"{path} was damaged; downloading it again."]
 
 
 def test_a_file_larger_than_the_object_may_be_is_not_read(store: CachedStore, inner: FaultyStore, directory: Path) -> None:
@@ -291,7 +291,7 @@ class TestTrouble:
             assert ask(store, "a", b"one") == b"one"
             assert files(directory) == {}
             assert ask(store, "a", b"one") == b"one"  # does not even try
-        assert warnings() == [f"The cache in {directory} cannot be used (No space left on device); going on without it."]
+        assert warnings() == [f"The cache in {directory} cannot be used (No space left on device); reading without it."]
         assert ask(store, "a", b"one") == b"one"
         assert len(downloads(inner)) == 3
         store._off_until = 0.0  # a minute later
@@ -524,7 +524,7 @@ class TestBehindCache:
         assert isinstance(ahead, CachedStore)
         ask(store, "a", b"one")
         assert (downloads(remote), list(tmp_path.rglob("*"))) == (["a"], [])
-        ahead.keep(sha256(b"one"), b"one")
+        ahead.add(sha256(b"one"), b"one")
         assert ask(store, "a", b"one") == b"one"
         assert downloads(remote) == ["a"]
 

@@ -29,7 +29,7 @@ from deltasync.dashboard import Observer, PageServer, page
 from deltasync.dashboard.costs import RATES, estimate
 from deltasync.dashboard.heat import layer_of
 from deltasync.errors import ConfigError, NotPublishedError, TransientStoreError
-from deltasync.maintenance import Keep
+from deltasync.maintenance import KeepPolicy
 from deltasync.stores import ObjectInfo, Store
 from tests.channels import EPOCH, RUN, filled, states_of
 from tests.faults import FOREVER, FaultyStore
@@ -233,7 +233,7 @@ def test_what_is_forgotten_meanwhile(
     publisher.close()
     observer = Observer(store)
     before = observer.refresh()
-    maintenance.forget(ChannelReader(store.inner), Keep(last=2), grace_s=0)
+    maintenance.forget(ChannelReader(store.inner), KeepPolicy(last=2), grace_s=0)
     found = observer.refresh()
     assert (found.forgotten, [row.version for row in found.versions]) == (6, [7, 8, 9])
     assert before.costs is not None and found.costs is not None
@@ -359,7 +359,7 @@ def test_an_anchor_that_is_announced_later_and_a_version_of_another_epoch(
     assert (found.newest_version, found.head_sha256, len(found.versions)) == (4, channel.tip.sha256, 4)
     assert {row.replica_id: row.strange for row in found.replicas} == {"lost": True, "right": False}
     sentences = [watch.sentence(change) for change in watch.changes(before, found)]
-    assert any("which is not the channel's" in sentence for sentence in sentences)
+    assert any("not the channel's version" in sentence for sentence in sentences)
     channel.announce(channel.tip)
     (told,) = watch.changes(found, observer.refresh())
     assert told["event"] == "anchor" and f"anchor of version 4 ({channel.tip.sha256[:12]})" in watch.sentence(told)
@@ -407,7 +407,7 @@ def test_costs_add_up() -> None:
         "compactions, upload": (1, 1),
         "records and head, upload": (3, 9),
         "deltas, download": (4, 6),
-        "looks for a record": (7280, 7280),
+        "polls for a record": (7280, 7280),
         "heartbeats": (720, 720),
     }
     assert rows["deltas, upload"].up_bytes == pytest.approx(3e9, rel=1e-5)

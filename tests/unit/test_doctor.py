@@ -67,7 +67,10 @@ def test_what_is_not_allowed_is_named_and_what_needs_it_is_not_tried(
 def test_a_store_that_gives_other_bytes_fails(store: FaultyStore) -> None:
     store.tamper("probe/", lambda data: data[:-1] + bytes([data[-1] ^ 1]))
     assert examined(store)["read"] == Finding(
-        "read", "failure", "The store gave other bytes than were stored.", "Allow to read objects."
+        "read",
+        "failure",
+        "The store returned other bytes than were stored.",
+        "Give the credentials the right to read objects.",
     )
 
 
@@ -101,7 +104,7 @@ def test_the_channel_and_its_replicas_are_looked_at(store: FaultyStore) -> None:
         finding for finding in doctor.examine(ChannelReader(store), parameters=8e9) if finding.check not in STORE_CHECKS
     ]
     assert findings[0].found.startswith("The newest version is 1 (")
-    assert findings[1].found == "2 of 3 replicas that are known have a fresh heartbeat."
+    assert findings[1].found == "2 of 3 known replicas have a fresh heartbeat."
     assert findings[2] == Finding("replicas", "warning", "bad: it broke")
     assert [finding.check for finding in findings[3:]] == HERE
 
@@ -116,7 +119,7 @@ def test_versions_are_held_to_what_deltasync_requires(store: FaultyStore, monkey
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.99.0" if name.startswith("vllm") else version(name))
     vllm = examined(store)["vllm"]
     assert vllm.state == "failure"
-    assert vllm.found.startswith("0.99.0 is installed; deltasync works with ")
+    assert vllm.found.startswith("0.99.0 is installed; deltasync needs ")
 
 
 def test_the_command_exits_by_what_it_found(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def test_while_a_version_waits_encoding_takes_a_twentieth_of_the_time(
             publisher.flush()
             assert not backlog.is_full()
         first, second = (record.getMessage() for record in caplog.records if record.name.startswith("trl_callback"))
-        assert "has not taken version 2 for" in first
-        assert "has taken everything again" in second
+        assert "has not stored version 2 for" in first
+        assert "has stored all versions" in second
 
 
 def test_what_cannot_be_stored_is_not_encoded_anew_each_step(faulty: FaultyStore, clock: Clock) -> None:

@@ -110,7 +110,7 @@ def test_shards_adapters_and_the_trained_checkpoint_are_refused(memory_url: str)
     part = TensorRange(torch.zeros(128), 0, (2, 128))
     with Publisher(memory_url, dtype="fp8") as publisher, pytest.raises(ConfigError, match=r"up\.weight is a shard"):
         publisher.publish([("up.weight", part)])
-    with pytest.raises(ConfigError, match="not served in FP8"):
+    with pytest.raises(ConfigError, match="cannot be served in FP8"):
         DeltaSyncConfig(memory_url, served_dtype="fp8", adapter_only=True)
-    with pytest.raises(ConfigError, match="name that as initial"):
+    with pytest.raises(ConfigError, match="Name the FP8 checkpoint as initial"):
         DeltaSyncConfig(memory_url, served_dtype="fp8", initial="auto")

@@ -28,7 +28,7 @@ from deltasync.errors import (
 from deltasync.following import ChannelCursor, Follower
 from deltasync.following.identify import identify
 from deltasync.live import LiveMemory, model_fingerprint
-from deltasync.maintenance import Keep
+from deltasync.maintenance import KeepPolicy
 from deltasync.stores import Store
 from deltasync.tensors.bits import spec_of
 from tests.conftest import assert_same_bits
@@ -198,7 +198,7 @@ class TestIdentify:
         assert_same_bits(replica.state_dict(), newest)
 
 
-def kept(reader: ChannelReader, keep: Keep) -> list[int]:
+def kept(reader: ChannelReader, keep: KeepPolicy) -> list[int]:
     return [slot.version for slot in maintenance.forget(reader, keep, grace_s=0.0, dry_run=True).kept]
 
 
@@ -217,9 +217,9 @@ class TestHousekeeping:
         before = stored_keys(reader.store)
         maintenance.prune(reader, grace_s=0.0)
         assert stored_keys(reader.store) == before
-        assert kept(reader, Keep(anchors=2)) == [1, 6, 7]
-        assert kept(reader, Keep(step_every=3)) == [1, 2, 3, 4, 6, 7]
-        maintenance.forget(reader, Keep(last=1), grace_s=0.0)
+        assert kept(reader, KeepPolicy(anchors=2)) == [1, 6, 7]
+        assert kept(reader, KeepPolicy(step_every=3)) == [1, 2, 3, 4, 6, 7]
+        maintenance.forget(reader, KeepPolicy(last=1), grace_s=0.0)
         maintenance.prune(ChannelReader(reader.store), grace_s=0.0)
         assert maintenance.check(ChannelReader(reader.store), read_data=True).problems == []
         assert [slot.version for slot, _ in ChannelReader(reader.store).slots()] == [6, 7]

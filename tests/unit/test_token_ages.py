@@ -48,7 +48,7 @@ def ages_at(
 
 
 def trained(ages: TokenAges, *samples: Any) -> dict[str, float]:
-    ages.take({"completion_mask": one.completion_mask, "metrics": one.metrics} for one in samples)
+    ages.add_batch({"completion_mask": one.completion_mask, "metrics": one.metrics} for one in samples)
     ages.train(None)
     return {name.removeprefix("delta_sync/"): value for name, value in ages.metrics().items()}
 
@@ -145,7 +145,7 @@ def test_batches_are_counted_when_they_are_trained_not_when_they_are_made() -> N
     ages.begin(lambda: now[0], 3)
     ages.synced(1, 1)
     for _ in range(2):
-        ages.take([{"completion_mask": np.ones(1), "metrics": sample([1]).metrics}])
+        ages.add_batch([{"completion_mask": np.ones(1), "metrics": sample([1]).metrics}])
     lags = []
     for now[0] in (1, 2):
         ages.train(None)
@@ -258,7 +258,7 @@ def test_a_trainer_that_trains_again_counts_a_batch_once() -> None:
     for _ in range(2):
         compat._watch_loss(trainer, ages)
     for version in (5, 4):
-        ages.take([{"completion_mask": np.ones(1), "metrics": sample([version]).metrics}])
+        ages.add_batch([{"completion_mask": np.ones(1), "metrics": sample([version]).metrics}])
     for lag in (0, 1):
         trainer.compute_loss(torch.nn.Linear(1, 1), {"x": torch.ones(1)})
         assert ages.metrics()["delta_sync/token_lag_max"] == lag
