@@ -1,8 +1,8 @@
-"""Compute what a run will store, request and cost, from the size of its model and how much of it changes.
+"""Compute bytes, requests and dollars of a run, from the size of its model and the fraction that changes per version.
 
-It steps through the versions with the publisher's own budget (`publish.budget`), so that compactions and anchors come where
-the publisher writes them. Sizes are entropies. A delta takes `h(p) / p` bits for the place of a changed element, and
-`STEP_BITS` for its step. A compaction is that of a random walk: each version moves a share `p` of the elements by one step.
+The forecast steps through the versions with the publisher's own budget (`publish.budget`), so compactions and anchors come
+where the publisher writes them. Sizes are entropies. A delta takes `h(p) / p` bits for the position of a changed element, and
+`STEP_BITS` for its step. A compaction is that of a random walk: each version moves a fraction `p` of the elements by a step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from deltasync.dashboard.costs import (
 from deltasync.publish.budget import Budget
 
 STEP_BITS = 1.8
-"""Of a changed element's step, in deltas of `packed` (`benchmarks.codec`)."""
+"""Bits of a changed element's step in deltas of `packed` (`benchmarks.codec`)."""
 
 PART_CHANGED, COMPACTION_PART_ELEMENTS = 1 << 20, 1 << 25
 """Changed elements in a part of a delta, and elements of a part of a compaction."""
 
 _RECORD_BYTES = 1500  # header and document of a small record
-_SWEPT = 16  # versions from one sweep to the next, at least, as `publish.keep`
+_SWEPT = 16  # least number of versions between two garbage collections, as in `publish.keep`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,18 +45,18 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What a run stores, requests and costs. Dollars are list prices of S3, as in `costs`.
+    """Bytes, requests and dollars of a run. Dollars are list prices of S3, as in `costs`.
 
     Attributes:
-        uploads: What the trainer stores, by kind.
+        uploads: The objects that the trainer stores, by kind.
         stored_per_delta: Bytes of deltas, compactions and later anchors for each byte of delta.
-        joiner_bytes: What a late joiner that has the first weights fetches at the end.
-        joiner_of_full: That and the first weights, by the bytes of full weights.
-        held_bytes: What the channel holds at the end.
-        bounded_bytes: Likewise, with `keep_last`; None without it.
-        replica_bytes, replica_requests: What one replica fetches.
-        put_usd, get_usd, storage_usd, traffic_usd: For the whole run and all replicas; storage by what is held meanwhile;
-            traffic only if the replicas are outside the bucket's region.
+        joiner_bytes: Bytes that a late joiner downloads at the end, without the first weights.
+        joiner_of_full: These and the first weights, divided by the bytes of full weights.
+        held_bytes: Bytes in the channel at the end, if nothing is deleted.
+        bounded_bytes: Most bytes in the channel with `keep_last`; None without it.
+        replica_bytes, replica_requests: Downloads of one replica.
+        put_usd, get_usd, storage_usd, traffic_usd: For the whole run and all replicas. Storage counts the bytes in the channel
+            during the run. Traffic costs only if the replicas are outside the bucket's region.
     """
 
     params: float
@@ -84,18 +84,18 @@ class Forecast:
 
 
 def delta_bits(changed_fraction: float) -> float:
-    """Return the bits of a delta for each changed element."""
+    """Return the bits of a delta per changed element."""
     share = np.array([changed_fraction, 1 - changed_fraction])
     share = share[share > 0]
     return float(-(share * np.log2(share)).sum()) / changed_fraction + STEP_BITS
 
 
 def compaction_bits(changed_fraction: float, versions: int) -> float:
-    """Return the bits of a compaction over so many versions, for each element of the model, changed or not."""
+    """Return the bits of a compaction over this many versions, per element of the model."""
     moves = changed_fraction * versions  # per element, expected
     size = 1 << max(6, math.ceil(math.log2(16 * math.sqrt(moves) + 32)))
     angle = 2 * np.pi * np.arange(size) / size
-    share = np.fft.ifft(np.exp(moves * (np.cos(angle) - 1))).real  # by how many steps an element has moved
+    share = np.fft.ifft(np.exp(moves * (np.cos(angle) - 1))).real  # probability of each distance in steps
     share = share[share > 1e-15]
     return float(-(share * np.log2(share)).sum())
 
@@ -116,16 +116,16 @@ def forecast(
     """Compute a run on S3 with default settings.
 
     Args:
-        params: Elements of the model.
-        changed_fraction: Share of them that changes from one version to the next.
+        params: Parameters of the model.
+        changed_fraction: Fraction of them that changes from one version to the next.
         every_s: Seconds from one version to the next.
-        days: How long the run takes; `versions` beats it.
-        replicas: How many fetch every version.
+        days: Length of the run; `versions` beats it.
+        replicas: Number of replicas that download every version.
         keep_last: As `Retention.keep_last`.
         by_reference: Whether the channel begins with a reference to a checkpoint; otherwise version 1 has full weights.
-        item_bytes: Of an element.
-        bits_per_changed: Of a delta, if it is known.
-        versions: How many are published after the first.
+        item_bytes: Bytes of an element.
+        bits_per_changed: Bits of a delta per changed element, if known.
+        versions: Number of versions after the first.
     """
     count = round(days * 86_400 / every_s) if versions is None else versions
     full_bytes, bits = params * item_bytes, bits_per_changed or delta_bits(changed_fraction)

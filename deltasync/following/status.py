@@ -54,7 +54,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """A replica's status: what `GET /deltasync/status` replies, see docs/operations.md.
+    """A replica's status: what `GET /deltasync/status` replies, see docs/operations/replica.md.
 
     Attributes:
         state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
