@@ -108,7 +108,7 @@ def measure(url: str, proxy: FaultProxy) -> dict[str, Any]:
         "follow": row(followed, VERSIONS, rates.follow),
         "put": row(put, POLLS, rates.put),
         "get": row(got, POLLS, rates.get),
-        "look": row(polled, POLLS, rates.poll),
+        "look": row(polled, POLLS, rates.look),
         "heartbeat": row(beaten, POLLS, rates.heartbeat),
     }
     return {"payload_bytes": payload_bytes / VERSIONS, "object_bytes": len(PART), "rows": rows}

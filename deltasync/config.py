@@ -199,10 +199,10 @@ class PublisherSettings(_Settings):
     Attributes:
         codec: Encoding of deltas, one of `CODECS`; or `auto`: for each version `packed` or `context`, whichever is served
             sooner on the measured link. With `auto`, a sharded trainer always uses `packed`.
-        anchor_every: An anchor accompanies at least every N-th version. By default full weights are the last resort: compactions
-            shorten the way of late joiners (`Retention.compact_every`), and an anchor is written where a compaction is no longer
-            small. A sharded trainer, which writes no compactions, writes one every 100 versions, but not after a reference, and
-            when the deltas since the last one are more bytes than an anchor.
+        anchor_every: An anchor accompanies at least every N-th version. By default full weights are the last resort:
+            compactions shorten the way of late joiners (`Retention.compact_every`), and an anchor is written where a
+            compaction is no longer small. A sharded trainer, which writes no compactions, writes one every 100 versions,
+            but not after a reference, and when the deltas since the last one are more bytes than an anchor.
         dtype: Served dtype. Floating tensors are cast to it (round to nearest even); `fp8` quantizes matrices by blocks, see
             `quantize`; `keep` casts nothing. All but `fp8` may be followed by patterns of names with their own dtypes, as in
             `bfloat16,*.router.*=float32`; the last matching pattern counts.
@@ -239,9 +239,10 @@ class Retention(_Settings):
     """How a publisher looks after its channel in the background. By default it keeps all versions, and says so.
 
     Attributes:
-        compact_every: Write a compaction from the newest full weights, for late joiners, every N versions, whatever it costs; 0 for
-            none. By default as often as all compactions and anchors together stay below a third of the bytes of the deltas. A compaction
-            reads the full weights again; it needs memory for two copies of 32 M elements, or of the largest tensor.
+        compact_every: Write a compaction from the newest full weights, for late joiners, every N versions, whatever it
+            costs; 0 for none. By default as often as all compactions and anchors together stay below a third of the bytes
+            of the deltas. A compaction reads the full weights again; it needs memory for two copies of 32 M elements, or of
+            the largest tensor.
         keep_last: Keep the newest N versions and their bases; None to keep all.
         keep_anchors: Also keep the newest N versions with full weights.
         prune_grace_s: Delete the files of versions that were forgotten longer ago; must exceed the time in which the slowest

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from deltasync.channel.documents import VersionId
+from deltasync.channel.documents import Version
 from deltasync.dashboard.forecast import Forecast
 from deltasync.dashboard.snapshot import CompactionRow, ReplicaRow, VersionRow
 from deltasync.maintenance.doctor import Finding
@@ -194,7 +194,7 @@ class CopiedObjects(TypedDict):
 
     Attributes:
         version: The newest version that was listed.
-        objects, bytes: StoredRecord in the target, without head.
+        objects, bytes: Stored in the target, without head.
         skipped: Objects that were there already.
         problems: Damaged or missing objects of the source, which were left out.
     """
@@ -259,7 +259,7 @@ class AnchorSeen(TypedDict):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FoldSeen(CompactionRow):
+class CompactionSeen(CompactionRow):
     """A compaction."""
 
     event: Literal["compaction"]
@@ -303,7 +303,7 @@ LINES, ONE, LIST = "one object a line", "one object", "a list of objects"
 SCHEMAS: dict[str, tuple[str, tuple[type, ...]]] = {
     "log": (LINES, (LogLine,)),
     "show": (ONE, (Shown,)),
-    "watch": (LINES, (Waiting, VersionSeen, AnchorSeen, FoldSeen, ReplicaSeen, Forgotten, ProblemSeen, ErrorSeen)),
+    "watch": (LINES, (Waiting, VersionSeen, AnchorSeen, CompactionSeen, ReplicaSeen, Forgotten, ProblemSeen, ErrorSeen)),
     "check": (ONE, (Checked,)),
     "repair": (ONE, (RepairDone,)),
     "forget": (ONE, (Forgot,)),

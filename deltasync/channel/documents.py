@@ -24,7 +24,7 @@ COMPRESSED = "zstd"
 """The compression of weight files, and the feature that a record with such an anchor requires."""
 
 SHORTCUTS = ("compaction", "announcement")
-"""Kinds of the objects beside the log, which are other ways to a version."""
+"""Kinds of shortcuts: objects outside the log, each of which makes the chain to a version shorter."""
 
 FEATURES = frozenset({REFERENCE, COMPRESSED})
 """Features that this reader knows."""
@@ -144,7 +144,7 @@ class Record:
 
     Attributes:
         kind: `delta` or `anchor` for a version; `seal` for the end of a log; `compaction` and `announcement` for other ways
-            to a version, by a delta or by an anchor beside the log.
+            to a version, by a delta or by an announced anchor.
         version, epoch: The slot; of a compaction or an announcement, that of the version it leads to.
         base: The version that it follows; of a compaction, where it starts. None in version 1 and in announcements.
         fingerprint: Fingerprint of the model at `version`; None in a seal.
@@ -173,7 +173,7 @@ class Record:
 
     @property
     def is_version(self) -> bool:
-        """Whether it is a version, not a seal and not beside the log."""
+        """Whether it is a version, not a seal and not a shortcut."""
         return self.kind in ("delta", "anchor")
 
     @property

@@ -91,7 +91,7 @@ class FailoverStore(WrappedStore):
             self._review()
         elif time.monotonic() > self._due_s and not self._lock.locked():
             self._due_s = time.monotonic() + REVIEW_S
-            threading.Thread(target=self._review_again, name="deltasync-nearest", daemon=True).start()
+            threading.Thread(target=self._review_again, name="deltasync-failover", daemon=True).start()
         if self._problem is not None:
             raise self._problem
         asked = self.nearest

@@ -52,7 +52,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """What the key of an object beside the log says: it leads to `version`, and `author` wrote it.
+    """The content of a shortcut's key: it leads to `version`, and `author` wrote it.
 
     A compaction leads there from version `base`, which is 0 for an announcement: its anchor needs no other version.
     """
@@ -107,7 +107,7 @@ def compaction_of(key: str) -> Span | None:
 
 
 def announcement(version: int, author: str) -> str:
-    """Key of the announcement of an anchor beside the log."""
+    """Key of the announcement of an anchor."""
     return f"{ANNOUNCEMENTS}{version:010d}.{author}.safetensors"
 
 

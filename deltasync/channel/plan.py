@@ -1,8 +1,9 @@
 """Plan the chain from the version that a replica has to the one it wants.
 
-A chain is a list of records, compactions and announcements. Each leads from its base to its version; anchors lead from nothing. The
-cheapest chain is estimated from listings, where versions are numbers. Then its objects are read from the end back. Each must
-have the identity by which the one after it names its base, down to the identity that the replica has, or to full weights.
+A chain is a list of records, compactions and announcements. Each leads from its base to its version; anchors lead from
+nothing. The cheapest chain is estimated from listings, where versions are numbers. Then its objects are read from the end
+back. Each must have the identity by which the one after it names its base, down to the identity that the replica has, or to
+full weights.
 
 A chain back has the records to undo, newest first, and then the record of the older version that is wanted.
 """
@@ -27,7 +28,7 @@ from deltasync.tensors import weight_bytes
 logger = logging.getLogger(__name__)
 
 EDGE_BYTES = 1 << 15
-"""Cost of a edge beside its payload, a request and a commit, in bytes that could be fetched in that time."""
+"""Cost of an edge apart from its payload: a request and a commit, in bytes that could be fetched in that time."""
 
 _UNDONE = "packed"  # the codec that can be undone: it decodes without the old values
 _NEAR = 8  # versions; a target this near is read without a listing
@@ -37,7 +38,7 @@ _HELD_BYTES = 1 << 28  # most bytes of records that are kept for staging
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edge:
-    """A record, or an object beside the log, by its listing.
+    """A record, or a shortcut, by its listing.
 
     It leads from number to number; `base` is 0 for nothing, `key` None for a version's record.
     """
@@ -181,7 +182,8 @@ class _Search:
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
                 message = (
-                    f"No chain leads from {begin} to version {target}; the next anchor or compaction makes one. {problem}"
+                    f"Cannot reach version {target} from {begin}: objects are missing or damaged. Replicas go on at "
+                    f"the next anchor or compaction. {problem}"
                 )
                 raise MissingVersionError(message.rstrip())
             try:
@@ -200,8 +202,8 @@ class _Search:
         """All edges by listings. A record with none before it may be full weights, or a compaction may lead to its base."""
         full_bytes = weight_bytes(self._reader.specs.values())
         slots = {slot.version: (slot, info) for slot, info in self._reader.slots() if slot.epoch <= self._target.epoch}
-        beside = self._reader.shortcuts()
-        compacted = {span.version for span, _ in beside if span.base}
+        shortcuts = self._reader.shortcuts()
+        compacted = {span.version for span, _ in shortcuts if span.base}
         edges = []
         for version, (slot, info) in slots.items():
             self._epochs[version], self._known[info.key] = slot.epoch, info
@@ -211,7 +213,7 @@ class _Search:
                 version - 1 not in slots
             ):  # where a compaction leads to it, it most likely is a delta whose base was forgotten
                 edges.append(Edge(0, version, info.bytes + full_bytes * (2 if version in compacted else 1)))
-        for span, info in beside:
+        for span, info in shortcuts:
             self._known[info.key] = info
             if info.key not in self._avoid:
                 edges.append(Edge(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key))
@@ -252,14 +254,14 @@ class _Search:
                     raise _ForkedError(f"{have} is not on the chain to {target}.")
         raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 
-    def _has_fingerprint_of_record(self, beside: StoredRecord) -> bool:
-        """Whether an object beside the log has the fingerprint of the record that it leads to, if that can be read.
+    def _has_fingerprint_of_record(self, shortcut: StoredRecord) -> bool:
+        """Whether a shortcut has the fingerprint of the record that it leads to, if that can be read.
 
         Nothing else checks it.
         """
-        found = self._try_to_read(beside.version.key)
-        other = not isinstance(found, str) and found.version == beside.version and found
-        return not other or other.record.fingerprint == beside.record.fingerprint
+        found = self._try_to_read(shortcut.version.key)
+        other = not isinstance(found, str) and found.version == shortcut.version and found
+        return not other or other.record.fingerprint == shortcut.record.fingerprint
 
     def _try_to_read(self, key: str) -> StoredRecord | str:
         """The object, or why it cannot be used."""

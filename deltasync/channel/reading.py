@@ -291,7 +291,7 @@ class ChannelReader:
         return self._shortcuts(keys.COMPACTIONS)
 
     def announcements(self) -> list[tuple[Span, ObjectInfo]]:
-        """List the announcements of anchors beside the log."""
+        """List the announcements of anchors."""
         return self._shortcuts(keys.ANNOUNCEMENTS)
 
     def shortcuts(self) -> list[tuple[Span, ObjectInfo]]:

@@ -39,7 +39,7 @@ class StoredRecord:
 
     @property
     def version(self) -> VersionId:
-        """Identity of the version that it is or, beside the log, leads to."""
+        """Identity of the version or, for a shortcut, of the version that it leads to."""
         record = self.record
         return VersionId(record.version, record.epoch, self.sha256 if record.sha256 is None else record.sha256)
 
@@ -55,12 +55,12 @@ class StoredRecord:
 
     @property
     def is_compaction(self) -> bool:
-        """Whether it is a delta over several versions, which lies beside the log."""
+        """Whether it is a compaction: one delta over several versions, outside the log."""
         return self.record.kind == "compaction"
 
     @property
     def is_shortcut(self) -> bool:
-        """Whether it lies beside the log: it is another way to a version, a compaction or an announcement."""
+        """Whether it is a shortcut: a compaction, or the announcement of an anchor."""
         return self.record.kind in documents.SHORTCUTS
 
 

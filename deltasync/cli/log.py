@@ -120,9 +120,9 @@ def _read(
         record = held.records[slot]
         if record is not None:
             rows.append(row(slot.key, record, digests.get(slot), total))
-        for key, beside in held.shortcuts.items():
-            if beside is not None and beside.slot == slot:
-                rows.append(row(key, beside, beside.sha256, total))
+        for key, shortcut in held.shortcuts.items():
+            if shortcut is not None and shortcut.slot == slot:
+                rows.append(row(key, shortcut, shortcut.sha256, total))
     newest_version = f"{shown[-1].version} ({(digests.get(shown[-1]) or '')[:12]})" if shown else "none"
     return rows, newest_version, [*held.problems.values()]
 
@@ -141,7 +141,7 @@ def _totals(rows: Iterable[dict[str, Any]]) -> str:
 @channel_command("the document as JSON, with its key and digest")
 @click.argument("what", metavar="[VERSION|KEY]", default="latest")
 def show(reader: ChannelReader, what: str, as_json: bool) -> None:
-    """Show a record of CHANNEL: its document, its signature, the ways that lead to it, its most changed tensors.
+    """Show a record of CHANNEL: its document, its signature, the shortcuts that lead to it, its most changed tensors.
 
     Give a version's number, `latest` (the default), or the key of a record, seal or compaction from `deltasync log --json`.
     """
@@ -171,10 +171,10 @@ def show(reader: ChannelReader, what: str, as_json: bool) -> None:
         _field("reference", stored.record.reference)
     for file in stored.record.files:
         _field("file", f"{file.key}  {file.bytes:,} bytes  sha256 {file.sha256[:12]}")
-    ways, changed = with_bars(_around, reader, stored)
-    for key, way in ways.items():
-        more = "" if way.delta is None else f"  {way.delta.changed:,} changed"
-        _field("anchor" if way.delta is None else "compaction", f"{key}  {way.payload_bytes:,} bytes{more}")
+    shortcuts, changed = with_bars(_around, reader, stored)
+    for key, document in shortcuts.items():
+        more = "" if document.delta is None else f"  {document.delta.changed:,} changed"
+        _field("anchor" if document.delta is None else "compaction", f"{key}  {document.payload_bytes:,} bytes{more}")
     if stored.record.delta is not None and stored.record.base is not None:
         total = weight_elements(reader.specs.values())
         since = f"since version {stored.record.base.version}"
@@ -212,15 +212,15 @@ def _around(reader: ChannelReader, stored: StoredRecord, progress: Progress) -> 
     from deltasync.dashboard.heat import read_changed
     from deltasync.maintenance import in_parallel
 
-    record, ways, changed = stored.record, {}, Counter[str]()
+    record, around, changed = stored.record, {}, Counter[str]()
     if record.is_version:
         infos = [info for span, info in reader.shortcuts() if span.version == record.version]
-        beside = in_parallel(reader.document, infos, "compactions", progress)
-        ways = {info.key: found for info, found in zip(infos, beside, strict=True) if found.sha256 == stored.sha256}
+        shortcuts = in_parallel(reader.document, infos, "compactions", progress)
+        around = {info.key: each for info, each in zip(infos, shortcuts, strict=True) if each.sha256 == stored.sha256}
     if record.delta is not None and record.base is not None:
         files = [File(key=stored.key, bytes=stored.size, sha256=stored.sha256), *record.delta.parts]
         for counts in in_parallel(
             lambda file: read_changed(reader.store, file, reader.layout), files, "payload headers", progress
         ):
             changed.update(counts)
-    return ways, changed
+    return around, changed

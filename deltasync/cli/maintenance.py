@@ -31,9 +31,9 @@ def _problem(error: DeltaSyncError) -> dict[str, object]:
 def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
     """Check that CHANNEL is complete. Every problem is printed on a line of its own; nothing is repaired.
 
-    Records and compactions are read, parts and anchors only listed. With --read-data, the bits of every version are also proven in
-    host memory. Exits with the highest exit code of the problems, 0 if there are none. Files that nothing names are no
-    problem.
+    Records and compactions are read, parts and anchors only listed. With --read-data, the bits of every version are also
+    proven in host memory. Exits with the highest exit code of the problems, 0 if there are none. Files that nothing names
+    are no problem.
     """
     from deltasync import maintenance
 
@@ -71,9 +71,9 @@ def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
 def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: Signer | None, as_json: bool) -> None:
     """Find what is missing or damaged in CHANNEL, and print what was done about each object.
 
-    An object is restored from --from, a copy of the channel or the cache of a node. Otherwise a compaction around it is stored, or
-    an anchor in its place. Nothing is deleted, and the publisher may go on meanwhile. channel.json can only be restored from
-    a copy. Exits with 0 if every version of CHANNEL can be reached afterwards, else with 5.
+    An object is restored from --from, a copy of the channel or the cache of a node. Otherwise a compaction around it is
+    stored, or an anchor in its place. Nothing is deleted, and the publisher may go on meanwhile. channel.json can only be
+    restored from a copy. Exits with 0 if every version of CHANNEL can be reached afterwards, else with 5.
     """
     from deltasync import maintenance
 
@@ -178,7 +178,8 @@ def compact(reader: ChannelReader, base: int, version: int, codec: str, signer: 
         )
         return
     echo(
-        f"compaction {base}-{version}: {delta.changed:,} elements changed, {compaction.record.payload_bytes:,} bytes of {delta.codec}"
+        f"compaction {base}-{version}: {delta.changed:,} elements changed, "
+        f"{compaction.record.payload_bytes:,} bytes of {delta.codec}"
     )
     echo(f"{compaction.key}  sha256 {compaction.sha256[:12]}")
 

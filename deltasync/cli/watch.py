@@ -177,7 +177,8 @@ def _summary(snapshot: Snapshot) -> str:
         head = snapshot.versions[-1]
         newest = f"{named(head.version, snapshot.head_sha256, head.step)}, {duration(snapshot.time_s - head.created_s)} ago"
     anchors = sum(row.anchor_bytes is not None for row in snapshot.versions)
-    counts = f"{count(len(snapshot.versions), 'version')}, {anchors} with full weights, {count(len(snapshot.compactions), 'compaction')}"
+    versions, compactions = count(len(snapshot.versions), "version"), count(len(snapshot.compactions), "compaction")
+    counts = f"{versions}, {anchors} with full weights, {compactions}"
     gone = f", {snapshot.forgotten} forgotten" if snapshot.forgotten else ""
     return f"{newest}; {counts}{gone}; model {size_of(snapshot.full_bytes)}"
 

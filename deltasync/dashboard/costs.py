@@ -127,8 +127,8 @@ def estimate(
 ) -> Costs:
     """Add up what a run published, what its channel holds and what its replicas fetched.
 
-    `records` are all records and compactions that were seen, `held` all records, compactions and files that are there now. Times are
-    seconds since the epoch; `created_s`, when the channel was created, also counts for objects of unknown age.
+    `records` are all records and compactions that were seen, `held` all records, compactions and files that are there now.
+    Times are seconds since the epoch; `created_s`, when the channel was created, also counts for objects of unknown age.
     """
     rates = RATES.get(urlsplit(url).scheme, _LOCAL)
     priced = url.startswith("s3://") and "endpoint=" not in url
@@ -172,7 +172,7 @@ def estimate(
         heartbeats += round(hours * HEARTBEATS_PER_HOUR)
     add("deltas, download", fetches, [(fetches, rates.follow), (parts, rates.get)], S3_GET_USD, down=fetched_bytes)
     if rates is not _LOCAL:
-        add("looks for a record", looks, [(looks, rates.poll)], S3_GET_USD)
+        add("looks for a record", looks, [(looks, rates.look)], S3_GET_USD)
         add("heartbeats", heartbeats, [(heartbeats, rates.heartbeat)], S3_PUT_USD)
 
     byte_s = sum(info.bytes * max(0.0, now_s - (info.modified_s or created_s)) for info in held)

@@ -41,6 +41,7 @@ from deltasync.errors import (
     printable,
 )
 from deltasync.following.cursor import ChannelCursor
+from deltasync.following.identify import identify
 from deltasync.following.pin import NEWEST, Pin
 from deltasync.following.poll import Poll
 from deltasync.following.status import HISTORY, Commit, HeartbeatWriter, Status
@@ -494,7 +495,7 @@ class Follow:
 
     def _identify(self, total: int) -> StoredRecord | None:
         """Find the version whose model has this fingerprint; its step counts as served."""
-        found = self.cursor.identify(total)
+        found = identify(self.reader, self.cursor.locate(), total)
         self._step_of = None if found is None else (found.version, found.record.step)
         return found
 

@@ -21,6 +21,7 @@ from deltasync.channel.record import StoredRecord
 from deltasync.config import ReaderSettings, ReplicaSettings, whole_number
 from deltasync.errors import NotPublishedError
 from deltasync.following.follower import Follower, StagedVersion
+from deltasync.following.identify import identify, tied
 from deltasync.following.loop import Follow
 from deltasync.following.pin import NEWEST, Pin
 from deltasync.following.status import Commit
@@ -214,15 +215,16 @@ class Replica:
             NotPublishedError: the channel has no version yet.
             ConfigError, FormatError, ChainError, ModelMismatchError: it is no checkpoint of this model; nothing changed.
         """
-        cursor, reader = self._follow.cursor, self._target.reader
+        reader = self._target.reader
         with self._follow.between_steps():
-            found = dataclasses.replace(checkpoint.find(Path(directory)), tied=cursor.tied())
+            found = dataclasses.replace(checkpoint.find(Path(directory)), tied=tied(reader))
             memory, tensors = LiveMemory.on_host(reader.specs)
             for name, bits_N in checkpoint.load(found).read(reader.specs):
                 bits_of(tensors[name])[:] = bits_N
             memory.audit()
             self._target.follower, self._target.tensors = Follower(reader, memory), tensors
-            self._target.follower.identified(cursor.identify(model_fingerprint(memory.fingerprints)))
+            total = model_fingerprint(memory.fingerprints)
+            self._target.follower.identified(identify(reader, self._follow.cursor.locate(), total))
         return self.version
 
     def audit(self) -> bool:

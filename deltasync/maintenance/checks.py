@@ -265,7 +265,7 @@ class Examined:
         return follower.version == base
 
     def _apply(self, follower: Follower, stored: StoredRecord) -> StagedVersion | None:
-        """Apply a record or compaction, and read all of its files; if it fails, note why and return None with the old weights."""
+        """Apply a record or compaction, and read its files. On failure note why, keep the old weights, and return None."""
         if not self._go(follower, stored.base) or not self.usable(stored):
             self._read(stored)
             return None

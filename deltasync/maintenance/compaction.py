@@ -39,7 +39,8 @@ def write_compaction(
     signer: Signer | None = None,
     progress: Progress = quiet,
 ) -> StoredRecord:
-    """Store the compaction from one version to a later one, and return it. If the channel has it already, nothing is written.
+    """Store the compaction from one version to a later one, and return it. If the channel has it already, nothing is
+    written.
 
     It compares the bits of both versions, which works for every codec, also across anchors and dense tensors. What was
     encoded is decoded again before it is stored. Holds the weights twice.
@@ -104,7 +105,8 @@ def encode_beside(
     author: str,
     **content: Any,
 ) -> StoredRecord:
-    """Encode a compaction from `base`, or the announcement of an anchor, of `version`, whose tensors have these fingerprints.
+    """Encode a compaction from `base`, or the announcement of an anchor, of `version`, whose tensors have these
+    fingerprints.
 
     `content` is the compaction's `delta`, with a `payload` unless nothing changes, or the announced `anchor`. The result was
     decoded again as a reader does.
@@ -159,7 +161,7 @@ def write_anchor(
     assert version is not None
     folder, tensors = keys.anchor_folder(version.version, author), replica.state_dict()
     files: list[File] = []
-    beside: list[File] = []
+    extra: list[File] = []
     for name, data in itertools.chain(
         anchors.weight_files(tensors, replica.fingerprints, shard_bytes), sorted(model_files.items())
     ):
@@ -168,7 +170,7 @@ def write_anchor(
             if not np.array_equal(bits_N, bits_of(tensors[tensor])):
                 raise CorruptDataError(f"{folder}/{name} would not give the bits of {tensor}; it was not stored.")
         reader.store.put(f"{folder}/{name}", data)
-        (files if weights else beside).append(File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)))
-        progress("files", len(files) + len(beside), len(files) + len(beside))
-    anchor = Anchor(directory=folder, files=files, model_files=beside)
+        (files if weights else extra).append(File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)))
+        progress("files", len(files) + len(extra), len(files) + len(extra))
+    anchor = Anchor(directory=folder, files=files, model_files=extra)
     return store(reader, encode_beside(reader, None, version, None, replica.fingerprints, signer, author, anchor=anchor))

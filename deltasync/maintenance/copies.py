@@ -74,7 +74,7 @@ class Copied:
 def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) -> Copied:
     """Copy a channel as it is now, object by object. Damaged objects are left out and reported.
 
-    The order is files, what lies beside the log, records by number, epochs, channel.json, head: a record may need an anchor
+    The order is files, shortcuts, records by number, epochs, channel.json, head: a record may need an anchor
     that is only announced. So the target can be read after an interruption at any point, and running it again goes on. The
     source may be published to meanwhile; the target must not be pruned. Holds a few objects in memory at a time.
 
@@ -94,11 +94,11 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     one = functools.partial(_copy_object, source, target, there)
     named = digests(held.whole())
     files = {file.key: file for found in held.whole() for file in found.files}
-    beside = [_file(held.shortcut_infos[key]) for key, found in held.shortcuts.items() if found]
+    shortcuts = [_file(held.shortcut_infos[key]) for key, found in held.shortcuts.items() if found]
     records = [_file(held.slots[slot], named.get(slot, "")) for slot, found in held.records.items() if found]
     parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
     done = in_parallel(one, parts_first, "files", progress, WHOLE)
-    done += in_parallel(one, beside, "compactions", progress, WHOLE)
+    done += in_parallel(one, shortcuts, "compactions", progress, WHOLE)
     done += in_parallel(one, records, "records", progress, 1)  # one by one: what the newest one builds on is always there
     small = [_file(info) for info in source.store.list(keys.EPOCHS)]
     openings = {keys.epoch_document(slot.epoch) for slot in held.slots}
@@ -243,5 +243,5 @@ def _model_files_of(reader: ChannelReader, record: Record) -> dict[str, bytes]:
     if record.anchor is None:
         return {}
     start = f"{record.anchor.directory}/"
-    beside = [file for file in record.anchor.model_files if not file.key.endswith((*anchors.WEIGHTS, anchors.INDEX))]
-    return {file.key.removeprefix(start): reader.fetch(file) for file in beside}
+    extra = [file for file in record.anchor.model_files if not file.key.endswith((*anchors.WEIGHTS, anchors.INDEX))]
+    return {file.key.removeprefix(start): reader.fetch(file) for file in extra}

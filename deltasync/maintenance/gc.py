@@ -56,13 +56,13 @@ def forget(
 
 
 def _holding(store: Store, held: Survey, stored_s: Mapping[str, float]) -> Holding:
-    """What the channel holds; of what lies beside the log, only what has all of its files."""
-    beside = {key: record for key, record in held.shortcuts.items() if record is not None}
-    prefixes = {file.key.split("/")[0] for record in beside.values() for file in record.files}
+    """What the channel holds; of shortcuts, only what has all of its files."""
+    shortcuts = {key: record for key, record in held.shortcuts.items() if record is not None}
+    prefixes = {file.key.split("/")[0] for record in shortcuts.values() for file in record.files}
     sizes = {info.key: info.bytes for prefix in sorted(prefixes) for info in store.list(f"{prefix}/")}
     announced: dict[Slot, float] = {}
     compacted: dict[Slot, dict[Slot, float]] = {}
-    for key, record in beside.items():
+    for key, record in shortcuts.items():
         if not all(sizes.get(file.key) == file.bytes for file in record.files):
             continue
         if record.base is None:
@@ -93,11 +93,12 @@ class Pruned:
 def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = False, progress: Progress = quiet) -> Pruned:
     """Delete the files under `parts/` and `anchors/` that nothing in the channel names, if they are older than `grace_s`.
 
-    The order of its steps makes it safe beside a publisher, a `forget` or another tool:
+    The order of its steps makes it safe while a publisher runs, a `forget` or another tool:
 
         clock           first, so that ages come out too small rather than too large
         files           before what names them: what is uploaded later is not in the list, so it cannot be deleted
-        records, compactions  what an author has not named yet is kept until a later writer publishes (`References.under_way`)
+        records, compactions  what an author has not named yet is kept until a later writer publishes
+        (`References.under_way`)
         slots           of the files that nothing names: a listing may lag behind, but a request for a record does not
 
     Files of a damaged record are kept, because `repair` may put its bytes back. Choose a `grace_s` longer than readers take
@@ -143,16 +144,16 @@ def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Pr
         return reader.stored(key).record
 
     results = in_parallel(lambda key: attempt(read, key), unlisted, "unlisted records", progress)
-    records, beside = dict(held.records), dict(held.shortcuts)
+    records, shortcuts = dict(held.records), dict(held.shortcuts)
     for key, found in zip(unlisted, results, strict=True):
         if isinstance(found, MissingVersionError):
             continue
         slot, document = keys.slot_of(key), found if isinstance(found, Record) else None
         if slot is None:
-            beside[key] = document
+            shortcuts[key] = document
         else:
             records[slot] = document
-    return References(records, beside)
+    return References(records, shortcuts)
 
 
 def _store_time(store: Store, dry_run: bool) -> float:

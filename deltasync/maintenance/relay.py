@@ -47,7 +47,7 @@ class _Copies:
         return not self._behind and time.monotonic() < self._refresh_due_s
 
     def settle(self) -> None:
-        """Copy what the stores lack: all of it, or only what is new beside the log if nothing failed."""
+        """Copy what the stores lack: all of it, or only new shortcuts if nothing failed."""
         if self._behind:
             self._catch_up()
             return
@@ -81,10 +81,10 @@ class _Copies:
         """Do nothing."""
 
     def _catch_up(self) -> None:
-        beside = {info.key for _, info in self._source.shortcuts()}
+        shortcuts = {info.key for _, info in self._source.shortcuts()}
         each = [copy(self._source, target, progress=self.progress) for target in self._targets]
         oldest = min(each, key=lambda copied: ("", 0) if copied.version is None else copied.version.slot.newness)
-        self.version, self._shortcuts, self._head_due, self._behind = oldest.version, beside, True, False
+        self.version, self._shortcuts, self._head_due, self._behind = oldest.version, shortcuts, True, False
         self._refresh_due_s = time.monotonic() + _REFRESH_S
         problems = {str(problem): problem for copied in each for problem in copied.problems}
         skipped = sum(copied.skipped for copied in each)
@@ -102,7 +102,7 @@ class _Copies:
         )
 
     def _copy(self, stored: StoredRecord) -> bool:
-        """Copy the files of an object beside the log, then the object; return whether none of its files is damaged."""
+        """Copy the files of a shortcut, then the object; return whether none of its files is damaged."""
         if is_whole := self._copy_files(stored):
             self._copy_record(stored)
         return is_whole

@@ -78,9 +78,10 @@ def repair(
 ) -> Repair:
     """Put back what is missing or damaged from `source`, or store a way around it. Nothing else is deleted or replaced.
 
-    The way around is a compaction, or a newer anchor in the place of a damaged one, from bits that can still be read. If there are
-    none, the object is left for the publisher's next anchor. `reader` must be fresh, since it remembers channel.json; for
-    `source` see `source_of`. Without `replay` only the sha256 of each file is checked, and nothing is applied.
+    The way around is a compaction, or a newer anchor in the place of a damaged one, from bits that can still be read. If
+    there are none, the object is left for the publisher's next anchor. `reader` must be fresh, since it remembers
+    channel.json; for `source` see `source_of`. Without `replay` only the sha256 of each file is checked, and nothing is
+    applied.
 
     Raises:
         NotPublishedError, FormatError: channel.json is missing or damaged, and `source` does not have it.

@@ -77,8 +77,8 @@ class Holding:
     Attributes:
         stored_s: When each record, compaction and announcement was stored, by key; 0 if the store does not tell.
         announced: When each version's anchor was announced; only anchors whose files are all there.
-        compacted: For each version the versions that compactions lead from, and when these were stored; only compactions whose files are
-            all there.
+        compacted: For each version the versions that compactions lead from, and when these were stored; only compactions
+            whose files are all there.
     """
 
     records: Records
@@ -219,16 +219,16 @@ def _asked(holding: Holding, keep: Keep) -> set[Slot]:
 
 
 class References:
-    """Which files records, compactions and announcements name (None where damaged), and which their author may still name."""
+    """The files that records and shortcuts name (None where damaged), and those that their author may still name."""
 
-    def __init__(self, records: Records, beside: Mapping[str, Record | None]) -> None:
-        found = [record for record in (*records.values(), *beside.values()) if record is not None]
+    def __init__(self, records: Records, shortcuts: Mapping[str, Record | None]) -> None:
+        found = [record for record in (*records.values(), *shortcuts.values()) if record is not None]
         self._keys = {file.key for record in found for file in record.files}
         self._folders = {record.anchor.directory for record in found if record.anchor is not None}
         self._damaged = {slot for slot, record in records.items() if record is None}
         versions = {slot: record for slot, record in records.items() if record is not None and record.is_version}
         anchored = [slot for slot, record in versions.items() if record.anchor is not None]
-        for key, found_there in beside.items():
+        for key, found_there in shortcuts.items():
             span = keys.shortcut_of(key)
             assert span is not None
             if found_there is None:

@@ -65,7 +65,7 @@ class Survey:
         slots: What the listing says of each record, ascending.
         records: Document of each record, None where it is damaged.
         shortcut_infos: What the listing says of each compaction and announcement, by key.
-        beside: Document of each of them that was read, None where it is damaged, by key.
+        shortcuts: Document of each of them that was read, None where it is damaged, by key.
         problems: What is wrong with each damaged object, by key.
         stored: Objects that were read as a whole, by key, without their bytes.
     """
@@ -83,7 +83,7 @@ class Survey:
 
 
 def digests(records: Collection[Record]) -> dict[Slot, str]:
-    """Digests of records, as those that build on them name them; where none does, as one beside the log that leads there."""
+    """Digests of records, as those that build on them name them; where none does, as a shortcut names them."""
     ends = {record.slot: record.sha256 for record in records if record.sha256 is not None}
     return ends | {record.base.slot: record.base.sha256 for record in records if record.base is not None}
 
@@ -109,8 +109,9 @@ def survey(
 ) -> Survey:
     """List records, compactions and announcements, and read their documents.
 
-    `wanted` picks from all slots, ascending, those whose documents to read. With `anchors_only` compactions are only listed. With
-    `whole` each object is read as a whole; otherwise only the document at its end, without checking its digest.
+    `wanted` picks from all slots, ascending, those whose documents to read. With `anchors_only` compactions are only
+    listed. With `whole` each object is read as a whole; otherwise only the document at its end, without checking its
+    digest.
 
     Raises:
         NotPublishedError: there is no channel.
@@ -124,8 +125,8 @@ def survey(
     listed = retried(lambda: _listed(reader), 2, _LISTED_DELAY_S)
     slots = {slot: listed[slot] for slot in wanted(listed)}
     listed_shortcuts = reader.shortcuts()
-    beside = [info for span, info in listed_shortcuts if not anchors_only or span.base == 0]
-    infos = [*slots.values(), *beside]
+    shortcuts = [info for span, info in listed_shortcuts if not anchors_only or span.base == 0]
+    infos = [*slots.values(), *shortcuts]
     results = in_parallel(lambda info: attempt(read, info), infos, "records", progress, WHOLE if whole else THREADS)
     read_of = {info.key: found for info, found in zip(infos, results, strict=True)}
     gone = {key for key, found in read_of.items() if isinstance(found, MissingVersionError)}
@@ -140,7 +141,7 @@ def survey(
         slots={slot: info for slot, info in slots.items() if info.key not in gone},
         records={slot: documents.get(slot.key) for slot in slots if slot.key not in gone},
         shortcut_infos={info.key: info for _, info in listed_shortcuts if info.key not in gone},
-        shortcuts={info.key: documents.get(info.key) for info in beside if info.key not in gone},
+        shortcuts={info.key: documents.get(info.key) for info in shortcuts if info.key not in gone},
         problems={key: found for key, found in read_of.items() if isinstance(found, FormatError)},
         stored=stored,
     )

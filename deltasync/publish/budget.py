@@ -34,7 +34,8 @@ class Budget:
     ) -> str | None:
         """Return `compaction` or `anchor` if the budget pays for that now.
 
-        `compaction_bytes` estimates the next compaction; it is called only where that may decide. Without `compactions` there is none.
+        `compaction_bytes` estimates the next compaction; it is called only where that may decide. Without `compactions`
+        there is none.
         """
         left = self._earned - self._spent
         if version - self.compacted < LEAST_COMPACTED or left < self._needed:

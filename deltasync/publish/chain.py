@@ -1,6 +1,8 @@
-"""What a late joiner of a channel fetches, and when to shorten it: by a compaction from the full weights, or by new full weights.
+"""What a late joiner of a channel fetches, and when to shorten it: by a compaction from the full weights, or by new full
+weights.
 
-A late joiner takes the newest full weights (an anchor, or the reference), the newest compaction from them, and the deltas since.
+A late joiner takes the newest full weights (an anchor, or the reference), the newest compaction from them, and the deltas
+since.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """COMPACTION: encode the delta from full weights to a later version, group by group, while the shadow goes on.
 
-Nothing is kept in memory between two compactions: the full weights are read again, from the channel or from the checkpoint that it
-refers to. At any time one group of tensors is there, twice, and the weight file that is read.
+Nothing is kept in memory between two compactions: the full weights are read again, from the channel or from the checkpoint
+that it refers to. At any time one group of tensors is there, twice, and the weight file that is read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _Group = dict[str, Change]  # by tensor
 def payloads_of(
     reader: ChannelReader, base: StoredRecord, version: int, snapshot: Snapshot
 ) -> Iterator[tuple[Encoded, int]]:
-    """Yield the payloads of the compaction from full weights to a version, and how many elements each changes; each is proved.
+    """Yield the payloads of the compaction from full weights to a version, and how many elements each changes; each is
+    proved.
 
     Raises:
         FormatError, MissingVersionError, StoreError: the weights of `base` cannot be read.

@@ -1,4 +1,5 @@
-"""KEEP: store and announce anchors, store compactions, forget and prune, in a thread that neither training nor uploads wait for.
+"""KEEP: store and announce anchors, store compactions, forget and prune, in a thread that neither training nor uploads wait
+for.
 
 No version depends on this thread. What fails is logged, and tried again with a later version.
 """
@@ -34,7 +35,7 @@ _LOOK_S = 15.0
 """From one look for a request to the next, at least."""
 
 _STORED_AT_ONCE = 2
-"""Weight files, or parts of a compaction, stored at once, so that the disk or the line is never idle while one begins or ends."""
+"""Weight files or parts of a compaction that are stored at once, so that the disk or link never idles between two."""
 
 _MOST_BESIDE_BYTES = 1 << 27
 """A larger weight file is stored before the next one is made."""

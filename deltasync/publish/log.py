@@ -80,7 +80,8 @@ class Lease:
 
 
 class Log:
-    """Puts records, files, compactions and head as `docs/format.md` says. One thread appends; other methods may run in several.
+    """Puts records, files, compactions and head as `docs/format.md` says. One thread appends; other methods may run in
+    several.
 
     Args:
         lease: How this writer takes over, and notices that another one does; None where the store decides.

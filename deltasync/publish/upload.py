@@ -124,8 +124,8 @@ class Uploader:
     def is_due(self, version: int, full_bytes: int) -> bool:
         """Whether an anchor is to be stored beside a version, whatever it costs.
 
-        No rank of a sharded trainer could write a compaction. There an anchor is also due after a number of versions, unless they
-        follow a reference, and once the deltas are more bytes than the weights.
+        No rank of a sharded trainer could write a compaction. There an anchor is also due after a number of versions,
+        unless they follow a reference, and once the deltas are more bytes than the weights.
         """
         keeper, chain = self._keeper, self._keeper.chain
         if keeper.storing:
@@ -314,7 +314,7 @@ class Uploader:
         return stored
 
     def _wanted(self, job: Job) -> str | None:
-        """Return what to store beside a version: a `compaction`, an `anchor` from the budget, or a `due` one; None for nothing."""
+        """Return what else to store for a version: `compaction`, `anchor` (the budget pays), `due` (an anchor), or None."""
         keeper, shadow, every = self._keeper, job.shadow, self._keeper.retention.compact_every
         if self._signals.others:
             return None if job.weights is None else "due"

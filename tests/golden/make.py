@@ -170,7 +170,7 @@ def write_json(path: Path, document: dict) -> None:
 
 
 def by_codec(folder: Path, codec_name: str) -> None:
-    """Six versions in two epochs: inline, without changes, in parts, dense; an anchor that is announced, and a compaction."""
+    """Six versions in two epochs: inline, without changes, in parts, dense; an announced anchor and a compaction."""
     states = versions()
     channel = made(codec_name, states[0])
     written = [channel.anchor(states[0], step=10, shard_bytes=8000).version]
@@ -380,7 +380,7 @@ def damaged(folder: Path) -> None:
 
 
 def detour(folder: Path) -> None:
-    """The record of version 3, the seal and the first anchor's file are damaged; a compaction and an announced anchor lead on."""
+    """Version 3, the seal and the first anchor are damaged; a compaction and an announced anchor lead on."""
     states = small(5)
     channel = made("context", states[0])
     written = [channel.anchor(states[0]).version]

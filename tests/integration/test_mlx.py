@@ -104,7 +104,7 @@ def test_a_generation_takes_versions_between_its_tokens_and_each_step_is_of_one(
             seen: list[tuple[int | None, Weights]] = []
             inner = type(model.model).__call__
 
-            def refresh(self: Any, *arguments: Any, **options: Any) -> Any:
+            def look(self: Any, *arguments: Any, **options: Any) -> Any:
                 held = {own: torch.from_numpy(bits(each).view(np.int16).copy()) for own, each in arrays(model).items()}
                 seen.append((following.version, held))
                 time.sleep(0.002)

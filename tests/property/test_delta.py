@@ -72,7 +72,7 @@ def model_of(delta: Delta) -> Model:
     return found
 
 
-def model_compaction(layout: Layout, models: list[Model]) -> Model:
+def model_merge(layout: Layout, models: list[Model]) -> Model:
     """Merge element by element, in Python's integers."""
     total: Model = {}
     for model in models:
@@ -137,11 +137,11 @@ def test_a_delta_tells_and_does_what_it_holds(history: tuple) -> None:
 def test_a_compaction_is_that_of_each_element(history: tuple) -> None:
     layout, bits, parts = history
     before = [copied(part) for part in parts]
-    compacted = compaction(parts)
+    compacted = merge(parts)
     deltas.check(compacted)
     assert all((sparse.data_K != 0).all() for sparse in compacted.steps.values())
     assert all(sparse.at_K.size for of in (compacted.steps, compacted.known) for sparse in of.values())
-    assert model_of(compacted) == model_compaction(layout, [model_of(part) for part in parts])
+    assert model_of(compacted) == model_merge(layout, [model_of(part) for part in parts])
     reached = deltas.applied(compacted, bits[0])
     assert all(reached[name].tobytes() == bits[-1][name].tobytes() for name in layout.specs)
     for arrays, part in zip(before, parts, strict=True):
@@ -153,23 +153,23 @@ def test_a_compaction_is_that_of_each_element(history: tuple) -> None:
 @given(only_steps)
 def test_a_compaction_of_steps_is_the_diff_of_first_and_last(history: tuple) -> None:
     layout, bits, parts = history
-    assert model_of(compaction(parts)) == model_of(deltas.between(layout, bits[0], bits[-1]))
+    assert model_of(merge(parts)) == model_of(deltas.between(layout, bits[0], bits[-1]))
 
 
 @given(histories(least=4), st.data())
 def test_compacting_does_not_depend_on_the_grouping(history: tuple, data: st.DataObject) -> None:
     _, _, parts = history
-    expected = model_of(compaction(parts))
+    expected = model_of(merge(parts))
     while len(parts) > 1:
         at = data.draw(st.integers(0, len(parts) - 2))
-        parts = [*parts[:at], compaction(parts[at : at + 2]), *parts[at + 2 :]]
+        parts = [*parts[:at], merge(parts[at : at + 2]), *parts[at + 2 :]]
     assert model_of(parts[0]) == expected
 
 
 @given(only_steps)
 def test_there_and_back_cancels_out(history: tuple) -> None:
     _, bits, parts = history
-    delta = compaction(parts)
+    delta = merge(parts)
     undone = delta.undone()
     deltas.check(undone)
     reached = deltas.applied(undone, bits[-1])
@@ -216,7 +216,7 @@ def test_steps_and_new_bits_of_one_element_are_not_joined() -> None:
 @given(only_steps, st.integers(1, 40))
 def test_pieces_end_where_tensors_end(history: tuple, most: int) -> None:
     _, _, parts = history
-    delta = compaction(parts)
+    delta = merge(parts)
     pieces = list(delta.split(most))
     assert bool(pieces) == bool(delta.changed)
     seen: set[str] = set()

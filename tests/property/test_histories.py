@@ -1,4 +1,4 @@
-"""Replicas over random histories of a channel: writers that succeed each other, zombies, damage, compactions, restored backups."""
+"""Replicas over random histories of a channel: successive writers, zombies, damage, compactions, restored backups."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_an_interrupt_anywhere_is_undone(point: str, number: int) -> None:
     assert shadow.fingerprints == before
     assert all(bits.tobytes() == old[name].tobytes() for name, bits in shadow.bits.items())
     assert all(_taken(snapshot, old, name) == old[name].tobytes() for name in list(specs)[:2])
-    again = compaction(shadow.advance(stream(specs, new, whole), "keep", 0))
+    again = merge(shadow.advance(stream(specs, new, whole), "keep", 0))
     assert again.counts() == {name: spec.element_count for name, spec in specs.items()}
     assert all(bits.tobytes() == new[name].tobytes() for name, bits in shadow.bits.items())
     assert _taken(snapshot, old, "float32") == old["float32"].tobytes()

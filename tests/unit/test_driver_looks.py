@@ -200,7 +200,7 @@ def test_a_fault_of_the_memory_is_not_taken_for_one_of_the_version(
         assert "FingerprintMismatchError" in driver.status(0).error
         await follow(driver)
         assert served(engine, driver, trainer)
-        assert not driver.cursor._skipped
+        assert not driver.cursor.skipped
 
     trainer.publish()
     play(engine, memory_url, scene)

@@ -102,7 +102,7 @@ def test_nobody_goes_back_by_changing_over(region: Region) -> None:
 def test_a_copy_that_lags_is_left(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     region.assert_serves(region.made)
     assert region.store.nearest is region.near
-    monkeypatch.setattr(nearest, "REVIEW_S", 0.0)
+    monkeypatch.setattr(failover, "REVIEW_S", 0.0)
     region.store._due_s = 0.0
     until = time.monotonic() + 30
     region.publish(2, relayed=False)
@@ -153,7 +153,7 @@ def test_other_channels_are_refused(region: Region, memory_url: str) -> None:
 
 
 def test_a_store_that_does_not_answer_is_waited_for_once(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearest, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(failover, "_PATIENCE_S", 0.2)
     gate = region.far.hold_at("read", keys.HEAD)
     region.assert_serves(region.made)
     region.publish(2)

@@ -140,7 +140,7 @@ class TestFolds:
         gone = keys.slot(3, channel.epoch)
         data = store.inner.read(gone, 1 << 30)
         store.inner.delete(gone)
-        with pytest.raises(MissingVersionError, match="No way leads from version 2"):
+        with pytest.raises(MissingVersionError, match=r"Cannot reach version .* from version 2"):
             replica.sync(4)
         assert replica.version == 2
         store.inner.put(gone, data)
@@ -213,7 +213,7 @@ class TestBatches:
             channel.delta(trained(channel.bits[channel.tip.sha256], seed))
         channel.head()
         replica = at(store, 1)
-        with pytest.raises(MissingVersionError, match=r"No way leads from version 6.*published bits"):
+        with pytest.raises(MissingVersionError, match=r"Cannot reach version .* from version 6.*published bits"):
             replica.sync(7)
         assert replica.version == 6
         assert_same_bits(replica.state_dict(), channel.bits[base.sha256])

@@ -27,6 +27,7 @@ from deltasync.errors import (
     UnsupportedFormatError,
 )
 from deltasync.following import ChannelCursor, Follower
+from deltasync.following.identify import identify
 from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.maintenance import Keep
 from deltasync.stores import Store
@@ -142,7 +143,7 @@ class TestIdentify:
             tensor.copy_(state[name])
         memory.audit()
         follower, cursor = Follower(reader, memory), ChannelCursor(reader)
-        follower.identified(cursor.identify(model_fingerprint(memory.fingerprints)))
+        follower.identified(identify(cursor.reader, cursor.locate(), model_fingerprint(memory.fingerprints)))
         return follower, cursor
 
     def advance(self, follower: Follower, cursor: ChannelCursor) -> int:
