@@ -11,7 +11,7 @@ from deltasync.cli.output import echo, echo_json, field
 
 
 @click.command("cost")
-@click.option("--params", type=click.FloatRange(min=1), required=True, metavar="N", help="Parameters of the model, such as 7e9.")
+@click.option("--params", type=click.FloatRange(min=1), required=True, metavar="N", help="Parameters of the model: 7e9.")
 @click.option(
     "--changed",
     type=click.FloatRange(min=0, max=1, min_open=True),
@@ -19,11 +19,14 @@ from deltasync.cli.output import echo, echo_json, field
     metavar="FRACTION",
     help="Fraction of them that changes per version, such as 0.01. `deltasync log` prints it for a run.",
 )
-@click.option("--every", type=click.FloatRange(min=0, min_open=True), default=30.0, metavar="S", help="Seconds between two versions.")
+@click.option("--every", type=click.FloatRange(min=0, min_open=True), default=30.0, metavar="S", help="Seconds per version.")
 @click.option("--days", type=click.FloatRange(min=0, min_open=True), default=7.0, help="Length of the run.")
 @click.option("--replicas", type=click.IntRange(min=0), default=4, help="Number of replicas.")
 @click.option(
-    "--keep-last", type=click.IntRange(min=1), metavar="N", help="DELTASYNC_KEEP_LAST of the trainer. Default: keep all versions."
+    "--keep-last",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="The trainer's DELTASYNC_KEEP_LAST. Default: keep all.",
 )
 @click.option("--full", is_flag=True, help="Version 1 has full weights. Default: it refers to a checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print the forecast as JSON.")

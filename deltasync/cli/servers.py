@@ -1,4 +1,4 @@
-"""`deltasync sync` and `deltasync pin`: tell one server which version to serve."""
+"""`deltasync sync` and `deltasync pin`: set the version that one server serves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print the server's
 @_TIMEOUT
 @_JSON
 def sync(server: str, version: int | None, timeout_s: float, as_json: bool) -> None:
-    """Make the vLLM server at the URL SERVER look at its channel now, and wait until it serves the newest version.
+    """Make the server at the URL SERVER read its channel now, and wait until it serves the newest version.
 
     If DELTASYNC_HTTP_TOKEN is set, it is sent to the server.
     """
@@ -47,8 +47,10 @@ def pin(server: str, pin: str, timeout_s: float, as_json: bool) -> None:
 
 def _post(server: str, route: str, body: dict[str, object], timeout_s: float, as_json: bool) -> None:
     from deltasync.channel import heartbeat
+    from deltasync.cli.waiting import reported
 
-    answer = with_bars(lambda progress: heartbeat.post(server, route, body, timeout_s))
+    with reported(f"{route} of {server}", f"It ends after {timeout_s:g} s; GET {server}/deltasync/status says why."):
+        answer = with_bars(lambda progress: heartbeat.post(server, route, body, timeout_s))
     if as_json:
         echo_json(answer)
     else:

@@ -1,7 +1,7 @@
 """Compute bytes, requests and dollars of a run, from the size of its model and the fraction that changes per version.
 
 The forecast steps through the versions with the publisher's own budget (`publish.budget`), so compactions and anchors come
-where the publisher writes them. Sizes are entropies. A delta takes `h(p) / p` bits for the position of a changed element, and
+where the publisher writes them. Sizes are entropies. A delta takes `h(p) / p` bits for the position of a changed element and
 `STEP_BITS` for its step. A compaction is that of a random walk: each version moves a fraction `p` of the elements by a step.
 """
 
@@ -55,8 +55,8 @@ class Forecast:
         held_bytes: Bytes in the channel at the end, if nothing is deleted.
         bounded_bytes: Most bytes in the channel with `keep_last`; None without it.
         replica_bytes, replica_requests: Downloads of one replica.
-        put_usd, get_usd, storage_usd, traffic_usd: For the whole run and all replicas. Storage counts the bytes in the channel
-            during the run. Traffic costs only if the replicas are outside the bucket's region.
+        put_usd, get_usd, storage_usd, traffic_usd: For the whole run and all replicas. Storage counts the bytes that the
+            channel holds during the run. Traffic costs only if the replicas are outside the bucket's region.
     """
 
     params: float

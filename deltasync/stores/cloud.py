@@ -20,7 +20,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from deltasync.errors import ConfigError
 from deltasync.stores.base import REQUEST_S, check_key
-from deltasync.stores.environment import aws_profile, check_cloud, is_endpoint
+from deltasync.stores.environment import aws_profile, check_cloud, check_role, is_endpoint
 from deltasync.stores.object import LARGEST_BYTES, ObstoreStore, mark_process
 from deltasync.stores.replies import is_panic
 
@@ -189,6 +189,8 @@ def _credentials(place: Place) -> S3CredentialProvider | None:
     """A profile's credentials; None if obstore has to find them: keys, web identity, container or instance role."""
     profile = place.profile or aws_profile()
     if profile is None or place.anonymous:
+        if not place.anonymous:
+            check_role()
         return None
     try:
         import boto3
