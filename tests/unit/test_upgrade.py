@@ -82,17 +82,28 @@ def test_a_codec_that_a_reader_does_not_know_leaves_it_at_its_version(
     assert_same_bits(replica.state_dict(), _later())
 
 
-def test_a_replica_is_upgraded_and_continues_at_its_version(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_feature_that_a_reader_does_not_know_is_refused_until_it_is_upgraded(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The newer trainer came first, which the page advises against. Compressed anchors are its new feature."""
-    _publish(memory_url, WEIGHTS)
+    _publish(memory_url, WEIGHTS, anchor_compression="zstd")
     replica = Replica(memory_url)
-    assert replica.sync() == 1
-    _publish(memory_url, _later(), anchor_every=1, anchor_compression="zstd")
     with monkeypatch.context() as older:
         older.setattr(documents, "FEATURES", documents.FEATURES - {documents.COMPRESSED})
         with pytest.raises(UnsupportedFormatError, match=r"requires zstd, unknown to this version\. Upgrade deltasync"):
             replica.sync()
-        assert replica.version == 1
-        assert_same_bits(replica.state_dict(), WEIGHTS)
+        assert replica.version is None
+    assert replica.sync() == 1
+    assert_same_bits(replica.state_dict(), WEIGHTS)
+
+
+def test_a_later_anchor_with_an_unknown_feature_keeps_no_replica_from_its_deltas(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _publish(memory_url, WEIGHTS)
+    replica = Replica(memory_url)
+    assert replica.sync() == 1
+    _publish(memory_url, _later(), anchor_every=1, anchor_compression="zstd")
+    monkeypatch.setattr(documents, "FEATURES", documents.FEATURES - {documents.COMPRESSED})
     assert replica.sync() == 2
     assert_same_bits(replica.state_dict(), _later())
