@@ -1,13 +1,16 @@
-"""What the follow loop asks of an engine: `Target`. docs/guides/engines.md shows how to write one."""
+"""`Target`, the interface between the follow loop and an engine. docs/guides/engines.md shows how to write one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deltasync.channel.documents import VersionId
 from deltasync.channel.record import StoredRecord
 from deltasync.following.status import Commit
+
+if TYPE_CHECKING:
+    from deltasync.following.loop import Follow
 
 Identify = Callable[[int], StoredRecord | None]
 """Returns the version of the channel whose model has this fingerprint (`live.model_fingerprint`); None if none has."""
@@ -67,4 +70,20 @@ class Target(Protocol):
 
     def close(self) -> None:
         """Give up what is under way, but a commit; called from another thread. The weights stay as they are."""
+        ...
+
+
+class Observer(Protocol):
+    """Notices of a `Follow`, called from its thread: for metrics and for what an engine does after a step."""
+
+    def stepped(self, follow: Follow) -> None:
+        """A step has ended, by success or by an error."""
+        ...
+
+    def committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
+        """A version became live."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """A step failed; told once for each request that failed, not while the same failure lasts."""
         ...
