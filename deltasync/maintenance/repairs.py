@@ -45,7 +45,7 @@ class Repaired:
 
     Attributes:
         problem: What is wrong with it.
-        outcome: `put back`; `bypassed`: a way around it was stored; `not needed`: there is one already; `left`: nothing can
+        outcome: `put back`; `bypassed`: a replacement was stored; `not needed`: another chain leads past it; `left`: nothing can
             be done now.
     """
 

@@ -74,6 +74,8 @@ class CloudStore(ObstoreStore):
         key = (REQUEST_S if once else allowed_s, once)
         if key not in self._clients:
             check_cloud(self._parsed.scheme)
+            if self._parsed.scheme == "s3" and not (self._parsed.anonymous or self._parsed.profile or aws_profile()):
+                check_role()
             # Two threads may both do this; the second client stays.
             self._clients[key] = _connect(self._parsed, *key)
         return self._clients[key]
@@ -189,8 +191,6 @@ def _credentials(place: Place) -> S3CredentialProvider | None:
     """A profile's credentials; None if obstore has to find them: keys, web identity, container or instance role."""
     profile = place.profile or aws_profile()
     if profile is None or place.anonymous:
-        if not place.anonymous:
-            check_role()
         return None
     try:
         import boto3
