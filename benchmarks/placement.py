@@ -1,4 +1,4 @@
-"""The memory that each placement of the shadow takes, by the code's constants: the table of docs/operations.md.
+"""The memory that each placement of the shadow takes, by the code's constants: the table of docs/operations/sizing.md.
 
 python -m benchmarks.placement [--json]
 """
@@ -34,7 +34,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def lines(result: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the table of docs/operations.md."""
+    """Yield the table of docs/operations/sizing.md."""
     rows = []
     for row in result:
         pinned = f" + {_size(row['pinned_bytes'])} pinned" if row["pinned_bytes"] else ""

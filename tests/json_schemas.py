@@ -105,7 +105,7 @@ class Checked(TypedDict):
         publishing: Files that nothing names yet.
         garbage_objects: Number of files that nothing names.
         garbage_bytes: Their size.
-        unreachable: Versions that no way leads to.
+        unreachable: Versions that no chain reaches.
         proven: Versions whose bits were proven; null if data was not read.
         unproven: The other versions, if data was read.
     """

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 VERSIONS = ("0.31", "0.32", "0.33")
-"""Minor versions of vLLM that deltasync follows with: the last three, see docs/operations.md for what was run with which."""
+"""Minor versions of vLLM that deltasync follows with: the last three, docs/operations/vllm.md says how each was tested."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -138,7 +138,7 @@ class Reason(msgspec.Struct):
 
 
 class ServerStatus(Status, kw_only=True):
-    """Reply of `GET /deltasync/status`, see docs/operations.md. `adapters` are the model names that requests may use."""
+    """Reply of `GET /deltasync/status` (docs/operations/replica.md). `adapters` are model names that requests may use."""
 
     kv_cache: str | None = None
     patched_tensors: int | None = None

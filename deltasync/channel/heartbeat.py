@@ -280,7 +280,7 @@ def wait_for(
 
     Raises:
         AckTimeoutError: time is up; it names the live replicas that lag, with their errors.
-        ConfigError: a required server does not follow; it has answered 404 for three seconds.
+        ConfigError: a required server does not follow, or follows another run, and has said so for three seconds.
         StoreError: the heartbeats cannot be read. A transient error is tried again until time is up.
     """
     needed = check_ack(ack)
@@ -299,10 +299,10 @@ def wait_for(
             if time.monotonic() >= deadline:
                 raise
         else:
-            lost = [beat.replica_id for beat in heartbeats if required and beat.state == UNKNOWN]
+            lost = [problem for beat in heartbeats if required and (problem := _lost(beat, run_id, store.url))]
             followed_s = followed_s if lost else time.monotonic()
             if time.monotonic() - followed_s > _CONFIRM_S:
-                raise ConfigError(f"{follows_nothing(lost[0])} Version {version} is published, and not served there.")
+                raise ConfigError(f"{lost[0]} Version {version} is published, and not served there.")
             live = [beat for beat in heartbeats if is_live(beat) and beat.pin is None]
             serving = [beat for beat in live if _serves(beat, version, published)]
             lagging = [beat for beat in live if not _serves(beat, version, published)]
@@ -313,6 +313,18 @@ def wait_for(
                 raise AckTimeoutError(f"Version {version} is published to {store.url}, but after {timeout_s:g} s {reason}.")
         time.sleep(max(0.0, min(poll_s, deadline - time.monotonic())))
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+
+
+def _lost(beat: Heartbeat, run_id: str, channel: str) -> str | None:
+    """Why a server will never serve the run: it follows nothing, or another run. None if it may."""
+    if beat.state == UNKNOWN:
+        return follows_nothing(beat.replica_id)
+    if beat.run_id in (None, run_id):
+        return None
+    return (
+        f"The server at {beat.replica_id} follows another run, {beat.run_id}, and this trainer publishes run {run_id} to "
+        f"{channel}. Restart the server with DELTASYNC_CHANNEL set to this URL."
+    )
 
 
 def follows_nothing(url: str) -> str:

@@ -104,11 +104,12 @@ def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: 
     readable, and the same command resumes. Ends with Ctrl-C or SIGTERM.
     """
     from deltasync import maintenance
+    from deltasync.cli.waiting import ReportedStore
     from deltasync.stores import open_store
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     printer = _CopyPrinter(as_json)
-    printer.relay = relay = maintenance.Relay(reader, [open_store(target) for target in targets], printer)
+    printer.relay = relay = maintenance.Relay(reader, [ReportedStore(open_store(target)) for target in targets], printer)
     if once:
         copied = with_bars(relay.step)
         sys.exit(0 if copied is None else printer.show(copied))

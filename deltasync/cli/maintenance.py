@@ -225,9 +225,10 @@ def cp(reader: ChannelReader, target: str, as_json: bool) -> None:
     then exits non-zero.
     """
     from deltasync import maintenance
+    from deltasync.cli.waiting import ReportedStore
     from deltasync.stores import open_store
 
-    copied = with_bars(maintenance.copy, reader, open_store(target))
+    copied = with_bars(maintenance.copy, reader, ReportedStore(open_store(target)))
     skipped = f", {count(copied.skipped, 'object')} there already" if copied.skipped else ""
     stored = f"copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{skipped}"
     sys.exit(show_copied(copied, as_json, f"{target} is at version {copied.version}: {stored}"))

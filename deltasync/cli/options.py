@@ -41,6 +41,7 @@ def channel_command(
         def run(channel: str, trusted_keys: str | None, **options: Any) -> None:
             from deltasync.channel.reading import ChannelReader
             from deltasync.channel.signing import Trusted, signer_of
+            from deltasync.cli.waiting import ReportedStore
             from deltasync.config import PublisherSettings
             from deltasync.stores import open_store
 
@@ -49,7 +50,7 @@ def channel_command(
                 settings = PublisherSettings.from_env(signing_key=options.pop("signing_key"), trusted_keys=trusted_keys)
                 signer = options["signer"] = None if settings.signing_key is None else signer_of(settings)
                 trusted = trusted_keys if signer is None else signer.trusted
-            function(ChannelReader(open_store(channel), trusted), **options)
+            function(ChannelReader(ReportedStore(open_store(channel)), trusted), **options)
 
         command = click.command()(run)
         command.params.insert(0, click.Argument(["channel"], metavar=metavar))

@@ -47,8 +47,10 @@ def pin(server: str, pin: str, timeout_s: float, as_json: bool) -> None:
 
 def _post(server: str, route: str, body: dict[str, object], timeout_s: float, as_json: bool) -> None:
     from deltasync.channel import heartbeat
+    from deltasync.cli.waiting import reported
 
-    answer = with_bars(lambda progress: heartbeat.post(server, route, body, timeout_s))
+    with reported(f"{route} of {server}", f"It ends after {timeout_s:g} s; GET {server}/deltasync/status says why."):
+        answer = with_bars(lambda progress: heartbeat.post(server, route, body, timeout_s))
     if as_json:
         echo_json(answer)
     else:

@@ -85,7 +85,7 @@ class Forecast:
 
 
 def delta_bits(changed_fraction: float) -> float:
-    """Return the bits of a delta for each changed element."""
+    """Return the bits of a delta per changed element."""
     share = np.array([changed_fraction, 1 - changed_fraction])
     share = share[share > 0]
     return float(-(share * np.log2(share)).sum()) / changed_fraction + STEP_BITS

@@ -34,6 +34,7 @@ function drawLags(lags, colour) {
   const x = time => left + (chart.width - left - RIGHT) * (to > from ? (time - from) / (to - from) : 0.5), y = lag => base - (base - 10) * lag / high;
   for (const part of [0, 0.5, 1]) tick(chart, y(part * high), `${short(part * high)} s`);
   add(svg, "text", { x: left, y: height - 4 }, clock(from));
+  add(svg, "text", { x: (left + chart.width - RIGHT) / 2, y: height - 4, "text-anchor": "middle" }, "served at");
   add(svg, "text", { x: chart.width - RIGHT, y: height - 4, "text-anchor": "end" }, clock(to));
   for (const lag of lags) {
     const dot = add(svg, "circle", { cx: x(lag.time_s), cy: y(lag.lag_s), r: 2.5, fill: colour(lag.replica_id) });
@@ -47,7 +48,7 @@ function showReplicas(found) {
   const rows = found.replicas, most = Math.max(...rows.map(r => r.behind ?? 0), 1);
   const places = new Map(rows.map((row, i) => [row.replica_id, i])), colour = id => COLOURS[(places.get(id) ?? 0) % COLOURS.length];
   show("noreplicas", !rows.length); show("replicas", rows.length); show("lags", rows.length);
-  table("replicas", [["replica", ""], ["state", ""], ["version", "n"], ["behind", "n"], ["", "bars"], ["lag", "n"], ["heard of", "n"]], rows.map(row => Object.assign([
+  table("replicas", [["replica", ""], ["state", ""], ["version", "n"], ["behind", "n"], ["", "bars"], ["lag", "n"], ["last heartbeat", "n"]], rows.map(row => Object.assign([
     cell => { element(cell, "span", undefined, "swatch").style.background = colour(row.replica_id); cell.append(row.replica_id); },
     cell => { const heard = row.live || row.state === "stopped"; cell.textContent = (heard ? row.state : `silent (${row.state})`) + (row.pin === null ? "" : `, pinned to ${row.pin}`); cell.dataset.state = heard ? row.state : "silent"; },
     cell => { link(cell, row.version); if (row.strange) cell.append(" (another)"); if (row.sha256) cell.title = row.sha256; },

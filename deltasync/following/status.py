@@ -55,7 +55,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """A replica's status: the reply of `GET /deltasync/status`.
+    """A replica's status: the reply of `GET /deltasync/status`, see docs/operations/replica.md.
 
     Attributes:
         state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.

@@ -20,7 +20,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from deltasync.errors import ConfigError
 from deltasync.stores.base import REQUEST_S, check_key
-from deltasync.stores.environment import aws_profile, check_cloud, is_endpoint
+from deltasync.stores.environment import aws_profile, check_cloud, check_role, is_endpoint
 from deltasync.stores.object import LARGEST_BYTES, ObstoreStore, mark_process
 from deltasync.stores.replies import is_panic
 
@@ -74,7 +74,9 @@ class CloudStore(ObstoreStore):
         key = (REQUEST_S if once else allowed_s, once)
         if key not in self._clients:
             check_cloud(self._parsed.scheme)
-            # If two threads do this at once, the second client stays.
+            if self._parsed.scheme == "s3" and not (self._parsed.anonymous or self._parsed.profile or aws_profile()):
+                check_role()
+            # Two threads may both do this; the second client stays.
             self._clients[key] = _connect(self._parsed, *key)
         return self._clients[key]
 

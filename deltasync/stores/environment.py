@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import socket
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,15 @@ _CLOUDS = {
     "gs": re.compile(r"GOOGLE_(APPLICATION_CREDENTIALS|SERVICE_ACCOUNT\w*|BASE_URL|SKIP_SIGNATURE)"),
     "az": re.compile(r"AZURE_(STORAGE_\w+|MSI_\w+|CLIENT_\w+|TENANT_ID|AUTHORITY_\w+|ENDPOINT|FEDERATED_\w+)|AZURITE_\w+"),
 }
+_S3_CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_TOKEN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_SKIP_SIGNATURE",
+)
+_METADATA_S = 1.0  # the service is on the machine's own link
 _HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_HOME", "HF_XET_CACHE")
 _URL = re.compile(r"ENDPOINT(_URL)?(_\w+)?$|_URL$|_FULL_URI$")
 _FILE = re.compile(r"_TOKEN_FILE$|^GOOGLE_APPLICATION_CREDENTIALS$|^GOOGLE_SERVICE_ACCOUNT(_PATH)?$|^SSL_CERT_FILE$")
@@ -37,6 +47,27 @@ def check_cloud(scheme: str) -> None:
         ConfigError: one cannot work. The message names it, without any value that may be a secret.
     """
     _check([name for name in os.environ if _CLOUDS[scheme].fullmatch(name)])
+
+
+def check_role() -> None:
+    """Check that there are credentials for S3: variables that name some, or a metadata service that may give a role's.
+
+    Without either, obstore would ask for 20 s.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if any(os.environ.get(name) for name in (*_S3_CREDENTIALS, "HTTP_PROXY", "http_proxy")):
+        return
+    service = urlsplit(os.environ.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254")
+    address = (service.hostname or "", service.port or (443 if service.scheme == "https" else 80))
+    try:
+        socket.create_connection(address, timeout=_METADATA_S).close()
+    except OSError:
+        raise ConfigError(
+            "No credentials for S3 are set, and this machine has no metadata service to take a role from. Set "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or add ?anonymous=1 to read a public bucket."
+        ) from None
 
 
 def check_hub() -> None:

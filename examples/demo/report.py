@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -93,8 +94,16 @@ def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def plot(out: Path, status: dict[str, Any], target: Path) -> None:
-    """Draw reward, payload, changes, lag, pause and the age of trained tokens over versions, to the file `target`."""
+def run_of(summary: dict[str, Any]) -> str:
+    """Return a digest of a run's summary. The picture of the run carries it."""
+    return hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
+
+
+def plot(out: Path, status: dict[str, Any], target: Path, task: str) -> None:
+    """Draw reward, payload, changes, lag, pause and the age of trained tokens over versions, to the file `target`.
+
+    The file's text `deltasync-run` is `run_of` the directory's `summary.json`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -129,6 +138,7 @@ def plot(out: Path, status: dict[str, Any], target: Path) -> None:
     axes[1][2].legend(fontsize=8)
     for axis in axes[1]:
         axis.set_xlabel("version")
-    figure.suptitle("deltasync demo: AsyncGRPOTrainer -> directory -> vLLM", fontsize=11)
-    figure.savefig(target, dpi=110)
+    figure.suptitle(f"{task}: AsyncGRPOTrainer publishes to a directory that vLLM follows", fontsize=11)
+    summary = json.loads((out / "summary.json").read_text())
+    figure.savefig(target, dpi=110, metadata={"deltasync-run": run_of(summary)})
     pyplot.close(figure)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results
+from deltasync.demo import report
 from tests.docs.pages import PAGES
 
 FILES = sorted(results.RESULTS.glob("*.json"))
@@ -42,6 +43,12 @@ def test_bits_between_two_densities_are_interpolated_in_the_samples_of_that_mast
     middle = (ends[0]["changed_fraction"] * ends[1]["changed_fraction"]) ** 0.5
     assert results._bits_at("bf16", "compaction of 8", "packed", middle) == pytest.approx((low + high) / 2)
     assert results._bits_at("bf16", "compaction of 8", "packed", ends[1]["changed_fraction"]) == high
+
+
+def test_the_demo_s_picture_is_of_the_run_in_the_table() -> None:
+    image = pytest.importorskip("PIL.Image")
+    with image.open(results.common.ROOT / "docs/images/demo.png") as picture:
+        assert picture.text["deltasync-run"] == report.run_of(results.load("demo")["result"])
 
 
 def test_a_figure_that_was_typed_by_hand_is_found() -> None:

@@ -238,3 +238,20 @@ def test_catching_up_is_no_lag_on_a_replicas_page(found: dict[str, Any], width: 
     first, all_of_them = found[f"replica 1 light {width}"], found[f"replica 500 light {width}"]
     assert (first["lag"], first["dots"], first["error"]) == ("\N{EN DASH}", 0, ERROR)
     assert (all_of_them["lag"], all_of_them["dots"]) == ("49.9 s", 499)
+
+
+def test_labels_of_the_replica_s_versions_are_whole_and_in_their_places(tmp_path: Path) -> None:
+    """From version 3 to 7 the axis goes from 2 to 7: its middle is labelled where 5 is, not at 4.5."""
+    replica = (Path(deltasync.__file__).parents[1] / "vllm_plugin" / "page.html").read_text()
+    answer = status(5, None)
+    for number, commit in enumerate(answer["commits"]):
+        commit["version"] = 3 + number
+    reply = f"<script>window.fetch = async () => ({{ ok: true, json: async () => ({json.dumps(answer)}) }});</script>"
+    place = tmp_path / "replica.html"
+    place.write_text(replica.replace("<script>", f"{reply}<script>", 1))
+    shown = browse(place.as_uri(), tmp_path / "profile", "--dump-dom")
+    chart = re.search(r'<svg id="versions".*?</svg>', shown, re.DOTALL)
+    assert chart is not None
+    ticks = {int(label): float(y) for y, label in re.findall(r'class="tick"[^>]* y="([\d.]+)"[^>]*>(\d+)<', chart[0])}
+    assert ticks.keys() == {2, 5, 7}
+    assert ticks[5] == pytest.approx(ticks[2] + (ticks[7] - ticks[2]) * 3 / 5)

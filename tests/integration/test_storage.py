@@ -53,7 +53,7 @@ def test_what_is_computed_is_what_a_run_stores() -> None:
 
 
 def test_the_week_in_the_manual_is_what_the_command_prints() -> None:
-    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/operations/cost.md").read_text()
     command, _, rest = page.partition("    deltasync cost ")[2].partition("\n")
     shown = CliRunner().invoke(main, ["cost", *command.split()])
     assert shown.exit_code == 0

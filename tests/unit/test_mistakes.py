@@ -1,13 +1,20 @@
-"""What people give by mistake, and the one sentence that they get: what was given, and what is wanted.
+"""The table of mistakes: each raises an error of a class, with one sentence that names the thing and the cure.
 
-Nothing is published, followed or changed by any of them.
+None of them publishes, follows or changes anything.
 """
 
 from __future__ import annotations
 
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -15,10 +22,13 @@ import torch
 from click.testing import CliRunner
 
 from deltasync import Publisher, Replica, open_store
+from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main
-from deltasync.errors import DeltaSyncError
-from trl_callback import DeltaSyncCallback
+from deltasync.cli import main, waiting
+from deltasync.errors import ConfigError, ModelMismatchError, TransientStoreError
+from deltasync.stores.wrapper import WrappedStore
+from tests.unit.test_trainers_server import DEFAULTS, MODEL, Status
+from trl_callback import DeltaSyncCallback, server
 
 WEIGHTS = {"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}
 
@@ -45,7 +55,7 @@ CHANNELS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", CHANNELS)
 def test_a_channel(who: Callable[[Any], object], name: str) -> None:
     given, said = CHANNELS[name]
-    with pytest.raises(DeltaSyncError) as caught:
+    with pytest.raises(ConfigError) as caught:
         who(given)
     assert said in str(caught.value)
     assert "secret" not in str(caught.value)
@@ -82,7 +92,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_publishers_setting(memory_url: str, name: str) -> None:
     given, said = SETTINGS[name]
-    with pytest.raises(DeltaSyncError) as caught:
+    with pytest.raises(ConfigError) as caught:
         Publisher(memory_url, **given)
     assert said in str(caught.value)
 
@@ -106,7 +116,7 @@ STREAMS: dict[str, tuple[Any, str]] = {
 def test_what_is_published(memory_url: str, name: str) -> None:
     given, said = STREAMS[name]
     with Publisher(memory_url) as publisher:
-        with pytest.raises(DeltaSyncError) as caught:
+        with pytest.raises((ConfigError, ModelMismatchError)) as caught:
             publisher.publish(given)
         assert said in str(caught.value)
         assert publisher.publish(WEIGHTS).version == 1  # the publisher goes on
@@ -137,7 +147,7 @@ STEPS: dict[str, Any] = {"text": "3", "a fraction": 2.5, "truth": True, "too lar
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step(memory_url: str, name: str) -> None:
     with Publisher(memory_url) as publisher:
-        with pytest.raises(DeltaSyncError, match="step must be a whole number"):
+        with pytest.raises(ConfigError, match="step must be a whole number"):
             publisher.publish(WEIGHTS, step=STEPS[name])
         receipt = publisher.publish(WEIGHTS, step=np.int64(7))
         receipt.wait(timeout_s=60)
@@ -157,7 +167,7 @@ LAGS: dict[str, Any] = {
 @pytest.mark.parametrize("name", LAGS)
 def test_ages_of_tokens(memory_url: str, name: str) -> None:
     with Publisher(memory_url) as publisher:
-        with pytest.raises(DeltaSyncError, match="token_lag must be three numbers from 0 on"):
+        with pytest.raises(ConfigError, match="token_lag must be three numbers from 0 on"):
             publisher.publish(WEIGHTS, token_lag=LAGS[name])
         publisher.publish(WEIGHTS, token_lag=(np.float32(0.5), np.int64(1), 2)).wait(timeout_s=60)
     assert ChannelReader(open_store(memory_url)).numbered(1).record.token_lag == (0.5, 1.0, 2.0)
@@ -170,7 +180,7 @@ VERSIONS: dict[str, Any] = {"latest": "latest", "a fraction": 1.5, "truth": True
 def test_a_version(memory_url: str, name: str) -> None:
     with Publisher(memory_url) as publisher:
         publisher.publish(WEIGHTS).wait(timeout_s=60)
-    with pytest.raises(DeltaSyncError, match="version must be a whole number from 1 on, not"):
+    with pytest.raises(ConfigError, match="version must be a whole number from 1 on, not"):
         Replica(memory_url).sync(version=VERSIONS[name])
 
 
@@ -215,3 +225,138 @@ def test_a_command(tmp_path: Path, name: str) -> None:
     assert "Traceback" not in done.output
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert after == before
+
+
+BUCKET = "s3://bucket/run"
+ENVIRONMENT: dict[str, tuple[dict[str, str], str, str]] = {
+    "no credentials": ({"AWS_METADATA_ENDPOINT": "http://127.0.0.1:9"}, BUCKET, "Set AWS_ACCESS_KEY_ID and"),
+    "a key with a line end": ({"AWS_ACCESS_KEY_ID": "a\n"}, BUCKET, "AWS_ACCESS_KEY_ID has a blank or a line end"),
+    "an empty key": ({"AWS_ACCESS_KEY_ID": ""}, BUCKET, "AWS_ACCESS_KEY_ID is set and empty: set it, or unset it"),
+    "an endpoint without a scheme": ({"AWS_ENDPOINT_URL": "minio:9000"}, BUCKET, "AWS_ENDPOINT_URL must be https://host"),
+    "a region with a blank": ({"AWS_REGION": "us east"}, BUCKET, "AWS_REGION is a region such as us-east-1, not 'us east'"),
+    "a token's file that is not there": (
+        {"AWS_WEB_IDENTITY_TOKEN_FILE": "/no/token"},
+        BUCKET,
+        "AWS_WEB_IDENTITY_TOKEN_FILE names the file '/no/token', which is not there",
+    ),
+    "a certificate that is not there": ({"SSL_CERT_FILE": "/no/ca"}, BUCKET, "SSL_CERT_FILE names the file '/no/ca'"),
+    "retries by a word": ({"DELTASYNC_RETRIES": "many"}, "memory://a", "DELTASYNC_RETRIES='many' is not a valid int"),
+    "a codec in capitals": ({"DELTASYNC_CODEC": "AUTO"}, "memory://a", "codec must be one of packed, context, raw, auto"),
+    "a truth by a word": ({"DELTASYNC_KEEP_LAST": "yes"}, "memory://a", "DELTASYNC_KEEP_LAST='yes' is not a valid int"),
+    "a signing key that is not there": ({"DELTASYNC_SIGNING_KEY": "/no/key"}, "memory://a", "/no/key"),
+    "trusted keys that are not there": ({"DELTASYNC_TRUSTED_KEYS": "/no/keys"}, "memory://a", "/no/keys"),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_an_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher refuses it before its first request."""
+    variables, url, said = ENVIRONMENT[name]
+    for variable in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_PROFILE",
+        "AWS_REGION",
+        "http_proxy",
+        "HTTP_PROXY",
+        "https_proxy",
+        "HTTPS_PROXY",
+    ):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    before_s = time.monotonic()
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        (Replica if "TRUSTED" in str(variables) else Publisher)(url)
+    assert time.monotonic() - before_s < 5
+
+
+RUN = "0123456789abcdef"
+SERVERS: dict[str, tuple[dict[str, Any] | int, list[str], str]] = {
+    "no deltasync in it": (404, ["policy"], "Start the server with DELTASYNC_CHANNEL and --worker-extension-cls"),
+    "a model by its path": ({}, ["../b/tiny"], "serves the model ../b/tiny, and the trainer asks for policy"),
+    "a model by another name": ({}, ["tiny", "other"], "Start the server with --served-model-name policy"),
+    "raw log probabilities": ({"logprobs_mode": "raw_logits"}, ["policy"], "--logprobs-mode processed_logprobs"),
+    "another run": ({"run_id": "other", "channel": "s3://b/old"}, ["policy"], "Restart the server with DELTASYNC_CHANNEL"),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_server_that_training_generates_on(memory_url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before the first batch, or, where only its heartbeat shows it, with the first version."""
+    answer, models, said = SERVERS[name]
+    monkeypatch.setattr(heartbeat, "_CONFIRM_S", 0.2)
+    status = Status()
+    status.answer, status.models = answer, models
+    try:
+        with pytest.raises(ConfigError) as caught:
+            server.check(SimpleNamespace(**DEFAULTS), MODEL, status.url, compares=True, name="policy", wait_s=0.1)
+            heartbeat.wait_for(open_store(memory_url), RUN, 1, {1: "0" * 64}, "all", 30.0, [status.url], required=True)
+    finally:
+        status.close()
+    assert said in str(caught.value) and status.url in str(caught.value)
+
+
+HANGING: dict[str, list[str]] = {
+    "watch": ["--once"],
+    "dashboard": ["--out", "{tmp}/page.html"],
+    "log": [],
+    "show": ["1"],
+    "check": [],
+    "repair": [],
+    "forget": ["--keep-last", "1"],
+    "prune": [],
+    "anchor": ["--timeout", "0"],
+    "compact": ["1", "2"],
+    "export": ["latest", "{tmp}/exported"],
+    "cp": ["memory://copy"],
+    "relay": ["memory://copy", "--once"],
+    "follow": ["--once"],
+    "doctor": [],
+}
+_Result = TypeVar("_Result")
+
+
+@pytest.mark.parametrize("name", HANGING)
+def test_a_store_that_hangs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command says so while it waits."""
+    said = threading.Event()
+
+    class Hanging(WrappedStore):
+        def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
+            assert said.wait(30), f"{verb} of {key} is not reported"
+            raise TransientStoreError("away")
+
+    lines: list[str] = []
+
+    def echo(line: str, err: bool = False) -> None:
+        lines.append(line)
+        said.set()
+
+    monkeypatch.setattr(waiting, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(waiting, "echo", echo)
+    monkeypatch.setattr("deltasync.stores.open_store", lambda url: Hanging(open_store(url)))
+    words = [word.format(tmp=tmp_path) for word in HANGING[name]]
+    CliRunner().invoke(main, [name, "memory://hangs", *words])
+    assert "at memory://hangs has not finished after 0.05 s; the command waits. Ctrl-C ends it; `deltasync" in lines[0]
+
+
+def test_a_store_that_hangs_is_reported_within_five_seconds() -> None:
+    """A real command, and a server that takes connections and never answers."""
+    assert waiting.PATIENCE_S < 5
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"s3://bucket/run?anonymous=1&endpoint=http://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-m", "deltasync", "watch", url, "--once"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+            silent.settimeout(60)
+            connection, _ = silent.accept()
+            before_s = time.monotonic()
+            assert child.stderr is not None
+            assert "has not finished after 4 s" in child.stderr.readline()
+            assert time.monotonic() - before_s < 5
+            child.kill()
+            connection.close()
+
+
+def test_the_table_is_long_enough() -> None:
+    tables = (CHANNELS, SETTINGS, STREAMS, STEPS, LAGS, VERSIONS, COMMANDS, ENVIRONMENT, SERVERS, HANGING)
+    assert sum(map(len, tables)) >= 60
