@@ -1,8 +1,8 @@
 """Every command that this repository prints, and what checks it: `python -m tests.docs.printed` lists them.
 
 Commands stand in code blocks and code spans of the pages; in docstrings, messages and help texts of the packages, examples
-and scripts; in the files under deploy/. They are found by the program that they start (`CHECKS`), and each is checked against
-that program itself: its own parser, its own help, the file that it names. Placeholders (`URL`, `...`) stand for values.
+and scripts; in the files under deploy/. They are found by the program that they start (`CHECKS`), and each is checked by
+that program itself: its own parser, its options, the file that it names. Placeholders (`URL`, `...`) stand for values.
 """
 
 from __future__ import annotations
@@ -153,6 +153,9 @@ def _deltasync(words: tuple[str, ...]) -> None:
                 value = values.get(param.name or "")
                 if isinstance(value, str) and not _is_placeholder(value) and "|" not in value:
                     param.type_cast_value(inner, value)
+        except click.BadOptionUsage as error:
+            assert rest[-1:] == [error.option_name], error.format_message()  # a mention of the option, without a value
+            return
         except click.UsageError as error:
             raise AssertionError(error.format_message()) from None
     assert not left or command.context_settings.get("ignore_unknown_options"), f"too many arguments: {left}"
@@ -173,6 +176,7 @@ def _vllm_parser() -> Any:
 def _vllm(words: tuple[str, ...]) -> None:
     start = words.index("serve") + 1
     arguments = ["1" if word in ("N", "K") else word for word in words[start:] if word not in ("...", "--help")]
+    arguments = [word for word in arguments if not word.startswith("${")]
     try:
         _, unknown = _vllm_parser().parse_known_args(arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever argparse raises, it is a refusal
