@@ -18,7 +18,7 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
+.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz soak docs check format lock audit dist release-check bench results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -229,11 +229,12 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz.run $(FUZZ_SECONDS)
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(VENV)/checked-kernels $(BIN)/pytest tests/fuzz
 
-check: setup programs services docs
+# Before every commit: format, lint, types, and the tests that start no engine. `make test` is everything.
+check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n $(WORKERS)
+	$(BIN)/pytest -n $(WORKERS) -m 'not vllm and not trl' tests/unit tests/contract/test_stores.py tests/contract/test_targets.py
 
 format: setup
 	$(BIN)/ruff format .
@@ -257,11 +258,18 @@ lock: .venv-tools/.ready
 audit: .venv-tools/.ready
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements/dev.txt
 
-# What a release uploads, checked as the package index checks it. What the wheel holds is tested by tests/integration/test_wheel.py.
+# The files of a release, checked as the package index checks them. tests/integration/test_wheel.py tests what the wheel holds.
 dist: .venv-tools/.ready
 	rm -rf dist
 	.venv-tools/bin/python -m build --outdir dist .
 	.venv-tools/bin/twine check --strict dist/*
+
+# Release day, without uploading or tagging: the wheel in bare environments with the newest versions of what it requires, and what
+# the tree still lacks. pip downloads torch once for each Python.
+RELEASE_PYTHONS ?= python3.11 python3.12 python3.13
+release-check: dist
+	$(PYTHON) requirements/release.py check $(RELEASE_PYTHONS)
+	$(PYTHON) requirements/release.py tag --dry-run
 
 # A folder to carry to a machine with a GPU and Python 3.12, torch, triton, numpy and safetensors, but without a package index:
 #   cd gpu-kit && python -m benchmarks.gpu

@@ -39,6 +39,10 @@ _HOME = {
 __all__ = ["Following", "Publisher", "Receipt", "Replica", "Retention", "__version__", "errors", "follow", "open_store"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name == "errors":
         return importlib.import_module("deltasync.errors")

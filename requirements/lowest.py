@@ -6,4 +6,4 @@ from pathlib import Path
 project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
 for requirement in project["dependencies"]:
     if not requirement.startswith("torch>="):
-        print(requirement.partition(",")[0].replace(">=", "=="))  # noqa: T201
+        print(requirement.partition(",")[0].replace(">=", "=="))

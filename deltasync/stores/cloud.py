@@ -195,7 +195,7 @@ def _credentials(place: Place) -> S3CredentialProvider | None:
         from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
-        raise ConfigError(f"AWS profile {profile!r} needs boto3: pip install 'deltasync[aws]'.") from None
+        raise ConfigError(f"AWS profile {profile!r} needs boto3: pip install boto3.") from None
     try:
         return Boto3CredentialProvider(boto3.Session(profile_name=profile))
     except (BotoCoreError, ValueError) as error:

@@ -17,14 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 
 from deltasync import Publisher
-from deltasync.cli import main
 from deltasync.config import PublisherOptions, PublisherSettings, ReplicaSettings, Retention, TrainerSettings
 from demo.processes import Child
-from tests.docs.pages import PAGES, ROOT, Block, before_code, blocks, command_lines, spans
+from tests.docs.pages import PAGES, ROOT, Block, before_code, blocks
 from trl_callback import DeltaSyncConfig
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -70,10 +68,6 @@ def test_blocks_run_as_written(section: list[Block], tmp_path: Path, monkeypatch
 def test_shell_is_valid(block: Block) -> None:
     done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for target in re.findall(r"(?m)^make ([a-z-]+)", block.text):
-        assert f"\n{target}:" in (ROOT / "Makefile").read_text()
-    for script in re.findall(r"\b(?:examples|benchmarks|tests)/[\w/]+\.py\b", block.text):
-        assert (ROOT / script).is_file(), script
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=lambda block: block.where)
@@ -89,21 +83,6 @@ def test_python_is_valid(block: Block) -> None:
             exec(compile(ast.Module([node], []), block.where, "exec"), {})
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
             assert {keyword.arg for keyword in node.keywords} <= known[node.func.id]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_commands_and_options_exist(page: Path) -> None:
-    for line in [line for text in [*spans(page), *(block.text for block in blocks(page))] for line in command_lines(text)]:
-        command, words = main, line.split()
-        with click.Context(main) as context:
-            while isinstance(command, click.Group) and words and re.fullmatch("[a-z]+", words[0]):
-                found = command.get_command(context, words.pop(0))
-                assert found is not None, line
-                command = found
-        options = {name for parameter in command.params for name in [*parameter.opts, *parameter.secondary_opts]}
-        given = {word.split("=")[0] for word in re.findall(r"(?<!\S)\[?(--?[a-z][\w=-]*)", line)}
-        if not command.context_settings.get("ignore_unknown_options"):  # which are vLLM's
-            assert given <= options | {"--help", "-h"}, line
 
 
 EXPLAIN = {"docs/LOG.md", "docs/format.md", "docs/fuzzing.md", "docs/glossary.md"}
@@ -126,12 +105,6 @@ def test_the_index_leads_to_each_page() -> None:
                 linked.add((index.parent / link).relative_to(ROOT / "docs").as_posix())
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in TASKS}
     assert pages - linked == {"index.md", "LOG.md"}
-
-
-def test_commands_are_found() -> None:
-    lines = {line for page in PAGES for text in spans(page) for line in command_lines(text)}
-    lines |= {line for block in BLOCKS for line in command_lines(block.text)}
-    assert {line.split()[0] for line in lines} >= set(main.list_commands(click.Context(main)))
 
 
 def test_variables_are_those_of_the_code() -> None:

