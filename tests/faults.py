@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
+from deltasync.errors import CorruptDataError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, Store, check_size
 from deltasync.stores.wrapper import WrappedStore
 
@@ -44,23 +46,61 @@ class FaultyStore(WrappedStore):
 
     Attributes:
         calls: (operation, key) of every call, in order.
+        bytes_read: (operation, key, bytes) of every `read` and `read_range` that was answered, in order.
+        bounds: How large each object that is `endless` was said to be at most, for each read.
+        slow_s: Seconds that each call takes, by operation, before it does anything.
+        ahead_s: Seconds by which the store's clock is ahead.
+        behind: How many of the objects that were put last the listings do not show yet.
     """
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner: Store, *, ahead_s: float = 0.0) -> None:
         super().__init__(inner)
         self.calls: list[tuple[str, str]] = []
+        self.bytes_read: list[tuple[str, str, int]] = []
+        self.bounds: list[int] = []
+        self.slow_s: dict[str, float] = {}
+        self.ahead_s, self.behind = ahead_s, 0
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
         self._gates: list[Gate] = []
         self._tampering: list[tuple[str, Callable[[bytes], bytes]]] = []
         self._hidden: Callable[[str], bool] = lambda _: False
+        self._put: list[str] = []
+        self._age_s: dict[str, float] = {}
+        self._flood: list[ObjectInfo] = []
+        self._endless: str | None = None
 
     def hide(self, hidden: Callable[[str], bool]) -> None:
         """Leave keys out of every listing, as one that lies, lags or is cut; they can be read."""
         self._hidden = hidden
 
+    def age(self, age_s: float, *keys: str) -> None:
+        """Let listings say that objects, by default all that are there, were stored that much earlier."""
+        for key in keys or [info.key for info in self.inner.list("")]:
+            self._age_s[key] = self._age_s.get(key, 0.0) + age_s
+
+    def flood(self, infos: Iterable[ObjectInfo]) -> None:
+        """Show more objects in listings than are there."""
+        self._flood += infos
+
+    def endless(self, key: str) -> None:
+        """An object is larger than any reader allows."""
+        self._endless = key
+
+    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
+        with self._lock:
+            self._age_s.pop(key, None)
+            self._put = [each for each in self._put if each != key] + [key]
+        super().put(key, data, guard=guard)
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return (info for info in super().list(prefix) if not self._hidden(info.key))
+        late = set(self._put[len(self._put) - self.behind :])
+        shown = (info for info in super().list(prefix) if not self._hidden(info.key) and info.key not in late)
+        flood = (info for info in self._flood if info.key.startswith(prefix))
+        return itertools.chain(map(self._aged, shown), flood)
+
+    def _aged(self, info: ObjectInfo) -> ObjectInfo:
+        return dataclasses.replace(info, modified_s=info.modified_s + self.ahead_s - self._age_s.get(info.key, 0.0))
 
     def fail_at(
         self,
@@ -103,11 +143,21 @@ class FaultyStore(WrappedStore):
             self._gates = []
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
-        data = self.ask("read", key, lambda: self.inner.read(key, 1 << 40, known))
+        if key == self._endless:
+            self.bounds.append(most_bytes)
+            raise CorruptDataError(f"{key} is larger than the {most_bytes} bytes that it may have.")
+        data = self._answered("read", key, self.ask("read", key, lambda: self.inner.read(key, 1 << 40, known)))
+        check_size(key, len(data), most_bytes)
+        return data
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        return self._answered("read_range", key, super().read_range(key, start, end))
+
+    def _answered(self, operation: str, key: str, data: bytes) -> bytes:
+        self.bytes_read.append((operation, key, len(data)))
         for prefix, change in self._tampering:
             if key.startswith(prefix):
                 data = change(data)
-        check_size(key, len(data), most_bytes)
         return data
 
     def delete(self, *keys: str) -> None:
@@ -116,6 +166,7 @@ class FaultyStore(WrappedStore):
 
     def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
         operation = "read" if verb == "read_range" else verb
+        time.sleep(self.slow_s.get(operation, 0.0))
         for gate in list(self._gates):
             if gate.operation == operation and key.startswith(gate.key_prefix):
                 gate.entered.set()

@@ -27,6 +27,8 @@ from trl_callback.record import History, VersionRecord
 from trl_callback.tokens import TokenAges
 
 _MARGIN_S = 60.0
+_LAST_ANSWER_S = 60.0
+"""How long an upload that was given up may take to end: a request under way may still be answered."""
 
 
 class DeltaWeightTransfer:
@@ -258,21 +260,30 @@ class DeltaWeightTransfer:
             self._store.give_up()  # no more waits for replicas
 
     def flush(self) -> None:
-        """Wait for the uploads. Versions that are not stored after `config.ack_timeout_s` are given up.
+        """Wait for the uploads. After `config.ack_timeout_s` they are given up, except for a request that is under way.
 
         Raises:
             PublishError: the last version did not become visible.
         """
-        assert self.publisher is not None
+        publisher = self.publisher
+        assert publisher is not None
+        with contextlib.suppress(PublishTimeoutError):
+            publisher.flush(self.config.ack_timeout_s)
+            return
+        self._store.give_up()
+        late = ""
         try:
-            self.publisher.flush(self.config.ack_timeout_s)
+            publisher.flush(_LAST_ANSWER_S)
+            return
         except PublishTimeoutError:
-            self._store.give_up()
-            version, self.publisher = self.publisher.version, None
-            raise PublishError(
-                f"Version {version} was not stored in {self._store.url} within {self.config.ack_timeout_s:g} s after the "
-                f"end of training, and was given up. Last error: {self._store.trouble}."
-            ) from None
+            late = " A request that is still under way may make it visible."
+        except PublishError:
+            pass  # the upload has ended
+        self.publisher = None
+        raise PublishError(
+            f"Version {publisher.version} is not in {self._store.url}, {self.config.ack_timeout_s:g} s after the "
+            f"end of training, and was given up.{late} Last error: {self._store.trouble}."
+        )
 
     def is_behind(self) -> bool:
         """Whether the store is so far behind that the next version should be skipped. The same in all processes."""

@@ -153,12 +153,20 @@ class Uploader:
             raise
 
     def finish(self) -> None:
-        """Finish what was submitted as long as the store takes something; the process ends."""
+        """Finish what was submitted as long as the store takes something; the process ends.
+
+        Only waits for the store count: on a busy machine a version may take longer to encode.
+        """
         self.let_go()
         self.release()
         parts = (self._worker, self._puts, self._keeper, self._log)
-        began_s = time.monotonic()
-        while any(part.busy for part in parts) and time.monotonic() - max(began_s, self._log.store.stored_s) < EXIT_S:
+        waits_since_s = time.monotonic()
+        while any(part.busy for part in parts):
+            running = self._running
+            if running is not None and not running.released.is_set():
+                waits_since_s = time.monotonic()
+            if time.monotonic() - max(waits_since_s, self._log.store.stored_s) >= EXIT_S:
+                break
             time.sleep(0.01)
         with self._lock:
             lost = self._running or (self._waiting[0] if self._waiting else None)

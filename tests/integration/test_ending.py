@@ -126,15 +126,16 @@ def test_a_script_that_closes_nothing_ends_with_every_version_visible(end: str, 
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     # Python forgets an interrupt that ended the script if anything is evaluated while it exits, such as a late import.
     assert done.returncode in ((code, 1) if code == -signal.SIGINT else (code,)), done.stderr
+    assert "The process ends" not in done.stderr
     assert "deltasync" not in done.stderr.replace(str(ROOT), "") or "Traceback" in done.stderr
     replica = Replica(url)
     replica.sync()
-    assert torch.equal(replica.state_dict()["t0"], torch.full((64, 64), 3.0, dtype=torch.bfloat16))
+    assert torch.equal(replica.state_dict()["t0"], torch.full((64, 64), 3.0, dtype=torch.bfloat16)), done.stderr
 
 
-def test_a_script_whose_store_is_away_ends_after_a_while(tmp_path: Path) -> None:
+def test_a_script_waits_for_a_store_that_is_away_for_a_while_and_for_slow_encoding_until_its_end(tmp_path: Path) -> None:
     script = """
-import sys
+import sys, time
 from deltasync import open_store
 from deltasync.errors import TransientStoreError
 from deltasync.publish import upload
@@ -145,16 +146,27 @@ class Away(WrappedStore):
         if self.away:
             raise TransientStoreError("away")
         return action()
+encode = upload.encode_groups
+def encode_slowly(*arguments):
+    time.sleep(3)
+    return encode(*arguments)
+upload.encode_groups = encode_slowly
 upload.EXIT_S = 1.0
 store = Away(open_store(sys.argv[1]))
 import torch
 from deltasync import Publisher
-publisher = Publisher(store, retries=10_000)
-publisher.publish({"a": torch.zeros(9)}).wait()
+slow, away = Publisher(sys.argv[2]), Publisher(store, retries=10_000)
+for publisher in (slow, away):
+    publisher.publish({"a": torch.zeros(9)}).wait()
 store.away = True
-publisher.publish({"a": torch.ones(9)})
+for publisher in (slow, away):
+    publisher.publish({"a": torch.ones(9)})
 """
-    words = [sys.executable, "-c", script, f"file://{tmp_path}/channel"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    urls = [f"file://{tmp_path}/{name}" for name in ("away", "slow")]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *urls], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0
-    assert "The process ends, and version 2 is not in" in done.stderr
+    assert f"The process ends, and version 2 is not in {urls[0]}" in done.stderr
+    assert f"is not in {urls[1]}" not in done.stderr
+    assert Replica(urls[1]).sync() == 2

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import http.server
 import itertools
 import json
@@ -19,8 +18,7 @@ from deltasync.channel import heartbeat
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import AckTimeoutError, ConfigError, StoreError, TransientStoreError
-from deltasync.stores import ObjectInfo, Store, open_store
-from deltasync.stores.wrapper import WrappedStore
+from deltasync.stores import Store, open_store
 from tests.faults import FaultyStore
 
 RUN = "run-1"
@@ -31,7 +29,7 @@ PUBLISHED = {version: sha256_hex(b"version %d" % version) for version in range(1
 
 @pytest.fixture
 def store(channel_url: str) -> Store:
-    return AgedStore(open_store(channel_url))
+    return FaultyStore(open_store(channel_url))
 
 
 def beat(
@@ -59,24 +57,8 @@ def beat(
     )
     heartbeat.write(store, told)
     if age_s:
-        assert isinstance(store, AgedStore)
-        store.ages_s[f"replicas/{replica_id}.json"] = age_s
-
-
-class AgedStore(WrappedStore):
-    """Says of some objects that they were stored longer ago."""
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__(inner)
-        self.ages_s: dict[str, float] = {}
-
-    def put(self, key: str, data: bytes | memoryview, **options: Any) -> None:
-        self.ages_s.pop(key, None)
-        super().put(key, data, **options)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        for info in super().list(prefix):
-            yield dataclasses.replace(info, modified_s=info.modified_s - self.ages_s.get(info.key, 0.0))
+        assert isinstance(store, FaultyStore)
+        store.age(age_s, f"replicas/{replica_id}.json")
 
 
 def wait(store: Store, version: int, ack: str | int, timeout_s: float = 0.0, urls: Sequence[str] = ()) -> list[str]:
@@ -175,25 +157,11 @@ def test_heartbeats_expire_from_acks_and_listings(tmp_path: Path) -> None:
     assert wait(store, 3, "all") == ["new"]
 
 
-class SlowStore(FaultyStore):
-    """Takes its time for each read."""
-
-    def __init__(self, inner: Store, read_s: float) -> None:
-        super().__init__(inner)
-        self.read_s = read_s
-        self.read_keys: list[str] = []
-
-    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
-        self.read_keys.append(key)
-        time.sleep(self.read_s)
-        return super().read(key, most_bytes, known)
-
-
 def test_five_hundred_dead_replicas_do_not_outlast_the_time_out(memory_url: str) -> None:
-    aged = AgedStore(open_store(memory_url))
-    store = SlowStore(aged, 0.02)
+    store = FaultyStore(open_store(memory_url))
     for number in range(500):
-        beat(aged, f"dead-{number}", 1, age_s=LONG_AGO_S)
+        beat(store, f"dead-{number}", 1, age_s=LONG_AGO_S)
+    store.slow_s["read"] = 0.02
     before = time.monotonic()
     with pytest.raises(AckTimeoutError):
         wait(store, 2, "any", timeout_s=1)
@@ -201,7 +169,8 @@ def test_five_hundred_dead_replicas_do_not_outlast_the_time_out(memory_url: str)
 
 
 def test_a_heartbeat_that_is_not_read_in_time_serves_nothing(memory_url: str) -> None:
-    store = SlowStore(open_store(memory_url), 30)
+    store = FaultyStore(open_store(memory_url))
+    store.slow_s["read"] = 30
     beat(store.inner, "hangs", 2)
     before = time.monotonic()
     with pytest.raises(AckTimeoutError, match=r"hangs \(serves no version, unread, .* could not be read in time"):
@@ -229,25 +198,25 @@ def test_a_replica_that_goes_on_is_live_whatever_time_the_store_has(store: Store
 
 
 def test_a_look_reads_only_what_has_changed_and_who_does_not_serve(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = SlowStore(open_store(memory_url), 0)
+    store = FaultyStore(open_store(memory_url))
     for number in range(20):
         beat(store, f"replica-{number:02d}", 2)
     beat(store, "straggler", 1)
     known = heartbeat.Heartbeats(store, RUN)
     serves = lambda found: found.version == 2  # noqa: E731
     known.refresh(enough=serves)
-    store.read_keys.clear()
+    store.bytes_read.clear()
     assert len(known.refresh(enough=serves)) == 21
-    assert store.read_keys == ["replicas/straggler.json"]
+    assert [key for _, key, _ in store.bytes_read] == ["replicas/straggler.json"]
     monkeypatch.setattr(heartbeat, "_COARSE_S", -1.0)  # as if it had not changed for a while
     known.refresh(enough=serves)
-    store.read_keys.clear()
+    store.bytes_read.clear()
     assert len(known.refresh()) == 21
-    assert "replicas/straggler.json" not in store.read_keys
+    assert "replicas/straggler.json" not in [key for _, key, _ in store.bytes_read]
     beat(store, "straggler", 22)
-    store.read_keys.clear()
+    store.bytes_read.clear()
     known.refresh(enough=serves)
-    assert store.read_keys == ["replicas/straggler.json"]
+    assert [key for _, key, _ in store.bytes_read] == ["replicas/straggler.json"]
 
 
 def test_a_thousand_replicas_and_one_straggler_are_a_listing_and_a_few_reads_a_look(
@@ -281,11 +250,11 @@ def test_a_thousand_replicas_and_one_straggler_are_a_listing_and_a_few_reads_a_l
 
 def test_the_number_of_heartbeats_is_bounded(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_MOST_HEARTBEATS", 3)
-    store = SlowStore(open_store(memory_url), 0)
+    store = FaultyStore(open_store(memory_url))
     for number in range(9):
         beat(store.inner, f"replica-{number}", 1)
     assert len(heartbeat.read_all(store, RUN)) == 3
-    assert len(store.read_keys) == 3
+    assert len(store.bytes_read) == 3
 
 
 @pytest.mark.parametrize("ack", ["any", "all"])

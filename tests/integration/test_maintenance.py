@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from deltasync.errors import (
 )
 from deltasync.following import Replica
 from deltasync.maintenance import KeepPolicy, compaction
-from deltasync.stores import ObjectInfo, Store, open_store
+from deltasync.stores import Store, open_store
 from deltasync.tensors.bits import bits_of
 from tests import deltas
 from tests.channels import EPOCH, Made, filled, made, states_of
@@ -57,45 +57,6 @@ with warnings.catch_warnings():
 Weights = dict[str, torch.Tensor]
 DAY_S = 86400.0
 STATES = states_of(1200)
-
-
-class AgedStore(FaultyStore):
-    """A faulty store whose clock is `ahead_s` ahead, and in which objects can be as old as a test says."""
-
-    def __init__(self, inner: Store, ahead_s: float = 0.0) -> None:
-        super().__init__(inner)
-        self.ahead_s = ahead_s
-        self._age_s: dict[str, float] = {}
-
-    def age(self, age_s: float) -> None:
-        """Everything that is there now is `age_s` older."""
-        for info in self.inner.list(""):
-            self._age_s[info.key] = self._age_s.get(info.key, 0.0) + age_s
-
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
-        self._age_s.pop(key, None)
-        super().put(key, data, guard=guard)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        for info in super().list(prefix):
-            yield dataclasses.replace(info, modified_s=info.modified_s + self.ahead_s - self._age_s.get(info.key, 0.0))
-
-
-class LaggingStore(FaultyStore):
-    """A faulty store whose listings do not show the last `behind` objects that were put."""
-
-    def __init__(self, inner: Store, behind: int) -> None:
-        super().__init__(inner)
-        self.behind = behind
-        self._put: list[str] = []
-
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
-        super().put(key, data, guard=guard)
-        self._put = [each for each in self._put if each != key] + [key]
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        hidden = self._put[len(self._put) - self.behind :]
-        yield from (info for info in super().list(prefix) if info.key not in hidden)
 
 
 def _fill(store: Store, newest: int = 10) -> tuple[Made, list[VersionId]]:
@@ -155,8 +116,8 @@ def _deltasync(*arguments: object) -> Result:
 
 
 @pytest.fixture
-def store(memory_url: str) -> AgedStore:
-    store = AgedStore(open_store(memory_url))
+def store(memory_url: str) -> FaultyStore:
+    store = FaultyStore(open_store(memory_url))
     _fill(store)
     store.calls.clear()
     return store
@@ -183,7 +144,7 @@ def test_what_is_kept_stays_readable_and_nothing_else_stays(channel_url: str) ->
     assert [info.key for info in store.list("versions/") if "0000000007.000001" in info.key]  # the seal
 
 
-def test_a_dry_run_changes_nothing(store: AgedStore) -> None:
+def test_a_dry_run_changes_nothing(store: FaultyStore) -> None:
     left = f"{keys.parts_folder(2, EPOCH, 1)}/000-00001.safetensors"
     store.inner.put(left, b"left")
     store.age(DAY_S)
@@ -219,7 +180,7 @@ def test_no_payload_is_read_to_forget_and_to_prune(memory_url: str) -> None:
 @pytest.mark.parametrize(
     "place", ["compactions/", "announcements/", *(f"versions/0000000/000000000{version}." for version in (8, 5, 3, 1))]
 )
-def test_forget_can_be_cut_short_anywhere(store: AgedStore, place: str, after: bool) -> None:
+def test_forget_can_be_cut_short_anywhere(store: FaultyStore, place: str, after: bool) -> None:
     maintenance.write_compaction(_reader(store), 2, 6)
     store.fail_at("delete", place, after=after, error=StoreError)
     with pytest.raises(StoreError):
@@ -237,7 +198,7 @@ def test_forget_can_be_cut_short_anywhere(store: AgedStore, place: str, after: b
 @pytest.mark.parametrize(
     "place", ["parts/0000000004", "parts/0000000008", "anchors/0000000001", "anchors/0000000005", "probe/"]
 )
-def test_prune_can_be_cut_short_anywhere(store: AgedStore, place: str) -> None:
+def test_prune_can_be_cut_short_anywhere(store: FaultyStore, place: str) -> None:
     _forget(store, last=1, anchors=1)
     store.fail_at("delete", place, error=StoreError)
     with pytest.raises(StoreError):
@@ -248,7 +209,7 @@ def test_prune_can_be_cut_short_anywhere(store: AgedStore, place: str) -> None:
     assert not list(store.list("probe/"))
 
 
-def test_what_became_dispensable_just_now_is_spared_however_old_it_is(store: AgedStore) -> None:
+def test_what_became_dispensable_just_now_is_spared_however_old_it_is(store: FaultyStore) -> None:
     store.age(DAY_S)
     made = Made(store.inner, epoch=_reader(store).numbered(10).record.epoch, tip=_reader(store).numbered(10).version)
     made.specs, made.bits = _reader(store).specs, {made.tip.sha256: STATES[9]}  # type: ignore[union-attr]
@@ -261,7 +222,7 @@ def test_what_became_dispensable_just_now_is_spared_however_old_it_is(store: Age
     _assert_readable(store, 10)
 
 
-def test_files_of_forgotten_versions_go_when_they_are_old(store: AgedStore) -> None:
+def test_files_of_forgotten_versions_go_when_they_are_old(store: FaultyStore) -> None:
     _forget(store, last=1, anchors=1)
     pruned = _prune(store, grace_s=3600)
     assert not pruned.objects and len(pruned.young) == 16
@@ -269,7 +230,7 @@ def test_files_of_forgotten_versions_go_when_they_are_old(store: AgedStore) -> N
     assert len(_prune(store, grace_s=3600).objects) == 12
 
 
-def test_what_dead_publishers_left_goes_when_somebody_goes_on(store: AgedStore) -> None:
+def test_what_dead_publishers_left_goes_when_somebody_goes_on(store: FaultyStore) -> None:
     epoch, later = _reader(store).numbered(10).record.epoch, keys.new_epoch(7)
     tool = keys.anchor_folder(9, keys.new_author())
     left = [f"{keys.parts_folder(4, EPOCH, 1)}/x", f"{keys.anchor_folder(6, EPOCH)}/x", f"{tool}/x"]
@@ -285,7 +246,7 @@ def test_what_dead_publishers_left_goes_when_somebody_goes_on(store: AgedStore) 
 
 @pytest.mark.parametrize("ahead_s", [-DAY_S, DAY_S])
 def test_it_does_not_matter_what_the_clock_of_this_machine_says(memory_url: str, ahead_s: float) -> None:
-    store = AgedStore(open_store(memory_url), ahead_s)
+    store = FaultyStore(open_store(memory_url), ahead_s=ahead_s)
     _fill(store, 3)
     store.put(f"{keys.parts_folder(2, EPOCH, 1)}/x", b"left")
     assert not _prune(store, grace_s=3600).objects
@@ -293,7 +254,7 @@ def test_it_does_not_matter_what_the_clock_of_this_machine_says(memory_url: str,
     assert len(_prune(store, grace_s=3600).objects) == 1
 
 
-def test_heartbeats_of_replicas_that_are_long_gone(store: AgedStore) -> None:
+def test_heartbeats_of_replicas_that_are_long_gone(store: FaultyStore) -> None:
     store.put(keys.replica("old"), b"{}")
     store.age(7 * DAY_S + 1)
     store.put(keys.replica("new"), b"{}")
@@ -302,7 +263,7 @@ def test_heartbeats_of_replicas_that_are_long_gone(store: AgedStore) -> None:
 
 
 @pytest.mark.parametrize("version", [4, 10])
-def test_the_files_of_a_damaged_record_are_not_pruned(store: AgedStore, version: int) -> None:
+def test_the_files_of_a_damaged_record_are_not_pruned(store: FaultyStore, version: int) -> None:
     key, part = _key_of(store, version), _part_of(store, version)
     whole = store.read(key, 1 << 30)
     store.put(key, truncated(whole))
@@ -313,7 +274,7 @@ def test_the_files_of_a_damaged_record_are_not_pruned(store: AgedStore, version:
     assert _check(store).problems == []
 
 
-def test_the_files_of_a_damaged_compaction_are_not_pruned(store: AgedStore) -> None:
+def test_the_files_of_a_damaged_compaction_are_not_pruned(store: FaultyStore) -> None:
     key = _announcement(store, 5)
     store.put(key, b"")
     assert not _prune(store).objects
@@ -323,7 +284,7 @@ def test_the_files_of_a_damaged_compaction_are_not_pruned(store: AgedStore) -> N
 def test_nothing_that_is_named_goes_while_listings_are_behind(
     memory_url: str, monkeypatch: pytest.MonkeyPatch, behind: int
 ) -> None:
-    store = LaggingStore(open_store(memory_url), 0)
+    store = FaultyStore(open_store(memory_url))
     _fill(store)
     store.behind = behind
     monkeypatch.setattr("deltasync.maintenance.scan._LISTED_DELAY_S", 0.0)
@@ -355,7 +316,7 @@ LEFT = f"{keys.parts_folder(4, EPOCH, 1)}/x"
 def test_a_version_that_is_published_during_a_prune_is_untouched(
     memory_url: str, operation: str, key: str, opens: bool
 ) -> None:
-    store = AgedStore(open_store(memory_url))
+    store = FaultyStore(open_store(memory_url))
     channel, versions = _fill(store)
     store.put(LEFT, b"left")
     weights = channel.store_anchor(STATES[9], 10)  # half an anchor of 10, and half of 11, are there
@@ -377,7 +338,7 @@ def test_a_version_that_is_published_during_a_prune_is_untouched(
 
 
 @pytest.mark.parametrize(("operation", "key"), STEPS_OF_PRUNE)
-def test_a_compaction_that_is_written_during_a_prune_is_untouched(store: AgedStore, operation: str, key: str) -> None:
+def test_a_compaction_that_is_written_during_a_prune_is_untouched(store: FaultyStore, operation: str, key: str) -> None:
     store.put(LEFT, b"left")
     gate = store.hold_at(operation, key)
     with ThreadPoolExecutor(1) as pool:
@@ -547,7 +508,7 @@ def test_what_is_not_damaged_is_still_proven(copied: Store, damage: str) -> None
     assert len(report.proven) >= 5
 
 
-def test_check_without_data_reads_records_only_and_is_told_of_garbage(store: AgedStore) -> None:
+def test_check_without_data_reads_records_only_and_is_told_of_garbage(store: FaultyStore) -> None:
     store.inner.put(LEFT, b"left")
     report = maintenance.check(_reader(store))
     assert (report.garbage_objects, report.garbage_bytes, report.exit_code, report.proven) == (1, 4, 0, None)
@@ -557,14 +518,14 @@ def test_check_without_data_reads_records_only_and_is_told_of_garbage(store: Age
     assert len(store.calls) == 1 + 3 + 2 + 1 + 11 + 2 + 4
 
 
-def test_files_of_the_next_version_are_being_published(store: AgedStore) -> None:
+def test_files_of_the_next_version_are_being_published(store: FaultyStore) -> None:
     epoch = _reader(store).numbered(10).record.epoch
     store.put(f"{keys.parts_folder(11, epoch)}/x", b"part")
     report = _check(store)
     assert (report.publishing, report.garbage_objects, report.exit_code) == (1, 0, 0)
 
 
-def test_versions_whose_base_was_forgotten_are_no_problem(store: AgedStore) -> None:
+def test_versions_whose_base_was_forgotten_are_no_problem(store: FaultyStore) -> None:
     _forget(store, last=1, anchors=2)
     _prune(store)
     report = _check(store)
@@ -587,7 +548,7 @@ def test_versions_that_a_suspended_writer_left_are_proven_too(memory_url: str) -
 
 @pytest.mark.parametrize("codec_name", ["packed", "context", "raw"])
 @pytest.mark.parametrize(("base", "version"), [(1, 2), (2, 8), (1, 10), (5, 9)])
-def test_a_compaction_gives_the_bits(store: AgedStore, codec_name: str, base: int, version: int) -> None:
+def test_a_compaction_gives_the_bits(store: FaultyStore, codec_name: str, base: int, version: int) -> None:
     stored = maintenance.write_compaction(_reader(store), base, version, codec_name=codec_name)
     delta, span = stored.record.delta, keys.compaction_of(stored.key)
     assert delta is not None and span is not None
@@ -629,7 +590,7 @@ def test_a_compaction_of_dense_changes_and_one_of_none(memory_url: str) -> None:
     assert _check(open_store(memory_url)).problems == []
 
 
-def test_a_compaction_that_is_there_is_not_written_again(store: AgedStore) -> None:
+def test_a_compaction_that_is_there_is_not_written_again(store: FaultyStore) -> None:
     first = maintenance.write_compaction(_reader(store), 2, 6)
     store.calls.clear()
     assert maintenance.write_compaction(_reader(store), 2, 6, codec_name="raw").sha256 == first.sha256
@@ -638,7 +599,9 @@ def test_a_compaction_that_is_there_is_not_written_again(store: AgedStore) -> No
     assert maintenance.write_compaction(_reader(store), 2, 6).key != first.key
 
 
-def test_a_compaction_that_would_not_give_the_bits_is_not_stored(store: AgedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compaction_that_would_not_give_the_bits_is_not_stored(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind = type(codec.get("packed"))
     encode = kind.encode
 
@@ -663,7 +626,7 @@ def test_a_compaction_that_would_not_give_the_bits_is_not_stored(store: AgedStor
         (1, 9, MissingVersionError),
     ],
 )
-def test_a_compaction_that_cannot_be(store: AgedStore, base: int, version: int, error: type[DeltaSyncError]) -> None:
+def test_a_compaction_that_cannot_be(store: FaultyStore, base: int, version: int, error: type[DeltaSyncError]) -> None:
     _forget(store, last=5)
     with pytest.raises(error, match=r"compaction"):
         maintenance.write_compaction(_reader(store), base, version)
@@ -714,7 +677,7 @@ def test_an_export_is_a_checkpoint_that_transformers_loads(
 
 @pytest.mark.parametrize("damaged", [5, 9])
 def test_an_export_takes_config_and_tokenizer_from_another_anchor_if_need_be(
-    store: AgedStore, tmp_path: Path, damaged: int
+    store: FaultyStore, tmp_path: Path, damaged: int
 ) -> None:
     epoch = _reader(store).numbered(damaged).record.epoch
     store.put(f"{keys.anchor_folder(damaged, epoch)}/config.json", b"[]")
@@ -753,7 +716,7 @@ def test_more_than_files_beside_weights_have_is_refused_unread(
     assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
 
 
-def test_an_export_never_writes_over_anything(store: AgedStore, tmp_path: Path) -> None:
+def test_an_export_never_writes_over_anything(store: FaultyStore, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     maintenance.export(_reader(store), 3, tmp_path / "empty")
     (tmp_path / "file").write_text("years of work")
@@ -765,7 +728,7 @@ def test_an_export_never_writes_over_anything(store: AgedStore, tmp_path: Path) 
     assert (tmp_path / "full" / "thesis.txt").read_text() == (tmp_path / "file").read_text() == "years of work"
 
 
-def test_an_export_that_fails_leaves_nothing(store: AgedStore, tmp_path: Path) -> None:
+def test_an_export_that_fails_leaves_nothing(store: FaultyStore, tmp_path: Path) -> None:
     store.delete(_key_of(store, 7))
     with pytest.raises(MissingVersionError):
         maintenance.export(_reader(store), 8, tmp_path / "out")
@@ -790,7 +753,7 @@ def test_a_copy_is_the_channel(sound: Path, channel_url: str) -> None:
     assert _check(target).problems == []
 
 
-def test_a_copy_leaves_garbage_and_heartbeats_behind(store: AgedStore, tmp_path: Path) -> None:
+def test_a_copy_leaves_garbage_and_heartbeats_behind(store: FaultyStore, tmp_path: Path) -> None:
     for key in (LEFT, keys.replica("a"), keys.probe(EPOCH), f"{keys.parts_folder(11, EPOCH)}/x", "notes.txt"):
         store.put(key, b"{}")
     target = open_store(f"file://{tmp_path}/copy")
@@ -870,7 +833,7 @@ def test_a_copy_of_a_channel_that_grows_meanwhile(memory_url: str) -> None:
     _assert_readable(target, 10, 11)
 
 
-def test_a_copy_while_versions_are_forgotten(store: AgedStore, memory_url: str) -> None:
+def test_a_copy_while_versions_are_forgotten(store: FaultyStore, memory_url: str) -> None:
     target = open_store(f"{memory_url}-copy")
     gate = store.hold_at("read", _part_of(store, 4))
     with ThreadPoolExecutor(1) as pool:
@@ -918,7 +881,7 @@ def _edit_channel(store: Store, **changes: object) -> None:
     store.put(keys.CHANNEL, documents.encode(dataclasses.replace(channel, **changes)))  # type: ignore[arg-type]
 
 
-def test_other_bytes_in_the_target_are_left_and_told(store: AgedStore, memory_url: str) -> None:
+def test_other_bytes_in_the_target_are_left_and_told(store: FaultyStore, memory_url: str) -> None:
     for number, key in enumerate((_part_of(store, 4), _key_of(store, 3), _anchor_of(5))):
         target = open_store(f"{memory_url}-copy-{number}")
         target.put(key, b"other")
@@ -939,7 +902,7 @@ def test_other_bytes_in_the_target_are_left_and_told(store: AgedStore, memory_ur
     ],
     ids=["part altered", "record rewritten", "part missing", "record damaged"],
 )
-def test_damage_is_told_and_not_copied(store: AgedStore, memory_url: str, harm: Callable[[Store], None]) -> None:
+def test_damage_is_told_and_not_copied(store: FaultyStore, memory_url: str, harm: Callable[[Store], None]) -> None:
     harm(store)
     target = open_store(f"{memory_url}-copy")
     (problem,) = maintenance.copy(_reader(store), target).problems
@@ -948,7 +911,7 @@ def test_damage_is_told_and_not_copied(store: AgedStore, memory_url: str, harm: 
     assert {5, 6, 7, 8, 9, 10} <= set(_check(target).proven or [])
 
 
-def test_an_error_ends_a_copy_at_once(store: AgedStore, memory_url: str) -> None:
+def test_an_error_ends_a_copy_at_once(store: FaultyStore, memory_url: str) -> None:
     target = FaultyStore(open_store(f"{memory_url}-copy"))
     target.fail_at("put", "parts/0000000002", times=FOREVER, error=StoreError)
     slow = target.hold_at("put", "parts/0000000006")
@@ -1127,7 +1090,7 @@ def test_bad_input_gets_one_sentence_and_an_exit_code(url: str, arguments: list[
     assert said in done.stderr
 
 
-def test_a_foreign_writer_may_put_files_elsewhere(store: AgedStore) -> None:
+def test_a_foreign_writer_may_put_files_elsewhere(store: FaultyStore) -> None:
     """Readers take keys from records, so that is what is checked; and `prune` leaves what it does not know."""
     store.put("elsewhere/payload", store.read(_part_of(store, 10), 1 << 30))
     store.put("parts/elsewhere/payload", b"not ours")
@@ -1164,7 +1127,7 @@ def test_versions_are_shown_as_ranges(numbers: list[int], shown: str) -> None:
     assert ranges(reversed(numbers)) == shown
 
 
-def test_progress_is_told(store: AgedStore) -> None:
+def test_progress_is_told(store: FaultyStore) -> None:
     told: list[tuple[str, int, int]] = []
 
     def tell(what: str, done: int, total: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,14 +26,6 @@ STATES = states_of(8)
 _Result = TypeVar("_Result")
 
 
-class FarStore(FaultyStore):
-    """Answers late."""
-
-    def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
-        time.sleep(0.03)
-        return super().ask(verb, key, action)
-
-
 class Region:
     """A channel that is far, a copy that is near, and a replica that knows both."""
 
@@ -43,7 +34,8 @@ class Region:
         self.made, _ = filled(self.source, STATES[:2])
         self.relay = Relay(ChannelReader(self.source), [self.copy])
         self.relay.step()
-        self.far, self.near = FarStore(self.source), FaultyStore(self.copy)
+        self.far, self.near = FaultyStore(self.source), FaultyStore(self.copy)
+        self.far.slow_s = dict.fromkeys(("read", "list", "put", "create", "delete"), 0.03)
         self.store = FailoverStore([self.far, self.near])
         self.replica = Replica(self.store)
 
