@@ -24,7 +24,7 @@ def install(server: Any) -> None:
     async def states() -> list[dict[str, Any]]:
         manager = server._global_state.tokenizer_manager
         found = [state[MARK] for state in await manager.get_internal_state()]
-        version = found[0]["status"]["version"]
+        version = found[0]["version"]
         if version is not None:
             manager._update_weight_version_if_provided(str(version))  # shown by SGLang's own routes
         return found

@@ -17,20 +17,22 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
 from fastapi.responses import JSONResponse
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 from deltasync.following.questions import STATUS_CODES
 from deltasync.following.requests import PinTo, Sync, WeightUpdate, body_of, stranger, token_matches
+from deltasync.following.status import HISTORY
 
 _Body = TypeVar("_Body")
 
 _TICK_S = 0.5
 _ASK_S = 0.01
+_STATUS_S = 10.0
 
 
 class RemoteRoutes:
@@ -69,9 +71,11 @@ class RemoteRoutes:
         self.not_ready = next((state["not_ready"] for state in states if state["not_ready"]), None)
         return states
 
-    async def _status(self) -> Any:
+    async def _status(self, commits: Annotated[int, Query(ge=0)] = HISTORY) -> Any:
         """Return the status; of several groups, that of the one furthest behind, and all of them in `groups`."""
-        found = [state["status"] for state in await self._states()]
+        found = await self._answers(_STATUS_S, commits=commits)
+        if not found or not all(found) or any("replica_id" not in each for each in found):
+            return _reply({})
         last = min(found, key=lambda status: status["version"] or 0)
         return last if len(found) == 1 else last | {"groups": found}
 
@@ -95,6 +99,11 @@ class RemoteRoutes:
         return await self._ask(wanted.timeout_s, pin=wanted.pin)
 
     async def _ask(self, timeout_s: float, **question: Any) -> Any:
+        answers = await self._answers(timeout_s, **question)
+        return _reply(next((each for each in answers if not each or "error" in each), answers[0] if answers else None) or {})
+
+    async def _answers(self, timeout_s: float, **question: Any) -> list[dict[str, Any]]:
+        """Return what each loop answers, empty where it has not answered in time."""
         number, answers = uuid.uuid4().hex, list[Any]()
         await self._put({**question, "id": number, "timeout_s": timeout_s})
         with contextlib.suppress(TimeoutError):
@@ -102,11 +111,7 @@ class RemoteRoutes:
                 while not answers or not all(answers):
                     await asyncio.sleep(_ASK_S)
                     answers = [state["answers"].get(number) for state in await self._states()]
-        answer = next((each for each in answers if not each or "error" in each), answers[0] if answers else None)
-        kind = (answer or {}).get("error", "").partition(":")[0]
-        if answer and not kind:
-            return answer
-        return JSONResponse(answer or {"error": "The schedulers do not answer."}, STATUS_CODES.get(kind, 504))
+        return answers
 
     async def _authorize(self, request: Request) -> None:
         """Refuse requests without the token, and those of other sites' pages."""
@@ -129,6 +134,13 @@ class RemoteRoutes:
         task = asyncio.create_task(tick(), name="deltasync-tick")
         yield
         task.cancel()
+
+
+def _reply(answer: dict[str, Any]) -> Any:
+    if answer and "error" not in answer:
+        return answer
+    code = STATUS_CODES.get(answer.get("error", "").partition(":")[0], 504)
+    return JSONResponse(answer or {"error": "The schedulers do not answer."}, code)
 
 
 async def _body(request: Request, kind: type[_Body]) -> _Body:
