@@ -18,7 +18,7 @@ PYTHON = Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python"
 
 ON_A_CPU = (
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
-    *("--mem-fraction-static", "0.1", "--max-total-tokens", "8192", "--sleep-on-idle"),
+    *("--mem-fraction-static", "0.5", "--max-total-tokens", "8192", "--sleep-on-idle"),
 )
 """What the literal command needs here beside the model: torch's own kernels instead of `sgl_kernel`, and little memory."""
 

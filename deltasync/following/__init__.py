@@ -43,5 +43,6 @@ __all__ = [
     "replies",
     "requests",
     "routes",
+    "shard",
     "shards",
 ]

@@ -77,7 +77,7 @@ ENGINES = (
     Engine(
         "SGLang",
         "python -m sglang.launch_server --model-path {model} --port {port} --served-model-name {name} --attention-backend"
-        " torch_native --sampling-backend pytorch --disable-cuda-graph --mem-fraction-static 0.1 --max-total-tokens 8192"
+        " torch_native --sampling-backend pytorch --disable-cuda-graph --mem-fraction-static 0.5 --max-total-tokens 8192"
         " --sleep-on-idle",
         ".venv-sglang",
         {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_SET_CPU_AFFINITY": "0"},

@@ -26,12 +26,12 @@ from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, 
 from deltasync.following import Commit, Follow, Pin
 from deltasync.following.metrics import Metrics
 from deltasync.following.requests import token_matches
+from deltasync.following.shards import Failure
 from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
 from vllm_plugin import compat, endpoints
 from vllm_plugin.extension import DeltaSyncWorkerExtension
-from vllm_plugin.messages import Failure
 
 engine, registry, trainer = driving.engine, driving.registry, driving.trainer  # fixtures
 
@@ -204,13 +204,13 @@ def test_to_catch_up_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str
         async with following(engine, memory_url, registry) as driver:
             await driver.reach(2)
             assert trainer.publish() == await driver.reach(3)
-            engine.worker._deltasync_replica.fall_asleep()
+            engine.worker._deltasync_shard.fall_asleep()
             trainer.publish()
             await driver.refresh()
             assert driver.status().state == "sleeping"
             time.sleep(0.01)
             await driver.refresh()
-            engine.worker._deltasync_replica.wake_up()
+            engine.worker._deltasync_shard.shard.wake_up()
             await driver.reach(4)
             return driver.status().commits
 
@@ -250,11 +250,11 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
             pass
         assert await looks() == [("settled",)]
         async with driver.pauses.by_another():
-            engine.worker._deltasync_replica.fall_asleep()
+            engine.worker._deltasync_shard.fall_asleep()
         assert await looks() == [("settled",)] * 3
         assert driver.status().state == "sleeping"
-        engine.worker._deltasync_replica.wake_up()
-        assert ("audit", []) in await looks()
+        engine.worker._deltasync_shard.shard.wake_up()
+        assert ("audit",) in await looks()
         assert await looks() == []
         trainer.publish()
         called = await looks()
@@ -728,7 +728,7 @@ def test_generation_stays_paused_after_a_commit_that_could_not_be_undone(
         while driver.version != 1:
             await driver.refresh()
         trainer.publish()
-        memory = engine.worker._deltasync_replica._memory
+        memory = engine.worker._deltasync_shard.shard.follower.memory
         with monkeypatch.context() as patch:
 
             def fail(staged: Any) -> Any:

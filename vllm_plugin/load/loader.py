@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from deltasync.errors import ModelMismatchError
 from deltasync.live import plan
-from deltasync.tensors import TensorSpec
 from vllm_plugin.load.layers import as_loaded, computed_parameters
 
-_LOADER = plan.Loader("vLLM", as_loaded, computed_parameters)
-
-
-def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> plan.LoadPlan:
-    """As `deltasync.live.plan.record`, of a model that vLLM has loaded."""
-    return plan.record(model, specs, _LOADER)
+LOADER = plan.Loader("vLLM", as_loaded, computed_parameters)
+"""How vLLM loads models."""
 
 
 def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
