@@ -39,10 +39,11 @@ $(VENV)/.ready: pyproject.toml Makefile
 demo: setup
 	$(BIN)/deltasync demo --out demo-out
 
-# One run that vLLM, SGLang, MLX and transformers follow at once, each by its own command, in under five minutes on two cores once the
-# environments are there (examples/demo_engines).
-demo-engines: setup .venv-sglang/.ready .venv-mlx/.ready
-	$(BIN)/python examples/demo_engines --out demo-engines-out
+# One run that vLLM, SGLang, MLX and transformers follow at once, each started with its own command, in under five minutes on two cores
+# once the environments are there (examples/demo_engines). Fewer engines: make demo-engines ENGINES='--without SGLang'
+ENGINES ?=
+demo-engines: setup $(if $(findstring SGLang,$(ENGINES)),,.venv-sglang/.ready) $(if $(findstring MLX,$(ENGINES)),,.venv-mlx/.ready)
+	$(BIN)/python examples/demo_engines --out demo-engines-out $(ENGINES)
 
 # The same with trainer, two vLLM servers, environment and bucket on hosts of their own, over HTTPS (docs/guides/hosts.md). As root
 # on Debian or Ubuntu this installs the S3 server, the router and the firewall. More options: make demo-hosts HOSTS='--shape --store s3'

@@ -128,7 +128,6 @@ def _resume(resume: Any, ours: _Ours, self: Any, request: Any) -> Any:
 
 
 def _refuse(update: Any, ours: _Ours, self: Any, request: Any) -> Any:
-    """Reply as the update does when it fails."""
     from sglang.srt.managers import io_struct
 
     said = f"This would change weights, which are those of {ours.channel}: this server follows it. Nothing was done."

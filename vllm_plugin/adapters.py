@@ -43,7 +43,8 @@ from deltasync.kernels import cpu
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger
-from vllm_plugin.target import OnLoop, Run, generated_tokens, running_requests
+from vllm_plugin.target import OnLoop, generated_tokens, running_requests
+from vllm_plugin.workers import Run
 
 KEPT = 2
 """How many of the newest versions can be requested by name."""

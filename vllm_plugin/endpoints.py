@@ -17,7 +17,7 @@ import contextlib
 import importlib.resources
 import sys
 from argparse import Namespace
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -77,7 +77,7 @@ class DeltaSyncEndpoints(LocalRoutes):
         async def init_process_group() -> Response:
             return as_json({"status": "ok", "detail": "No process group is needed: weights come through the channel."})
 
-        own = [
+        own: list[tuple[str, str, Callable[..., Any]]] = [
             ("/deltasync/", "GET", show),
             ("/request_weight_update", "POST", self._update_asked),
             ("/init_process_group", "POST", init_process_group),

@@ -78,7 +78,7 @@ class Routes(ABC):
 
     def attach(self, app: FastAPI, also: Iterable[tuple[str, str, Callable[..., Any]]] = ()) -> None:
         """Add the routes to an application that has not started, and others with the same guard: path, method, function."""
-        routes = [
+        routes: list[tuple[str, str, Callable[..., Any]]] = [
             ("/deltasync/sync", "POST", self._sync_asked),
             ("/deltasync/pin", "POST", self._pin_asked),
             ("/receive_weight_update", "POST", self._update_asked),

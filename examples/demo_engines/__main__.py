@@ -111,7 +111,9 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
         train += ["--channel", f"file://{out}/channel", "--server-url", running[0].url, "--steps", str(versions - 1)]
         train += ["--samples", str(SAMPLES_PER_STEP)]
         train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
+        # Each step waits until all of them serve the one before, so that none takes two versions at once.
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CI": "1"}
+        environ["DELTASYNC_MAX_BEHIND"] = "0"
         cores = sorted(os.sched_getaffinity(0))
         trainer = stack.enter_context(
             Child(

@@ -50,7 +50,7 @@ class Engine:
             "PYTHONPATH": str(ROOT),  # as this checkout is, wherever the environments were built
             "DELTASYNC_CHANNEL": str(parts["channel"]),
             "DELTASYNC_DIGEST_ROUTE": "1",
-            "DELTASYNC_POLL_INTERVAL_S": "0.25",
+            "DELTASYNC_POLL_INTERVAL_S": "0.1",
             "DELTASYNC_REPLICA_ID": self.name.replace(" ", "-"),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
