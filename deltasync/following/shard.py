@@ -174,6 +174,7 @@ class Shard:
         self._committed: StagedVersion | None = None
         self._coming = torch.empty(0)  # a tensor that is handed over whole
         self._is_stale = False  # whether `Engine.refresh` has failed
+        self._is_known = True  # whether the weights are as they were loaded, before there is a follower
 
     @property
     def follower(self) -> Follower:
@@ -319,7 +320,7 @@ class Shard:
 
     def settled(self) -> bool:
         """Whether it is known which version the live bits are."""
-        return self._follower is None or self._follower.settled  # nothing was written before there is one
+        return self._is_known if self._follower is None else self._follower.settled
 
     def settle(self, total: int) -> VersionId | None:
         """Compare the model's fingerprint, as audited over all shards (-1 if copies differ), with the live version's.
@@ -438,5 +439,7 @@ class Shard:
         self._unsettle()
 
     def _unsettle(self) -> None:
-        if self._follower is not None:
+        if self._follower is None:
+            self._is_known = False
+        else:
             self._follower.settled = False
