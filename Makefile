@@ -159,8 +159,8 @@ test-sglang: setup .venv-sglang/.ready
 # Real mlx and mlx-lm in an environment of their own; on Linux MLX computes on the CPU.
 MLX := 'mlx-lm==0.32.2' 'mlx[cpu]==0.32.4; sys_platform == "linux"' 'mlx==0.32.4'
 test-mlx: .venv-mlx/.ready
-	$(<D)/bin/pytest -p no:cacheprovider tests/integration/test_mlx.py
-	$(<D)/bin/pytest -p no:cacheprovider tests/contract/test_targets.py -k Mlx
+	NUMBA_CACHE_DIR=$(abspath $(<D))/kernels $(<D)/bin/pytest -p no:cacheprovider tests/integration/test_mlx.py
+	NUMBA_CACHE_DIR=$(abspath $(<D))/kernels $(<D)/bin/pytest -p no:cacheprovider tests/contract/test_targets.py -k Mlx
 
 .venv-mlx/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv --clear $(@D)

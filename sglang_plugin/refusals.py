@@ -1,4 +1,4 @@
-"""What is refused at start, in one sentence: versions of SGLang that were not run, and options that cannot be followed."""
+"""Refusals at start, in one sentence: versions of SGLang that were not run, options and models that cannot be followed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A scheduler of SGLang's as one rank of a replica: its model, its group, and what becomes of a new version.
 
-The follow loop runs in a thread of the first rank. What it runs between two steps takes the way of SGLang's own requests, so
-that all ranks run it in the same iteration.
+The follow loop runs in a thread of the first rank. Calls between two steps are queued with SGLang's own requests, so that
+all ranks run them in the same iteration.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from deltasync.following import Follow
 from deltasync.following.engine import limit_threads, open_reader
 from deltasync.following.questions import Questions
 from deltasync.following.shard import Done, Engine
-from deltasync.following.shards import RankedShards, ShardsTarget, TorchRanks, serve_in_thread
+from deltasync.following.shards import RankedShards, ShardsTarget, TorchRanks, serve_background
 from deltasync.live import plan
 from sglang_plugin import logger, refusals
 
 MARK = "deltasync"
-"""What a request of ours begins with, and the key of our part of SGLang's internal state."""
+"""The first item of our requests, and the key of our part of SGLang's internal state."""
 
 
 class DeltaSyncScheduler(Engine):
-    """What follows in one scheduler's process.
+    """One scheduler's process as a rank that follows.
 
     Attributes:
         shards: The shards of all schedulers, of which it has one.
-        questions: What routes ask of the follow loop; in the first rank only.
-        salt: What keeps apart all that is cached under the version that is live.
+        questions: The routes' questions to the follow loop; in the first rank only.
+        salt: The key of everything that is cached under the live version.
         paused: Whether another client has paused generation.
     """
 
@@ -61,7 +61,7 @@ class DeltaSyncScheduler(Engine):
         self.shards = RankedShards(reader, self, ranks)
         self._wake, self._woken = _waker(scheduler.idle_sleeper)
         if ranks.number:
-            serve_in_thread(self.shards)
+            serve_background(self.shards)
             return
         settings = settings.at_port(get_serving().port, None)
         from deltasync.following.metrics import Metrics  # in this process alone: SGLang sets up prometheus_client first
@@ -79,7 +79,7 @@ class DeltaSyncScheduler(Engine):
         loader = get_model_loader(self._runner.load_config, self._runner.model_config)
         if not isinstance(loader, DefaultModelLoader):
             raise ModelMismatchError(
-                f"SGLang loaded its weights by {type(loader).__name__}, so it cannot be proven where they lie: serve a "
+                f"SGLang loaded its weights by {type(loader).__name__}, so it cannot be proven where they are: serve a "
                 "checkpoint, without --load-format."
             )
         yield from loader._get_all_weights(self._runner.model_config, self.model)

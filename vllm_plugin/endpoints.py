@@ -185,7 +185,7 @@ class DeltaSyncEndpoints(LocalRoutes):
         return self._follow
 
     def _engine(self) -> EngineTarget | None:
-        """What the loop moves, unless that is an adapter."""
+        """The target of the loop, unless that is an adapter."""
         target = None if self._follow is None else self._follow.target
         return target if isinstance(target, EngineTarget) else None
 

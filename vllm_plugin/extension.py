@@ -100,7 +100,7 @@ def warm_up_first(worker: Any) -> None:
 
 
 def _note_loaded(worker: Any) -> None:
-    """Make a vLLM worker note what loading made beside parameters, before it warms the model up."""
+    """Make a vLLM worker note what loading made in addition to parameters, before it warms the model up."""
     if (load_model := getattr(worker, "load_model", None)) is not None:
 
         def noted_load_model(*args: Any, **kwargs: Any) -> None:
@@ -136,7 +136,7 @@ _LOADS = ("load_model", "reload_weights", "reset_weights", "start_weight_update"
 
 
 def _guard(worker: Any, channel: str) -> None:
-    """Make a worker refuse to load other weights than the channel's, and look at where its weights lie before each step."""
+    """Make a worker refuse to load other weights than the channel's, and check where its weights are before each step."""
     runner = worker.model_runner
     for owner, names in ((worker, _LOADS), (runner, _LOADS), (runner.get_model(), ("load_weights",))):
         for name in names:

@@ -27,11 +27,11 @@ from vllm_plugin.load import fallback, loader
 from vllm_plugin.load.layers import LATER
 from vllm_plugin.messages import Working
 
-SHORTCUTS = frozenset({"verify", "audit", "stage"})
-"""Methods of `Shard` that take long, and run beside the engine."""
+BACKGROUND = frozenset({"verify", "audit", "stage"})
+"""Long methods of `Shard`, which run in the background."""
 
-CALLS = SHORTCUTS | {"poll", "prove", "settled", "settle", "identified", "complete", "commit", "confirm", "undo", "read"}
-"""What may be called: methods of `Shard`, and `poll`."""
+CALLS = BACKGROUND | {"poll", "prove", "settled", "settle", "identified", "complete", "commit", "confirm", "undo", "read"}
+"""Methods of `Shard` that may be called, and `poll`."""
 
 _followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # models, and their channels
 
@@ -109,7 +109,7 @@ class WorkerShard:
             raise ConfigError(f"deltasync_call takes {', '.join(sorted(CALLS))}, not {method!r}.")
         if self.shard.asleep and method not in ("undo", "settle", "identified"):
             raise SleepingError("vLLM sleeps. Its weights are left alone until it wakes up.")
-        if method in SHORTCUTS:
+        if method in BACKGROUND:
             self._begun_s = time.monotonic()
             self._work = self._thread.submit(getattr(self.shard, method), *args)
         elif method != "poll":

@@ -148,7 +148,7 @@ def gated_calls(module: Any, gate: Gate, names: Sequence[str]) -> contextlib.Abs
 class GatedTarget(MemoryTarget):
     """The weights of a model whose forward calls pass a gate.
 
-    A subclass says what tensors the model has now and where they lie, and puts its forward calls inside of the gate.
+    A subclass says which tensors the model has now and where they are, and puts its forward calls inside of the gate.
     """
 
     def __init__(self, module: Any, reader: ChannelReader, names: Names, gate: Gate) -> None:
@@ -166,7 +166,7 @@ class GatedTarget(MemoryTarget):
 
     @abstractmethod
     def _found(self) -> Mapping[str, Any]:
-        """Where the model's tensors lie now."""
+        """Where the model's tensors are now."""
 
     def _finish_calls(self) -> None:
         """Wait until nothing reads the weights any more; every forward call that has begun has ended."""
@@ -192,7 +192,7 @@ class GatedTarget(MemoryTarget):
         return self._found() != self._storages or not self._gate.check()
 
     def settle(self) -> None:
-        """As `Target.settle`; storages that were replaced are mapped anew."""
+        """As `Target.settle`; storages that were replaced are mapped again."""
         try:
             if self._identify is not None and self._is_moved:
                 served, self._opened.settled = self._served, False
@@ -214,7 +214,7 @@ class GatedTarget(MemoryTarget):
             with self._gate.alone():
                 self._finish_calls()
                 if self._is_moved:
-                    raise StageError("The model's parameters were replaced meanwhile; they are mapped anew.")
+                    raise StageError("The model's parameters were replaced meanwhile; they are mapped again.")
                 self._served = True
                 commit = self._exchange(staged)
                 for name, other in self._ties.items():

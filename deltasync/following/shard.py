@@ -2,7 +2,7 @@
 
 A `Shard` asks no other process. `deltasync.following.shards` puts the shards of all processes together. Some methods read or
 write what the engine computes with, so they are called between two steps of the engine, in its thread; the others may run
-beside it in another thread.
+in another thread while the engine computes.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Shard:
         self.asleep = False
         self._number = number
         self._device = next((each.device for each in engine.model.parameters()), torch.device("cpu"))
-        self._in_use = threading.Lock()  # held while a thread beside the engine reads the weights, which sleep takes away
+        self._in_use = threading.Lock()  # held while another thread than the engine's reads the weights
         self._plan: plan.LoadPlan | None = None
         self._found: Found | None = None
         self._unproven: set[str] = set()
@@ -203,7 +203,7 @@ class Shard:
                 f"{self.engine.loader.engine} has released its weights. They are left alone until it wakes up."
             )
 
-    # Beside the engine
+    # In the background, while the engine computes
 
     def prepare(self) -> None:
         """Read the channel's tensors. Raises NotPublishedError if it has no version yet."""
@@ -345,7 +345,7 @@ class Shard:
         if record is None and self._unproven:
             raise ModelMismatchError(
                 f"{len(self._unproven)} tensors, such as {min(self._unproven)}, are not in the checkpoint that was loaded, "
-                "and the weights are no version that the channel knows, so it cannot be proven where they lie in memory: "
+                "and the weights are no version that the channel knows, so it cannot be proven where they are in memory: "
                 "serve the checkpoint that the channel starts from."
             )
         self.follower.identified(None if record is None else self.reader.handed(*record))

@@ -1,6 +1,6 @@
 """A target for engines whose processes each hold a shard of the weights.
 
-    stage (beside the engine) -> commit (between two of its steps, on all shards at once) -> announce
+    stage (while the engine computes) -> commit (between two of its steps, on all shards at once) -> announce
 
 `Shards` puts the shards together: it calls a method of each, adds up what they found, and raises the gravest error that one
 of them met. There are two ways to reach them. `RankedShards` is for processes that run the same program: each has one, they
@@ -340,7 +340,7 @@ class RankedShards(Shards):
 
     @property
     def follower(self) -> Follower:
-        """What stages and commits on this rank; there after `adopt`."""
+        """The follower of this rank; there after `adopt`."""
         return self.shard.follower
 
     def replies(self, kind: Any, method: str, *args: Any) -> list[Any]:
@@ -409,19 +409,19 @@ class ShardsTarget:
         """As `Target.progressed_s`."""
         return self._shards.shard.progressed_s
 
-    def _on_ranks(self, method: str, *arguments: Any) -> Any:
+    def _in_background(self, method: str, *arguments: Any) -> Any:
         if self._shards.ranks.size > 1:
             self._shards.ranks.broadcast((method, arguments))
         return getattr(self._shards, method)(*arguments)
 
     def open(self, identify: Identify) -> None:
         """As `Target.open`."""
-        self._on_ranks("prepare")
+        self._in_background("prepare")
         self._between_steps("record")
-        self._on_ranks("verify")
+        self._in_background("verify")
         self._between_steps("prove")
-        found = identify(self._on_ranks("adopt"))
-        self._on_ranks("identified", None if found is None else handed([found])[0])
+        found = identify(self._in_background("adopt"))
+        self._in_background("identified", None if found is None else handed([found])[0])
         self._settled()
 
     def _settled(self) -> None:
@@ -434,12 +434,12 @@ class ShardsTarget:
 
     def settle(self) -> None:
         """As `Target.settle`."""
-        self._on_ranks("settle")
+        self._in_background("settle")
         self._settled()
 
     def stage(self, chain: Sequence[StoredRecord]) -> Sequence[StoredRecord] | None:
         """As `Target.stage`."""
-        self._is_sure = bool(self._on_ranks("stage", handed(chain)))
+        self._is_sure = bool(self._in_background("stage", handed(chain)))
         return chain if self._is_sure else None
 
     def commit(self, staged: Sequence[StoredRecord]) -> Commit:
@@ -450,15 +450,15 @@ class ShardsTarget:
 
     def digest(self) -> dict[str, str]:
         """Return the sha256 of every tensor in live memory."""
-        found: dict[str, str] = self._on_ranks("digest")
+        found: dict[str, str] = self._in_background("digest")
         return found
 
     def close(self) -> None:
         """Do nothing."""
 
 
-def serve_in_thread(shards: RankedShards) -> None:
-    """Take part in what the first rank runs beside the engine, in a thread of this process."""
+def serve_background(shards: RankedShards) -> None:
+    """Run in a thread of this process what the first rank runs in the background."""
 
     def serve() -> None:
         while True:

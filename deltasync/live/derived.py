@@ -1,4 +1,4 @@
-"""Copies of weights, and other tensors made from them, that an engine keeps beside its parameters.
+"""Copies of weights, and other tensors made from them, that an engine keeps outside of its parameters.
 
 FlashInfer, for example, keeps a float32 copy of the attention sinks. A commit that writes the parameter does not change the
 copy, so the layer has to make it again, in place, because captured CUDA graphs hold its address.
@@ -36,7 +36,7 @@ class DerivedCopy:
 
 @dataclasses.dataclass(frozen=True)
 class _Built:
-    """A model before its weights were loaded: names of its modules, and the sums of what it held beside parameters."""
+    """A model before its weights were loaded: names of its modules, and the sums of its other tensors."""
 
     modules: frozenset[str]
     sums: dict[tuple[int, str], int]
@@ -52,7 +52,7 @@ def note_built(model: torch.nn.Module) -> None:
 
 
 def note_loaded(model: torch.nn.Module) -> None:
-    """Note what loading weights changed beside a model's parameters. Only the first call for a model does something."""
+    """Note which tensors other than parameters loading changed. Only the first call for a model does something."""
     if model in _built and model not in _made:
         before = _built[model].sums
         _made[model] = {key for key, value in _sums(model).items() if before.get(key) != value}
@@ -69,7 +69,7 @@ def is_made(model: torch.nn.Module, holder: Any, name: str) -> bool:
 
 
 def _sums(model: torch.nn.Module) -> dict[tuple[int, str], int]:
-    """Return the sums of the bits of tensors that holders have beside parameters, and that are not one repeated value."""
+    """Return the sums of the bits of tensors that are no parameters and not one repeated value."""
     return {
         (id(holder), name): int(int_view(tensor).sum())
         for holder in _holders(model)

@@ -36,7 +36,7 @@ CATCH_UP_S = 60.0
 PROOF_EVERY = 7  # versions between two digests of one engine's memory
 WARMUP_STEPS = 60  # half of `make demo`'s: enough for rewards that differ
 SAMPLES_PER_STEP = 16
-LOOK_S = 0.5  # between two looks at all engines
+CHECK_S = 0.5  # between two checks of all engines
 
 
 class Running:
@@ -127,7 +127,7 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
         say(f"starting AsyncGRPOTrainer (log: {out / 'trainer.log'})")
         said, up = 0, set[str]()
         while trainer.running():
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_S)
             for each in running:
                 if each.watch() and each.engine.name not in up:
                     up.add(each.engine.name)

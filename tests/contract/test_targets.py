@@ -154,7 +154,7 @@ class Shards(InMemory):
             return (0.0, 0, done) if method == "commit" else done
 
         target = ShardsTarget(shards[0], between_steps)
-        target._beside = on_all  # type: ignore[method-assign]
+        target._in_background = on_all  # type: ignore[method-assign]
         return target
 
     def live(self) -> dict[str, torch.Tensor]:

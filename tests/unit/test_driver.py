@@ -23,14 +23,14 @@ from deltasync import Publisher, open_store
 from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError, StoreError
-from deltasync.following import Commit, Follow, Pin
+from deltasync.following import Commit, Follow, Pin, routes
 from deltasync.following.metrics import Metrics
 from deltasync.following.requests import token_matches
 from deltasync.following.shards import Failure
 from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
-from vllm_plugin import compat, endpoints
+from vllm_plugin import compat
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 
 engine, registry, trainer = driving.engine, driving.registry, driving.trainer  # fixtures
@@ -412,7 +412,7 @@ def test_who_leaves_frees_a_place_at_once(
     async def body() -> None:
         async with following(engine, memory_url, CollectorRegistry()) as driver:
             await driver.reach(1)
-            waits = asyncio.create_task(endpoints._wait(driver, Request(), 3600.0, 99, None))  # type: ignore[arg-type]
+            waits = asyncio.create_task(routes._wait(driver, Request(), 3600.0, 99, None))  # type: ignore[arg-type]
             await asyncio.sleep(0.05)
             assert not waits.done() and driver.on_step
             left.set()
@@ -429,7 +429,7 @@ def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
         trainer.publish()
     with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
         assert client.post("/deltasync/sync").json()["version"] == 3
-        monkeypatch.setattr("vllm_plugin.endpoints._MOST_HELD", 0)
+        monkeypatch.setattr("deltasync.following.routes._MOST_HELD", 0)
         with monkeypatch.context() as patch:
             patch.setattr(asyncio.Semaphore, "locked", lambda _: True)
             assert client.post("/deltasync/pin", json={"pin": "1"}).status_code == 429
@@ -450,7 +450,7 @@ def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
 
 def test_only_so_many_requests_wait_at_once(engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for most, statuses in ((0, [429, 429]), (1, [504, 504])):
-        monkeypatch.setattr("vllm_plugin.endpoints._MOST_HELD", most)
+        monkeypatch.setattr("deltasync.following.routes._MOST_HELD", most)
         with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
             replies = [client.post("/deltasync/sync", json={"timeout_s": 0.05}) for _ in statuses]
             assert [reply.status_code for reply in replies] == statuses

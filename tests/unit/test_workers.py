@@ -29,7 +29,7 @@ from tests.driving import Engine, Trainer
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.messages import answer
 from vllm_plugin.offline import OfflineReplica
-from vllm_plugin.worker import CALLS, SHORTCUTS
+from vllm_plugin.worker import BACKGROUND, CALLS
 from vllm_plugin.workers import Workers
 
 engine, trainer = driving.engine, driving.trainer  # fixtures
@@ -144,7 +144,7 @@ def test_only_what_is_listed_can_be_called(engine: Engine, trainer: Trainer, mem
         told = msgspec.convert(worker.deltasync_call(method)["error"], Failure).error()
         assert isinstance(told, ConfigError) and repr(method) in str(told)
     assert all(callable(getattr(Shard, method)) for method in CALLS - {"poll"})
-    assert SHORTCUTS < CALLS
+    assert BACKGROUND < CALLS
 
 
 def test_work_that_nobody_waited_for_is_not_taken_for_the_next(engine: Engine, trainer: Trainer, memory_url: str) -> None:

@@ -26,7 +26,7 @@ def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
     loader = get_model_loader(runner.load_config)
     if not hasattr(loader, "get_all_weights"):
         raise ModelMismatchError(
-            f"vLLM loaded its weights by {type(loader).__name__}, so it cannot be proven where they lie. "
+            f"vLLM loaded its weights by {type(loader).__name__}, so it cannot be proven where they are. "
             "Serve a checkpoint, without --load-format."
         )
     yield from loader.get_all_weights(runner.model_config, runner.get_model())
