@@ -374,7 +374,7 @@ class RankedShards(Shards):
         try:
             done = super().commit()
         except BaseException as error:
-            self.held = not is_safe(error)
+            self.held = self.held or not is_safe(error)
             raise
         self.settled()
         return done
