@@ -23,8 +23,9 @@ OPTIONS: dict[str, dict[str, object]] = {
         **{"elastic_ep_backend": None, "enable_lora": False, "quantization": None},
     },
     "was not run with deltasync": {
-        **{"speculative_algorithm": None, "pp_size": 1, "enable_dp_attention": False, "nnodes": 1, "use_ray": False},
-        **{"tokenizer_worker_num": 1, "smg_grpc_mode": False, "dp_size": 1, "ep_size": 1},
+        **{"speculative_algorithm": None, "pp_size": 1, "dp_size": 1, "attn_dp_size": 1, "moe_dp_size": 1, "dwdp_size": 1},
+        **{"attn_cp_size": 1, "dcp_size": 1, "ep_size": 1, "nnodes": 1, "use_ray": False},
+        **{"tokenizer_worker_num": 1, "smg_grpc_mode": False},
     },
 }
 """What options do, and the only value of each with which a server follows."""
