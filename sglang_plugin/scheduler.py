@@ -84,8 +84,6 @@ class DeltaSyncScheduler(Engine):
             )
         yield from loader._get_all_weights(self._runner.model_config, self.model)
 
-    # Between two steps
-
     def _between_steps(self, method: str, *arguments: Any) -> Any:
         answer: Future[Any] = Future()
         self._answers.append(answer)
