@@ -421,7 +421,7 @@ with mock.patch("sglang.srt.arg_groups.overrides.resolving_view", lambda options
 """
     environ = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
     command = [sglang_server.PYTHON, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     from sglang_plugin.refusals import OPTIONS
 
