@@ -39,10 +39,11 @@ $(VENV)/.ready: pyproject.toml Makefile
 demo: setup
 	$(BIN)/python examples/demo --out demo-out
 
-# One run that vLLM, SGLang, MLX and transformers follow at once, each by its own command, in under five minutes on two cores once the
-# environments are there (examples/demo_engines).
-demo-engines: setup .venv-sglang/.ready .venv-mlx/.ready
-	$(BIN)/python examples/demo_engines --out demo-engines-out
+# One run that vLLM, SGLang, MLX and transformers follow at once, each started with its own command, in under five minutes on two cores
+# once the environments are there (examples/demo_engines). Fewer engines: make demo-engines ENGINES='--without SGLang'
+ENGINES ?=
+demo-engines: setup $(if $(findstring SGLang,$(ENGINES)),,.venv-sglang/.ready) $(if $(findstring MLX,$(ENGINES)),,.venv-mlx/.ready)
+	$(BIN)/python examples/demo_engines --out demo-engines-out $(ENGINES)
 
 # The same with trainer, two vLLM servers, environment and bucket on hosts of their own, over HTTPS (docs/guides/hosts.md). As root
 # on Debian or Ubuntu this installs the S3 server, the router and the firewall. More options: make demo-hosts HOSTS='--shape --store s3'
@@ -158,8 +159,8 @@ test-sglang: setup .venv-sglang/.ready
 # Real mlx and mlx-lm in an environment of their own; on Linux MLX computes on the CPU.
 MLX := 'mlx-lm==0.32.2' 'mlx[cpu]==0.32.4; sys_platform == "linux"' 'mlx==0.32.4'
 test-mlx: .venv-mlx/.ready
-	$(<D)/bin/pytest -p no:cacheprovider tests/integration/test_mlx.py
-	$(<D)/bin/pytest -p no:cacheprovider tests/contract/test_targets.py -k Mlx
+	NUMBA_CACHE_DIR=$(abspath $(<D))/kernels $(<D)/bin/pytest -p no:cacheprovider tests/integration/test_mlx.py
+	NUMBA_CACHE_DIR=$(abspath $(<D))/kernels $(<D)/bin/pytest -p no:cacheprovider tests/contract/test_targets.py -k Mlx
 
 .venv-mlx/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv --clear $(@D)

@@ -3,38 +3,37 @@
     python examples/serve_transformers.py MODEL --channel s3://bucket/run [options of transformers serve]
 
 Newer weights come between two forward calls, of `generate` and of `--continuous-batching` alike. It adds the routes
-`GET /deltasync/status` and, with DELTASYNC_DIGEST_ROUTE=1, `/deltasync/digest`, the sha256 of each live tensor. Replies that
-are not streamed name the versions that were live meanwhile: `x-deltasync-versions: first..last`.
+`GET /deltasync/status`, `/deltasync/ready` and, with DELTASYNC_DIGEST_ROUTE=1, `/deltasync/digest`, the sha256 of each live
+tensor. Replies that are not streamed name the versions that were live meanwhile: `x-deltasync-versions: first..last`.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import hashlib
-import os
 import sys
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from transformers import ContinuousBatchingConfig
 from transformers.cli import transformers as cli
 from transformers.cli.serving import model_manager, server
 
 import deltasync
+from deltasync.config import ReplicaSettings
+from deltasync.following import replies
 from deltasync.tensors.bits import bits_of
 
 
 class Manager(model_manager.ModelManager):
     """Loads the model that follows, and no other."""
 
-    channel: str
+    settings: ReplicaSettings
     following: deltasync.Following
 
     def _load_model(self, *arguments: Any, **options: Any) -> Any:
         model = super()._load_model(*arguments, **options)
-        type(self).following = deltasync.follow(model.eval(), self.channel)
+        type(self).following = deltasync.follow(model.eval(), self.settings.channel or "")
         self.model = model
         return model
 
@@ -54,25 +53,21 @@ def build_server(manager: Manager, *arguments: Any, generation_state: Any, **opt
         route for route in app.router.routes if getattr(route, "path", "") not in ("/reset", "/load_model")
     ]
 
-    @app.get("/deltasync/status")
-    def status() -> Response:
-        return Response(msgspec.json.encode(manager.following.status), media_type="application/json")
+    @app.get("/deltasync/{what}")
+    def answer(what: str, request: Request) -> Response:
+        def live() -> dict[str, Any]:
+            return {name: bits_of(tensor) for name, tensor in manager.model.state_dict().items()}
 
-    if os.environ.get("DELTASYNC_DIGEST_ROUTE") == "1":
-
-        @app.get("/deltasync/digest")
-        def digest() -> dict[str, Any]:
-            with manager.following.hold() as version:
-                tensors = manager.model.state_dict().items()
-                sha256 = {name: hashlib.sha256(bits_of(tensor).data).hexdigest() for name, tensor in tensors}
-            return {"version": version, "sha256": sha256}
+        path, token = f"/deltasync/{what}?{request.url.query}", request.headers.get("authorization")
+        code, body = replies.answer(manager.following, manager.settings, path, token, live) or (404, {"error": "Not found."})
+        return JSONResponse(body, code)
 
     @app.middleware("http")
     async def versions(request: Request, call_next: Any) -> Response:
         first = manager.following.version
         reply: Response = await call_next(request)
         if first is not None and not reply.headers.get("content-type", "").startswith("text/event-stream"):
-            reply.headers["x-deltasync-versions"] = f"{first}..{manager.following.version}"
+            reply.headers[replies.VERSIONS_HEADER] = f"{first}..{manager.following.version}"
         return reply
 
     return app
@@ -83,13 +78,9 @@ _build_server = server.build_server
 
 def main() -> None:
     """Serve."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="directory or name of the model")
-    parser.add_argument("--channel", required=True, help="URL of the channel")
-    args, others = parser.parse_known_args()
-    Manager.channel = args.channel
+    model, Manager.settings, others = replies.server_settings("python examples/serve_transformers.py")
     model_manager.ModelManager, server.build_server = Manager, build_server  # type: ignore[misc]
-    sys.argv[1:] = ["serve", args.model, *others]
+    sys.argv[1:] = ["serve", model, *others]
     cli.app()
 
 

@@ -8,6 +8,7 @@ same bits, in the place of the arrays, and then exchanges the values.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,17 +21,16 @@ from mlx.utils import tree_flatten, tree_unflatten
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import ConfigError, StageError
-from deltasync.following import Commit, Gate, GatedTarget, Names, StagedVersion, reclassed
+from deltasync.following import Commit, Gate, GatedTarget, Identify, Names, StagedVersion, gated_calls
 from deltasync.live import LiveMemory
 
-_VIEWS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _EXPERTS = ".switch_mlp."  # mlx_lm's name for the experts of a layer, which it stacks
 
 
 def bits(array: mx.array) -> np.ndarray:
     """Return an array's bit patterns, unsigned, in its shape; they share its memory. Raises StageError."""
     try:
-        return np.asarray(array.view(_VIEWS[array.itemsize]))
+        return np.asarray(array.view(getattr(mx, f"uint{8 * array.itemsize}")))
     except RuntimeError as error:  # a graph is computed in the thread that built it
         raise StageError(f"The model has an array that is not computed: call mx.eval(model.parameters()). {error}") from None
 
@@ -40,6 +40,11 @@ def arrays(model: nn.Module) -> dict[str, mx.array]:
     return dict(tree_flatten(model.parameters()))
 
 
+def all_bits(model: nn.Module) -> dict[str, np.ndarray]:
+    """Return the bits of a model's parameters by name."""
+    return {name: bits(each) for name, each in arrays(model).items()}
+
+
 class ModuleTarget(GatedTarget):
     """The arrays of a model."""
 
@@ -47,6 +52,8 @@ class ModuleTarget(GatedTarget):
         super().__init__(module, reader, self._unstacked, gate)
         self._given = names
         self._next: tuple[dict[str, mx.array], LiveMemory] | None = None  # the copies of the last `stage`
+        self._parts: list[tuple[nn.Module, str, Any]] = []  # what each of the model's modules holds
+        gate.check = lambda: all(held.get(name) is part for held, name, part in self._parts)
         if mx.default_device() == mx.gpu and mx.cuda.is_available():
             raise ConfigError("MLX on CUDA keeps arrays where they cannot be patched: follow with a torch.nn.Module there.")
         mx.eval(module.parameters())
@@ -60,7 +67,7 @@ class ModuleTarget(GatedTarget):
 
     def _state(self, held: Mapping[str, mx.array] | None = None) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for own, array in (arrays(self._module) if held is None else held).items():
+        for own, array in (held or arrays(self._module)).items():
             view, name = bits(array), str(array.dtype).removeprefix("mlx.core.").rstrip("_")
             state[own] = torch.from_numpy(view.view(f"i{view.itemsize}")).view(getattr(torch, name))
         if getattr(getattr(self._module, "args", None), "tie_word_embeddings", False):
@@ -73,6 +80,15 @@ class ModuleTarget(GatedTarget):
             with contextlib.suppress(StageError):
                 found[own] = bits(array).ctypes.data
         return found
+
+    def open(self, identify: Identify) -> None:
+        """Find the channel's tensors in the model, and which version they are, if any."""
+        self._parts = self._held()
+        super().open(identify)
+
+    def _held(self) -> list[tuple[nn.Module, str, Any]]:
+        held = [(module, *each) for module in self._module.modules() for each in module.items()]
+        return [each for each in held if isinstance(each[2], mx.array | nn.Module)]
 
     def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion:
         """As `Target.stage`. Takes memory for a second copy of the weights, until no graph has the first any more."""
@@ -95,19 +111,9 @@ class ModuleTarget(GatedTarget):
         assert self._next is not None
         (copies, memory), self._next = self._next, None
         self._module.update(tree_unflatten([*copies.items()]))
-        self._storages, self._opened.memory = self._found(), memory
+        self._storages, self._parts, self._opened.memory = self._found(), self._held(), memory
         return super()._exchange(staged)
 
 
-def gating(module: nn.Module, gate: Gate) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the calls of a model pass a gate."""
-    kind = type(module)
-    if hasattr(kind, "deltasync_gate"):
-        raise ConfigError("This model follows a channel already: close() that first.")
-
-    def call(self: nn.Module, *arguments: Any, **options: Any) -> Any:
-        with gate.inside():
-            return kind.__call__(self, *arguments, **options)
-
-    own = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "deltasync_gate": gate}
-    return reclassed(module, type(kind.__name__, (kind,), own))
+gating = functools.partial(gated_calls, names=("__call__", "embed_inputs"))
+"""Returns a context in which a model's calls, also those that encode images, pass a gate."""

@@ -5,11 +5,6 @@
 The server then follows the channel, reports under /deltasync/, and keeps its caches apart by version. SGLang calls
 `register` in each of its processes, because the package names it as an entry point of `sglang.srt.plugins`. Without
 DELTASYNC_CHANNEL nothing in SGLang is changed.
-
-    scheduler   a scheduler as one rank of a replica (`deltasync.following.shards`)
-    hooks       where SGLang's scheduler calls us: requests, caches, sleep, other updates of weights
-    routes      /deltasync/ in the HTTP server's process
-    refusals    versions and options that are refused at start
 """
 
 from __future__ import annotations

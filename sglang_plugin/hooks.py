@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from deltasync.live import derived
 from sglang_plugin import logger
 from sglang_plugin.scheduler import MARK
 from sglang_plugin.scheduler import DeltaSyncScheduler as _Ours
@@ -20,15 +21,22 @@ def install() -> None:
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
     from sglang.srt.mem_cache import common
+    from sglang.srt.model_loader.loader import DefaultModelLoader
 
     state = internal_state.SchedulerInternalStateController
-    initialize = Scheduler.__init__
+    initialize, load = Scheduler.__init__, DefaultModelLoader.load_weights_and_postprocess
 
     @functools.wraps(initialize)
     def initialized(self: Any, *args: Any, **kwargs: Any) -> None:
         global _ours
         initialize(self, *args, **kwargs)
         _ours = _Ours(self)
+
+    def noted(model: Any, *args: Any) -> Any:
+        derived.note_built(model)
+        done = load(model, *args)
+        derived.note_loaded(model)
+        return done
 
     def handlers(handlers: Any, ours: _Ours, self: Any) -> Any:
         def check(key: str, question: Any) -> None:
@@ -41,7 +49,7 @@ def install() -> None:
 
         return handlers(self) | {MARK: internal_state._UpdateHandler(check, ask)}
 
-    Scheduler.__init__ = initialized
+    Scheduler.__init__, DefaultModelLoader.load_weights_and_postprocess = initialized, staticmethod(noted)
     _around(SchedulerRequestReceiver, "_pull_raw_reqs", _pull)
     _around(Scheduler, "process_input_requests", _process)
     _around(Scheduler, "run_batch", _step)
@@ -84,7 +92,7 @@ def _process(process: Any, ours: _Ours, self: Any, requests: Any) -> Any:
 
 
 def _step(step: Any, ours: _Ours, *args: Any, **kwargs: Any) -> Any:
-    ours.shard.check_places()
+    ours.shards.shard.put_back()
     return step(*args, **kwargs)
 
 
@@ -107,20 +115,19 @@ def _continue(resume: Any, ours: _Ours, self: Any, request: Any) -> Any:
 
 def _release(release: Any, ours: _Ours, self: Any, request: Any) -> Any:
     if not request.tags or "weights" in request.tags:
-        ours.shard.fall_asleep()
+        ours.shards.shard.fall_asleep()
     return release(self, request)
 
 
 def _resume(resume: Any, ours: _Ours, self: Any, request: Any) -> Any:
     done = resume(self, request)
     if not request.tags or "weights" in request.tags:
-        ours.shard.wake_up()
+        ours.shards.wake_up()
         ours.hold()
     return done
 
 
 def _refuse(update: Any, ours: _Ours, self: Any, request: Any) -> Any:
-    """Reply as the update does when it fails."""
     from sglang.srt.managers import io_struct
 
     said = f"This would change weights, which are those of {ours.channel}: this server follows it. Nothing was done."
@@ -130,7 +137,7 @@ def _refuse(update: Any, ours: _Ours, self: Any, request: Any) -> Any:
 
 
 def _check(check: Any, ours: _Ours, self: Any, request: Any) -> Any:
-    return (check if request.action != "reset_tensors" else functools.partial(_refuse, check, ours))(self, request)
+    return _refuse(check, ours, self, request) if request.action == "reset_tensors" else check(self, request)
 
 
 def _rename(rename: Any, ours: _Ours, self: Any, request: Any) -> Any:
@@ -143,5 +150,5 @@ def _rename(rename: Any, ours: _Ours, self: Any, request: Any) -> Any:
 def _state(state: Any, ours: _Ours, self: Any, request: Any) -> Any:
     reply = state(self, request)
     if ours.questions is not None:
-        reply.internal_state[MARK] = ours.questions.state(ours.shard.held)
+        reply.internal_state[MARK] = ours.questions.state(ours.shards.held)
     return reply

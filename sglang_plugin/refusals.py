@@ -1,4 +1,4 @@
-"""What is refused at start, in one sentence: versions of SGLang that were not run, and options that cannot be followed."""
+"""Refusals at start, in one sentence: versions of SGLang that were not run, options and models that cannot be followed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ OPTIONS: dict[str, dict[str, object]] = {
         **{"elastic_ep_backend": None, "enable_lora": False, "quantization": None},
     },
     "was not run with deltasync": {
-        **{"speculative_algorithm": None, "pp_size": 1, "enable_dp_attention": False, "nnodes": 1, "use_ray": False},
+        **{"speculative_algorithm": None, "pp_size": 1, "dp_size": 1, "attn_dp_size": 1, "moe_dp_size": 1, "dwdp_size": 1},
+        **{"attn_cp_size": 1, "dcp_size": 1, "ep_size": 1, "nnodes": 1, "use_ray": False},
         **{"tokenizer_worker_num": 1, "smg_grpc_mode": False},
     },
 }
@@ -51,3 +52,13 @@ def check(server_args: Any) -> None:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} {found} {what}: leave it out, or serve without DELTASYNC_CHANNEL."
                 )
+
+
+def check_model(model: Any, config: Any) -> None:
+    """Raise ConfigError for a model, as SGLang has loaded it, whose weights are not where deltas reach them."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    if config.attention_arch == AttentionArch.MLA:
+        raise ConfigError("Latent attention (MLA) keeps products of its weights, which deltas do not reach.")
+    if any(getattr(module, "use_intel_amx_backend", False) for module in model.modules()):
+        raise ConfigError("SGLang has packed this model's weights for AMX, where deltas do not reach them.")

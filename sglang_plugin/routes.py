@@ -15,8 +15,6 @@ from deltasync.following.requests import until_ready
 from deltasync.following.routes import RemoteRoutes
 from sglang_plugin.scheduler import MARK
 
-_WARMUP = "x-deltasync-warmup"  # a header
-
 
 def install(server: Any) -> None:
     """Add routes to SGLang's application, in its module `server`; they ask the schedulers through its internal state."""
@@ -24,7 +22,7 @@ def install(server: Any) -> None:
     async def states() -> list[dict[str, Any]]:
         manager = server._global_state.tokenizer_manager
         found = [state[MARK] for state in await manager.get_internal_state()]
-        version = found[0]["status"]["version"]
+        version = found[0]["version"]
         if version is not None:
             manager._update_weight_version_if_provided(str(version))  # shown by SGLang's own routes
         return found
@@ -36,7 +34,7 @@ def install(server: Any) -> None:
         await server._global_state.tokenizer_manager.set_internal_state(asked)
 
     routes = RemoteRoutes(states, ask)
-    server.app.include_router(routes.router())
+    routes.attach(server.app)
     if routes.settings.wait_ready:
         _wait_ready(server, routes)
 
@@ -46,20 +44,18 @@ def _wait_ready(server: Any, routes: RemoteRoutes) -> None:
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    refusal, own = until_ready(lambda: routes.not_ready), uuid.uuid4().hex
+    refusal, own, header = until_ready(lambda: routes.last_not_ready), uuid.uuid4().hex, "x-deltasync-warmup"
     generate_request, requests = TokenizerManager.generate_request, server.requests
 
     @functools.wraps(generate_request)
     async def answered(self: Any, asked: Any, request: Any = None, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        is_own = request is None or request.headers.get(_WARMUP) == own or str(asked.rid).startswith(HEALTH_CHECK_RID_PREFIX)
+        is_own = request is None or request.headers.get(header) == own or str(asked.rid).startswith(HEALTH_CHECK_RID_PREFIX)
         if not is_own and (reason := refusal()):
             raise HTTPException(503, reason, {"retry-after": "1"})
         async with contextlib.aclosing(generate_request(self, asked, request, *args, **kwargs)) as outputs:
             async for output in outputs:
                 yield output
 
-    def post(url: str, headers: dict[str, str], **kwargs: Any) -> Any:
-        return requests.post(url, headers=headers | {_WARMUP: own}, **kwargs)
-
     TokenizerManager.generate_request = answered
-    server.requests = types.SimpleNamespace(**vars(requests) | {"post": post})  # by which the server warms itself up
+    post = lambda url, headers, **kwargs: requests.post(url, headers=headers | {header: own}, **kwargs)  # noqa: E731
+    server.requests = types.SimpleNamespace(**vars(requests) | {"post": post})  # the server warms itself up with it

@@ -1,7 +1,7 @@
 """A scheduler of SGLang's as one rank of a replica: its model, its group, and what becomes of a new version.
 
-The follow loop runs in a thread of the first rank. What it runs between two steps takes the way of SGLang's own requests, so
-that all ranks run it in the same iteration.
+The follow loop runs in a thread of the first rank. Calls between two steps are queued with SGLang's own requests, so that
+all ranks run them in the same iteration.
 """
 
 from __future__ import annotations
@@ -12,33 +12,31 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from deltasync.config import ReplicaSettings
-from deltasync.errors import CommitError, DeltaSyncError, ModelMismatchError, redacted
+from deltasync.errors import ModelMismatchError, redacted
 from deltasync.following import Follow
 from deltasync.following.engine import limit_threads, open_reader
 from deltasync.following.questions import Questions
-from deltasync.following.shards import Shard, ShardsTarget, TorchRanks, serve_in_thread
+from deltasync.following.shard import Done, Engine
+from deltasync.following.shards import RankedShards, ShardsTarget, TorchRanks, serve_background
 from deltasync.live import plan
-from sglang_plugin import logger
-
-if TYPE_CHECKING:
-    from deltasync.following.metrics import Metrics
+from sglang_plugin import logger, refusals
 
 MARK = "deltasync"
-"""What a request of ours begins with, and the key of our part of SGLang's internal state."""
+"""The first item of our requests, and the key of our part of SGLang's internal state."""
 
 
-class DeltaSyncScheduler:
-    """What follows in one scheduler's process. Implements `deltasync.following.shards.Engine`.
+class DeltaSyncScheduler(Engine):
+    """One scheduler's process as a rank that follows.
 
     Attributes:
-        shard: Its part of the weights.
-        questions: What routes ask of the follow loop; in the first rank only.
-        salt: What keeps apart all that is cached under the version that is live.
+        shards: The shards of all schedulers, of which it has one.
+        questions: The routes' questions to the follow loop; in the first rank only.
+        salt: The key of everything that is cached under the live version.
         paused: Whether another client has paused generation.
     """
 
@@ -51,41 +49,40 @@ class DeltaSyncScheduler:
         self.channel = redacted(settings.channel or "")
         self.salt, self.paused = "deltasync 0", False
         self.questions: Questions | None = None
-        self._metrics: Metrics | None = None
+        self._metrics: Any = None
         self._scheduler, self._settings, self._salts = scheduler, settings, 0
         self._runner = scheduler.tp_worker.model_runner
         self.model = self._runner.model
+        refusals.check_model(self.model, self._runner.model_config)
         self._waiting, self._answers = deque[tuple[Any, ...]](), deque[Future[Any]]()
         ranks = TorchRanks(parallel.tp_group.cpu_group)
         reader = open_reader(settings, ranks.size)
         limit_threads(os.environ.get("OMP_NUM_THREADS", ""), ranks.size)
-        self.shard = Shard(reader, self, ranks)
+        self.shards = RankedShards(reader, self, ranks)
         self._wake, self._woken = _waker(scheduler.idle_sleeper)
         if ranks.number:
-            serve_in_thread(self.shard)
+            serve_background(self.shards)
             return
-        settings = settings.at_port(get_serving().port, parallel.dp_rank if parallel.dp_size > 1 else None)
+        settings = settings.at_port(get_serving().port, None)
         from deltasync.following.metrics import Metrics  # in this process alone: SGLang sets up prometheus_client first
 
-        target, self._metrics = ShardsTarget(self.shard, self._between_steps), Metrics()
+        target, self._metrics = ShardsTarget(self.shards, self._between_steps), Metrics()
         follow = Follow(reader, target, settings, observer=self._metrics, prefetch=ranks.size == 1, log=logger)
         self.questions = Questions(follow, target.digest, settings.http_token)
         logger.info("deltasync follows %s (%s) as %s", self.channel, follow.pin, settings.replica_id)
         follow.start()
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `shards.Engine.checkpoint`."""
+        """As `Engine.checkpoint`."""
         from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
 
         loader = get_model_loader(self._runner.load_config, self._runner.model_config)
         if not isinstance(loader, DefaultModelLoader):
             raise ModelMismatchError(
-                f"SGLang loaded its weights by {type(loader).__name__}, so it cannot be proven where they lie: serve a "
+                f"SGLang loaded its weights by {type(loader).__name__}, so it cannot be proven where they are: serve a "
                 "checkpoint, without --load-format."
             )
         yield from loader._get_all_weights(self._runner.model_config, self.model)
-
-    # Between two steps
 
     def _between_steps(self, method: str, *arguments: Any) -> Any:
         answer: Future[Any] = Future()
@@ -103,38 +100,32 @@ class DeltaSyncScheduler:
         """Run a method between two steps; the first rank's follow loop gets what it returns or raises."""
         answer = self._answers.popleft() if self._answers else Future()
         try:
-            answer.set_result(self._commit() if method == "commit" else getattr(self.shard, method)(*arguments))
+            answer.set_result(self._commit() if method == "commit" else getattr(self.shards, method)(*arguments))
         except BaseException as error:  # noqa: BLE001 - the follow loop raises it
             answer.set_exception(error)
         self.hold()
 
-    def _commit(self) -> tuple[float, int, int, float, float]:
+    def _commit(self) -> tuple[float, int, Done]:
         """Commit in a pause of SGLang's: in place, or one that has requests compute their keys again."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
         scheduler, began, running = self._scheduler, time.perf_counter(), len(self._scheduler.running_batch.reqs)
         paused, mode = self.paused, "retract" if self._settings.kv_cache == "recompute" else "in_place"
-        scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
-        try:
-            done = self.shard.commit()
-        except DeltaSyncError as error:
-            if self._metrics is not None and not isinstance(error, CommitError):
-                self._metrics.rollbacks.inc()
-            raise
-        finally:
-            if not paused:
-                scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
-            pause_s = time.perf_counter() - began
+        with contextlib.ExitStack() as stack:
             if self._metrics is not None:
-                self._metrics.pause.observe(pause_s)
-        return (pause_s, running, *done)
+                stack.enter_context(self._metrics.attempt(lambda: time.perf_counter() - began))
+            scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
+            if not paused:
+                stack.callback(scheduler.continue_generation, ContinueGenerationReqInput(torch_empty_cache=False))
+            done = self.shards.commit()
+        return time.perf_counter() - began, running, done
 
     def hold(self) -> None:
         """Let nothing be computed while it is not known what the weights are; otherwise leave the pause to other clients."""
-        self._scheduler._engine_paused = self.shard.held or self.paused
+        self._scheduler._engine_paused = self.shards.held or self.paused
 
     def announce(self, name: str) -> None:
-        """As `shards.Engine.announce`."""
+        """As `Engine.announce`."""
         from sglang.srt.managers import mm_schedule
         from sglang.srt.runtime_context import get_serving
 
@@ -172,12 +163,11 @@ def _waker(sleeper: Any) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return what wakes up an idle scheduler (`--sleep-on-idle`), and what it calls once it is awake."""
     if sleeper is None:
         return int, int
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    sleeper.poller.register(reader, 1)
+    event = os.eventfd(0, os.EFD_NONBLOCK)
+    sleeper.poller.register(event, 1)
 
     def woken() -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(reader, 64)
+            os.eventfd_read(event)
 
-    return lambda: os.write(writer, b"."), woken
+    return lambda: os.eventfd_write(event, 1), woken

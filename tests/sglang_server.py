@@ -18,7 +18,7 @@ PYTHON = Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python"
 
 ON_A_CPU = (
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
-    *("--mem-fraction-static", "0.1", "--max-total-tokens", "8192", "--sleep-on-idle"),
+    *("--mem-fraction-static", "0.5", "--max-total-tokens", "8192", "--sleep-on-idle"),
 )
 """What the literal command needs here beside the model: torch's own kernels instead of `sgl_kernel`, and little memory."""
 
@@ -46,6 +46,7 @@ def start(
         "DELTASYNC_DIGEST_ROUTE": "1",
         "DELTASYNC_POLL_INTERVAL_S": "0.05",
         "HF_HUB_OFFLINE": "1",
+        "NUMBA_CACHE_DIR": str(PYTHON.parents[1] / "kernels"),  # numba may be of another version there
         "SGLANG_SET_CPU_AFFINITY": "0",
         "SGLANG_USE_CPU_ENGINE": "1",
     }

@@ -63,9 +63,9 @@ def _register() -> None:
     if os.environ.get("DELTASYNC_ADAPTER") or compat.outside(vllm.__version__) is not None:
         return
     from vllm_plugin import engine, salt
-    from vllm_plugin.load.layers import keep_weights_addressable, note_built
+    from vllm_plugin.load.layers import keep_weights_addressable, note_models
 
-    note_built()
+    note_models()
     keep_weights_addressable()
     salt.install()
     engine.install()

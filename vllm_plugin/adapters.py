@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from safetensors.torch import load_file, save_file
@@ -43,23 +43,14 @@ from deltasync.kernels import cpu
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger
-from vllm_plugin.metrics import generated_tokens, running_requests
-from vllm_plugin.target import OnLoop, Run
+from vllm_plugin.target import OnLoop, generated_tokens, running_requests
+from vllm_plugin.workers import Run
 
 KEPT = 2
 """How many of the newest versions can be requested by name."""
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _GRACE_S = 60.0  # for requests that have looked up a version's name and do not run yet
-
-
-class _Staging(NamedTuple):
-    """What was noted when staging a chain began, and the config that its adapter has."""
-
-    chain: Sequence[StoredRecord]
-    config: bytes
-    tokens_before: int
-    begun_s: float
 
 
 class AdapterTarget(MemoryTarget):
@@ -85,7 +76,9 @@ class AdapterTarget(MemoryTarget):
         self._adapter = settings.adapter
         self._last: StoredRecord | None = None  # of `version`
         self._config = b""
-        self._staging: _Staging
+        self._staging: tuple[
+            StoredRecord, bytes, int, float
+        ]  # the end of the chain, its config, tokens and time at the beginning
         self._refusals: dict[bytes | None, str | None] = {}  # of each base that the channel named
         self._names: OrderedDict[int, str] = OrderedDict()
         self._root = tempfile.TemporaryDirectory(prefix="deltasync-adapter-")
@@ -135,7 +128,7 @@ class AdapterTarget(MemoryTarget):
                 self._refusals[base] = self._refusal(base)
             if (refusal := self._refusals[base]) is not None:
                 raise ModelMismatchError(refusal)
-        self._staging = _Staging(chain, config, tokens_before, begun_s)
+        self._staging = chain[-1], config, tokens_before, begun_s
         return super().stage(chain)
 
     def _refusal(self, base: bytes | None) -> str | None:
@@ -173,32 +166,25 @@ class AdapterTarget(MemoryTarget):
         """Read a file beside an anchor's weights; None if there is none."""
         anchor = stored.record.anchor
         assert anchor is not None
-        for file in anchor.model_files:
-            if file.key == f"{anchor.directory}/{name}":
-                try:
-                    return self.reader.fetch(file)
-                except (CorruptDataError, MissingVersionError) as error:
-                    error.key = stored.key
-                    raise
-        return None
+        try:
+            found = (self.reader.fetch(file) for file in anchor.model_files if file.key == f"{anchor.directory}/{name}")
+            return next(found, None)
+        except (CorruptDataError, MissingVersionError) as error:
+            error.key = stored.key
+            raise
 
     def commit(self, staged: StagedVersion | Sequence[StoredRecord]) -> Commit:
         """Write the tensors, have vLLM load them, and serve them under the adapter's name too."""
-        running, done, staging = running_requests(), super().commit(staged), self._staging
-        version = staging.chain[-1].version
-        name = self._versioned(version)
-        self._write(self._folder(name), staging.config)
+        running, done = running_requests(), super().commit(staged)
+        last, config, tokens_before, begun_s = self._staging
+        name = self._versioned(last.version)
+        self._write(self._folder(name), config)
         written_s = time.perf_counter()
         self._run(self._load(name))
-        self.version, self._last, self._config = version, staging.chain[-1], staging.config
-        return msgspec.structs.replace(
-            done,
-            stage_s=written_s - staging.begun_s,
-            pause_s=0.0,
-            reload_s=time.perf_counter() - written_s,
-            tokens_during_sync=generated_tokens() - staging.tokens_before,
-            running_requests=running,
-        )
+        self.version, self._last, self._config = last.version, last, config
+        stage_s, reload_s, tokens = written_s - begun_s, time.perf_counter() - written_s, generated_tokens() - tokens_before
+        measured = {"stage_s": stage_s, "pause_s": 0.0, "reload_s": reload_s, "tokens_during_sync": tokens}
+        return msgspec.structs.replace(done, running_requests=running, **measured)
 
     async def _load(self, name: str) -> None:
         """Have vLLM load a version, unless it still has it, and make the adapter's name mean it."""

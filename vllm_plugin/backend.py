@@ -24,21 +24,18 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 from vllm.distributed.parallel_state import get_world_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 from deltasync.following import Follow, Pin
 from deltasync.following.metrics import Metrics
+from deltasync.following.shards import Failure
 from vllm_plugin import compat
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
-from vllm_plugin.messages import Answer, Failure, answer, parse
+from vllm_plugin.messages import Answer, answer, parse
 from vllm_plugin.target import open_follow
 
 
@@ -146,11 +143,7 @@ class DeltaSyncEngine(WeightTransferEngine):
 
     @_reported_once
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Stage and commit a version on all workers, or on none.
-
-        Raises:
-            ApplyError: it failed, and why; the version before is still live.
-        """
+        """Stage and commit a version on all workers. If that fails, the version before is still live: ApplyError."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:

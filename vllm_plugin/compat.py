@@ -40,7 +40,8 @@ class Use:
 
 
 _CORE, _CLIENT, _ASYNC = "vllm.v1.engine.core", "vllm.v1.engine.core_client", "vllm.v1.engine.async_llm"
-_RELOAD = "vllm.model_executor.model_loader.reload"
+_LOADER = "vllm.model_executor.model_loader"
+_RELOAD, _MODELS = f"{_LOADER}.reload", "vllm.entrypoints.openai.models.serving"
 
 USES = (
     # salt.py, engine.py: caches by version, and calls that are added, in the engine's process
@@ -76,19 +77,15 @@ USES = (
         for runner in ("gpu.model_runner", "gpu_model_runner")
         for name in ("get_model", "load_config", "model_config", "device")
     ),
-    # extension.py, load/copies.py: a worker's start, its steps and sleep; copies of weights that an attention makes anew
+    # extension.py, worker.py: a worker's start, its steps and sleep; copies of weights that an attention makes again
     *(
         Use("vllm.v1.worker.gpu_worker", f"Worker.{name}", source_only=True)
         for name in ("load_model", "execute_model", "reload_weights", "update_weights", "sleep", "wake_up")
     ),
     Use("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", (), source_only=True),
     Use("vllm.v1.attention.backend", "AttentionImplBase.process_weights_after_loading", ("act_dtype",), source_only=True),
-    Use("vllm.model_executor.model_loader", "get_model_loader", ("load_config",)),
-    Use(
-        "vllm.model_executor.model_loader.default_loader",
-        "DefaultModelLoader.get_all_weights",
-        ("model_config", "model"),
-    ),
+    Use(_LOADER, "get_model_loader", ("load_config",)),
+    Use(f"{_LOADER}.default_loader", "DefaultModelLoader.get_all_weights", ("model_config", "model")),
     Use(f"{_RELOAD}.layerwise", "initialize_layerwise_reload", ("model",)),
     Use(f"{_RELOAD}.layerwise", "finalize_layerwise_reload", ("args", "kwargs")),
     Use(f"{_RELOAD}.layerwise", "finalize_layerwise_processing", ("model", "model_config")),
@@ -103,21 +100,21 @@ USES = (
     Use("vllm.platforms.cpu", "CpuPlatform.check_and_update_config", ("vllm_config",)),
     Use("vllm.v1.attention.backends.registry", "AttentionBackendEnum.CPU_MLA"),
     # adapters.py: runtime LoRA
-    Use("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.load_lora_adapter", ("request",)),
-    Use("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.unload_lora_adapter", ("request",)),
-    Use("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.is_base_model", ("model_name",)),
+    Use(_MODELS, "OpenAIServingModels.load_lora_adapter", ("request",)),
+    Use(_MODELS, "OpenAIServingModels.unload_lora_adapter", ("request",)),
+    Use(_MODELS, "OpenAIServingModels.is_base_model", ("model_name",)),
     # backend.py: vLLM's own weight-transfer routes
     Use("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine", ("name",)),
     Use("vllm.distributed.parallel_state", "get_world_group", ()),
     # trainer_side.py: a trainer's weights
     *(
         Use("vllm.distributed.weight_transfer.base", f"WeightSource.{name}", arguments, "0.33")
-        for name, arguments in (
-            ("iter_full", ()),
-            ("implements_iter_full", ()),
-            ("owned_names", ("rank",)),
-            ("metadata", None),
-        )
+        for name, arguments in {
+            "iter_full": (),
+            "implements_iter_full": (),
+            "owned_names": ("rank",),
+            "metadata": None,
+        }.items()
     ),
 )
 

@@ -1,4 +1,4 @@
-"""`--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension`: a worker's RPCs, a thin shell around `WorkerReplica`.
+"""`--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension`: a worker's RPCs, a thin shell around `WorkerShard`.
 
 vLLM adds this class to the bases of its worker, never calls its `__init__`, and refuses names that the worker has. So both
 RPCs have a prefix, and the state is created on first use.
@@ -15,11 +15,11 @@ import torch
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError
 from deltasync.kernels import segment_kernels
+from deltasync.live.derived import note_loaded
 from deltasync.tensors.bits import int_view
 from vllm_plugin import logger
-from vllm_plugin.load.layers import note_loaded
 from vllm_plugin.messages import Answer, answer
-from vllm_plugin.worker import WorkerReplica
+from vllm_plugin.worker import WorkerShard
 
 
 class DeltaSyncWorkerExtension:
@@ -49,22 +49,22 @@ class DeltaSyncWorkerExtension:
         """
 
         def body() -> None:
-            if not hasattr(self, "_deltasync_replica"):
+            if not hasattr(self, "_deltasync_shard"):
                 if getattr(self, "_deltasync_asleep", False):
                     raise SleepingError("vLLM sleeps. Its weights are left alone until it wakes up.")
-                self._deltasync_replica = WorkerReplica(self.model_runner, channel, trusted_keys)
+                self._deltasync_shard = WorkerShard(self.model_runner, channel, trusted_keys)
                 _hook_sleep(self)
                 _guard(self, channel)
 
         return answer(body)
 
     def deltasync_call(self, method: str, *args: Any) -> Answer:
-        """Call a method of the opened `WorkerReplica`, one of `vllm_plugin.worker.CALLS`."""
+        """Call a method of the opened shard, one of `vllm_plugin.worker.CALLS`."""
 
         def body() -> Any:
-            if not hasattr(self, "_deltasync_replica"):
+            if not hasattr(self, "_deltasync_shard"):
                 raise NotPublishedError("nothing is followed yet.")
-            return self._deltasync_replica.call(method, *args)
+            return self._deltasync_shard.call(method, *args)
 
         return answer(body)
 
@@ -100,16 +100,14 @@ def warm_up_first(worker: Any) -> None:
 
 
 def _note_loaded(worker: Any) -> None:
-    """Make a vLLM worker note what loading made beside parameters, before it warms the model up."""
-    if not hasattr(worker, "load_model"):
-        return
-    load_model = worker.load_model
+    """Make a vLLM worker note what loading made in addition to parameters, before it warms the model up."""
+    if (load_model := getattr(worker, "load_model", None)) is not None:
 
-    def noted_load_model(*args: Any, **kwargs: Any) -> None:
-        load_model(*args, **kwargs)
-        note_loaded(worker.model_runner.get_model())
+        def noted_load_model(*args: Any, **kwargs: Any) -> None:
+            load_model(*args, **kwargs)
+            note_loaded(worker.model_runner.get_model())
 
-    worker.load_model = noted_load_model
+        worker.load_model = noted_load_model
 
 
 def _hook_sleep(worker: Any) -> None:
@@ -119,8 +117,8 @@ def _hook_sleep(worker: Any) -> None:
     sleep, wake_up = worker.sleep, worker.wake_up
 
     def hooked_sleep(level: int = 1) -> None:
-        if replica := getattr(worker, "_deltasync_replica", None):
-            replica.fall_asleep()
+        if opened := getattr(worker, "_deltasync_shard", None):
+            opened.fall_asleep()
         worker._deltasync_asleep = True
         sleep(level)
 
@@ -128,8 +126,8 @@ def _hook_sleep(worker: Any) -> None:
         wake_up(tags)
         if tags is None or "weights" in tags:
             worker._deltasync_asleep = False
-            if replica := getattr(worker, "_deltasync_replica", None):
-                replica.wake_up()
+            if opened := getattr(worker, "_deltasync_shard", None):
+                opened.shard.wake_up()
 
     worker.sleep, worker.wake_up, worker._deltasync_asleep = hooked_sleep, hooked_wake_up, False
 
@@ -138,7 +136,7 @@ _LOADS = ("load_model", "reload_weights", "reset_weights", "start_weight_update"
 
 
 def _guard(worker: Any, channel: str) -> None:
-    """Make a worker refuse to load other weights than the channel's, and look at where its weights lie before each step."""
+    """Make a worker refuse to load other weights than the channel's, and check where its weights are before each step."""
     runner = worker.model_runner
     for owner, names in ((worker, _LOADS), (runner, _LOADS), (runner.get_model(), ("load_weights",))):
         for name in names:
@@ -148,7 +146,7 @@ def _guard(worker: Any, channel: str) -> None:
         execute_model = worker.execute_model
 
         def checked_execute_model(*args: Any, **kwargs: Any) -> Any:
-            worker._deltasync_replica.put_back()
+            worker._deltasync_shard.shard.put_back()
             return execute_model(*args, **kwargs)
 
         worker.execute_model = checked_execute_model

@@ -17,9 +17,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError
+from deltasync.following.shards import is_safe, succeeded
 from vllm_plugin import engine as engines
 from vllm_plugin import logger
-from vllm_plugin.messages import Failure, is_safe, parse
+from vllm_plugin.messages import parse
 
 Call = Callable[..., Awaitable[Any]]
 
@@ -182,9 +183,7 @@ class Pauses:
         """Whether all workers know which bits they hold, or hold none that anybody computes with."""
         try:
             answers = await engines.call_workers(self._engine, "deltasync_call", ("settled",))
-            replies = [parse(answer, bool) for answer in answers]
-            for failure in (reply for reply in replies if isinstance(reply, Failure)):
-                raise failure.error()
+            return all(succeeded([parse(answer, bool) for answer in answers]))
         except NotPublishedError:
             return True
         except SleepingError:
@@ -192,4 +191,3 @@ class Pauses:
         except Exception:  # whatever it is: then the follow loop finds out
             logger.exception("deltasync could not ask the workers about their weights")
             return False
-        return all(replies)

@@ -11,35 +11,45 @@ If another client has paused generation, it stays paused. While vLLM sleeps, not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from deltasync.channel import payloads
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings
-from deltasync.errors import CommitError, DeltaSyncError
+from deltasync.errors import DeltaSyncError
 from deltasync.following import HISTORY, Commit, Follow, Identify
 from deltasync.following.engine import open_reader, unique_name
-from deltasync.following.metrics import Metrics
+from deltasync.following.metrics import Metrics, total
+from deltasync.following.shard import handed
+from deltasync.following.shards import Failure, commit_of
 from deltasync.stores.cache import CachedStore
 from vllm_plugin import logger
-from vllm_plugin.messages import Failure
-from vllm_plugin.metrics import generated_tokens, running_requests
 from vllm_plugin.pauses import Pauses
-from vllm_plugin.workers import Workers
+from vllm_plugin.workers import Run, Workers
 
 _Result = TypeVar("_Result")
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs a coroutine on the engine client's event loop, and returns or raises what it does."""
-
 _SURE_S = 10.0  # between calls of idle workers: with several, vLLM keeps a core of each busy for a second after a call
+
+
+def generated_tokens() -> int:
+    """Return the tokens that vLLM has generated since the server started, by its own metric."""
+    return total("vllm:generation_tokens_total")
+
+
+def running_requests() -> int:
+    """Return the requests in flight at the last engine step, by vLLM's own metric."""
+    return total("vllm:num_requests_running")
 
 
 class OnLoop:
@@ -108,7 +118,7 @@ class EngineTarget:
     def __init__(self, engine: Any, reader: ChannelReader, settings: ReplicaSettings, metrics: Metrics, run: Run) -> None:
         self.version: VersionId | None = None
         self.live = LiveVersions()
-        self.workers = Workers(engine, reader)
+        self.workers = Workers(engine, reader, run)
         self.pauses = Pauses(engine)
         self._engine, self._reader, self._settings, self._metrics, self._run = engine, reader, settings, metrics, run
         self._is_committing = False
@@ -125,14 +135,10 @@ class EngineTarget:
         """Learn what the workers hold, prove it, and identify the version."""
         keys = self._settings.trusted_keys
         assert self._settings.channel is not None
-        total = self._run(self.workers.open(self._settings.channel, None if keys is None else str(keys)))
-        found = identify(total)
-        self._run(self._identified(found))
-
-    async def _identified(self, found: StoredRecord | None) -> None:
-        await self.workers.identified(found)
+        found = identify(self.workers.open(self._settings.channel, None if keys is None else str(keys)))
+        self.workers.identified(None if found is None else handed([found])[0])
         if found is not None:
-            await self._announce(found.version)
+            self._announce(found.version)
             logger.info("deltasync serves version=%d, which is what vLLM has loaded", found.version.version)
 
     def is_settled(self, asked: bool) -> bool:
@@ -143,7 +149,7 @@ class EngineTarget:
         if is_idle and now_s - self._sure_s < _SURE_S:
             return True
         self._sure_s, self.pauses.used, self._is_asleep = -math.inf, False, True  # until the workers have answered
-        settled: bool = self._run(self.workers.settled())
+        settled = all(self.workers.every(bool, "settled"))
         self._is_asleep = False
         if settled:
             self._sure_s = now_s
@@ -151,18 +157,16 @@ class EngineTarget:
 
     def settle(self) -> None:
         """Audit the live bits, and announce which version they are."""
-        self._run(self._settle())
-
-    async def _settle(self) -> None:
-        identity = await self.workers.settle()
+        identity = self.workers.settle()
         if identity != self.version:
-            await self._announce(identity)
+            self._announce(identity)
         if identity is not None:
-            await self.pauses.release()
+            self._run(self.pauses.release())
 
-    async def _announce(self, version: VersionId | None) -> None:
+    def _announce(self, version: VersionId | None) -> None:
         """Tell vLLM which version is live, which labels tokens and keeps the prefix cache apart."""
-        await self._engine.update_weight_version("unknown" if version is None else unique_name(self._names, version))
+        name = "unknown" if version is None else unique_name(self._names, version)
+        self._run(self._engine.update_weight_version(name))
         self.version = version
         self.live.note(None if version is None else version.version)
 
@@ -170,66 +174,50 @@ class EngineTarget:
         """Have the workers stage a chain. Returns None if one does not know its bits."""
         self._sure_s = -math.inf
         tokens_before = generated_tokens()
-        replies = self._run(self.workers.stage(chain))
-        failures = [reply.failure for reply in replies if reply.failure is not None]
-        if not failures:
-            is_staged = all(reply.state == "staged" for reply in replies)
-            return _Staged(chain, tokens_before) if is_staged else None
-        failure = failures[0]
-        blamed = [reply.blamed for reply in replies if reply.blamed is not None]
-        reference = chain[0].record.reference
-        if reference is not None and self.version is None:
+        try:
+            return _Staged(chain, tokens_before) if self.workers.stage(handed(chain)) else None
+        except DeltaSyncError as error:
+            reference = chain[0].record.reference
+            if reference is None or self.version is not None:
+                raise
             unlike = payloads.unlike(self._reader, reference, self.workers.fingerprints)
-            failure = Failure(failure.kind, f"{failure.message} {unlike}")
-        error = failure.error()
-        error.key = blamed[0] if blamed else None
-        raise error
+            said = Failure.of(error)
+            raise msgspec.structs.replace(said, message=f"{said.message} {unlike}").error() from error
 
     def commit(self, staged: _Staged) -> Commit:
         """Pause, commit, compare the bits with the published fingerprints, announce, resume."""
+        running = running_requests()
         self._is_committing = True
         try:
-            commit: Commit = self._run(self._commit(staged))
-        except DeltaSyncError as error:
-            if not isinstance(error, CommitError):
-                self._metrics.rollbacks.inc()
-            raise
+            with self._metrics.attempt(lambda: self.pauses.last_s), self._paused():
+                done = self.workers.commit()
+                self._announce(staged.chain[-1].version)
         finally:
             self._is_committing = False
-            self._metrics.pause.observe(self.pauses.last_s)
         self._sure_s = time.monotonic()
-        return commit
+        tokens = generated_tokens() - staged.tokens_before
+        return commit_of(staged.chain, done, pause_s=self.pauses.last_s, running_requests=running, tokens_during_sync=tokens)
 
-    async def _commit(self, staged: _Staged) -> Commit:
-        running, version = running_requests(), staged.chain[-1].version
-        async with self.pauses.paused(self._settings.kv_cache == "recompute"):
-            done = await self.workers.commit()
-            await self._announce(version)
-        return Commit(
-            version=version.version,
-            sha256=version.sha256,
-            anchor=staged.chain[0].use_anchor,
-            changed=done.changed,
-            stage_s=done.stage_s,
-            pause_s=self.pauses.last_s,
-            scatter_s=done.scatter_s,
-            reload_s=done.reload_s,
-            tokens_during_sync=generated_tokens() - staged.tokens_before,
-            running_requests=running,
-        )
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """As `Pauses.paused`, in the follow loop's thread."""
+        pause = self.pauses.paused(self._settings.kv_cache == "recompute")
+        self._run(pause.__aenter__())
+        try:
+            yield
+        except BaseException as error:
+            self._run(pause.__aexit__(type(error), error, None))
+            raise
+        self._run(pause.__aexit__(None, None, None))
 
     def digest(self) -> dict[str, str]:
-        """Return the sha256 of every tensor in live memory, put together from all workers' shards.
-
-        Raises:
-            ApplyError: two workers hold different copies of the same elements.
-        """
-        found: dict[str, str] = self._run(self.workers.digest())
-        return found
+        """As `Shards.digest`."""
+        return self.workers.digest()
 
     def close(self) -> None:
         """Give up what is being staged; a commit goes on to its end."""
         if isinstance(self._run, OnLoop) and not self._is_committing:
+            self.workers.closed = True
             self._run.cancel()
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltasync.errors import DeltaSyncError
+from deltasync.following.replies import SPANS_HEADER, VERSIONS_HEADER, spans_text
 from vllm_plugin import logger
 from vllm_plugin.pauses import Pauses
 from vllm_plugin.salt import SESSION, number_of
@@ -30,11 +30,7 @@ from vllm_plugin.salt import SESSION, number_of
 if TYPE_CHECKING:
     from vllm_plugin.target import LiveVersions
 
-HEADER = "x-deltasync-versions"
-SPANS_HEADER = "x-deltasync-spans"
 SESSION_HEADER = "x-deltasync-session"
-
-_LONGEST = 4000  # characters of spans: clients refuse long headers
 
 Choices = dict[tuple[int, str, int], list[tuple[int, int]] | None]
 """The finished choices of a reply. The keys sort them: the length of the request's id, the id, and the choice's index.
@@ -172,12 +168,9 @@ def _note(output: Any, choices: Choices) -> None:
 
 def _spans_text(choices: Choices) -> str | None:
     """Return the spans of all choices in order, or None if unknown, too long, or of a beam search's several requests."""
-    # The ids of one reply's prompts end with their numbers.
-    spans = [choices[key] for key in sorted(choices)]
-    if not spans or None in spans or any("-beam-" in request for _, request, _ in choices):
+    if any("-beam-" in request for _, request, _ in choices):
         return None
-    text = json.dumps(spans, separators=(",", ":"))
-    return text if len(text) <= _LONGEST else None
+    return spans_text([choices[key] for key in sorted(choices)])  # the ids of one reply's prompts end with their numbers
 
 
 def replies(app: ASGIApp, live: Callable[[], LiveVersions | None]) -> ASGIApp:
@@ -241,7 +234,7 @@ def _add(message: Message, reply: _Reply, at_arrival: int | None, versions: Live
         live = None if mark is None or versions is None else versions.since(mark)
         if live is None:
             return
-        headers.append(HEADER, f"{live[0]}.." if streamed else f"{live[0]}..{live[1]}")
+        headers.append(VERSIONS_HEADER, f"{live[0]}.." if streamed else f"{live[0]}..{live[1]}")
         if not streamed and (spans := _spans_text(reply.choices)) is not None:
             headers.append(SPANS_HEADER, spans)
     elif message.get("body", b"")[:12] == b"data: [DONE]" and (spans := _spans_text(reply.choices)) is not None:

@@ -20,7 +20,7 @@ from deltasync.channel import payloads
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Follower
-from deltasync.live import LiveMemory, model_fingerprint, proof
+from deltasync.live import LiveMemory, model_fingerprint, plan, proof
 from deltasync.stores import open_store
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import tensor_of
@@ -54,7 +54,7 @@ def measure(
         AssertionError: one of them left other bits.
     """
     reader = ChannelReader(open_store(channel))
-    segments = loader.record(model, reader.specs).segments
+    segments = plan.record(model, reader.specs, loader.LOADER).segments
     memory = LiveMemory(reader.specs, segments)
     proof.check_coverage(reader.specs, [memory.regions])
     memory.audit()

@@ -2,7 +2,7 @@
 
 from deltasync.following.cursor import ChannelCursor
 from deltasync.following.follower import Follower, StagedVersion
-from deltasync.following.gate import Gate, GatedTarget, reclassed
+from deltasync.following.gate import Gate, GatedTarget, gated_calls, reclassed
 from deltasync.following.handle import Following
 from deltasync.following.loop import Follow, Observer
 from deltasync.following.module import follow
@@ -36,10 +36,13 @@ __all__ = [
     "engine",
     "follow",
     "follower",
+    "gated_calls",
     "metrics",
     "questions",
     "reclassed",
+    "replies",
     "requests",
     "routes",
+    "shard",
     "shards",
 ]

@@ -6,14 +6,14 @@ import contextlib
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.errors import ApplyError, ModelMismatchError, StageError
+from deltasync.errors import ApplyError, ConfigError, ModelMismatchError, StageError
 from deltasync.following.follower import StagedVersion
 from deltasync.following.module_map import Names, places, segment
 from deltasync.following.replica import MemoryTarget
@@ -23,6 +23,7 @@ from deltasync.live import LiveMemory
 from deltasync.tensors.bits import int_view
 
 ALONE_S = 30.0  # how long a commit waits for calls that run
+_UNKNOWN = "The weights are in an unknown state: forward calls are blocked until the next sync succeeds."
 
 
 class Gate:
@@ -38,14 +39,26 @@ class Gate:
         self._closed = False  # a commit waits or runs
         self._mine = threading.local()
         self.problem: str | None = None  # why no forward call may begin
+        self.check: Callable[[], bool] = lambda: True  # whether the weights are where they were mapped; asked as calls begin
         self.closings = 0  # how often it was closed for a commit
         self.waits_since_s: float | None = None  # since when a commit waits for calls to end, by `time.monotonic`
 
     @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        """Return a context in which nothing is committed: for a forward call, or for several."""
+    def inside(self, wait_s: float = 0.0) -> Iterator[None]:
+        """Return a context in which nothing is committed: for a forward call, or for several.
+
+        Args:
+            wait_s: How long to wait while it is not known what the weights are.
+
+        Raises:
+            ApplyError: it is still not known.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._closed or self._belongs_inside())
+            self._changed.wait_for(self._may_enter)
+            if not self.depth and self.problem is None and not self.check():
+                self.problem = _UNKNOWN
+            if self.problem is not None and wait_s:
+                self._changed.wait_for(lambda: self.problem is None and self._may_enter(), wait_s)
             if self.problem is not None:
                 raise ApplyError(self.problem)
             if not self.depth:
@@ -60,9 +73,15 @@ class Gate:
                     del self._inside[threading.get_ident()]
                     self._changed.notify_all()
 
-    def _belongs_inside(self) -> bool:
+    def _may_enter(self) -> bool:
         own = threading.get_ident()
-        return self.depth > 0 or any(own not in others for others in self._inside.values())
+        return not self._closed or self.depth > 0 or any(own not in others for others in self._inside.values())
+
+    def report(self, problem: str | None) -> None:
+        """Block forward calls for this reason, or let them begin again."""
+        with self._changed:
+            self.problem = problem
+            self._changed.notify_all()
 
     @property
     def depth(self) -> int:
@@ -104,10 +123,32 @@ def reclassed(module: Any, kind: type) -> Iterator[None]:
         object.__setattr__(module, "__class__", before)
 
 
+def gated_calls(module: Any, gate: Gate, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a model's methods pass a gate: those of these names that its class has.
+
+    Raises:
+        ConfigError: the model passes a gate already.
+    """
+    kind = type(module)
+    if hasattr(kind, "deltasync_gate"):
+        raise ConfigError("This model follows a channel already: close() that first.")
+
+    def gated(call: Callable[..., Any]) -> Callable[..., Any]:
+        def passed(*arguments: Any, **options: Any) -> Any:
+            with gate.inside():
+                return call(*arguments, **options)
+
+        return passed
+
+    own: dict[str, Any] = {name: gated(getattr(kind, name)) for name in names if hasattr(kind, name)}
+    own |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "deltasync_gate": gate}
+    return reclassed(module, type(kind.__name__, (kind,), own))
+
+
 class GatedTarget(MemoryTarget):
     """The weights of a model whose forward calls pass a gate.
 
-    A subclass names the model's tensors and their memory, and puts forward calls inside of the gate.
+    A subclass says which tensors the model has now and where they are, and puts its forward calls inside of the gate.
     """
 
     def __init__(self, module: Any, reader: ChannelReader, names: Names, gate: Gate) -> None:
@@ -125,7 +166,7 @@ class GatedTarget(MemoryTarget):
 
     @abstractmethod
     def _found(self) -> Mapping[str, Any]:
-        """The storages of the model's tensors now."""
+        """Where the model's tensors are now."""
 
     def _finish_calls(self) -> None:
         """Wait until nothing reads the weights any more; every forward call that has begun has ended."""
@@ -144,12 +185,16 @@ class GatedTarget(MemoryTarget):
 
     def is_settled(self, asked: bool) -> bool:
         """Whether the live bits are known. They are not if the model has other storages than those that were mapped."""
-        return super().is_settled(asked) and self._found() == self._storages
+        return super().is_settled(asked) and not self._is_moved
+
+    @property
+    def _is_moved(self) -> bool:
+        return self._found() != self._storages or not self._gate.check()
 
     def settle(self) -> None:
-        """Audit the live bits, and map storages that were replaced."""
+        """As `Target.settle`; storages that were replaced are mapped again."""
         try:
-            if self._found() != self._storages and self._identify is not None:
+            if self._identify is not None and self._is_moved:
                 served, self._opened.settled = self._served, False
                 self.open(self._identify)
                 self._served |= served
@@ -168,10 +213,8 @@ class GatedTarget(MemoryTarget):
         try:
             with self._gate.alone():
                 self._finish_calls()
-                if self._found() != self._storages:
-                    raise StageError(
-                        "The model's parameters were replaced since this version was staged; they are mapped again."
-                    )
+                if self._is_moved:
+                    raise StageError("The model's parameters were replaced meanwhile; they are mapped again.")
                 self._served = True
                 commit = self._exchange(staged)
                 for name, other in self._ties.items():
@@ -188,5 +231,4 @@ class GatedTarget(MemoryTarget):
         """Let no forward call begin while the weights are of no known version, unless they never were of one."""
         follower = self.follower
         is_known = follower is None or (follower.settled and (follower.version is not None or not self._served))
-        unknown = "The weights are in an unknown state: forward calls are blocked until the next sync succeeds."
-        self._gate.problem = self._broken or (None if is_known else unknown)
+        self._gate.report(self._broken or (None if is_known else _UNKNOWN))

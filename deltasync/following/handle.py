@@ -98,9 +98,16 @@ class Following:
         return self._follow.wait(version, timeout_s)
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[int | None]:
-        """Return a context in which nothing changes: all forward calls inside see the version whose number it gives."""
-        with self._gate.inside():
+    def hold(self, wait_s: float = 0.0) -> Iterator[int | None]:
+        """Return a context in which nothing changes: all forward calls inside see the version whose number it gives.
+
+        Args:
+            wait_s: How long to wait while it is not known what the weights are.
+
+        Raises:
+            ApplyError: it is still not known.
+        """
+        with self._gate.inside(wait_s):
             yield self.version
 
     def close(self) -> None:

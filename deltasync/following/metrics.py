@@ -6,12 +6,14 @@ PROMETHEUS_MULTIPROC_DIR. This module is the only one of its room that needs pro
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from deltasync.channel.record import StoredRecord
+from deltasync.errors import CommitError, DeltaSyncError
 from deltasync.following.loop import Follow
 from deltasync.following.status import Commit
 
@@ -79,6 +81,18 @@ class Metrics:
         self._stage.observe(commit.stage_s)
         if commit.lag_s is not None:
             self._lag.observe(commit.lag_s)
+
+    @contextlib.contextmanager
+    def attempt(self, pause_s: Callable[[], float]) -> Iterator[None]:
+        """Return a context for a commit that notes its pause, and whether it was rolled back."""
+        try:
+            yield
+        except DeltaSyncError as error:
+            if not isinstance(error, CommitError):
+                self.rollbacks.inc()
+            raise
+        finally:
+            self.pause.observe(pause_s())
 
     def failed(self, error: BaseException) -> None:
         """Note a step that ended with an error."""

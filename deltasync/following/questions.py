@@ -1,4 +1,4 @@
-"""Questions of routes to a follow loop in another process. They begin there; answers are read from its state later."""
+"""Questions of routes to a follow loop in another process: they begin there, and its state has the answers later."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Questions:
     def ask(self, question: dict[str, Any]) -> None:
         """Begin to answer in a thread. A question has an `id` and `timeout_s`.
 
-        It also has `digest`; or a `version`, a trainer's `step` or neither to wait for, as `Follow.request`, and maybe a
-        `pin` to set first.
+        It also has `digest`; or `commits`, how many of them the status is to have; or a `version`, a trainer's `step` or
+        neither to wait for, as `Follow.request`, and maybe a `pin` to set first.
         """
         self._answers = dict([*self._answers.items()][1 - _MOST :]) | {question["id"]: {}}
         threading.Thread(target=self._answer, args=(question,), name="deltasync-question", daemon=True).start()
@@ -47,7 +47,9 @@ class Questions:
         follow, deadline = self._follow, time.monotonic() + question["timeout_s"]
         answer: dict[str, Any]
         try:
-            if question.get("digest"):
+            if "commits" in question:
+                answer = msgspec.to_builtins(follow.status(question["commits"]))
+            elif question.get("digest"):
                 with follow.between_steps():
                     answer = {"version": follow.version, "sha256": self._digest()}
             else:
@@ -63,13 +65,13 @@ class Questions:
         self._answers[question["id"]] = answer
 
     def state(self, is_held: bool) -> dict[str, Any]:
-        """Return the loop's status, why it is not ready, and the answers, empty while there is none.
+        """Return the version served, why it is not ready, and the answers, empty while there is none.
 
         `is_held` says that the engine does not compute, because its weights are not known.
         """
         held = f"This server does not generate now. {self._follow.error or ''}".rstrip()
         return {
-            "status": msgspec.to_builtins(self._follow.status()),
+            "version": self._follow.version,
             "not_ready": held if is_held else self._follow.not_ready,
             "answers": self._answers,
         }

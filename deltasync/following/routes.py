@@ -1,100 +1,311 @@
-"""Routes of a replica whose follow loop runs in another process than the HTTP server.
+"""Routes of a replica in an engine's HTTP server.
 
-GET  /deltasync/status         version served, lag, errors, and each commit's numbers
+GET  /deltasync/status         version served, lag, errors, and each commit's numbers; ?commits=0 leaves these out
 GET  /deltasync/ready          200 while a version that is new enough is served, otherwise 503; needs no token
 POST /deltasync/sync           refresh now, and reply once a version is served
 POST /deltasync/pin            stay at a version, or skip some, and reply once that is served; 409 keeps the old pin
-POST /receive_weight_update    as sync, by the trainer's step
+POST /receive_weight_update    as /deltasync/sync, by the trainer's step, as PipelineRL's trainer calls it
 GET  /deltasync/digest         sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
 
-All but `ready` require DELTASYNC_HTTP_TOKEN, if it is set. This module is the only one of its room that needs FastAPI, which
-engines bring along.
+If DELTASYNC_HTTP_TOKEN is set, all but `ready` require it; without it, status replies with the state and the versions only.
+Requests from other sites' pages are refused (`deltasync.following.requests`), and so are bodies not declared as JSON.
+
+`LocalRoutes` are for a follow loop in the server's process, `RemoteRoutes` for loops in other processes. This module is the
+only one of its room that needs FastAPI, which engines bring along.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.responses import Response
 
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError
+from deltasync.following.loop import Follow
+from deltasync.following.pin import Pin
 from deltasync.following.questions import STATUS_CODES
 from deltasync.following.requests import PinTo, Sync, WeightUpdate, body_of, stranger, token_matches
+from deltasync.following.status import HISTORY
 
 _Body = TypeVar("_Body")
 
+_BODY_BYTES = 4 << 20  # PipelineRL's trainer names every tensor in its body
+_MOST_HELD = 64  # requests that wait for a version
 _TICK_S = 0.5
 _ASK_S = 0.01
+_STATUS_S = 10.0
 
 
-class RemoteRoutes:
-    """The routes. `states` returns the `Questions.state` of each loop, and `ask` puts a question to all of them.
+class Refused(Exception):
+    """The request is answered with this error."""
+
+    def __init__(self, status_code: int, sentence: str, headers: dict[str, str] | None = None, **fields: Any) -> None:
+        super().__init__(sentence)
+        self.response = as_json({"error": sentence, **fields}, status_code, headers)
+
+
+def as_json(document: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a response with a document."""
+    return Response(msgspec.json.encode(document), status_code, headers, "application/json")
+
+
+def in_short(status: Any) -> dict[str, Any]:
+    """Return what may be read of a status without the token."""
+    found = msgspec.to_builtins(status)
+    return {name: found[name] for name in ("state", "version", "newest_version")}
+
+
+class Routes(ABC):
+    """The routes, and who may use them.
 
     Attributes:
-        not_ready: Why requests should not be answered, as of a moment ago.
+        only_loopback: Whether only this machine reaches the server: it then answers to IP addresses and `localhost` alone.
+    """
+
+    def __init__(self) -> None:
+        self.settings = ReplicaSettings.from_env()
+        self.only_loopback = False
+        self._held = asyncio.Semaphore(_MOST_HELD)
+
+    def attach(self, app: FastAPI, also: Iterable[tuple[str, str, Callable[..., Any]]] = ()) -> None:
+        """Add the routes to an application that has not started, and others with the same guard: path, method, function."""
+        routes: list[tuple[str, str, Callable[..., Any]]] = [
+            ("/deltasync/sync", "POST", self._sync_asked),
+            ("/deltasync/pin", "POST", self._pin_asked),
+            ("/receive_weight_update", "POST", self._update_asked),
+            *also,
+        ]
+        if self.settings.digest_route:
+            routes.append(("/deltasync/digest", "GET", self.digest))
+        router = APIRouter(lifespan=self.lifespan)
+        for path, method, route in routes:
+            router.add_api_route(path, route, methods=[method], dependencies=[Depends(self.authorize)], response_model=None)
+        router.add_api_route("/deltasync/status", self._status_asked, response_model=None)
+        router.add_api_route("/deltasync/ready", self._ready_asked, response_model=None)
+        app.include_router(router)
+
+        @app.exception_handler(Refused)
+        async def refused(request: Request, error: Refused) -> Response:
+            return error.response
+
+        @app.exception_handler(DeltaSyncError)
+        async def failed(request: Request, error: DeltaSyncError) -> Response:
+            return as_json({"error": f"{type(error).__name__}: {error}"}, 503)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """Return a context that lasts as long as the application."""
+        yield
+
+    @abstractmethod
+    async def status(self, commits: int) -> Any:
+        """Return the status with the last `commits`."""
+
+    @abstractmethod
+    async def not_ready(self) -> str | None:
+        """Return why the server should get no requests; None if it serves a version that is new enough."""
+
+    @abstractmethod
+    async def digest(self) -> Any:
+        """Return the version served, and the sha256 of every tensor."""
+
+    @abstractmethod
+    async def sync(self, request: Request, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
+        """Reply once what `Follow.request` takes is served, or with 504 after `timeout_s`."""
+
+    @abstractmethod
+    async def pin(self, request: Request, wanted: PinTo) -> Any:
+        """Pin, and reply once what the pin points to is served; 409 if it is not there, or the pin was changed meanwhile."""
+
+    async def authorize(self, request: Request) -> None:
+        """Refuse requests without the token, and those of other sites' pages."""
+        self._refuse_strangers(request)
+        token = self.settings.http_token
+        if token is not None and not token_matches(request.headers.get("authorization"), token):
+            challenge = {"www-authenticate": 'Basic realm="deltasync"'}
+            raise Refused(401, "Send DELTASYNC_HTTP_TOKEN as a bearer token, or as the password of any user.", challenge)
+
+    def _refuse_strangers(self, request: Request) -> None:
+        sentence = stranger(request.method, request.headers, self.only_loopback)
+        if sentence is not None:
+            raise Refused(403, sentence)
+
+    async def _status_asked(self, request: Request, commits: Annotated[int, Query(ge=0)] = HISTORY) -> Response:
+        self._refuse_strangers(request)
+        is_full = "authorization" in request.headers or self.settings.http_token is None
+        if is_full:
+            await self.authorize(request)
+        found = await self.status(commits)
+        return as_json(found if is_full else in_short(found))
+
+    async def _ready_asked(self) -> Response:
+        reason = await self.not_ready()
+        return as_json({"ready": reason is None, "reason": reason}, 200 if reason is None else 503)
+
+    async def _sync_asked(self, request: Request) -> Any:
+        wanted = await _body(request, Sync)
+        async with self._waiting():
+            return await self.sync(request, wanted.timeout_s, version=wanted.version)
+
+    async def _update_asked(self, request: Request) -> Any:
+        wanted = await _body(request, WeightUpdate)
+        async with self._waiting():
+            return await self.sync(request, wanted.timeout_s, step=wanted.version)
+
+    async def _pin_asked(self, request: Request) -> Any:
+        wanted = await _body(request, PinTo)
+        async with self._waiting():
+            return await self.pin(request, wanted)
+
+    def _waiting(self) -> asyncio.Semaphore:
+        if self._held.locked():
+            raise Refused(429, f"{_MOST_HELD} requests wait for versions already.", {"retry-after": "1"})
+        return self._held
+
+
+class LocalRoutes(Routes):
+    """Routes to a follow loop of this process. A subclass has `follow`, the status and what else the engine says."""
+
+    @abstractmethod
+    def follow(self) -> Follow:
+        """Return the loop. Raises Refused if nothing is followed."""
+
+    async def digest(self) -> Any:
+        """As `Routes.digest`."""
+
+        def read() -> dict[str, Any]:
+            with self.follow().between_steps() as target:
+                number = None if target.version is None else target.version.version
+                return {"version": number, "sha256": target.digest()}  # type: ignore[attr-defined]
+
+        return await asyncio.to_thread(read)
+
+    async def pin(self, request: Request, wanted: PinTo) -> Any:
+        """As `Routes.pin`."""
+        follow = self.follow()
+        try:
+            pin = Pin.parse(wanted.pin)
+        except ConfigError as error:
+            raise Refused(422, str(error)) from None
+        try:
+            async with asyncio.timeout(wanted.timeout_s):
+                await asyncio.to_thread(follow.check_pin, pin)
+        except MissingVersionError as error:
+            raise Refused(409, f"{error} The pin stays: {follow.pin}.") from None
+        except TimeoutError:
+            raise Refused(504, f"The store does not say whether it is there. The pin stays: {follow.pin}.") from None
+        follow.set_pin(pin, checked=True)
+        return await self.sync(request, wanted.timeout_s)
+
+    async def sync(self, request: Request, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
+        """As `Routes.sync`."""
+        follow, before = self.follow(), time.monotonic()
+        try:
+            served = await _wait(follow, request, timeout_s, version, step)
+        except PinnedError as error:
+            raise Refused(409, str(error)) from None
+        if served is None:
+            status = await self.status(0)
+            wanted = "The newest version" if version is None else f"Version {version}"
+            raise Refused(
+                504,
+                f"{wanted if step is None else f'Step {step}'} is not served after {timeout_s:g} s: this replica serves "
+                f"version {status.version}, the newest is version {status.newest_version}, and it is {status.state}"
+                f"{'' if status.pin is None else f', pinned: {status.pin}'}.",
+                cause=status.error,
+                **in_short(status),
+            )
+        return as_json({"version": served, "waited_s": time.monotonic() - before})
+
+
+async def _wait(follow: Follow, request: Request, timeout_s: float, version: int | None, step: int | None) -> int | None:
+    """Return the number of the version served once it is what a client asks for; None after `timeout_s`, or if it left.
+
+    Raises:
+        PinnedError: as `Follow.request`.
+    """
+    loop, stepped = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is about to end
+            loop.call_soon_threadsafe(stepped.set)
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    follow.on_step.append(wake)
+    reached, gone = follow.request(version, step), asyncio.create_task(left())
+    try:
+        async with asyncio.timeout(timeout_s):
+            while (served := reached()) is None and not gone.done():
+                waiting = asyncio.create_task(stepped.wait())
+                await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                stepped.clear()
+            return served
+    except TimeoutError:
+        return None
+    finally:
+        follow.on_step.remove(wake)
+        gone.cancel()
+
+
+class RemoteRoutes(Routes):
+    """Routes to follow loops in other processes.
+
+    `states` returns the `Questions.state` of each loop, and `ask` puts a question to all of them.
+
+    Attributes:
+        last_not_ready: Why requests should not be answered, as of a moment ago.
     """
 
     def __init__(
         self, states: Callable[[], Awaitable[list[dict[str, Any]]]], ask: Callable[[dict[str, Any]], Awaitable[object]]
     ) -> None:
-        self.settings = ReplicaSettings.from_env()
-        self.not_ready: str | None = "This server serves no version yet."
+        super().__init__()
+        self.last_not_ready: str | None = "This server serves no version yet."
         self._refresh, self._put = states, ask
-
-    def router(self) -> APIRouter:
-        """Return the routes for an application that has not started."""
-        router = APIRouter(lifespan=self._ticking)
-        routes: list[tuple[str, str, Callable[..., Any]]] = [
-            ("/deltasync/status", "GET", self._status),
-            ("/deltasync/sync", "POST", self._sync),
-            ("/deltasync/pin", "POST", self._pin),
-            ("/receive_weight_update", "POST", self._receive),
-        ]
-        if self.settings.digest_route:
-            routes.append(("/deltasync/digest", "GET", self._digest))
-        for path, method, route in routes:
-            guards = [Depends(self._authorize)]
-            router.add_api_route(path, route, methods=[method], dependencies=guards, response_model=None)
-        router.add_api_route("/deltasync/ready", self._ready, response_model=None)
-        return router
 
     async def _states(self) -> list[dict[str, Any]]:
         states = await self._refresh()
-        self.not_ready = next((state["not_ready"] for state in states if state["not_ready"]), None)
+        self.last_not_ready = next((state["not_ready"] for state in states if state["not_ready"]), None)
         return states
 
-    async def _status(self) -> Any:
+    async def not_ready(self) -> str | None:
+        """As `Routes.not_ready`."""
+        await self._states()
+        return self.last_not_ready
+
+    async def status(self, commits: int) -> Any:
         """Return the status; of several groups, that of the one furthest behind, and all of them in `groups`."""
-        found = [state["status"] for state in await self._states()]
+        found = await self._answers(_STATUS_S, commits=commits)
         last = min(found, key=lambda status: status["version"] or 0)
         return last if len(found) == 1 else last | {"groups": found}
 
-    async def _ready(self) -> JSONResponse:
-        await self._states()
-        return JSONResponse({"ready": self.not_ready is None, "reason": self.not_ready}, 503 if self.not_ready else 200)
+    async def digest(self) -> Any:
+        """As `Routes.digest`."""
+        return (await self._answers(600.0, digest=True))[0]
 
-    async def _digest(self) -> Any:
-        return await self._ask(600.0, digest=True)
+    async def sync(self, request: Request, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
+        """As `Routes.sync`."""
+        return (await self._answers(timeout_s, version=version, step=step))[0]
 
-    async def _sync(self, request: Request) -> Any:
-        wanted = await _body(request, Sync)
-        return await self._ask(wanted.timeout_s, version=wanted.version)
+    async def pin(self, request: Request, wanted: PinTo) -> Any:
+        """As `Routes.pin`."""
+        return (await self._answers(wanted.timeout_s, pin=wanted.pin))[0]
 
-    async def _receive(self, request: Request) -> Any:
-        wanted = await _body(request, WeightUpdate)
-        return await self._ask(wanted.timeout_s, step=wanted.version)
-
-    async def _pin(self, request: Request) -> Any:
-        wanted = await _body(request, PinTo)
-        return await self._ask(wanted.timeout_s, pin=wanted.pin)
-
-    async def _ask(self, timeout_s: float, **question: Any) -> Any:
+    async def _answers(self, timeout_s: float, **question: Any) -> list[dict[str, Any]]:
+        """Return what each loop answers. Raises Refused with an error of one, or if one does not answer in time."""
         number, answers = uuid.uuid4().hex, list[Any]()
         await self._put({**question, "id": number, "timeout_s": timeout_s})
         with contextlib.suppress(TimeoutError):
@@ -102,22 +313,14 @@ class RemoteRoutes:
                 while not answers or not all(answers):
                     await asyncio.sleep(_ASK_S)
                     answers = [state["answers"].get(number) for state in await self._states()]
-        answer = next((each for each in answers if not each or "error" in each), answers[0] if answers else None)
-        kind = (answer or {}).get("error", "").partition(":")[0]
-        if answer and not kind:
-            return answer
-        return JSONResponse(answer or {"error": "The schedulers do not answer."}, STATUS_CODES.get(kind, 504))
-
-    async def _authorize(self, request: Request) -> None:
-        """Refuse requests without the token, and those of other sites' pages."""
-        token, sentence = self.settings.http_token, stranger(request.method, request.headers, False)
-        if sentence:
-            raise HTTPException(403, sentence)
-        if token is not None and not token_matches(request.headers.get("authorization"), token):
-            raise HTTPException(401, "Send DELTASYNC_HTTP_TOKEN as a bearer token.")
+        for answer in answers or [None]:
+            if not answer or ("replica_id" not in answer and "error" in answer):
+                sentence = (answer or {}).get("error") or "The schedulers do not answer."
+                raise Refused(STATUS_CODES.get(sentence.partition(":")[0], 504), sentence)
+        return answers
 
     @contextlib.asynccontextmanager
-    async def _ticking(self, _: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """Update the states of the schedulers."""
 
         async def tick() -> None:
@@ -132,7 +335,16 @@ class RemoteRoutes:
 
 
 async def _body(request: Request, kind: type[_Body]) -> _Body:
+    if request.query_params:
+        raise Refused(422, f"This route takes its fields in a JSON body, not in the address: {request.url.query[:80]!r}.")
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > _BODY_BYTES:
+            raise Refused(413, f"The body is larger than {_BODY_BYTES:,} bytes.")
+    if data and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refused(415, "Send the body as content-type: application/json.")
     try:
-        return body_of(await request.body(), kind)
+        return body_of(bytes(data), kind)
     except ConfigError as error:
-        raise HTTPException(422, str(error)) from None
+        raise Refused(422, str(error)) from None

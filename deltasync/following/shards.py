@@ -1,21 +1,26 @@
-"""A target for engines whose processes each hold a shard of the weights and run the same program.
+"""A target for engines whose processes each hold a shard of the weights.
 
-    stage (while the engine computes) -> commit (between two of its steps, on all ranks at once) -> announce
+    stage (while the engine computes) -> commit (between two of its steps, on all shards at once) -> announce
 
-The follow loop runs in the first rank. `ShardsTarget` has every rank run the methods of its `Shard` with the same arguments,
-and they end in the same way on all: what each has found is exchanged, so that all raise the error that one of them met. A
-method "beside" runs in a thread of each rank while the engine computes; one "between steps" in the engine's own.
+`Shards` puts the shards together: it calls a method of each, adds up what they found, and raises the gravest error that one
+of them met. There are two ways to reach them. `RankedShards` is for processes that run the same program: each has one, they
+exchange what each shard has found, and all end in the same way; `ShardsTarget` is their target, in the first rank. vLLM's
+workers are reached by calls from another process (`vllm_plugin.workers`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+import numpy as np
 import torch
 
 from deltasync.channel.documents import VersionId, sha256_hex
@@ -24,27 +29,260 @@ from deltasync.channel.record import StoredRecord
 from deltasync.errors import (
     ApplyError,
     CommitError,
+    CorruptDataError,
     DeltaSyncError,
     FingerprintMismatchError,
+    MissingVersionError,
     ModelMismatchError,
     ShareError,
     SleepingError,
     StageError,
+    describe,
     error_of,
     get_logger,
+    printable,
 )
-from deltasync.following.engine import Places, unique_name
-from deltasync.following.follower import Follower, StagedVersion
+from deltasync.following.engine import unique_name
+from deltasync.following.follower import Follower
+from deltasync.following.shard import HANDED_BYTES, Audit, Done, Engine, Found, Handed, Shard, handed
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
-from deltasync.live import LiveMemory, assemble, combine, model_fingerprint, plan, proof
+from deltasync.live import assemble, combine, model_fingerprint, proof
 
 logger = get_logger(__name__)
 
 _T = TypeVar("_T")
+_NOTHING = type(None)
 
-Handed = tuple[str, str, bytes | None]
-"""A record that the first rank has read: its key, its sha256, and its bytes."""
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error, as it is sent to another process.
+
+    Attributes:
+        kind: Its class.
+        message: Its text.
+        key: The key of the record that is damaged or lacks something, if one is to blame.
+        tensors: The tensors of which the shard holds too little to decode a version.
+    """
+
+    kind: str
+    message: str
+    key: str | None = None
+    tensors: list[str] = []
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Return an error's failure. Errors that are not deltasync's are logged here with their traceback."""
+        if not isinstance(error, DeltaSyncError):
+            logger.error("deltasync failed unexpectedly", exc_info=error)
+        key = error.key if isinstance(error, CorruptDataError | MissingVersionError) else None
+        return cls(type(error).__name__, str(error), key, [*error.tensors] if isinstance(error, ShareError) else [])
+
+    def error(self) -> DeltaSyncError:
+        """Return the error; an ApplyError if its class is not one of deltasync's."""
+        error = error_of(self.kind, self.message, ApplyError)
+        if isinstance(error, ShareError):
+            error.tensors = self.tensors
+        else:
+            error.key = self.key
+        return error
+
+
+describe(Failure, Found, Audit, Done)
+
+
+def is_safe(error: BaseException) -> bool:
+    """Whether the live weights are still those of the version before a commit that ended with this error."""
+    return isinstance(error, FingerprintMismatchError | StageError | SleepingError)
+
+
+def succeeded(replies: Sequence[_T | Failure]) -> list[_T]:
+    """Return the replies of all shards.
+
+    Raises:
+        DeltaSyncError: the gravest failure among them: one that leaves the weights uncertain, if there is one.
+    """
+    errors = [reply.error() for reply in replies if isinstance(reply, Failure)]
+    if errors:
+        raised = min(errors, key=lambda error: (is_safe(error), isinstance(error, ShareError)))
+        if isinstance(raised, ShareError):
+            raised.tensors = sorted({name for error in errors if isinstance(error, ShareError) for name in error.tensors})
+        raise raised
+    return [reply for reply in replies if not isinstance(reply, Failure)]
+
+
+def commit_of(chain: Sequence[StoredRecord], done: Done, **measured: Any) -> Commit:
+    """Return the commit of a chain, with what the engine has measured."""
+    version = chain[-1].version
+    return Commit(
+        version=version.version,
+        sha256=version.sha256,
+        anchor=chain[0].use_anchor,
+        changed=done.changed,
+        stage_s=done.stage_s,
+        scatter_s=done.scatter_s,
+        reload_s=done.reload_s,
+        **measured,
+    )
+
+
+class Shards(ABC):
+    """The shards of all processes together. A subclass reaches them.
+
+    Attributes:
+        reloaded: The tensors that the engine loads again after each change, and why.
+        ignored: The tensors that no process loads.
+        fingerprints: Each tensor's fingerprint over all shards, as of the last audit, or commit of several shards.
+    """
+
+    def __init__(self, reader: ChannelReader, log: logging.Logger = logger) -> None:
+        self.reader, self._log = reader, log
+        self.reloaded: dict[str, str] = {}
+        self.ignored: list[str] = []
+        self.fingerprints: dict[str, int] = {}
+        self._regions: list[Any] = []  # the elements of each tensor that each shard holds
+
+    @abstractmethod
+    def replies(self, kind: Any, method: str, *args: Any) -> list[Any]:
+        """Call a method of every `Shard`. Returns what each returns, of this kind, or its `Failure`."""
+
+    def every(self, kind: Any, method: str, *args: Any) -> list[Any]:
+        """Call a method of every `Shard`, and return what each returns. Raises as `succeeded`."""
+        return succeeded(self.replies(kind, method, *args))
+
+    def verify(self) -> None:
+        """Compare all weights with the checkpoint through the load plans.
+
+        Raises:
+            ModelMismatchError: the shards do not hold every tensor in places that can be updated.
+        """
+        found, specs = self.every(Found, "verify"), self.reader.specs
+        self.reloaded = {name: why for each in found for name, why in each.reloaded.items()}
+        self.ignored = proof.check_coverage(specs, [each.regions for each in found], self.reloaded)
+        if self.ignored and not all(each.is_complete for each in found):
+            which = f"{len(self.ignored)} tensors, such as {specs[self.ignored[0]]},"
+            raise ModelMismatchError(f"{which} cannot be updated by this release: the engine's loader copies them nowhere.")
+
+    def prove(self) -> None:
+        """Make sure that all engines make again what they derive from weights, and say what is not served."""
+        missing = sorted({name for names in self.every(list[str], "prove") for name in names})
+        self._warn(self.ignored, "are not served: the engine's loader ignores them")
+        self._warn(missing, "stay as loaded: the channel has no such tensors. Publish `state_dict()`, buffers included")
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self.reloaded.items():
+            by_reason.setdefault(why, []).append(name)
+        patched = len(self.reader.specs) - len(self.reloaded) - len(self.ignored)
+        self._log.info("deltasync load plan is proven: patched_in_place=%d reloaded=%d", patched, len(self.reloaded))
+        for why, names in by_reason.items():
+            self._warn(names, f"take the fallback, because {why}: a commit loads their layers again, which takes longer")
+
+    def _warn(self, names: Sequence[str], what: str) -> None:
+        if names:
+            shown = ", ".join(map(printable, names[:5]))
+            self._log.warning("deltasync: %d tensors (%s, ...) %s", len(names), shown, printable(what))
+
+    def adopt(self) -> int:
+        """Audit the shards for the first time. Returns the model's fingerprint."""
+        return self._total(self.every(Audit, "audit", self.ignored))
+
+    def identified(self, record: Handed | None) -> None:
+        """Tell the shards which version they hold, None for no version of the channel."""
+        self.every(_NOTHING, "identified", record)
+
+    def settle(self) -> VersionId | None:
+        """Audit the shards. Returns the version that they hold, or None if the bits are not what they were taken for."""
+        total = self._total(self.every(Audit, "audit"))
+        named = {*self.every(VersionId | None, "settle", total)}
+        if len(named) > 1:
+            raise ApplyError(f"The shards hold different versions: {', '.join(sorted(map(str, named)))}.")
+        (version,) = named
+        return version
+
+    def _total(self, audits: Sequence[Audit]) -> int:
+        self._regions = [audit.regions for audit in audits]
+        self.fingerprints = combine(self._regions, [audit.parts for audit in audits])
+        return model_fingerprint(self.fingerprints)
+
+    def stage(self, chain: Sequence[Handed]) -> bool:
+        """Have all shards stage a chain. Returns whether all know their bits, so that it can be committed.
+
+        A tensor of which a shard holds too little to decode it is handed to all shards that hold a part of it, once.
+
+        Raises:
+            ApplyError: a shard lacks a tensor that it was handed.
+        """
+        completed: set[str] = set()
+        while True:
+            try:
+                return all(self.every(bool, "stage", chain))
+            except ShareError as error:
+                lacking = {*error.tensors}
+            if lacking & completed:
+                raise ApplyError(f"A shard was handed {min(lacking & completed)}, and lacks it.")
+            for name in sorted(lacking):
+                self._complete(name)
+            completed |= lacking
+            size_mb = sum(self.reader.specs[name].nbytes for name in lacking) / 1e6
+            self._log.info(
+                "deltasync: each process keeps %d tensors whole on the host, %.1f MB, such as %s, to decode `context`",
+                *(len(lacking), size_mb, min(lacking)),
+            )
+
+    def _complete(self, name: str) -> None:
+        data = self._assembled(name).data.cast("B")
+        for at in range(0, len(data), HANDED_BYTES):
+            self.every(_NOTHING, "complete", name, at, bytes(data[at : at + HANDED_BYTES]))
+
+    def commit(self) -> Done:
+        """Commit what is staged, on all shards or on none. Call between two steps of the engine.
+
+        Returns the longest times, and the sum of the changed elements.
+
+        Raises:
+            DeltaSyncError: the commit failed; `is_safe` says whether the old bits are live again.
+        """
+        alone = len(self._regions) == 1
+        replies = self.replies(Done, "commit", alone)
+        if not alone and any(isinstance(reply, Failure) for reply in replies):
+            _check_undone(self.replies(_NOTHING, "undo"))
+        done = succeeded(replies)
+        if not alone:
+            changed = combine(self._regions, [each.parts for each in done])
+            fingerprints = self.fingerprints | changed
+            self._confirm(changed, model_fingerprint(fingerprints))
+            self.fingerprints = fingerprints
+        return Done(
+            changed=sum(each.changed for each in done),
+            stage_s=max(each.stage_s for each in done),
+            scatter_s=max(each.scatter_s for each in done),
+            reload_s=max(each.reload_s for each in done),
+        )
+
+    def _confirm(self, changed: dict[str, int], total: int) -> None:
+        confirmed = self.replies(_NOTHING, "confirm", changed, total)
+        if None in confirmed:
+            _check_undone(confirmed)
+        succeeded(confirmed)
+
+    def digest(self) -> dict[str, str]:
+        """Return the sha256 of every tensor in live memory, put together from all shards.
+
+        Raises:
+            ApplyError: two shards hold different copies of the same elements.
+        """
+        return {name: sha256_hex(self._assembled(name).data) for name in self.reader.specs}
+
+    def _assembled(self, name: str) -> np.ndarray:
+        return assemble(
+            self.reader.specs[name], [held[name] for held in self._regions], self.every(list[bytes], "read", name)
+        )
+
+
+def _check_undone(replies: Iterable[Any]) -> None:
+    """Raise CommitError if a shard failed to undo a commit: shards may then hold different versions."""
+    for reply in replies:
+        if isinstance(reply, Failure):
+            raise CommitError(f"A shard's weights are uncertain. {reply.error()}")
 
 
 class Ranks(Protocol):
@@ -86,373 +324,146 @@ class TorchRanks:
         return box[0]
 
 
-class Engine(Protocol):
-    """One rank's part of the engine."""
-
-    loader: plan.Loader
-    model: torch.nn.Module
-
-    def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that the model was loaded from. Raises ModelMismatchError if they cannot be read again."""
-        ...
-
-    def announce(self, name: str) -> None:
-        """Note that other weights are live, between two steps: label tokens with their name, and keep caches apart."""
-        ...
-
-
-class Shard:
-    """One rank's part of a replica: the load plan, its proof, and a follower over the live parameters.
+class RankedShards(Shards):
+    """The shards of ranks that run the same program: each rank has one of these, and calls its methods with the others.
 
     Attributes:
-        ranks: All parts.
+        shard: The shard of this rank.
+        ranks: All ranks.
         held: Whether nothing may be computed, because the version of the weights is unknown. The same on all ranks.
     """
 
     def __init__(self, reader: ChannelReader, engine: Engine, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.held = False
-        self._asleep = False
-        self._reader, self._engine = reader, engine
-        self._device = next((each.device for each in engine.model.parameters()), torch.device("cpu"))
-        self._memory = threading.Lock()  # held while a thread reads the weights, which sleep takes away
-        self._places: Places | None = None
-        self._plan: plan.LoadPlan | None = None
-        self._unproven: set[str] = set()
-        self._regions: list[Any] = []  # of each rank
-        self._fingerprints: dict[str, int] = {}  # of tensors over all ranks
+        super().__init__(reader)
+        self.shard, self.ranks, self.held = Shard(reader, engine, ranks.number), ranks, False
         self._names: OrderedDict[int, str] = OrderedDict()
-        self._follower: Follower | None = None
-        self._staged: StagedVersion | None = None
 
     @property
     def follower(self) -> Follower:
-        """Stages and commits; exists after `prove`."""
-        assert self._follower is not None
-        return self._follower
+        """The follower of this rank; there after `adopt`."""
+        return self.shard.follower
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether this rank knows which bits are live."""
-        return self._follower is not None and self._follower.settled
-
-    @property
-    def progressed_s(self) -> float:
-        """When staging last advanced (`Target.progressed_s`)."""
-        return 0.0 if self._follower is None else self._follower.progressed_s
-
-    def together(self, body: Callable[[], _T]) -> list[_T]:
-        """Run `body` on all ranks, each of which calls this. Returns the results of all ranks.
-
-        Raises:
-            DeltaSyncError: it raised on one; a CommitError if there is one.
-        """
-        if self._device.type != "cpu":
-            torch.accelerator.set_device_index(self._device)  # whichever thread this is
-        if self.ranks.size == 1:
-            return [body()]
-        mine: tuple[Any, tuple[str, str, Any] | None]
+    def replies(self, kind: Any, method: str, *args: Any) -> list[Any]:
+        """As `Shards.replies`, on all ranks."""
+        mine: Any
         try:
-            mine = body(), None
-        except Exception as error:
-            if not isinstance(error, DeltaSyncError):
-                logger.exception("deltasync failed unexpectedly")
-            detail = error.tensors if isinstance(error, ShareError) else getattr(error, "key", None)
-            mine = None, (type(error).__name__, str(error), detail)
-        found = self.ranks.gather(mine)
-        failures = sorted((each[1] for each in found if each[1]), key=lambda failure: failure[0] != CommitError.__name__)
-        if failures:
-            raised = error_of(failures[0][0], failures[0][1], ApplyError)
-            if isinstance(raised, ShareError):
-                raised.tensors = sorted({name for failure in failures for name in failure[2] or ()})
-            else:
-                raised.key = failures[0][2]
-            raise raised
-        return [each[0] for each in found]
-
-    def _check_awake(self) -> None:
-        if self._asleep:
-            raise SleepingError(
-                f"{self._engine.loader.engine} has released its weights. They are left alone until it wakes up."
-            )
-
-    # Beside the engine
+            self.shard.use_device()  # in whichever thread this is
+            mine = getattr(self.shard, method)(*args)
+        except Exception as error:  # noqa: BLE001 - all ranks raise it
+            mine = Failure.of(error)
+        return [mine] if self.ranks.size == 1 else self.ranks.gather(mine)
 
     def prepare(self) -> None:
         """Read the channel's tensors. Raises NotPublishedError if it has no version yet."""
-        self.together(lambda: self._reader.specs and None)
-
-    def prove(self) -> int:
-        """Compare the weights with the checkpoint through the load plan, bit by bit. Returns the model's fingerprint.
-
-        Raises:
-            ModelMismatchError: the engine does not hold every tensor in places that can be updated.
-        """
-        specs, recorded = self._reader.specs, self._plan
-        assert recorded is not None
-
-        def verify() -> tuple[Any, dict[str, str]]:
-            memory = LiveMemory(specs, recorded.segments)
-            with self._memory:
-                self._check_awake()
-                self._unproven, others = proof.verify(recorded, memory, specs, self._engine.checkpoint())
-            if others and not self.ranks.number:
-                logger.warning(
-                    "deltasync: %d tensors of the checkpoint, such as %s, stay as loaded", len(others), min(others)
-                )
-            return memory.regions, recorded.reasons
-
-        found = self.together(verify)
-        reasons = {name: why for _, of in found for name, why in of.items()}
-        if reasons:
-            first = min(reasons)
-            raise ModelMismatchError(
-                f"{len(reasons)} tensors cannot be updated in place, such as {specs[first]}: {reasons[first]}. "
-                "Serve the model without quantization, by kernels that use weights as they are in the checkpoint."
-            )
-        ignored = proof.check_coverage(specs, [regions for regions, _ in found])
-        self._unproven -= set(ignored)
-
-        def adopt() -> Any:
-            if ignored and not self.ranks.number:  # no layer loads them, and the model's fingerprint counts them
-                recorded.segments.update(proof.kept({name: specs[name] for name in ignored}, self._engine.checkpoint()))
-                logger.warning(
-                    "deltasync: %d tensors, such as %s, are not served: nothing loads them", len(ignored), ignored[0]
-                )
-            memory = LiveMemory(specs, recorded.segments)
-            memory.warm_up()
-            self._follower = Follower(self._reader, memory)
-            return memory.regions
-
-        self._regions = self.together(adopt)
-        return self._audit()
-
-    def _audit(self) -> int:
-        def audit() -> Any:
-            with self._memory:
-                self._check_awake()
-                self.follower.memory.audit()
-            return self.follower.memory.parts
-
-        self._fingerprints = combine(self._regions, self.together(audit))
-        return model_fingerprint(self._fingerprints)
-
-    def settle(self) -> None:
-        """Audit the live bits: they are the version that they were taken for, or none."""
-        self.follower.settle(self._audit())
-
-    def stage(self, chain: Sequence[Handed]) -> bool:
-        """Fetch, verify and decode a chain. Returns whether all ranks know their bits, so that it can be committed."""
-        stored: list[StoredRecord] = []
-
-        def stage() -> bool:
-            if not self.follower.settled:
-                return False
-            stored[:] = stored or [self._reader.handed(*handed) for handed in chain]
-            with self._memory:
-                self._check_awake()
-                self._staged = self.follower.stage(stored)
-            return True
-
-        try:
-            return all(self.together(stage))
-        except ShareError as error:
-            for name in error.tensors:
-                self.follower.complete(name, self._assembled(name))
-            return all(self.together(stage))
-
-    def digest(self) -> dict[str, str]:
-        """Return the sha256 of every tensor in live memory, put together from the shards of all ranks."""
-        return {name: sha256_hex(self._assembled(name).data) for name in self._reader.specs}
-
-    def _assembled(self, name: str) -> Any:
-        def read() -> list[bytes]:
-            with self._memory:
-                self._check_awake()
-                return self.follower.memory.read(name)
-
-        return assemble(self._reader.specs[name], [held[name] for held in self._regions], self.together(read))
-
-    # Between two steps of the engine
+        self.every(_NOTHING, "prepare")
 
     def record(self) -> None:
-        """Record the load plan from the engine's own loader. Nothing is changed."""
-
-        def record() -> None:
-            self._check_awake()
-            self._plan = plan.record(self._engine.model, self._reader.specs, self._engine.loader)
-            self._places = Places(self._engine.model)
-
-        self.together(record)
-
-    def identified(self, handed: Handed | None) -> None:
-        """Note which version the weights are, None for no version of the channel.
-
-        Raises:
-            ModelMismatchError: they are no version, and there are tensors that the checkpoint did not prove.
-        """
-
-        def identify() -> None:
-            if handed is None and self._unproven:
-                raise ModelMismatchError(
-                    f"{len(self._unproven)} tensors, such as {min(self._unproven)}, are not in the checkpoint that was "
-                    "loaded, and the weights are no version that the channel knows, so it cannot be proven where they lie "
-                    "in memory: serve the checkpoint that the channel starts from."
-                )
-            self.follower.identified(None if handed is None else self._reader.handed(*handed))
-
-        self.together(identify)
-        self.settled()
+        """Record the load plans. Call between two steps."""
+        self.every(_NOTHING, "record")
 
     def settled(self) -> None:
-        """Announce the version of the weights; from here on the engine may compute."""
+        """Announce what the weights are, between two steps; from here on they may be computed with."""
         version = self.follower.version
         if version is None and self.held:
             return  # full weights follow
-        self._engine.announce("unknown" if version is None else unique_name(self._names, version))
+        self.shard.engine.announce("unknown" if version is None else unique_name(self._names, version))
         self.held = False
 
-    def commit(self) -> tuple[int, float, float]:
-        """Write the staged version into the live weights, and prove it, on all ranks or on none.
-
-        Returns the changed elements of all ranks, and this rank's times to stage and to write.
-        """
-        staged, self._staged, follower = self._staged, None, self.follower
-        committed: list[StagedVersion] = []
-
-        def write() -> tuple[Any, int]:
-            self._check_awake()
-            if staged is None:
-                raise StageError("The staged version is gone, because the engine slept. It is staged again.")
-            if self._device.type != "cpu":
-                torch.accelerator.synchronize(self._device)  # kernels that the engine has launched
-            committed.append(follower.commit(staged))
-            return staged.staged.parts, staged.staged.changed
-
-        def undo() -> None:
-            if committed:
-                follower.rollback(committed[0])
-
+    def commit(self) -> Done:
+        """As `Shards.commit`, and announce the version."""
         try:
-            written = self.together(write)
-            changed = combine(self._regions, [parts for parts, _ in written])
-            fingerprints = self._fingerprints | changed
-            self.together(lambda: follower.confirm(committed[0], changed, model_fingerprint(fingerprints)))
-        except FingerprintMismatchError:
-            raise  # `confirm` has rolled back
+            done = super().commit()
         except BaseException as error:
-            follower.settled, self.held = False, True
-            self.together(undo)
-            self.held = not isinstance(error, StageError | SleepingError)
+            self.held = self.held or not is_safe(error)
             raise
-        assert staged is not None
-        self._fingerprints = fingerprints
         self.settled()
-        return sum(count for _, count in written), staged.stage_s, staged.staged.scatter_s
+        return done
 
-    def check_places(self) -> None:
-        """Put parameters back that something replaced since the last step."""
-        for name in self._places.put_back() if self._places is not None else ():
-            self._unsettle()
-            logger.error("deltasync: something replaced %s in a model that follows a channel; it was put back", name)
-
-    def fall_asleep(self) -> None:
-        """Touch the weights no more, which the engine is about to take out of memory."""
-        self._asleep = True
-        with self._memory:
-            self._staged = None
+    def _confirm(self, changed: dict[str, int], total: int) -> None:
+        # All ranks compare the same numbers, so the bits are right on all or on none; only what undoes them may differ.
+        try:
+            self.shard.confirm(changed, total)
+        except (FingerprintMismatchError, CommitError) as error:
+            succeeded(self.ranks.gather(Failure.of(error)))
 
     def wake_up(self) -> None:
         """Hold the engine until an audit has found the version of the weights."""
-        self._asleep, self.held = False, self._follower is not None
-        self._unsettle()
-
-    def _unsettle(self) -> None:
-        if self._follower is not None:
-            self._follower.settled = False
+        self.shard.wake_up()
+        self.held = bool(self._regions)
 
 
 class ShardsTarget:
     """The weights of all ranks, as a `Target` in the first one.
 
-    `between_steps` runs a method of every rank between two steps of the engine, in the same one on all ranks: `record`,
-    `identified` and `settled` of `Shard`, and `commit`, which returns the pause and the number of running requests before
-    what `Shard.commit` does.
+    `between_steps` runs a method of every rank's `RankedShards` between two steps of the engine, in the same one on all
+    ranks: `record`, `prove`, `settled`, and `commit`, of which it returns the pause and the number of running requests too.
     """
 
-    def __init__(self, shard: Shard, between_steps: Callable[..., Any]) -> None:
+    def __init__(self, shards: RankedShards, between_steps: Callable[..., Any]) -> None:
         self.version: VersionId | None = None
-        self._shard, self._between_steps = shard, between_steps
+        self._shards, self._between_steps = shards, between_steps
         self._is_sure = False  # whether all ranks were settled when they were asked last
 
     @property
     def progressed_s(self) -> float:
         """When staging last advanced (`Target.progressed_s`)."""
-        return self._shard.progressed_s
+        return self._shards.shard.progressed_s
 
-    def _on_ranks(self, method: str, *arguments: Any) -> Any:
-        if self._shard.ranks.size > 1:
-            self._shard.ranks.broadcast((method, arguments))
-        return getattr(self._shard, method)(*arguments)
+    def _in_background(self, method: str, *arguments: Any) -> Any:
+        if self._shards.ranks.size > 1:
+            self._shards.ranks.broadcast((method, arguments))
+        return getattr(self._shards, method)(*arguments)
 
     def open(self, identify: Identify) -> None:
         """Prove the load plan and find the live version (`Target.open`)."""
-        self._on_ranks("prepare")
+        self._in_background("prepare")
         self._between_steps("record")
-        found = identify(self._on_ranks("prove"))
-        self._between_steps("identified", None if found is None else _handed(found))
-        self.version, self._is_sure = self._shard.follower.version, True
+        self._in_background("verify")
+        self._between_steps("prove")
+        found = identify(self._in_background("adopt"))
+        self._in_background("identified", None if found is None else handed([found])[0])
+        self._settled()
+
+    def _settled(self) -> None:
+        self._between_steps("settled")
+        self.version, self._is_sure = self._shards.follower.version, True
 
     def is_settled(self, asked: bool) -> bool:
         """Whether the live bits are known (`Target.is_settled`)."""
-        return self._is_sure and self._shard.is_settled
+        return self._is_sure and self._shards.shard.settled()
 
     def settle(self) -> None:
         """Audit the live bits on all ranks (`Target.settle`)."""
-        self._on_ranks("settle")
-        self._between_steps("settled")
-        self.version, self._is_sure = self._shard.follower.version, True
+        self._in_background("settle")
+        self._settled()
 
     def stage(self, chain: Sequence[StoredRecord]) -> Sequence[StoredRecord] | None:
         """Stage a chain on all ranks (`Target.stage`)."""
-        self._is_sure = bool(self._on_ranks("stage", [_handed(stored) for stored in chain]))
+        self._is_sure = bool(self._in_background("stage", handed(chain)))
         return chain if self._is_sure else None
 
     def commit(self, staged: Sequence[StoredRecord]) -> Commit:
         """Commit on all ranks at once (`Target.commit`)."""
-        pause_s, running, changed, stage_s, scatter_s = self._between_steps("commit")
-        self.version = version = staged[-1].version
-        return Commit(
-            version=version.version,
-            sha256=version.sha256,
-            anchor=staged[0].use_anchor,
-            changed=changed,
-            stage_s=stage_s,
-            pause_s=pause_s,
-            scatter_s=scatter_s,
-            running_requests=running,
-        )
+        pause_s, running, done = self._between_steps("commit")
+        self.version = staged[-1].version
+        return commit_of(staged, done, pause_s=pause_s, running_requests=running)
 
     def digest(self) -> dict[str, str]:
         """Return the sha256 of every tensor in live memory."""
-        found: dict[str, str] = self._on_ranks("digest")
+        found: dict[str, str] = self._in_background("digest")
         return found
 
     def close(self) -> None:
         """Do nothing."""
 
 
-def serve_in_thread(shard: Shard) -> None:
-    """Serve the calls of the first rank in a thread of this process, while the engine computes."""
+def serve_background(shards: RankedShards) -> None:
+    """Run in a thread of this process what the first rank runs in the background."""
 
     def serve() -> None:
         while True:
-            method, arguments = shard.ranks.broadcast()
+            method, arguments = shards.ranks.broadcast()
             with contextlib.suppress(Exception):  # the first rank has met it too, and reports it
-                getattr(shard, method)(*arguments)
+                getattr(shards, method)(*arguments)
 
     threading.Thread(target=serve, name="deltasync-rank", daemon=True).start()
-
-
-def _handed(stored: StoredRecord) -> Handed:
-    return stored.key, stored.sha256, stored.data

@@ -1,8 +1,19 @@
 """Live weights as segments of memory, and the commit: the only code that writes them."""
 
-from deltasync.live import plan, proof
+from deltasync.live import derived, plan, proof
 from deltasync.live.memory import LiveMemory
 from deltasync.live.segments import Parts, Segment, assemble, combine, model_fingerprint
 from deltasync.live.staging import Staged
 
-__all__ = ["LiveMemory", "Parts", "Segment", "Staged", "assemble", "combine", "model_fingerprint", "plan", "proof"]
+__all__ = [
+    "LiveMemory",
+    "Parts",
+    "Segment",
+    "Staged",
+    "assemble",
+    "combine",
+    "derived",
+    "model_fingerprint",
+    "plan",
+    "proof",
+]

@@ -116,7 +116,7 @@ def build_trainer(
         output_dir=str(args.metrics.parent / "trainer"),
         seed=args.seed,
         max_steps=args.steps,
-        per_device_train_batch_size=SAMPLES_PER_STEP,
+        per_device_train_batch_size=args.samples,
         num_generations=GENERATIONS_PER_PROMPT,
         max_staleness=MAX_STALENESS_STEPS,
         max_inflight_tasks=MAX_INFLIGHT_REQUESTS,
@@ -149,6 +149,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--channel", required=True, metavar="URL", help="channel to publish the weights to")
     parser.add_argument("--server-url", required=True, metavar="URL", help="the vLLM server that follows the channel")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="optimizer steps (default: 40)")
+    parser.add_argument(
+        "--samples", type=int, default=SAMPLES_PER_STEP, metavar="N", help=f"samples per step (default: {SAMPLES_PER_STEP})"
+    )
     parser.add_argument("--metrics", type=Path, required=True, metavar="FILE", help="file to append JSON lines to")
     parser.add_argument("--published", type=Path, required=True, metavar="FILE", help="file for what was published")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of trainer and prompts (default: 0)")

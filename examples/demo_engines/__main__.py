@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -26,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from deltasync.errors import DeltaSyncError
-from demo.model import WARMUP_STEPS, begin, save_checkpoint, warm_up
+from demo.model import begin, save_checkpoint, warm_up
 from demo.processes import Child, get_json, interrupt_on_sigterm
 from demo.report import read_lines
 from demo.run import Talker, free_port
@@ -35,6 +36,9 @@ from demo_engines.engines import ENGINES, ROOT, Engine
 
 CATCH_UP_S = 60.0
 PROOF_EVERY = 7  # versions between two digests of one engine's memory
+WARMUP_STEPS = 60  # half of `make demo`'s: enough for rewards that differ
+SAMPLES_PER_STEP = 16
+CHECK_S = 0.5  # between two checks of all engines
 
 
 class Running:
@@ -53,10 +57,10 @@ class Running:
         mine = cores[-half:] if engine.core else cores[:half]
         self.child = stack.enter_context(Child(f"The server of {engine.name}", line, environ, log, mine))
 
-    def status(self) -> dict[str, Any] | None:
-        """Its status; None while it does not answer."""
+    def status(self, commits: int = 0) -> dict[str, Any] | None:
+        """Its status, with its last commits; None while it does not answer."""
         try:
-            found: dict[str, Any] | None = get_json(f"{self.url}/deltasync/status")
+            found: dict[str, Any] | None = get_json(f"{self.url}/deltasync/status?commits={commits}")
         except DeltaSyncError:  # it is up, and cannot tell yet
             return None
         return found
@@ -65,8 +69,8 @@ class Running:
         """Note the sha256 of its live tensors, and of which version it says that they are."""
         self.proofs.append(get_json(f"{self.url}/deltasync/digest"))
 
-    def watch(self) -> None:
-        """Note them again if several versions have come since."""
+    def watch(self) -> bool:
+        """Note them again if several versions have come since. Returns whether it answers."""
         self.child.check()
         status = self.status()
         if status is not None and status["state"] in ("failed", "refused"):
@@ -74,6 +78,7 @@ class Running:
         version = None if status is None else status["version"]
         if version is not None and (not self.proofs or version >= self.proofs[-1]["version"] + PROOF_EVERY):
             self.prove()
+        return status is not None
 
     def serves(self, version: int) -> bool:
         """Whether it serves this version."""
@@ -101,12 +106,14 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
         running = [Running(engine, out, stack) for engine in engines]
         say(f"starting {', '.join(engine.name for engine in engines)}; they know only the channel file://{out / 'channel'}")
         torch.set_num_threads(1)
-        loss = warm_up(model, tokenizer, seed, None, lesson)
+        loss = warm_up(model, tokenizer, seed, None, dataclasses.replace(lesson, warmup_steps=WARMUP_STEPS))
         save_checkpoint(out / "model", model, tokenizer)
         say(f"model ready after {WARMUP_STEPS} supervised steps: {model.num_parameters():,} parameters, loss {loss:.3f}")
         train = [sys.executable, "-m", "demo.train", "--model", f"{out}/model", "--seed", str(seed)]
         train += ["--channel", f"file://{out}/channel", "--server-url", running[0].url, "--steps", str(versions - 1)]
+        train += ["--samples", str(SAMPLES_PER_STEP)]
         train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
+        # Each step waits until all of them serve the one before, so that none takes two versions at once.
         environ = {
             **os.environ,
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
@@ -114,6 +121,7 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
             "OMP_NUM_THREADS": "1",
             "CI": "1",
         }
+        environ["DELTASYNC_MAX_BEHIND"] = "0"
         cores = sorted(os.sched_getaffinity(0))
         trainer = stack.enter_context(
             Child(
@@ -127,13 +135,11 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
         say(f"starting AsyncGRPOTrainer (log: {out / 'trainer.log'})")
         said, up = 0, set[str]()
         while trainer.running():
-            time.sleep(0.2)
+            time.sleep(CHECK_S)
             for each in running:
-                if each.engine.name not in up and each.status() is not None:
+                if each.watch() and each.engine.name not in up:
                     up.add(each.engine.name)
                     say(f"{each.engine.name} is up")
-            for each in running:
-                each.watch()
             lines = list(read_lines(out / "metrics.jsonl"))
             if len(lines) >= said + 10:
                 said = len(lines)
@@ -144,7 +150,7 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
         for each in running:
             each.child.wait_until(lambda each=each: each.serves(last), CATCH_UP_S, f"to serve version {last}")
             each.prove()
-            statuses[each.engine.name] = each.status()
+            statuses[each.engine.name] = each.status(versions)
         say(f"training done; all of them serve version {last}")
         prompt = report.prompt(tokenizer)
         for each in running:

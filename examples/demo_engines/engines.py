@@ -50,12 +50,14 @@ class Engine:
             "PYTHONPATH": str(ROOT),  # as this checkout is, wherever the environments were built
             "DELTASYNC_CHANNEL": str(parts["channel"]),
             "DELTASYNC_DIGEST_ROUTE": "1",
-            "DELTASYNC_POLL_INTERVAL_S": "0.05",
+            "DELTASYNC_POLL_INTERVAL_S": "0.1",
             "DELTASYNC_REPLICA_ID": self.name.replace(" ", "-"),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             **self.variables,
         }
+        if self.environment is not None:  # where numba may be of another version, which would replace what this one compiled
+            environ["NUMBA_CACHE_DIR"] = str(ROOT / self.environment / "kernels")
         return [str(programs / words[0]), *words[1:]], environ
 
 
@@ -77,7 +79,7 @@ ENGINES = (
     Engine(
         "SGLang",
         "python -m sglang.launch_server --model-path {model} --port {port} --served-model-name {name} --attention-backend"
-        " torch_native --sampling-backend pytorch --disable-cuda-graph --mem-fraction-static 0.1 --max-total-tokens 8192"
+        " torch_native --sampling-backend pytorch --disable-cuda-graph --mem-fraction-static 0.5 --max-total-tokens 8192"
         " --sleep-on-idle",
         ".venv-sglang",
         {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_SET_CPU_AFFINITY": "0"},

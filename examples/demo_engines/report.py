@@ -61,7 +61,10 @@ def summarize(
             "tokens": tokenizer.encode(answers[name], add_special_tokens=False),
         }
     equal = all(
-        not each["sha256_differs_at"] and last in each["sha256_equal_at"] and each["tokens"] == tokens
+        not each["sha256_differs_at"]
+        and last in each["sha256_equal_at"]
+        and each["tokens"] == tokens
+        and each["versions_committed"] == sorted(published)
         for each in engines.values()
     )
     return {

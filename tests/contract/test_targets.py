@@ -21,7 +21,8 @@ from deltasync.errors import StageError
 from deltasync.following import Gate, MemoryTarget, Target
 from deltasync.following.module import ModuleTarget
 from deltasync.following.module_map import plain_name
-from deltasync.following.shards import Shard, ShardsTarget
+from deltasync.following.shard import Engine
+from deltasync.following.shards import RankedShards, ShardsTarget
 from deltasync.live import LiveMemory, plan
 from tests.contract.array_target import ArrayTarget
 from tests.contract.target_contract import NAME, SHAPE, Bench, TargetContract
@@ -98,24 +99,27 @@ class Together:
         return types.SimpleNamespace(size=self.size, number=number, gather=gather)
 
 
-class Half(torch.nn.Module):
+class Rows(torch.nn.Module):
     """A rank's rows of the model, and how its loader cuts them out."""
-
-    loader = plan.Loader("the test's engine")
 
     def __init__(self, number: int, size: int) -> None:
         super().__init__()
         self.rows = slice(number * SHAPE[0] // size, (number + 1) * SHAPE[0] // size)
         self.part = torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.bfloat16)[self.rows], requires_grad=False)
-        self.announced: list[str] = []
 
     def load_weights(self, weights: Any) -> None:
         for _, tensor in weights:
             self.part.copy_(tensor[self.rows])
 
-    @property
-    def model(self) -> torch.nn.Module:
-        return self
+
+class Half(Engine):
+    """A rank's part of the engine."""
+
+    loader = plan.Loader("the test's engine")
+
+    def __init__(self, number: int, size: int) -> None:
+        self.model = self.rows = Rows(number, size)
+        self.announced: list[str] = []
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield NAME, torch.zeros(SHAPE, dtype=torch.bfloat16)
@@ -135,7 +139,7 @@ class Shards(InMemory):
         together = Together(self.size)
         ranks = [together.of(number) for number in range(self.size)]
         readers = [self.reader, *(ChannelReader(self.store) for _ in ranks[1:])]
-        shards = [Shard(*each) for each in zip(readers, self.halves, ranks, strict=True)]
+        shards = [RankedShards(*each) for each in zip(readers, self.halves, ranks, strict=True)]
 
         def on_all(method: str, *arguments: Any) -> Any:
             with ThreadPoolExecutor(self.size) as pool:
@@ -147,16 +151,16 @@ class Shards(InMemory):
         def between_steps(method: str, *arguments: Any) -> Any:
             done = on_all(method, *arguments)
             assert len({shard.held for shard in shards}) == 1
-            return (0.0, 0, *done) if method == "commit" else done
+            return (0.0, 0, done) if method == "commit" else done
 
         target = ShardsTarget(shards[0], between_steps)
-        target._on_ranks = on_all  # type: ignore[method-assign]
+        target._in_background = on_all  # type: ignore[method-assign]
         return target
 
     def live(self) -> dict[str, torch.Tensor]:
         assert self.halves is not None
         assert len({half.announced[-1] for half in self.halves}) == 1
-        return {NAME: torch.cat([half.part for half in self.halves])}
+        return {NAME: torch.cat([half.rows.part for half in self.halves])}
 
 
 class TwoShards(Shards):
@@ -249,7 +253,6 @@ class TestVllm(TargetContract):
 
         from deltasync.following.metrics import Metrics
         from tests import driving
-        from vllm_plugin import worker
         from vllm_plugin.target import EngineTarget
 
         monkeypatch.setattr("vllm_plugin.load.loader.checkpoint", lambda _: iter(driving.Model().state_dict().items()))
@@ -259,7 +262,7 @@ class TestVllm(TargetContract):
 
             def target(self, settings: ReplicaSettings) -> Target:
                 self.engine = driving.Engine()  # a server restarts with its workers
-                monkeypatch.setattr(worker, "open_failover", lambda _: self.store)
+                monkeypatch.setattr("deltasync.following.engine.open_failover", lambda _: self.store)
                 return EngineTarget(self.engine, self.reader, settings, Metrics(CollectorRegistry()), self.run)
 
             def live(self) -> dict[str, torch.Tensor]:

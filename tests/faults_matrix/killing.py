@@ -34,9 +34,9 @@ def _patch_driver() -> None:
         time.sleep(0.01)
     commit = workers.commit
 
-    async def commit_and_reach(self: Any) -> Any:
+    def commit_and_reach(self: Any) -> Any:
         reach(DRIVER_STEPS[0])
-        done = await commit(self)
+        done = commit(self)
         reach(DRIVER_STEPS[1])
         return done
 

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from deltasync import follow
-from deltasync.errors import ConfigError, ModelMismatchError, StageError
+from deltasync.errors import ApplyError, ConfigError, ModelMismatchError, StageError
 from tests import http_server
 from tests.http_server import Server, digests, save, weights_of
 from tests.integration.test_module import PATIENCE_S, Trainer, Weights, llama, training, untied
@@ -27,6 +27,7 @@ from tests.integration.test_module import PATIENCE_S, Trainer, Weights, llama, t
 mx = pytest.importorskip("mlx.core", reason="needs MLX: make test-mlx")
 mlx_lm = pytest.importorskip("mlx_lm", reason="needs mlx-lm: make test-mlx")
 nn = pytest.importorskip("mlx.nn")
+lora = pytest.importorskip("mlx_lm.tuner.utils")
 
 from mlx_plugin.module import arrays, bits  # noqa: E402 - it imports MLX
 
@@ -157,6 +158,63 @@ def test_arrays_that_somebody_replaced_are_no_version_until_the_next_sync(checkp
             model.lm_head.weight[3, 3] = 2.0  # in the same Python object
             assert following.sync() == 1
             assert_bits(model, trainer.published[1])
+
+
+def updated(model: Any, path: Path) -> None:
+    model.update({"lm_head": {"weight": mx.zeros((64, 32), dtype=mx.bfloat16)}})
+
+
+def loaded(model: Any, path: Path) -> None:
+    mx.save_safetensors(str(path), {"lm_head.weight": mx.ones((64, 32), dtype=mx.bfloat16)})
+    model.load_weights(str(path), strict=False)
+
+
+def quantized(model: Any, path: Path) -> None:
+    nn.quantize(model, group_size=32, bits=4, class_predicate=lambda path, _: path == "lm_head")
+
+
+def adapted(model: Any, path: Path) -> None:
+    lora.linear_to_lora_layers(model, 2, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("change", "is_brought_back"), [(updated, True), (loaded, True), (quantized, False), (adapted, False)]
+)
+def test_nothing_is_computed_with_weights_that_somebody_replaced(
+    checkpoint: Path, memory_url: str, tmp_path: Path, change: Callable[[Any, Path], None], is_brought_back: bool
+) -> None:
+    model = load(checkpoint)
+    with training(memory_url, weights_of(checkpoint)) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, background=False) as following:
+            expected = greedy(model)
+            change(model, tmp_path / "other.safetensors")
+            for _ in range(2):
+                with pytest.raises(ApplyError, match="unknown state"):
+                    greedy(model)
+            if is_brought_back:
+                mx.eval(model.parameters())
+                assert following.sync() == 1
+                assert_bits(model, trainer.published[1])
+                assert greedy(model) == expected
+            else:
+                mx.eval(model.parameters())
+                with pytest.raises(ModelMismatchError):
+                    following.sync()
+                with pytest.raises(ApplyError, match="unknown state"):
+                    greedy(model)
+
+
+def test_a_call_may_wait_until_the_weights_are_known(checkpoint: Path, memory_url: str) -> None:
+    model = load(checkpoint)
+    with training(memory_url, weights_of(checkpoint)) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, poll_interval_s=0.02) as following:
+            model.update({"lm_head": {"weight": mx.zeros((64, 32), dtype=mx.bfloat16)}})
+            mx.eval(model.parameters())
+            with following.hold(PATIENCE_S) as version:
+                assert version == 1
+                assert_bits(model, trainer.published[1])
 
 
 def test_arrays_that_are_not_computed_are_said_by_the_thread_that_cannot_compute_them(
@@ -324,7 +382,13 @@ def test_requests_over_commits_end_and_leave_no_cache(checkpoint: Path, trainer:
 def test_a_server_serves_one_model_and_says_what_it_does_not(checkpoint: Path, trainer: Trainer, tmp_path: Path) -> None:
     with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log") as server:
         server.until(1)
-        for name, value, code in (("model", "another/model", 404), ("adapters", "a", 404), ("model", str(checkpoint), 200)):
+        asked = (
+            ("model", "another/model", 404),
+            ("adapters", "a", 404),
+            ("draft_model", "b", 404),
+            ("model", str(checkpoint), 200),
+        )
+        for name, value, code in asked:
             assert server.request("/v1/completions", {"prompt": "w1", "max_tokens": 1, name: value})[0] == code
         assert server.request("/health")[0] == 200
     with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log3", "--adapter-path", "adapter") as server:
@@ -336,10 +400,23 @@ def test_a_server_serves_one_model_and_says_what_it_does_not(checkpoint: Path, t
         assert server.log.read_text().splitlines()[-1].startswith("deltasync: ")
 
 
+def test_a_draft_model_proposes_and_the_version_decides(checkpoint: Path, trainer: Trainer, tmp_path: Path) -> None:
+    options = "--draft-model", str(checkpoint), "--num-draft-tokens", "2"
+    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log", *options) as server:
+        for version in (1, 2, 3):
+            server.until(version)
+            for _ in range(2):
+                expected = greedy(fresh(checkpoint, trainer.published[version], tmp_path / f"{time.monotonic()}"))
+                assert tokens_of(complete(server)[1]) == expected
+            trainer.publish()
+        assert server.request("/v1/completions", {"prompt": "w1", "max_tokens": 1, "draft_model": "b"})[0] == 404
+
+
 def test_a_server_starts_before_the_first_version(checkpoint: Path, tmp_path: Path) -> None:
     with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log", DELTASYNC_HTTP_TOKEN="secret") as server:
         code, _, reply = server.first_answer("/deltasync/ready")
         assert code == 503 and "no version" in reply["reason"]
+        assert server.request("/v1/completions", {"prompt": "w1", "max_tokens": 1})[0] == 503
         for path in ("/deltasync/status", "/deltasync/digest"):
             assert server.request(path)[0] == 401
         with training(f"file://{tmp_path}/channel", weights_of(checkpoint)) as trainer:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from demo.processes import Child
 from demo.run import free_port
@@ -202,11 +202,18 @@ def test_bits_that_were_not_published_are_rolled_back(server: Server) -> None:
 def test_other_updates_of_weights_are_refused(checkpoint: Path, server: Server) -> None:
     for path, body in (
         ("/update_weights_from_disk", {"model_path": str(checkpoint)}),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": [], "load_format": None}),
+        ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}),
         ("/begin_weight_update", {}),
         ("/weights_checker", {"action": "reset_tensors"}),
     ):
         assert "this server follows it" in refused(server, path, body)[1]
+    assert refused(server, "/load_lora_adapter", {"lora_name": "other", "lora_path": str(checkpoint)})[0] == 400
     served = server.status()["version"]
+    before = made(generate(server))
+    server.open("/flush_cache", {}).close()
+    after = generate(server)
+    assert (after["meta_info"]["cached_tokens"], made(after)) == (0, before)
     server.json("/update_weight_version", {"new_version": "mine", "abort_all_requests": False})
     assert generate(server)["meta_info"]["weight_version"] == str(served)
     server.assert_serves(served)
@@ -340,6 +347,24 @@ def test_two_ranks_commit_in_the_same_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_experts_are_written_in_place_through_sglangs_loaders(tmp_path: Path) -> None:
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    checkpoint = save_model(tmp_path, Qwen3MoeConfig, **fields, intermediate_size=128, mlp_only_layers=[])
+    replies, saved = [], []
+    with serving(checkpoint, f"file://{tmp_path}/channel") as (server, _):
+        for number in range(1, 4):
+            server.step(2e-4)
+            server.assert_serves(server.publish(step=number))
+            saved.append(save_version(checkpoint, server, tmp_path / str(number)))
+            replies.append(made(generate(server, 32)))
+        sums = checksums(server)
+    assert len({str(reply) for reply in replies}) == 3
+    with serving(saved[-1], None) as (fresh, _):
+        assert checksums(fresh) == sums
+        assert made(generate(fresh, 32)) == replies[-1]
+
+
+@pytest.mark.slow
 def test_grpo_rolls_out_on_a_server_that_serves_each_step(tmp_path: Path) -> None:
     checkpoint, channel, root = save_model(tmp_path), f"file://{tmp_path}/channel", Path(__file__).parents[2]
     options = ["--max_steps", "3", "--max_completion_length", "16", "--output_dir", str(tmp_path / "out")]
@@ -377,6 +402,17 @@ with mock.patch("sglang.srt.arg_groups.overrides.resolving_view", lambda options
         except ConfigError as error:
             assert str(error).startswith(f"--{name.replace('_', '-')} {other} {what}"), error
             print(name)
+    from types import SimpleNamespace
+    from sglang.srt.configs.model_config import AttentionArch
+    import torch
+    model = torch.nn.Linear(1, 1)
+    refusals.check_model(model, SimpleNamespace(attention_arch=AttentionArch.MHA))
+    model.use_intel_amx_backend = True
+    for arch in (AttentionArch.MLA, AttentionArch.MHA):
+        try:
+            refusals.check_model(model, SimpleNamespace(attention_arch=arch))
+        except ConfigError as error:
+            print(error)
     with mock.patch("sglang.__version__", "0.5.22"):
         try:
             refusals.check(Options())
@@ -385,13 +421,14 @@ with mock.patch("sglang.srt.arg_groups.overrides.resolving_view", lambda options
 """
     environ = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
     command = [sglang_server.PYTHON, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     from sglang_plugin.refusals import OPTIONS
 
     expected = [name for options in OPTIONS.values() for name in options]
-    *names, version = done.stdout.strip().splitlines()[-len(expected) - 1 :]
+    *names, latent, packed, version = done.stdout.strip().splitlines()[-len(expected) - 3 :]
     assert names == expected
+    assert latent.startswith("Latent attention (MLA)") and "for AMX" in packed
     assert version.startswith("deltasync was run with SGLang 0.5.23, not with 0.5.22")
 
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica
+from deltasync.config import ReplicaSettings
 from deltasync.errors import CorruptDataError, MissingVersionError
+from deltasync.following import engine
 from deltasync.stores.cache import CachedStore
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped, truncated
 from tests.unit import test_cache
 from tests.unit.test_cache import MB, downloads, files
-from vllm_plugin import worker
 
 inner, directory, store = test_cache.inner, test_cache.directory, test_cache.store
 
@@ -69,12 +70,10 @@ class TestReader:
 def test_the_workers_of_a_server_download_once(inner: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FaultyStore, "url", "s3://bucket/run")
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(worker, "open_failover", lambda url: inner)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(engine, "open_failover", lambda url: inner)
     with Publisher(inner) as publisher:
         publisher.publish([("w", torch.arange(1000))]).wait(60)
-    stores = [worker.open_channel("s3://bucket/run") for _ in range(4)]
+    stores = [engine.open_reader(ReplicaSettings(channel="s3://bucket/run"), 4).store for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda store: Replica(store).sync(), stores)) == [1] * 4
     shared = [key for key in downloads(inner) if key.startswith("anchors/")]

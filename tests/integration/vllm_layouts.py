@@ -46,7 +46,7 @@ from deltasync.tensors.bits import cast, dtype_for
 from tests.integration.vllm_server import save_model
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
-from vllm_plugin.load.layers import keep_weights_addressable, note_built
+from vllm_plugin.load.layers import keep_weights_addressable, note_models
 from deltasync.following.metrics import Metrics
 from vllm_plugin.target import EngineTarget, open_follow
 
@@ -275,7 +275,7 @@ def caught_up(following: Follow) -> dict[str, Any]:
     target = following.target
     assert isinstance(target, EngineTarget)
     told: dict[str, Any] = msgspec.to_builtins(following.status())
-    reloaded, reasons = target.workers.reloaded_count, target.workers.reasons
+    reloaded, reasons = len(target.workers.reloaded), target.workers.reasons
     patched = len(following.reader.specs) - reloaded
     return told | {"patched_tensors": patched, "reloaded_tensors": reloaded, "reloaded": msgspec.to_builtins(reasons)}
 
@@ -330,7 +330,7 @@ def alone(
 
 
 def main() -> None:
-    note_built()
+    note_models()
     keep_weights_addressable()
     for name in sys.argv[2:]:
         with laying_out(CASES[name].experts):

@@ -24,12 +24,12 @@ def _patch_driver() -> None:
         time.sleep(0.01)
     announce, served = driver._announce, Path(os.environ["SOAK_SERVED"])
 
-    async def noting(self: Any, version: Any) -> None:
+    def noting(self: Any, version: Any) -> None:
         if version is not None:
             from tests.soak.settings import digest_of, note
 
-            note(served, [version.sha256, digest_of(await self.workers.digest())])
-        await announce(self, version)
+            note(served, [version.sha256, digest_of(self.workers.digest())])
+        announce(self, version)
 
     driver._announce = noting
 

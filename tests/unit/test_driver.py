@@ -23,15 +23,15 @@ from deltasync import Publisher, open_store
 from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError, StoreError
-from deltasync.following import Commit, Follow, Pin
+from deltasync.following import Commit, Follow, Pin, routes
 from deltasync.following.metrics import Metrics
 from deltasync.following.requests import token_matches
+from deltasync.following.shards import Failure
 from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
-from vllm_plugin import compat, endpoints
+from vllm_plugin import compat
 from vllm_plugin.extension import DeltaSyncWorkerExtension
-from vllm_plugin.messages import Failure
 
 engine, registry, trainer = driving.engine, driving.registry, driving.trainer  # fixtures
 
@@ -204,13 +204,13 @@ def test_to_catch_up_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str
         async with following(engine, memory_url, registry) as driver:
             await driver.reach(2)
             assert trainer.publish() == await driver.reach(3)
-            engine.worker._deltasync_replica.fall_asleep()
+            engine.worker._deltasync_shard.fall_asleep()
             trainer.publish()
             await driver.refresh()
             assert driver.status().state == "sleeping"
             time.sleep(0.01)
             await driver.refresh()
-            engine.worker._deltasync_replica.wake_up()
+            engine.worker._deltasync_shard.shard.wake_up()
             await driver.reach(4)
             return driver.status().commits
 
@@ -250,11 +250,11 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
             pass
         assert await looks() == [("settled",)]
         async with driver.pauses.by_another():
-            engine.worker._deltasync_replica.fall_asleep()
+            engine.worker._deltasync_shard.fall_asleep()
         assert await looks() == [("settled",)] * 3
         assert driver.status().state == "sleeping"
-        engine.worker._deltasync_replica.wake_up()
-        assert ("audit", []) in await looks()
+        engine.worker._deltasync_shard.shard.wake_up()
+        assert ("audit",) in await looks()
         assert await looks() == []
         trainer.publish()
         called = await looks()
@@ -412,7 +412,7 @@ def test_who_leaves_frees_a_place_at_once(
     async def body() -> None:
         async with following(engine, memory_url, CollectorRegistry()) as driver:
             await driver.reach(1)
-            waits = asyncio.create_task(endpoints._wait(driver, Request(), 3600.0, 99, None))  # type: ignore[arg-type]
+            waits = asyncio.create_task(routes._wait(driver, Request(), 3600.0, 99, None))  # type: ignore[arg-type]
             await asyncio.sleep(0.05)
             assert not waits.done() and driver.on_step
             left.set()
@@ -429,7 +429,7 @@ def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
         trainer.publish()
     with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
         assert client.post("/deltasync/sync").json()["version"] == 3
-        monkeypatch.setattr("vllm_plugin.endpoints._MOST_HELD", 0)
+        monkeypatch.setattr("deltasync.following.routes._MOST_HELD", 0)
         with monkeypatch.context() as patch:
             patch.setattr(asyncio.Semaphore, "locked", lambda _: True)
             assert client.post("/deltasync/pin", json={"pin": "1"}).status_code == 429
@@ -450,7 +450,7 @@ def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
 
 def test_only_so_many_requests_wait_at_once(engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for most, statuses in ((0, [429, 429]), (1, [504, 504])):
-        monkeypatch.setattr("vllm_plugin.endpoints._MOST_HELD", most)
+        monkeypatch.setattr("deltasync.following.routes._MOST_HELD", most)
         with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
             replies = [client.post("/deltasync/sync", json={"timeout_s": 0.05}) for _ in statuses]
             assert [reply.status_code for reply in replies] == statuses
@@ -728,7 +728,7 @@ def test_generation_stays_paused_after_a_commit_that_could_not_be_undone(
         while driver.version != 1:
             await driver.refresh()
         trainer.publish()
-        memory = engine.worker._deltasync_replica._memory
+        memory = engine.worker._deltasync_shard.shard.follower.memory
         with monkeypatch.context() as patch:
 
             def fail(staged: Any) -> Any:

@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry
 from deltasync import open_store
 from deltasync.channel import heartbeat, keys
 from deltasync.config import ReplicaSettings
+from deltasync.following import shard
 from deltasync.following.metrics import Metrics
 from deltasync.stores import ObjectInfo
 from tests import driving
 from tests.driving import PATIENCE_S, Driver, Engine, Trainer, serving, until
 from tests.faults import FaultyStore, flipped
-from vllm_plugin import workers
 
 engine = driving.engine  # a fixture
 
@@ -30,8 +30,7 @@ Scene = Callable[[Driver], Coroutine[Any, Any, None]]
 def store(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
     """The store of driver, worker and trainer."""
     store = FaultyStore(open_store(memory_url))
-    for module in ("deltasync.following.engine", "vllm_plugin.worker"):
-        monkeypatch.setattr(f"{module}.open_failover", lambda _: store)
+    monkeypatch.setattr("deltasync.following.engine.open_failover", lambda _: store)
     yield store
     store.heal()
 
@@ -97,7 +96,7 @@ def test_a_version_costs_one_request_of_driver_and_worker_together(
 def test_records_that_are_too_many_to_hand_over_are_read_by_the_worker(
     engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "_HANDED_BYTES", 10)
+    monkeypatch.setattr(shard, "HANDED_BYTES", 10)
 
     async def scene(driver: Driver) -> None:
         await follow(driver)
@@ -194,7 +193,7 @@ def test_a_fault_of_the_memory_is_not_taken_for_one_of_the_version(
     async def scene(driver: Driver) -> None:
         await follow(driver)
         engine.model.w.view(torch.int16)[30, 5] ^= 1
-        engine.worker._deltasync_replica._memory.audit()  # as if it had flipped after the fingerprint was taken
+        engine.worker._deltasync_shard.shard.follower.memory.audit()  # as if it had flipped after the fingerprint was taken
         trainer.publish()
         await driver.refresh()
         assert "FingerprintMismatchError" in driver.status(0).error

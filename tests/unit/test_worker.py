@@ -19,28 +19,32 @@ import torch
 
 from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import CommitError, ConfigError, ModelMismatchError
-from deltasync.following import ChannelCursor
+from deltasync.errors import CommitError, ConfigError, DeltaSyncError, ModelMismatchError
+from deltasync.following import ChannelCursor, engine
 from deltasync.following.identify import identify
+from deltasync.following.shard import Shard, handed
+from deltasync.following.shards import Failure
 from deltasync.kernels import cpu
-from deltasync.live import model_fingerprint
+from deltasync.live import derived, model_fingerprint
+from deltasync.live import plan as plans
 from deltasync.live.plan import LoadPlan
 from deltasync.tensors import TensorSpec
 from tests import driving as tests_driving
 from tests.channels import Made
 from tests.faults import flipped
-from vllm_plugin import extension, logger, worker
-from vllm_plugin.load import copies as derived
+from vllm_plugin import extension, logger
 from vllm_plugin.load import layers, loader
 from vllm_plugin.load.fallback import Mirror, _together, mirrored
-from vllm_plugin.load.loader import record
-from vllm_plugin.messages import Work
-from vllm_plugin.worker import WorkerReplica
-from vllm_plugin.workers import Workers, handed
+from vllm_plugin.worker import WorkerShard
+from vllm_plugin.workers import Workers
 
 PATIENCE_S = 60.0
 
 Weights = dict[str, torch.Tensor]
+
+
+def record(model: torch.nn.Module, specs: dict[str, TensorSpec]) -> LoadPlan:
+    return plans.record(model, specs, loader.LOADER)
 
 
 class Model(torch.nn.Module):
@@ -63,19 +67,19 @@ def checkpoint() -> Weights:
     return {name: tensor.clone() for name, tensor in Model().state_dict().items()}
 
 
-def replica(model: torch.nn.Module, url: str) -> WorkerReplica:
-    return WorkerReplica(SimpleNamespace(get_model=lambda: model), url)
+def replica(model: torch.nn.Module, url: str) -> Shard:
+    return WorkerShard(SimpleNamespace(get_model=lambda: model), url).shard
 
 
-def proven(of: WorkerReplica, url: str) -> int | None:
+def proven(of: Shard, url: str) -> int | None:
     """Audit, compare and identify, as the driver does at first; the version that is live."""
-    of._verify()
+    of.verify()
     of.prove()
-    of._audit([])
+    of.audit([])
     cursor = ChannelCursor(ChannelReader(open_store(url)))
-    found = identify(cursor.reader, cursor.locate(), model_fingerprint(of._memory.fingerprints))
+    found = identify(cursor.reader, cursor.locate(), model_fingerprint(of.follower.memory.fingerprints))
     of.identified(None if found is None else handed([found])[0])
-    return None if of._follower.version is None else of._follower.version.version
+    return None if of.follower.version is None else of.follower.version.version
 
 
 @pytest.fixture
@@ -256,19 +260,15 @@ class TestCoverage:
         engine = tests_driving.Engine()
         engine.model = model
         reader = ChannelReader(open_store(url))
-        workers = Workers(engine, reader)
+        workers = Workers(engine, reader, asyncio.run)
         found = []
-
-        async def body() -> None:
-            await workers.open(url, None)
-            await workers.identified(None)
-            for number in range(1, versions + 1):
-                assert {reply.state for reply in await workers.stage([reader.numbered(number)])} == {"staged"}
-                await workers.commit()
-                assert await workers.settle() == reader.numbered(number).version
-                found.append((number, await workers.digest()))
-
-        asyncio.run(body())
+        workers.open(url, None)
+        workers.identified(None)
+        for number in range(1, versions + 1):
+            assert workers.stage(handed([reader.numbered(number)]))
+            workers.commit()
+            assert workers.settle() == reader.numbered(number).version
+            found.append((number, workers.digest()))
         return found
 
     @pytest.mark.parametrize("complete", [True, False])
@@ -286,7 +286,7 @@ class TestCoverage:
         channel.delta(weights)
         model = Ignoring()
         gone = [] if complete else ["dropped"]
-        layers._built[model] = layers._Built(frozenset(["", *gone]), {})
+        derived._built[model] = derived._Built(frozenset(["", *gone]), {})
         if not complete:
             with pytest.raises(ModelMismatchError, match=r"post_layernorm bfloat16\[6\], cannot be updated"):
                 self.follow(model, memory_url, 2)
@@ -308,45 +308,47 @@ class TestCoverage:
         channel.create(weights)
         channel.anchor(weights)
         self.follow(Ignoring(), memory_url, 1)
-        assert caplog.text.count("1 tensors (experts, ...) stay as vLLM loaded them") == 1
+        assert caplog.text.count("1 tensors (experts, ...) stay as loaded") == 1
 
 
 class TestHanded:
     """What the driver hands over is held to its digest again, and what is wrong with it is told by key."""
 
     @pytest.fixture
-    def of(self, url: str, monkeypatch: pytest.MonkeyPatch) -> WorkerReplica:
+    def of(self, url: str, monkeypatch: pytest.MonkeyPatch) -> Shard:
         monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
         of = replica(Model(), url)
         assert proven(of, url) is None
         return of
 
-    def test_bytes_or_none_are_taken_alike(self, of: WorkerReplica, url: str) -> None:
+    def test_bytes_or_none_are_taken_alike(self, of: Shard, url: str) -> None:
         stored = ChannelReader(open_store(url)).numbered(1)
         for data in (stored.data, None):
-            assert of._stage([(stored.key, stored.sha256, data)]) == Work("staged")
+            assert of.stage([(stored.key, stored.sha256, data)])
         of.commit(alone=True)
-        assert of._follower.version == stored.version
+        assert of.follower.version == stored.version
 
-    def test_damage_is_told_with_the_key_of_the_record(self, of: WorkerReplica, url: str) -> None:
+    def test_damage_is_told_with_the_key_of_the_record(self, of: Shard, url: str) -> None:
+        def blamed(*record: Any) -> tuple[str, str | None]:
+            with pytest.raises(DeltaSyncError) as caught:
+                of.stage([record])
+            failure = Failure.of(caught.value)
+            return failure.kind, failure.key
+
         store = open_store(url)
         stored = ChannelReader(store).numbered(1)
         assert stored.data is not None
-        failed = of._stage([(stored.key, stored.sha256, flipped(stored.data))])
-        assert failed.failure is not None
-        assert (failed.state, failed.blamed, failed.failure.kind) == ("failed", stored.key, "CorruptDataError")
+        assert blamed(stored.key, stored.sha256, flipped(stored.data)) == ("CorruptDataError", stored.key)
         (weights,) = stored.record.payload_files
         store.put(weights.key, flipped(store.read(weights.key, 1 << 30)))
-        assert of._stage(handed([stored])).blamed == stored.key
+        assert blamed(*handed([stored])[0])[1] == stored.key
         store.delete(stored.key)
-        missing = of._stage([(stored.key, stored.sha256, None)])
-        assert missing.failure is not None
-        assert (missing.blamed, missing.failure.kind) == (stored.key, "MissingVersionError")
+        assert blamed(stored.key, stored.sha256, None) == ("MissingVersionError", stored.key)
 
-    def test_bits_that_nobody_knows_are_settled_first(self, of: WorkerReplica, url: str) -> None:
+    def test_bits_that_nobody_knows_are_settled_first(self, of: Shard, url: str) -> None:
         stored = ChannelReader(open_store(url)).numbered(1)
-        of._follower.settled = False
-        assert of._stage(handed([stored])) == Work("unsettled")
+        of.follower.settled = False
+        assert of.stage(handed([stored])) is False
 
 
 class Impl:
@@ -397,7 +399,7 @@ class TestDerivedCopies:
         model = WithSinks(in_place=False)
         held, before = model.attention.impl.sinks, model.attention.impl.sinks.clone()
         with pytest.raises(
-            ModelMismatchError, match=r"made from a weight in Impl\.sinks and does not make it anew in place"
+            ModelMismatchError, match=r"made from a weight in Impl\.sinks and does not make it again in place"
         ):
             derived.find(model, set(), set())
         assert model.attention.impl.sinks is held
@@ -439,31 +441,31 @@ class TestDerivedCopies:
         model.cosines = torch.cat([torch.ones(32), torch.zeros(32)])
         assert derived.find(model, set(), set()) == []
 
-    @pytest.mark.parametrize("name", sorted(derived.LATER))
+    @pytest.mark.parametrize("name", sorted(layers.LATER))
     def test_what_the_first_request_makes_is_known_before(self, name: str) -> None:
         holder = SimpleNamespace(**{name: None})
         model = Model()
         model.finalize = holder
         with pytest.raises(ModelMismatchError, match=name):
-            derived.find(model, set(), set())
-        if (asked := derived.LATER[name]) is not None:
+            derived.find(model, set(), later=layers.LATER)
+        if (asked := layers.LATER[name]) is not None:
             setattr(holder, asked, False)
-            assert derived.find(model, set(), set()) == []
+            assert derived.find(model, set(), later=layers.LATER) == []
 
     def test_what_loading_made_or_changed_in_any_form_is_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(layers, "_built", weakref.WeakKeyDictionary())
-        monkeypatch.setattr(layers, "_made", weakref.WeakKeyDictionary())
+        monkeypatch.setattr(derived, "_built", weakref.WeakKeyDictionary())
+        monkeypatch.setattr(derived, "_made", weakref.WeakKeyDictionary())
         for register in (False, True, None):
             model = Model()
             model.cosines = torch.randn(8)
             model.register_buffer("filled", torch.randn(8), persistent=False)
-            layers._built[model] = layers._Built(frozenset([""]), layers._sums(model))
+            derived._built[model] = derived._Built(frozenset([""]), derived._sums(model))
             made = model.plain.data.sum(dim=1)
             if register is None:
                 model.filled.copy_(made)
             else:
                 model.register_buffer("made", made, persistent=False) if register else setattr(model, "made", [made])
-            layers.note_loaded(model)
+            derived.note_loaded(model)
             model.later = torch.randn(8)  # by a warm-up
             with pytest.raises(ModelMismatchError, match=r"Model\.(made|filled)"):
                 derived.find(model, set(), set())
@@ -495,13 +497,13 @@ class TestDerivedCopies:
         weights["sinks"].add_(1)
         way = handed([channel.delta(weights)])
         for keep in (False, True):
-            assert of._stage(way).state == "staged"
+            assert of.stage(way)
             of.commit(alone=keep)
             assert torch.equal(model.attention.impl.sinks, weights["sinks"].float())
             if not keep:
                 of.undo()
                 assert torch.equal(model.attention.impl.sinks, before)
-                of._follower.settled = True
+                of.follower.settled = True
 
     @pytest.mark.parametrize(
         ("path", "pattern"),
@@ -555,17 +557,17 @@ class TestUnsettled:
         assert proven(of, memory_url) == 1
         before = model.state_dict()["plain"].clone()
         weights["plain"].add_(1)
-        assert of._stage(handed([channel.delta(weights)])).state == "staged"
-        total = model_fingerprint(of._memory.fingerprints)
+        assert of.stage(handed([channel.delta(weights)]))
+        total = model_fingerprint(of.follower.memory.fingerprints)
         fails = True
         for body in (lambda: of.commit(alone=True), lambda: of.settle(total)):
             with pytest.raises((RuntimeError, CommitError)):
                 body()
             assert not of.settled()
-            of._audit([])  # reads the mirror, which was rolled back
-            assert model_fingerprint(of._memory.fingerprints) == total
+            of.audit()  # reads the mirror, which was rolled back
+            assert model_fingerprint(of.follower.memory.fingerprints) == total
         fails = False
-        live = of.settle(total).version
+        live = of.settle(total)
         assert (live and live.version, of.settled()) == (1, True)
         assert torch.equal(model.plain, before)
 
@@ -578,7 +580,7 @@ class TestUnsettled:
         vllm_worker.model_runner = SimpleNamespace(get_model=lambda: model, reload_weights=lambda: steps.append("reloaded"))
         vllm_worker.execute_model = lambda: steps.append(model.plain.sum().item())
         assert vllm_worker.deltasync_open(url) == {"result": None}
-        of = vllm_worker._deltasync_replica
+        of = vllm_worker._deltasync_shard.shard
         proven(of, url)
         wanted = model.plain.sum().item()
         for replace in (
@@ -589,7 +591,7 @@ class TestUnsettled:
             assert of.settled()
             vllm_worker.execute_model()
             assert (steps.pop(), of.settled()) == (wanted, False)
-            of._follower.settled = True
+            of.follower.settled = True
         for load in (vllm_worker.model_runner.reload_weights, model.load_weights):
             with pytest.raises(ConfigError, match="Nothing was loaded"):
                 load({})
@@ -699,15 +701,12 @@ class TestThreads:
     def test_vllms_number_of_threads_is_kept_to(
         self, given: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
-        worker.limit_threads()
+        engine.limit_threads(given, None)
         assert cpu._most == expected
 
     def test_workers_without_a_number_share_the_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-        worker.limit_threads()
+        engine.limit_threads("", 4)
         assert cpu._most == 4
 
     def test_kernels_use_no_more_than_that(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -723,10 +722,10 @@ class TestThreads:
 
     def test_a_threading_layer_that_ends_the_process_is_refused(self) -> None:
         code = """
-from vllm_plugin import worker
 from deltasync.errors import ConfigError
+from deltasync.following import engine
 try:
-    worker.limit_threads()
+    engine.limit_threads("", None)
 except ConfigError as error:
     print(error)
 """
@@ -763,7 +762,8 @@ class TestWarmUp:
         used = []
         monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
         of = replica(Model(), url)
-        assert of._thread.submit(lambda: 1).result(PATIENCE_S) == 1
+        of.use_device()
         assert used == []  # the host needs none
-        worker._use_device(torch.device("cuda", 3))
+        of._device = torch.device("cuda", 3)
+        of.use_device()
         assert used == [torch.device("cuda", 3)]

@@ -20,18 +20,21 @@ from deltasync.errors import (
     SleepingError,
     StageError,
 )
+from deltasync.following import shards
+from deltasync.following.shard import Done, Shard
+from deltasync.following.shards import Failure, is_safe
 from deltasync.tensors import TensorSpec
 from tests import driving
 from tests.driving import Engine, Trainer
 from vllm_plugin.engine import IdleEngine
-from vllm_plugin.messages import CommitReply, Failure, answer, is_safe
+from vllm_plugin.messages import answer
 from vllm_plugin.offline import OfflineReplica
-from vllm_plugin.worker import CALLS, WorkerReplica
+from vllm_plugin.worker import BACKGROUND, CALLS
 from vllm_plugin.workers import Workers
 
 engine, trainer = driving.engine, driving.trainer  # fixtures
 
-DONE = CommitReply(1, 0.5, 0.25, 0.125, {})
+DONE = Done(1, 0.5, 0.25, 0.125, {})
 
 
 class Two(IdleEngine):
@@ -54,10 +57,10 @@ class Two(IdleEngine):
         return [answer(lambda: body(error)) for error in self.failing.get(called, [None, None])]  # noqa: B023
 
 
-def commit(two: Two) -> CommitReply:
-    workers = Workers(two, SimpleNamespace(specs={}))  # type: ignore[arg-type]
+def commit(two: Two) -> Done:
+    workers = Workers(two, SimpleNamespace(specs={}), asyncio.run)  # type: ignore[arg-type]
     workers._regions = [{}, {}]
-    return asyncio.run(workers.commit())
+    return workers.commit()
 
 
 UNCERTAIN, STAGE, MISMATCH = CommitError("half-way"), StageError("untouched"), FingerprintMismatchError("rolled back")
@@ -109,26 +112,26 @@ class Halves(IdleEngine):
             return [{"result": None}] * 3
         assert called == "stage"
         lacks = not (self.keeps and self.came)
-        first = {"state": "lacking", "lacking": ["w"]} if lacks else {"state": "staged"}
-        return [{"result": each} for each in (first, {"state": "staged"}, {"state": "staged"})]
+        first = {"error": {"kind": "ShareError", "message": "", "tensors": ["w"]}} if lacks else {"result": True}
+        return [first, {"result": True}, {"result": True}]
 
 
 def halves(engine: Halves) -> Workers:
-    workers = Workers(engine, SimpleNamespace(specs={"w": TensorSpec("w", "bfloat16", (2, 3))}))  # type: ignore[arg-type]
+    workers = Workers(engine, SimpleNamespace(specs={"w": TensorSpec("w", "bfloat16", (2, 3))}), asyncio.run)  # type: ignore[arg-type]
     workers._regions = [{"w": [(start, ((3, 1),))]} for start in (0, 3)] + [{"w": []}]
     return workers
 
 
 def test_a_tensor_that_a_worker_lacks_is_handed_to_it_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_plugin.workers._HANDED_BYTES", 5)
+    monkeypatch.setattr(shards, "HANDED_BYTES", 5)
     engine = Halves()
-    assert [reply.state for reply in asyncio.run(halves(engine).stage([]))] == ["staged"] * 3
+    assert halves(engine).stage([])
     assert engine.came == bytes([1] * 6 + [2] * 6)
 
 
 def test_a_worker_that_lacks_what_it_was_handed_is_an_error() -> None:
     with pytest.raises(ApplyError, match="was handed w, and lacks it"):
-        asyncio.run(halves(Halves(keeps=False)).stage([]))
+        halves(Halves(keeps=False)).stage([])
 
 
 def test_only_what_is_listed_can_be_called(engine: Engine, trainer: Trainer, memory_url: str) -> None:
@@ -140,29 +143,32 @@ def test_only_what_is_listed_can_be_called(engine: Engine, trainer: Trainer, mem
     for method in ("_audit", "fall_asleep", "call", "__init__", "gone"):
         told = msgspec.convert(worker.deltasync_call(method)["error"], Failure).error()
         assert isinstance(told, ConfigError) and repr(method) in str(told)
-    assert all(callable(getattr(WorkerReplica, method)) for method in CALLS)
+    assert all(callable(getattr(Shard, method)) for method in CALLS - {"poll"})
+    assert BACKGROUND < CALLS
 
 
 def test_work_that_nobody_waited_for_is_not_taken_for_the_next(engine: Engine, trainer: Trainer, memory_url: str) -> None:
     trainer.publish()
     engine.worker.deltasync_open(memory_url)
-    replica = engine.worker._deltasync_replica
-    first = replica.stage([])  # which fails
-    replica.audit([])
-    replica._thread.submit(lambda: None).result(driving.PATIENCE_S)
-    assert (first.state in ("working", "failed"), replica.poll().state, replica.poll().state) == (True, "audited", "idle")
+    opened = engine.worker._deltasync_shard
+    first = engine.worker.deltasync_call("stage", [])  # which fails
+    engine.worker.deltasync_call("verify")
+    opened._thread.submit(lambda: None).result(driving.PATIENCE_S)
+    found = engine.worker.deltasync_call("poll")
+    assert ("working" in first or "error" in first, "regions" in found["result"]) == (True, True)
+    assert engine.worker.deltasync_call("poll") == {"result": None}
 
 
 def test_a_worker_that_sleeps_touches_nothing(engine: Engine, trainer: Trainer, memory_url: str) -> None:
     trainer.publish()
     engine.worker.deltasync_open(memory_url)
-    replica = engine.worker._deltasync_replica
-    replica.fall_asleep()
+    opened = engine.worker._deltasync_shard
+    opened.fall_asleep()
     for method in ("settled", "poll", "audit", "stage", "commit", "confirm", "read", "prove"):
         with pytest.raises(SleepingError):
-            replica.call(method)
-    replica.wake_up()
-    assert replica.call("settled") is False
+            opened.call(method)
+    opened.shard.wake_up()
+    assert opened.call("settled") is False
 
 
 class LLM:
@@ -184,7 +190,7 @@ def test_an_offline_model_is_audited_after_a_commit_that_could_not_be_undone(
     trainer.publish()
     assert replica.sync() == 1
     trainer.publish()
-    memory = engine.worker._deltasync_replica._memory
+    memory = engine.worker._deltasync_shard.shard.follower.memory
     with monkeypatch.context() as patch:
 
         def fail(staged: Any) -> Any:

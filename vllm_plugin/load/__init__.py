@@ -1,1 +1,1 @@
-"""Where checkpoint elements lie in a worker's memory: recorded and proven (`loader`), or loaded again (`fallback`)."""
+"""Where checkpoint elements are in a worker's memory: recorded and proven (`loader`), or loaded again (`fallback`)."""

@@ -11,18 +11,19 @@ import contextlib
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
 
 from deltasync.errors import ModelMismatchError
 from deltasync.live import Segment
+from deltasync.live.derived import is_made
 from deltasync.live.plan import LoadPlan, held_tensors
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import cast, int_view
-from vllm_plugin.load.layers import as_loaded, is_made, prepare_reload
+from vllm_plugin.load.layers import as_loaded, prepare_reload
 
+Layers = Mapping[str, Set[torch.nn.Module]]
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -62,17 +63,8 @@ class Mirror:
         dirty: Modules that hold unknown values, because reloading them failed.
     """
 
-    def __init__(
-        self,
-        runner: Any,
-        layers: Mapping[str, Set[torch.nn.Module]],
-        tensors: Weights,
-        reasons: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self._reasons = reasons
-        self._runner = runner
-        self._layers = layers
-        self._tensors = tensors
+    def __init__(self, runner: Any, layers: Layers, tensors: Weights, reasons: Mapping[str, str] | None = None) -> None:
+        self._runner, self._layers, self._tensors, self._reasons = runner, layers, tensors, reasons or {}
         self.dirty: set[torch.nn.Module] = set()
 
     @property
@@ -233,7 +225,7 @@ def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and not value.is_meta
 
 
-def _together(layers: Mapping[str, Set[torch.nn.Module]]) -> list[tuple[set[torch.nn.Module], set[str]]]:
+def _together(layers: Layers) -> list[tuple[set[torch.nn.Module], set[str]]]:
     """Group layers, with the tensors that are loaded into them, so that no two groups share a layer."""
     groups: list[tuple[set[torch.nn.Module], set[str]]] = []
     for name, of in layers.items():

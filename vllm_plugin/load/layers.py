@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import sys
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from deltasync.live.plan import held_tensors
-from deltasync.tensors.bits import int_view
+from deltasync.live import derived
 from vllm_plugin import logger
 
 
@@ -74,19 +70,7 @@ def _layout(tensor: torch.Tensor | None) -> tuple[torch.dtype, torch.Size] | Non
     return None if tensor is None else (tensor.dtype, tensor.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Built:
-    """A model before its weights were loaded: names of its modules, and the sums of what it held beside parameters."""
-
-    modules: frozenset[str]
-    sums: dict[tuple[int, str], int]
-
-
-_built: weakref.WeakKeyDictionary[torch.nn.Module, _Built] = weakref.WeakKeyDictionary()
-_made: weakref.WeakKeyDictionary[torch.nn.Module, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
-
-
-def note_built() -> None:
+def note_models() -> None:
     """Make vLLM note a model before it loads weights, to see what that changes. Call before a model is configured."""
     from vllm.model_executor.model_loader import utils
 
@@ -94,64 +78,19 @@ def note_built() -> None:
 
     @functools.wraps(record)
     def record_metadata_for_reloading(model: torch.nn.Module) -> None:
-        _built[model] = _Built(frozenset(name for name, _ in model.named_modules()), _sums(model))
+        derived.note_built(model)
         record(model)
 
     utils.record_metadata_for_reloading = record_metadata_for_reloading
 
 
-def note_loaded(model: torch.nn.Module) -> None:
-    """Note what loading weights changed beside a model's parameters. Only the first call for a model does something."""
-    if model in _built and model not in _made:
-        before = _built[model].sums
-        _made[model] = {key for key, value in _sums(model).items() if before.get(key) != value}
-
-
-def is_complete(model: torch.nn.Module) -> bool:
-    """Whether a model is known to have all modules with which it was built: its loader then ignores what it ignored."""
-    return model in _built and _built[model].modules <= {name for name, _ in model.named_modules()}
-
-
-def is_made(model: torch.nn.Module, holder: Any, name: str) -> bool:
-    """Whether loading weights is known to have changed `holder.name`, or to have made it."""
-    return (id(holder), name) in _made.get(model, ())
-
-
-def _sums(model: torch.nn.Module) -> dict[tuple[int, str], int]:
-    """Return the sums of the bits of tensors that holders have beside parameters, and that are not one repeated value."""
-    return {
-        (id(holder), name): int(int_view(tensor).sum())
-        for holder in holders(model)
-        for name, tensor in held_tensors(holder).items()
-        if not isinstance(tensor, torch.nn.Parameter) and may_be_made(tensor)
-    }
-
-
-def may_be_made(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values may come from weights: floating point, and not one repeated value as default scales are."""
-    if not tensor.is_floating_point() or tensor.is_meta or tensor.numel() < 2:
-        return False
-    flat = int_view(tensor)
-    return not bool((flat == flat[0]).all())
-
-
-def holders(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield modules, and objects that those hold and that process weights, such as an attention's `impl`."""
-    seen: set[int] = set()
-    for module in model.modules():
-        for holder in (module, *filter(_processes, vars(module).values())):
-            if id(holder) not in seen:
-                seen.add(id(holder))
-                yield holder
-
-
-def _processes(value: object) -> bool:
-    return is_object(value) and callable(getattr(value, "process_weights_after_loading", None))
-
-
-def is_object(value: object) -> bool:
-    """Whether a module's attribute may hold tensors in attributes of its own, without being a module."""
-    return not isinstance(value, torch.nn.Module | torch.Tensor | type) and hasattr(value, "__dict__")
+LATER = {
+    "_combined_gate_weight": "_fse_fuse_gate",  # experts whose router and shared expert have one gate: Qwen3-Next on AMD's
+    "_merged_conv_weight": None,  # GLM-5 Next
+    "_wp_fp32": None,  # its indexer
+    "_fused_weight": None,  # Muse Spark, vLLM 0.33
+}
+"""As `derived.find` takes them: what loading makes is seen by itself; these do not exist yet when a channel is opened."""
 
 
 def keep_weights_addressable() -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from deltasync.errors import ModelMismatchError
 from deltasync.live import plan
-from deltasync.tensors import TensorSpec
 from vllm_plugin.load.layers import as_loaded, computed_parameters
 
-_LOADER = plan.Loader("vLLM", as_loaded, computed_parameters)
-
-
-def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> plan.LoadPlan:
-    """As `deltasync.live.plan.record`, of a model that vLLM has loaded."""
-    return plan.record(model, specs, _LOADER)
+LOADER = plan.Loader("vLLM", as_loaded, computed_parameters)
+"""How vLLM loads models."""
 
 
 def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -31,7 +26,7 @@ def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
     loader = get_model_loader(runner.load_config)
     if not hasattr(loader, "get_all_weights"):
         raise ModelMismatchError(
-            f"vLLM loaded its weights by {type(loader).__name__}, so it cannot be proven where they lie. "
+            f"vLLM loaded its weights by {type(loader).__name__}, so it cannot be proven where they are. "
             "Serve a checkpoint, without --load-format."
         )
     yield from loader.get_all_weights(runner.model_config, runner.get_model())

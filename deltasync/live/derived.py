@@ -1,4 +1,4 @@
-"""Copies of weights, and other tensors made from them, that vLLM keeps beside its parameters in attributes of its layers.
+"""Copies of weights, and other tensors made from them, that an engine keeps outside of its parameters.
 
 FlashInfer, for example, keeps a float32 copy of the attention sinks. A commit that writes the parameter does not change the
 copy, so the layer has to make it again, in place, because captured CUDA graphs hold its address.
@@ -7,25 +7,16 @@ copy, so the layer has to make it again, in place, because captured CUDA graphs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence, Set
+import weakref
+from collections.abc import Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from deltasync.errors import ModelMismatchError
 from deltasync.live.plan import held_tensors
-from vllm_plugin.load.layers import holders, is_made, is_object, may_be_made
-
-LATER = {
-    "_combined_gate_weight": "_fse_fuse_gate",  # experts whose router and shared expert have one gate: Qwen3-Next on AMD's
-    "_merged_conv_weight": None,  # GLM-5 Next
-    "_wp_fp32": None,  # its indexer
-    "_fused_weight": None,  # Muse Spark, vLLM 0.33
-}
-"""Attributes that the first forward call makes from weights, and what says that it will, if anything does.
-
-What loading makes is seen by itself; these do not exist yet when a channel is opened.
-"""
+from deltasync.tensors.bits import int_view
 
 _HEAD = 1024  # elements that are compared first
 _PART = 16  # fewest elements in which a copy of another size is alike
@@ -43,16 +34,94 @@ class DerivedCopy:
         return f"{type(self.holder).__name__}.{self.name}"
 
 
-def find(model: torch.nn.Module, covered: Set[int], reloaded: Set[torch.nn.Module]) -> list[DerivedCopy]:
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """A model before its weights were loaded: names of its modules, and the sums of its other tensors."""
+
+    modules: frozenset[str]
+    sums: dict[tuple[int, str], int]
+
+
+_built: weakref.WeakKeyDictionary[torch.nn.Module, _Built] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[torch.nn.Module, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
+
+
+def note_built(model: torch.nn.Module) -> None:
+    """Note a model before its weights are loaded, to see later what loading changes."""
+    _built[model] = _Built(frozenset(name for name, _ in model.named_modules()), _sums(model))
+
+
+def note_loaded(model: torch.nn.Module) -> None:
+    """Note which tensors other than parameters loading changed. Only the first call for a model does something."""
+    if model in _built and model not in _made:
+        before = _built[model].sums
+        _made[model] = {key for key, value in _sums(model).items() if before.get(key) != value}
+
+
+def is_complete(model: torch.nn.Module) -> bool:
+    """Whether a model is known to have all modules with which it was built: its loader then ignores what it ignored."""
+    return model in _built and _built[model].modules <= {name for name, _ in model.named_modules()}
+
+
+def is_made(model: torch.nn.Module, holder: Any, name: str) -> bool:
+    """Whether loading weights is known to have changed `holder.name`, or to have made it."""
+    return (id(holder), name) in _made.get(model, ())
+
+
+def _sums(model: torch.nn.Module) -> dict[tuple[int, str], int]:
+    """Return the sums of the bits of tensors that are no parameters and not one repeated value."""
+    return {
+        (id(holder), name): int(int_view(tensor).sum())
+        for holder in _holders(model)
+        for name, tensor in held_tensors(holder).items()
+        if not isinstance(tensor, torch.nn.Parameter) and _may_be_made(tensor)
+    }
+
+
+def _may_be_made(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values may come from weights: floating point, and not one repeated value as default scales are."""
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.numel() < 2:
+        return False
+    flat = int_view(tensor)
+    return not bool((flat == flat[0]).all())
+
+
+def _holders(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield modules, and objects that those hold and that process weights, such as an attention's `impl`."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for holder in (module, *filter(_processes, vars(module).values())):
+            if id(holder) not in seen:
+                seen.add(id(holder))
+                yield holder
+
+
+def _processes(value: object) -> bool:
+    return _is_object(value) and callable(getattr(value, "process_weights_after_loading", None))
+
+
+def _is_object(value: object) -> bool:
+    """Whether a module's attribute may hold tensors in attributes of its own, without being a module."""
+    return not isinstance(value, torch.nn.Module | torch.Tensor | type) and hasattr(value, "__dict__")
+
+
+def find(
+    model: torch.nn.Module,
+    covered: Set[int],
+    reloaded: Set[torch.nn.Module] = frozenset(),
+    later: Mapping[str, str | None] = MappingProxyType({}),
+) -> list[DerivedCopy]:
     """Find the copies that a commit has to refresh, and prove that refreshing works in place. Call it while paused.
 
-    A copy is what loading the weights made or changed, and what begins as a parameter does. Changes live memory and puts it
-    back.
+    A copy is what loading the weights made or changed, and what begins as a parameter does. Changes live memory and restores
+    it.
 
     Args:
-        model: As vLLM has loaded it.
-        covered: Storages that commits write, and their addresses.
+        model: As the engine has loaded it.
+        covered: Addresses of the storages that commits write.
         reloaded: Modules that are loaded again with all that they hold.
+        later: Names of attributes that the first forward call makes from weights, and the attribute that says that it will,
+            if any does.
 
     Raises:
         ModelMismatchError: a copy is not made again in place.
@@ -66,14 +135,14 @@ def find(model: torch.nn.Module, covered: Set[int], reloaded: Set[torch.nn.Modul
             by_start.setdefault(_start(parameter.data), []).append(parameter.data)
     copies = []
     for module in model.modules():
-        for holder in (module, *filter(is_object, vars(module).values())):
-            for name in LATER.keys() & vars(holder).keys():
-                asked = LATER[name]
+        for holder in (module, *filter(_is_object, vars(module).values())):
+            for name in later.keys() & vars(holder).keys():
+                asked = later[name]
                 if asked is None or getattr(holder, asked, True):
                     raise _refusal(DerivedCopy(holder, name, dtype))
-    for holder in holders(model):
+    for holder in _holders(model):
         for name, tensor in held_tensors(holder).items() if holder not in reloaded else ():
-            if _storage(tensor) in loaded or not may_be_made(tensor):
+            if _storage(tensor) in loaded or not _may_be_made(tensor):
                 continue
             if is_made(model, holder, name) or _is_copy(tensor, by_start):
                 copy = DerivedCopy(holder, name, dtype)
@@ -85,8 +154,8 @@ def find(model: torch.nn.Module, covered: Set[int], reloaded: Set[torch.nn.Modul
 
 def _refusal(copy: DerivedCopy) -> ModelMismatchError:
     return ModelMismatchError(
-        f"vLLM keeps what it made from a weight in {copy} and does not make it anew in place, so this model cannot be "
-        "updated."
+        f"The engine keeps what it made from a weight in {copy} and does not make it again in place, so this model cannot "
+        "be updated."
     )
 
 

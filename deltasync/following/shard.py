@@ -1,0 +1,445 @@
+"""One process's shard of a model: the load plan, its proof, and a follower over the live parameters.
+
+A `Shard` asks no other process. `deltasync.following.shards` puts the shards of all processes together. Some methods read or
+write what the engine computes with, so they are called between two steps of the engine, in its thread; the others may run
+in another thread while the engine computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
+
+import msgspec
+import numpy as np
+import torch
+
+from deltasync.channel.documents import VersionId
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import StoredRecord
+from deltasync.errors import (
+    CommitError,
+    CorruptDataError,
+    FingerprintMismatchError,
+    MissingVersionError,
+    ModelMismatchError,
+    SleepingError,
+    StageError,
+    get_logger,
+)
+from deltasync.following.engine import Places
+from deltasync.following.follower import Follower, StagedVersion
+from deltasync.live import LiveMemory, Parts, Segment, derived, plan, proof
+from deltasync.tensors import Region, TensorSpec
+from deltasync.tensors.bits import bits_of
+
+logger = get_logger(__name__)
+
+HANDED_BYTES = 8 << 20
+"""Bytes of records, or of a tensor, in one call, which goes to each process."""
+
+Handed = tuple[str, str, bytes | None]
+"""A record that the follow loop has read: its key, its sha256, and its bytes unless too many."""
+
+
+def handed(chain: Sequence[StoredRecord]) -> list[Handed]:
+    """Return records for shards, with their bytes up to a limit: a shard reads the others by itself."""
+    found: list[Handed] = []
+    left = HANDED_BYTES
+    for stored in chain:
+        data = stored.data if stored.size <= left else None
+        left -= 0 if data is None else stored.size
+        found.append((stored.key, stored.sha256, data))
+    return found
+
+
+class Found(msgspec.Struct):
+    """The proof of a load plan.
+
+    Attributes:
+        regions: The elements of each tensor that the shard holds.
+        reloaded: The tensors that the engine loads again after each change, and why.
+        is_complete: Whether the model has all its modules, so that a tensor that its loader ignores is not served.
+    """
+
+    regions: dict[str, list[Region]]
+    reloaded: dict[str, str]
+    is_complete: bool
+
+
+class Audit(msgspec.Struct):
+    """Every bit of a shard, read: the fingerprints of its segments, and the regions of these."""
+
+    parts: Parts
+    regions: dict[str, list[Region]]
+
+
+class Done(msgspec.Struct):
+    """A commit of one shard, or of all. `deltasync.following.Commit` explains the fields.
+
+    `parts` has the fingerprints of the shard's segments of the changed tensors; empty if it is the only shard.
+    """
+
+    changed: int
+    stage_s: float
+    scatter_s: float
+    reload_s: float
+    parts: Parts = {}
+
+
+class Engine(ABC):
+    """The part of an engine that one process runs.
+
+    Attributes:
+        loader: How the engine loads its models.
+        model: The model, as it was loaded.
+        is_complete: As `Found.is_complete`.
+        log: Where the shard logs.
+        later: As `derived.find` takes it.
+    """
+
+    loader: plan.Loader
+    model: torch.nn.Module
+    is_complete = True
+    log = logger
+    later: Mapping[str, str | None] = MappingProxyType({})
+    _copies: Sequence[derived.DerivedCopy] = ()
+
+    @abstractmethod
+    def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that the model was loaded from. Raises ModelMismatchError if they cannot be read again."""
+
+    def announce(self, name: str) -> None:  # noqa: B027 - most engines do something
+        """Note that other weights are live, between two steps: label tokens with their name, and keep caches apart."""
+
+    def reloads(self, recorded: plan.LoadPlan, specs: Mapping[str, TensorSpec]) -> dict[str, list[Segment]]:
+        """Return host copies of the tensors that have a reason in the plan: `refresh` loads their layers again from there.
+
+        Raises:
+            ModelMismatchError: the engine cannot load them again.
+        """
+        if recorded.reasons:
+            first = min(recorded.reasons)
+            raise ModelMismatchError(
+                f"{len(recorded.reasons)} tensors cannot be updated in place, such as {specs[first]}: "
+                f"{recorded.reasons[first]}. Serve the model without quantization, with kernels that use weights as "
+                "they are in the checkpoint."
+            )
+        return {}
+
+    def prove(self, covered: Set[int], reloaded: Set[torch.nn.Module] = frozenset()) -> None:
+        """Make sure that `refresh` makes again what the engine derives from weights. Changes live memory and restores it.
+
+        Args:
+            covered: Addresses of the storages that commits write by themselves.
+            reloaded: Modules that `refresh` loads again with all that they hold.
+
+        Raises:
+            ModelMismatchError: it does not.
+        """
+        self._copies = derived.find(self.model, covered, reloaded, self.later)
+
+    def refresh(self, changed: Iterable[str]) -> float:
+        """Make again what the engine derives from these tensors. Returns the seconds that loading them again took."""
+        derived.refresh(self._copies)
+        return 0.0
+
+
+class Shard:
+    """The shard of one process.
+
+    Attributes:
+        reader: The channel.
+        asleep: Whether the weights are not in memory, so that nothing touches them.
+
+    Args:
+        number: The rank of this process among those that share the model.
+    """
+
+    def __init__(self, reader: ChannelReader, engine: Engine, number: int = 0) -> None:
+        self.reader, self.engine = reader, engine
+        self.asleep = False
+        self._number = number
+        self._device = next((each.device for each in engine.model.parameters()), torch.device("cpu"))
+        self._in_use = threading.Lock()  # held while another thread than the engine's reads the weights
+        self._plan: plan.LoadPlan | None = None
+        self._found: Found | None = None
+        self._unproven: set[str] = set()
+        self._others: dict[str, TensorSpec] = {}  # of the checkpoint, which the channel lacks
+        self._places: Places | None = None
+        self._follower: Follower | None = None
+        self._staged: StagedVersion | None = None
+        self._committed: StagedVersion | None = None
+        self._coming = torch.empty(0)  # a tensor that is handed over whole
+        self._is_stale = False  # whether `Engine.refresh` has failed
+        self._is_known = True  # whether the weights are as they were loaded, before there is a follower
+
+    @property
+    def follower(self) -> Follower:
+        """The follower over the shard's memory; there after `audit`."""
+        assert self._follower is not None
+        return self._follower
+
+    @property
+    def progressed_s(self) -> float:
+        """As `Target.progressed_s`."""
+        return 0.0 if self._follower is None else self._follower.progressed_s
+
+    @property
+    def _recorded(self) -> plan.LoadPlan:
+        assert self._plan is not None
+        return self._plan
+
+    def use_device(self) -> None:
+        """Make the model's device this thread's current one."""
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device)
+
+    def _check_awake(self) -> None:
+        if self.asleep:
+            raise SleepingError(
+                f"{self.engine.loader.engine} has released its weights. They are left alone until it wakes up."
+            )
+
+    # In the background, while the engine computes
+
+    def prepare(self) -> None:
+        """Read the channel's tensors. Raises NotPublishedError if it has no version yet."""
+        _ = self.reader.specs
+
+    def verify(self) -> Found:
+        """Compare the weights with the checkpoint through the load plan, bit by bit.
+
+        Raises:
+            ModelMismatchError: the engine keeps tensors in a layout of its own, and cannot load them again.
+        """
+        specs, recorded = self.reader.specs, self._recorded
+        if self._found is None:
+            with self._in_use:
+                self._check_awake()
+                memory, loaded = LiveMemory(specs, recorded.segments), self.engine.checkpoint()
+                self._unproven, self._others = proof.verify(recorded, memory, specs, loaded)
+                recorded.segments.update(self.engine.reloads(recorded, specs))
+            regions = LiveMemory(specs, recorded.segments).regions
+            self._found = Found(regions, recorded.reasons, self.engine.is_complete)
+        return self._found
+
+    def audit(self, ignored: Sequence[str] | None = None) -> Audit:
+        """Read every bit of live memory.
+
+        Args:
+            ignored: Given when the shard is opened: the tensors that no process loads. The first process keeps them on its
+                host from now on, because the model's fingerprint counts them.
+        """
+        if ignored is not None:
+            self._adopt(set(ignored))
+        memory = self.follower.memory
+        with self._in_use:
+            self._check_awake()
+            memory.audit()
+        return Audit(memory.parts, memory.regions)
+
+    def _adopt(self, ignored: set[str]) -> None:
+        specs, recorded = self.reader.specs, self._recorded
+        self._unproven -= ignored
+        if ignored and not self._number:
+            recorded.segments.update(proof.kept({name: specs[name] for name in ignored}, self.engine.checkpoint()))
+        memory = LiveMemory(specs, recorded.segments)
+        memory.warm_up()
+        self._follower = Follower(self.reader, memory)
+
+    def stage(self, chain: Sequence[Handed]) -> bool:
+        """Fetch, verify and decode consecutive records. Returns False if the live bits are not known.
+
+        Raises:
+            ShareError: `complete` these tensors first.
+            CorruptDataError, MissingVersionError: with the `key` of the record that is to blame.
+        """
+        self._staged = None
+        if not self.follower.settled:
+            return False
+        stored: list[StoredRecord] = []
+        for each in chain:
+            try:
+                stored.append(self.reader.handed(*each))
+            except (CorruptDataError, MissingVersionError) as error:
+                error.key = each[0]
+                raise
+        with self._in_use:
+            self._check_awake()
+            self._staged = self.follower.stage(stored)
+        return True
+
+    def read(self, name: str) -> list[bytes]:
+        """Return the bits of each of this shard's segments of a tensor, from live memory, in the order of its regions."""
+        with self._in_use:
+            self._check_awake()
+            return self.follower.memory.read(name)
+
+    # Between two steps of the engine, or before it computes with these weights
+
+    def record(self) -> None:
+        """Record the load plan from the engine's own loader. Nothing is changed. A second call does nothing.
+
+        Raises:
+            NotPublishedError: the channel has no version yet.
+            ModelMismatchError: the model does not match the channel.
+        """
+        self._check_awake()
+        if self._plan is not None:
+            return
+        engine, specs = self.engine, self.reader.specs
+        try:
+            self._plan = plan.record(engine.model, specs, engine.loader)
+        except ModelMismatchError as error:
+            found = proof.misfits(specs, engine.checkpoint())
+            raise ModelMismatchError(f"{'; '.join(found[:5])}. {error}" if found else str(error)) from error
+
+    def prove(self) -> list[str]:
+        """Make sure that the engine makes again what it derives from weights. Changes live memory and restores it.
+
+        Returns the checkpoint's tensors that the channel lacks, and that the engine loads to where none of the channel's is.
+        """
+        self._check_awake()
+        model, segments = self.engine.model, [each for held in self._recorded.segments.values() for each in held]
+        self.engine.prove({each.live.untyped_storage().data_ptr() for each in segments})
+        self._places = Places(model)
+        try:
+            others = plan.record(model, self._others, self.engine.loader) if self._others else plan.LoadPlan({}, {}, {})
+        except ModelMismatchError as error:
+            self.engine.log.warning("deltasync could not see what is loaded that the channel lacks: %s", error)
+            return []
+        known = {each.place for each in segments}
+        return [
+            name
+            for name, held in others.segments.items()
+            if name in others.reasons or any(each.place not in known for each in held)
+        ]
+
+    def settled(self) -> bool:
+        """Whether it is known which version the live bits are."""
+        return self._is_known if self._follower is None else self._follower.settled
+
+    def settle(self, total: int) -> VersionId | None:
+        """Compare the model's fingerprint, as audited over all shards (-1 if copies differ), with the live version's.
+
+        Raises:
+            CommitError: the engine could not make again what it derives from weights; it is not known what they are.
+        """
+        if self._is_stale:
+            try:
+                self._refresh(())
+            except Exception as error:
+                raise CommitError(f"Layers could not be loaded again, so their weights are uncertain: {error}") from error
+        self.follower.settle(total)
+        return self.follower.version
+
+    def identified(self, record: Handed | None) -> None:
+        """Note which version the live bits are, None for no version of the channel.
+
+        Raises:
+            ModelMismatchError: they are no version, and there are tensors that the checkpoint did not prove.
+        """
+        if record is None and self._unproven:
+            raise ModelMismatchError(
+                f"{len(self._unproven)} tensors, such as {min(self._unproven)}, are not in the checkpoint that was loaded, "
+                "and the weights are no version that the channel knows, so it cannot be proven where they are in memory: "
+                "serve the checkpoint that the channel starts from."
+            )
+        self.follower.identified(None if record is None else self.reader.handed(*record))
+
+    def complete(self, name: str, at: int, data: bytes) -> None:
+        """Take bytes `at` and following of a tensor that shards lack; with the last ones it is kept whole on the host."""
+        if not self.follower.memory.regions[name]:
+            return
+        if not at:
+            spec = self.reader.specs[name]
+            self._coming = torch.empty(spec.element_count, dtype=getattr(torch, spec.dtype))
+        bytes_B = bits_of(self._coming).view(np.uint8)
+        bytes_B[at : at + len(data)] = np.frombuffer(data, np.uint8)
+        if at + len(data) == bytes_B.size:
+            self.follower.complete(name, bits_of(self._coming))
+
+    def commit(self, alone: bool) -> Done:
+        """Write the staged version into the live weights.
+
+        Args:
+            alone: Whether this is the only shard, which confirms the bits by itself. Others need `confirm` or `undo` before
+                the next step.
+
+        Raises:
+            StageError, SleepingError, FingerprintMismatchError: the bits are as before.
+            CommitError: they are uncertain.
+        """
+        self._check_awake()
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise StageError("The staged version is gone, because the engine slept.")
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # what the engine has launched
+        try:
+            self._committed = self.follower.commit(staged)
+            reload_s = self._refresh(staged.staged.fingerprints)
+        except Exception:
+            self.undo()
+            raise
+        if alone:
+            self.confirm(None, None)
+        done = staged.staged
+        return Done(done.changed, staged.stage_s, done.scatter_s, reload_s, {} if alone else done.parts)
+
+    def confirm(self, fingerprints: dict[str, int] | None, total: int | None) -> None:
+        """Compare the committed bits with the published fingerprints, and roll them back if they differ.
+
+        The arguments are those of the changed tensors and of the model, over all shards; None if this is the only one.
+        """
+        committed, self._committed = self._committed, None
+        assert committed is not None
+        try:
+            self.follower.confirm(committed, fingerprints, total)
+        except FingerprintMismatchError:
+            self._refresh(committed.staged.fingerprints)
+            raise
+
+    def undo(self) -> None:
+        """Roll back the commit, because another shard's failed."""
+        committed, self._committed = self._committed, None
+        self.follower.settled = False
+        if committed is not None:
+            self.follower.rollback(committed)
+            self._refresh(committed.staged.fingerprints)
+
+    def _refresh(self, changed: Iterable[str]) -> float:
+        self._is_stale = True
+        reload_s = self.engine.refresh(changed)
+        self._is_stale = False
+        return reload_s
+
+    def put_back(self) -> None:
+        """Put parameters and buffers of the model back if something replaced them, or their memory, since the last step."""
+        for name in self._places.put_back() if self._places is not None else ():
+            self._unsettle()
+            self.engine.log.error(
+                "deltasync: something replaced %s in a model that follows a channel; it was put back", name
+            )
+
+    def fall_asleep(self) -> None:
+        """Touch the weights no more, which the engine is about to take out of memory."""
+        self.asleep = True
+        with self._in_use:
+            self._staged = None
+            if self._committed is not None:
+                self.undo()
+
+    def wake_up(self) -> None:
+        """Take calls again: the weights are in memory. An audit has to find out their bits."""
+        self.asleep = False
+        self._unsettle()
+
+    def _unsettle(self) -> None:
+        if self._follower is None:
+            self._is_known = False
+        else:
+            self._follower.settled = False
