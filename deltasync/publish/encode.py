@@ -82,6 +82,7 @@ def _timed_prove(job: Job, codec_name: str, group: Changes, data: bytes, encode_
 def encode(job: Job, codec_name: str, delta: Changes, base_version: int) -> Encoded:
     """Return the payload of steps that lead from a base version to the job's version, whose bits its shadow holds."""
     shadow = job.shadow
+    assert job.fingerprints is not None
 
     def new(name: str) -> tuple[np.ndarray, int]:
         return shadow.bits[name], shadow.ranges[name][0]
@@ -140,6 +141,7 @@ def prove(job: Job, codec_name: str, delta: Changes, data: bytes) -> float:
 
     found, digests = payloads.decode(record, [(name, data)], shadow.layout, old)
     changed = delta.counts()
+    assert job.fingerprints is not None
     if digests != {tensor: job.fingerprints[tensor] for tensor in changed} or not _same(found, delta, shadow):
         raise CorruptDataError(f"{name} decodes to other bits than were encoded; nothing was published.")
     return restore_s

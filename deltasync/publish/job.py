@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Self
 
@@ -14,7 +14,7 @@ from deltasync.channel.documents import Channel, Reference, TokenLag
 from deltasync.errors import PublishTimeoutError
 from deltasync.publish.collect import Weights
 from deltasync.publish.shadow import Shadow
-from deltasync.tensors import Delta
+from deltasync.tensors import Delta, Fingerprints
 from deltasync.tensors.delta import joined
 
 
@@ -31,7 +31,7 @@ class Job:
         changed: Elements that differ from the version before, over all ranks.
         pieces: Steps from the version before, in pieces of different elements. Later ones are merged into them while the
             job waits.
-        fingerprints: Those of the whole tensors at this version. Empty if the uploader has to compute them.
+        fingerprints: Those of the whole tensors at this version; None if the uploader has to compute them.
         reference: The checkpoint that it refers to instead of holding weights.
         weights: A sharded trainer's full weights, for the version's record or for an anchor beside it.
         ended_s: When the job was made, after its stream had been read, by `time.perf_counter`.
@@ -50,7 +50,7 @@ class Job:
     coalesced: int = 1
     changed: int = 0
     pieces: Sequence[Delta] = ()
-    fingerprints: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fingerprints: Fingerprints | None = None
     reference: Reference | None = None
     weights: Weights | None = None
     ended_s: float = dataclasses.field(default_factory=time.perf_counter)
@@ -194,7 +194,7 @@ class Receipt:
     @classmethod
     def of(cls, job: Job, held_s: float) -> Self:
         """Return the receipt of a job."""
-        total = job.shadow.element_count
+        total = job.shadow.layout.element_count
         return cls(
             version=job.version,
             kind=job.kind,

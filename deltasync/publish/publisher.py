@@ -45,7 +45,7 @@ from deltasync.ranks.mailbox import ranks_of
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
-from deltasync.tensors import Delta, TensorSpec, weight_bytes
+from deltasync.tensors import Delta, Fingerprints, TensorSpec, weight_bytes
 from deltasync.tensors.delta import joined, merge
 
 logger = get_logger(__name__)
@@ -521,20 +521,26 @@ class Publisher:
             pieces = [merge([waiting.delta, joined(changes)])]
         elif waiting is not None and not base.full:
             pieces = [*waiting.pieces, *changes]
-        # Without other ranks the uploader computes the fingerprints of full weights, so that the trainer does not wait.
-        names = () if base.full and reference is None and self._peers.size == 1 else tuple(self._specs)
-        digests = [0 if problem is not None else shadow.fingerprints[name] for name in names]
-        changed, *digests = self._peers.agree(problem, sum(delta.changed for delta in pieces), *digests)
-        fingerprints = dict(zip(names, digests, strict=True))
+        fingerprints: Fingerprints | None = None
+        changed = sum(delta.changed for delta in pieces)
+        if self._peers.size > 1:
+            digests = [0 if problem is not None else shadow.fingerprints[name] for name in self._specs]
+            changed, *digests = self._peers.agree(problem, changed, *digests)
+            fingerprints = Fingerprints.by_name(shadow.layout, dict(zip(self._specs, digests, strict=True)))
+        elif problem is not None:
+            raise problem
+        elif not base.full or reference is not None:  # else the uploader computes them, so that the trainer does not wait
+            fingerprints = shadow.fingerprints.copy()
         jobs: list[Job] = []
         if reference is not None:
             known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
-            jobs = [self._job(base, reference=reference, fingerprints=known)]
+            jobs = [self._job(base, reference=reference, fingerprints=Fingerprints.by_name(shadow.layout, known))]
             if not changed:
                 return jobs
             base = base._replace(version=2, full=False, collects=False)
         weights = None
         if base.collects:
+            assert fingerprints is not None
             weights = collect_weights(self._peers, shadow, self._specs, self._held, fingerprints, self.settings)
         job = self._job(base)
         if waiting is not None:  # the new job answers its receipts too

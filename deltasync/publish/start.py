@@ -171,7 +171,7 @@ class FirstStream:
         self._resumes, start = False, self.start
         shadow, problem = attempt(lambda: self._read(ranges))
         damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
-        added = 0 if shadow is None else sum(shadow.fingerprints.values())
+        added = 0 if shadow is None else shadow.fingerprints.total
         damaged, total = self._peers.agree(None if damage else problem, damage is not None, added)
         if damaged or fingerprint.to_hex(total) != start.chain[-1].record.fingerprint:
             why = damage or "on another rank, or its bits do not have its fingerprint."

@@ -28,7 +28,7 @@ from deltasync.publish.job import Job, without_frames
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
 from deltasync.ranks.peers import Signals
-from deltasync.tensors import fingerprint, weight_bytes
+from deltasync.tensors import fingerprint
 
 logger = get_logger(__name__)
 
@@ -318,7 +318,7 @@ class Uploader:
         keeper, shadow, every = self._keeper, job.shadow, self._keeper.retention.compact_every
         if self._signals.others:
             return None if job.weights is None else "due"
-        full_bytes = weight_bytes(shadow.specs.values())
+        full_bytes = shadow.layout.nbytes
         if self.is_due(job.version, full_bytes):
             return "due"
         if keeper.storing:
@@ -330,13 +330,14 @@ class Uploader:
     def _record(
         self, job: Job, *, delta: Delta | None = None, anchor: Anchor | None = None, requires: Sequence[str] = ()
     ) -> Record:
+        assert job.fingerprints is not None
         return Record(
             run_id=self._log.run_id,
             kind=job.kind,
             version=job.version,
             epoch=self._log.epoch,
             created_at=documents.now(),
-            fingerprint=fingerprint.to_hex(sum(job.fingerprints.values())),
+            fingerprint=fingerprint.to_hex(job.fingerprints.total),
             delta=delta,
             anchor=anchor,
             step=job.step,
