@@ -10,10 +10,6 @@ from deltasync.tensors import Sparse, TensorSpec, Vector
 _FIRST = np.zeros(1, np.int64)
 
 
-def _first(start: int, bits_N: np.ndarray) -> np.ndarray:
-    return np.array([0, start + bits_N.size], np.int64)
-
-
 def _places(key: int, bounds: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([key], np.uint64), np.array([bounds], np.uint64)
 
