@@ -112,7 +112,7 @@ class Driver(Follow):
 
     @property
     def caught_up(self) -> bool:
-        return self._caught_up == self._begun
+        return self._waits._caught_up == self._waits.begun
 
     async def refresh(self, pin: Pin | None = None, *, asked: bool = False) -> None:
         """Take one step; `status` tells how it went."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from deltasync.channel.documents import Version
+from deltasync.channel.documents import VersionId
 from deltasync.dashboard.forecast import Forecast
 from deltasync.dashboard.snapshot import CompactionRow, ReplicaRow, VersionRow
 from deltasync.maintenance.doctor import Finding
@@ -111,7 +111,7 @@ class Checked(TypedDict):
     """
 
     problems: list[Problem]
-    newest: Version | None
+    newest: VersionId | None
     versions: int
     anchors: int
     compactions: int
@@ -179,7 +179,7 @@ class Pruned(TypedDict):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportedFiles(Version):
+class ExportedFiles(VersionId):
     """A version as a checkpoint.
 
     Attributes:
@@ -199,7 +199,7 @@ class CopiedObjects(TypedDict):
         problems: Damaged or missing objects of the source, which were left out.
     """
 
-    version: Version | None
+    version: VersionId | None
     objects: int
     bytes: int
     skipped: int
@@ -207,7 +207,7 @@ class CopiedObjects(TypedDict):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Followed(Version):
+class Followed(VersionId):
     """A version whose bits are in host memory.
 
     Attributes:

@@ -8,9 +8,7 @@ following.start(); following.wait(7)     in a daemon thread, so that a hung stor
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -19,7 +17,6 @@ from typing import Protocol
 
 import msgspec
 
-from deltasync.channel import heartbeat, keys
 from deltasync.channel.documents import VersionId
 from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
@@ -33,36 +30,32 @@ from deltasync.errors import (
     DeltaSyncError,
     FingerprintMismatchError,
     MissingVersionError,
-    NotPublishedError,
-    PinnedError,
     SleepingError,
     TransientStoreError,
     get_logger,
-    printable,
 )
 from deltasync.following.cursor import ChannelCursor
+from deltasync.following.health import Health
+from deltasync.following.identify import identify
 from deltasync.following.pin import NEWEST, Pin
-from deltasync.following.poll import Poll
-from deltasync.following.status import HISTORY, Commit, HeartbeatWriter, Status
+from deltasync.following.poll import Announcements, Poll
+from deltasync.following.status import HISTORY, Commit, HeartbeatWriter, Status, log_commit
 from deltasync.following.target import Target
+from deltasync.following.waits import Reached, Waits
 from deltasync.stores.base import ObjectInfo
 
 logger = get_logger(__name__)
 
-STALE_S, STALE_POLLS = 60.0, 20
-"""A replica is stale when it could last follow longer ago than so many seconds, and than so many poll intervals."""
-
-_MOST_KNOWN = 64  # events that wait for a step
 _DETOURS = 8  # chains that `catch_up` gives up before it raises
 _STEP_S = 60.0  # how long a caller waits for a step of another thread
 _STOP_S = 5.0  # how long `stop` waits for the thread, which a store may hold
 
 
 class Observer(Protocol):
-    """Is told what a `Follow` does, from its thread."""
+    """Callbacks of a `Follow`, from its thread: for metrics, and for an engine's own work after a step."""
 
     def stepped(self, follow: Follow) -> None:
-        """A step has ended, in whatever way."""
+        """A step has ended, by success or by an error."""
         ...
 
     def committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
@@ -70,18 +63,8 @@ class Observer(Protocol):
         ...
 
     def failed(self, error: BaseException) -> None:
-        """A step failed; told once for each request that failed, not while the same failure lasts."""
+        """A step failed. Called once for each failed request, not again while the same failure lasts."""
         ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Request:
-    """What somebody waits for: a version, a trainer's step, or with neither what was the newest version when it began."""
-
-    version: int | None
-    step: int | None
-    begun: int
-    pins: int
 
 
 class Follow:
@@ -113,20 +96,14 @@ class Follow:
         self.commits: deque[Commit] = deque(maxlen=HISTORY)
         self.on_step: list[Callable[[], None]] = []
         self._observer, self._log = observer, log
-        self._pin, self._pins = Pin.parse(settings.pin), 0
-        self._state = "waiting"
-        self._error: str | None = "The channel was not read yet."
-        self._reported_error: BaseException | None = None  # the last error that the observer was told
+        self._pin = Pin.parse(settings.pin)
+        self._health = Health(settings.poll_interval_s, log)
+        self._waits = Waits()
         self._opened = False
-        self._step_of: tuple[VersionId, int | None] | None = None  # the version served, and the trainer's step of its record
-        self._good_s = self._audited_s = time.monotonic()
-        self._begun = 0  # number of steps
-        self._caught_up = -1  # number of the last step that found nothing to take
-        self._asked = False  # somebody waits: refresh, and retry what was skipped
-        self._known: dict[str, ObjectInfo] = {}  # announced by events, by key
-        self._is_at_announced = False  # the last step took the newest of them, and nothing is left to take
+        self._audited_s = time.monotonic()
+        self._asked = False  # a caller waits: refresh, and retry skipped objects
+        self._announced = Announcements()
         self._stepping = threading.RLock()
-        self._changed = threading.Condition()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._poll = Poll(settings.poll_interval_s)
@@ -152,41 +129,31 @@ class Follow:
 
     @property
     def error(self) -> str | None:
-        """What keeps the replica from newer versions, in one sentence; None if nothing does."""
-        return self._stale or self._error
+        """The reason that keeps the replica from newer versions, in one sentence; None if nothing does."""
+        return self._stale or self._health.error
 
     @property
     def state(self) -> str:
-        """As `Status.state`."""
-        return self._state if self._stale is None else "stale"
+        """The state, one of those of `Status.state`."""
+        return self._health.state if self._stale is None else "stale"
 
     @property
     def followed_s_ago(self) -> float | None:
         """Seconds since the channel could last be followed; None before the first time."""
-        return None if self.cursor.followed_s is None else self._stuck_s
-
-    @property
-    def _stuck_s(self) -> float:
-        progressed_s = self.target.progressed_s if self._state == "staging" and self._error is None else 0.0
-        return max(0.0, time.monotonic() - max(self._good_s, progressed_s))
+        return None if self.cursor.followed_s is None else self._health.stuck_s(self.target.progressed_s)
 
     @property
     def _stale(self) -> str | None:
-        """Since when a version is served that may be old, in one sentence; None if that is not long."""
-        stuck_s = self._stuck_s
-        limit_s = max(STALE_S, STALE_POLLS * self.settings.poll_interval_s)
-        if self.identity is None or self._state in ("sleeping", heartbeat.STOPPED) or stuck_s <= limit_s:
-            return None
-        return f"The channel could last be followed {stuck_s:.0f} s ago. {self._error or ''}".rstrip()
+        return None if self.identity is None else self._health.stale(self.target.progressed_s)
 
     @property
     def not_ready(self) -> str | None:
         """Why this replica should get no requests, in one sentence; None if it serves a version that is new enough."""
         served, newest = self.version, self.newest
         if served is None or newest is None:
-            return f"This server serves no version of {self.reader.store.url} yet. {self._error or ''}".rstrip()
-        if self._state == "sleeping":
-            return f"This server does not generate now. {self._error or ''}".rstrip()
+            return f"This server serves no version of {self.reader.store.url} yet. {self._health.error or ''}".rstrip()
+        if self._health.state == "sleeping":
+            return f"This server does not generate now. {self._health.error or ''}".rstrip()
         if not self.pin.is_near(served, newest, self.settings.ready_behind):
             where = f"{newest - served} behind" if self.pin == NEWEST else f"and is pinned ({self.pin}); the newest is"
             return f"This server serves version {served}, {where} version {newest}."
@@ -223,7 +190,7 @@ class Follow:
 
         Raises:
             MissingVersionError: it is not.
-            StoreError: nobody knows.
+            StoreError: the store did not answer.
         """
         live = self.identity
         if pin.version is not None and (live is None or live.version != pin.version):
@@ -233,7 +200,7 @@ class Follow:
         """Take other versions from now on. Raises as `check_pin`, unless that was called; the pin then stays as it was."""
         if not checked:
             self.check_pin(pin)
-        self._pin, self._pins = pin, self._pins + 1
+        self._pin, self._waits.pins = pin, self._waits.pins + 1
         self.poke()
 
     def poke(self) -> None:
@@ -246,47 +213,22 @@ class Follow:
         self._asked = True
         self._wake.set()
 
-    def request(self, version: int | None = None, step: int | None = None) -> Callable[[], int | None]:
-        """Refresh now, and return a check that gives the number of the version served once that is what was asked for.
+    def request(self, version: int | None = None, step: int | None = None) -> Reached:
+        """Refresh now, and return a check: it gives the number of the version served once that version is reached.
 
         Args:
             version: This version or a later one; while the replica is pinned to a number exactly this one.
             step: A version of the newest epoch, of this step of the trainer or a later one.
 
-        With neither, the check waits for what the pin points to now. It raises PinnedError if a pin, now or after a change,
-        keeps the replica from there.
+        With neither, the check waits for the version that the pin points to now. It raises PinnedError if a pin, now or
+        after a change, keeps the replica from there.
 
         Raises:
             ConfigError: as `poke`.
         """
-        request = _Request(version, step, self._begun, self._pins)
+        wait = self._waits.begin(version, step)
         self.poke()
-        return lambda: self._reached(request)
-
-    def _reached(self, request: _Request) -> int | None:
-        pin, served = self._pin, self.identity
-        if pin.version is not None and request.version not in (None, pin.version):
-            raise PinnedError(
-                f"This replica is pinned to version {pin.version} and will not serve version {request.version}."
-            )
-        if self._pins != request.pins and request.version is None and request.step is None:
-            raise PinnedError(f"The pin of this replica was changed meanwhile to: {pin}.")
-        if served is None:
-            return None
-        if request.version is not None:
-            is_there = served.version == request.version if pin.version is not None else served.version >= request.version
-            return served.version if is_there else None
-        if not self._was_caught_up_since(request.begun):
-            return None
-        if request.step is None:
-            return served.version
-        of, step = self._step_of or (served, None)
-        is_newest = of == served and served.epoch == self.cursor.epoch
-        return served.version if is_newest and step is not None and step >= request.step else None
-
-    def _was_caught_up_since(self, begun: int) -> bool:
-        """Whether a step that began later found nothing to take."""
-        return self._caught_up > begun
+        return lambda: self._waits.reached(wait, self._pin, self.identity, self.cursor.epoch)
 
     def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
         """Wait until this version or a later one is live; by default any. Pinned to a number, exactly that version.
@@ -300,13 +242,13 @@ class Follow:
             return self.version
         reached = self.request(wanted if version is not None or self._pin.version is None else self._pin.version)
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._waits.changed:
             while (served := reached()) is None:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     message = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}."
                     raise AckTimeoutError(message if self.error is None else f"{message} {self.error}")
-                self._changed.wait(left_s)
+                self._waits.changed.wait(left_s)
         return served
 
     # Steps
@@ -332,7 +274,7 @@ class Follow:
         self.target.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)
-        self._state, self._error, self._good_s = heartbeat.STOPPED, None, math.inf
+        self._health.stop()
         if self._heartbeats is not None and (self._heartbeats.is_used or self.identity is not None):
             self._heartbeats.stop(self.status(0))
 
@@ -347,26 +289,24 @@ class Follow:
                 except (KeyboardInterrupt, SystemExit):
                     raise
                 except BaseException as error:  # noqa: BLE001 - reported by `step`; the weights stay as they are
-                    failure = error if self._state != "waiting" else None
+                    failure = error if self._health.state != "waiting" else None
                 if self._heartbeats is not None:
                     self._heartbeats.update(self.status(0))
                 if self._ended.is_set():
                     return
-                self._wake.wait(self._poll.delay_s(self.identity != before, failure, self._is_at_announced))
+                self._wake.wait(self._poll.delay_s(self.identity != before, failure, self._announced.is_taken))
 
     def _on_change(self, info: ObjectInfo | None) -> None:
         """Poll now: the store announced a record, or may have missed one (None)."""
         newest = self.cursor.newest
         if info is not None and newest is not None and info.key == newest.key:
             return  # a poll was faster
-        if len(self._known) >= _MOST_KNOWN:
-            self._known = {}
         if info is not None:
-            self._known[info.key] = info
+            self._announced.add(info)
         self._wake.set()
 
     def catch_up(self, pin: Pin | None = None, *, wait_s: float = 0.0) -> int:
-        """Take every step to where a pin points, going around what fails. Returns the number of the version that is live.
+        """Take every step to the version of a pin, around objects that fail. Returns the number of the live version.
 
         Args:
             pin: By default the own.
@@ -374,7 +314,7 @@ class Follow:
 
         Raises:
             NotPublishedError: the channel has no version yet.
-            DeltaSyncError: what keeps the replica from there; the version before stays live.
+            DeltaSyncError: the version cannot be reached; the version before stays live.
         """
         deadline, first, detours = time.monotonic() + wait_s, True, 0
         self._asked = True
@@ -407,7 +347,7 @@ class Follow:
 
         Args:
             pin: Which versions to take.
-            known: What an event told of a new record.
+            known: The listing entry of a new record, from an event.
             ahead: As in `ChannelCursor.next`.
             audits: Audit the weights when that is due.
 
@@ -419,37 +359,32 @@ class Follow:
         if not self._stepping.acquire(timeout=_STEP_S):
             raise TransientStoreError(f"{self.reader.store.url} has not answered for {_STEP_S:g} s.")
         try:
-            self._begun += 1
-            begun, self._goes_around = self._begun, False
+            self._waits.begun += 1
+            begun, self._goes_around = self._waits.begun, False
             try:
                 if known is not None:
-                    self._known[known.key] = known
+                    self._announced.add(known)
                 if is_done := self._step(pin or self._pin, ahead, audits):
-                    self._caught_up = begun
+                    self._waits.caught_up(begun)
                 self._report(None)
                 return is_done
             except (KeyboardInterrupt, SystemExit):
-                self._state = "waiting" if self.identity is None else "serving"
+                self._health.state = "waiting" if self.identity is None else "serving"
                 raise
             except BaseException as error:
                 self._report(error)
                 raise
         finally:
             self._stepping.release()
-            for notify in (*self.on_step, self._notify):
+            for notify in (*self.on_step, self._waits.notify):
                 notify()
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     def _step(self, pin: Pin, ahead: bool, audits: bool) -> bool:
         target, cursor = self.target, self.cursor
         if audits:
-            self._wake.clear()  # what woke the loop until now, this step takes
+            self._wake.clear()  # this step serves everything that woke the loop until now
         asked, self._asked = self._asked, False
-        known, self._known = self._known, {}
-        self._is_at_announced = False
+        known = self._announced.take()
         if asked:
             cursor.retry_bad()
         if not self._opened:
@@ -467,12 +402,12 @@ class Follow:
             return True
         if audits and self._ended.is_set():
             return False  # it was stopped while the store did not answer
-        self._state = "staging"
+        self._health.state = "staging"
         try:
             staged = target.stage(chain)
             if staged is None:
                 return False
-            self._state = "committing"
+            self._health.state = "committing"
             commit = target.commit(staged)
         except FingerprintMismatchError as error:
             self._mark_bad(chain, None, error)
@@ -482,20 +417,13 @@ class Follow:
                 self._mark_bad(chain, error.key, error)
             raise
         self._committed(commit, chain)
-        later = {key: info for key, info in known.items() if self._is_later(key)}
-        self._known = later | self._known
-        self._is_at_announced = not later and chain[-1].key in known and chain[-1].version == cursor.newest
+        self._announced.committed(known, chain[-1].key, cursor.newest)
         return False
-
-    def _is_later(self, key: str) -> bool:
-        """Whether a record lies after the newest version."""
-        slot, newest = keys.slot_of(key), self.cursor.newest
-        return slot is not None and (newest is None or slot.newness > newest.slot.newness)
 
     def _identify(self, total: int) -> StoredRecord | None:
         """Find the version whose model has this fingerprint; its step counts as served."""
-        found = self.cursor.identify(total)
-        self._step_of = None if found is None else (found.version, found.record.step)
+        found = identify(self.reader, self.cursor.locate(), total)
+        self._waits.served = None if found is None else (found.version, found.record.step)
         return found
 
     def _mark_bad(self, chain: Sequence[StoredRecord], key: str | None, error: DeltaSyncError) -> None:
@@ -533,45 +461,21 @@ class Follow:
 
     def _committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
         """Record a commit in the status, the metrics and the log."""
-        self._step_of = chain[-1].version, chain[-1].record.step
+        self._waits.served = chain[-1].version, chain[-1].record.step
         commit = msgspec.structs.replace(
             commit, lag_s=self.cursor.lag_s(chain), payload_bytes=payload_bytes(chain), served_at=time.time()
         )
         self.commits.append(commit)
         if self._observer is not None:
             self._observer.committed(commit, chain)
-        lag = "-" if commit.lag_s is None else f"{commit.lag_s:.3f}"
-        fields = msgspec.structs.asdict(commit) | {"lag_s": lag, "steps": len(chain)}
-        self._log.info(
-            "deltasync serves version=%(version)d digest=%(sha256).12s steps=%(steps)d changed=%(changed)d "
-            "stage_s=%(stage_s).3f pause_s=%(pause_s).4f scatter_s=%(scatter_s).4f reload_s=%(reload_s).3f lag_s=%(lag_s)s",
-            fields,
-        )
+        log_commit(self._log, commit, len(chain))
 
     def _report(self, error: BaseException | None) -> None:
         """Set the state and the error after a step."""
-        before = self._error
-        if error is None:
-            self._state, self._error = "serving", None
-        elif isinstance(error, SleepingError):
+        if isinstance(error, SleepingError):
             self.cursor.follows_s = time.time()
-            self._state, self._error = "sleeping", str(error)
-        elif isinstance(error, NotPublishedError | MissingVersionError) and not (self.cursor.failure or self._goes_around):
-            first = " for the first version" if isinstance(error, NotPublishedError) else ""
-            self._state, self._error = "waiting", f"Waiting{first}: {error}"
-        elif isinstance(error, DeltaSyncError):
-            self._state, self._error = "failed", f"{type(error).__name__}: {error}"
-        else:
-            self._state, self._error = "failed", printable(f"Unexpected {type(error).__name__}: {error}")
-        if self._state != "failed":
-            self._good_s = time.monotonic()
-        elif error is not None and error is not self._reported_error and self._observer is not None:
-            self._observer.failed(error)
-        self._reported_error = error
-        if self._error is not None and self._error != before:
-            if isinstance(error, DeltaSyncError):
-                (self._log.error if self._state == "failed" else self._log.info)("deltasync: %s", self._error)
-            else:
-                self._log.error("deltasync failed unexpectedly", exc_info=error)
+        is_new_failure = self._health.report(error, may_wait=not (self.cursor.failure or self._goes_around))
         if self._observer is not None:
+            if error is not None and is_new_failure:
+                self._observer.failed(error)
             self._observer.stepped(self)

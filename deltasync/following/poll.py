@@ -1,4 +1,4 @@
-"""Decide when to ask for the next version again."""
+"""When to ask for the next version again, and the records that the store announced."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Self
 
 from deltasync.channel import keys
+from deltasync.channel.documents import VersionId
 from deltasync.errors import StoreError
 from deltasync.stores.base import ObjectInfo, Store, Watch
 
+_MOST_KNOWN = 64  # announced records that wait for a step
 _FIRST_S = 0.02
 _GROWTH = 1.5
 _LIVE_S = 30.0
@@ -23,8 +25,42 @@ _OUTAGE_S = 5.0  # longest wait between two attempts while the store fails
 # The next version is expected between these multiples of the shortest and the longest of the last times between two. Then
 # the waits are this fraction of the longest, or this fraction of the time until or since the mean, whichever is less.
 _EARLIEST, _LATEST = 0.75, 1.5
-_LOOKS_APART = 0.03
-_LOOKS_CLOSE = 0.2
+_POLLS_APART = 0.03
+_POLLS_CLOSE = 0.2
+
+
+class Announcements:
+    """Records that a store announced, by key, until a step takes them. Adding is thread-safe.
+
+    Attributes:
+        is_taken: Whether the last step took the newest record that was announced, so that nothing is left to take.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[str, ObjectInfo] = {}
+        self.is_taken = False
+
+    def add(self, info: ObjectInfo) -> None:
+        """Note an announced record."""
+        if len(self._records) >= _MOST_KNOWN:
+            self._records = {}
+        self._records[info.key] = info
+
+    def take(self) -> dict[str, ObjectInfo]:
+        """Return the announced records, and forget them."""
+        self.is_taken, taken, self._records = False, self._records, {}
+        return taken
+
+    def committed(self, taken: Mapping[str, ObjectInfo], live: str, newest: VersionId | None) -> None:
+        """Keep those of the `taken` records that are later than `newest`; `live` is the key of the committed one."""
+        later = {key: info for key, info in taken.items() if _is_later(key, newest)}
+        self._records = later | self._records
+        self.is_taken = not later and live in taken and newest is not None and live == newest.key
+
+
+def _is_later(key: str, newest: VersionId | None) -> bool:
+    slot = keys.slot_of(key)
+    return slot is not None and (newest is None or slot.newness > newest.slot.newness)
 
 
 class Poll:
@@ -91,5 +127,5 @@ class Poll:
         if since_s > _LATEST * longest_s:
             return math.inf
         off_s = abs(statistics.fmean(self._between_s) - since_s)
-        apart_s = min(_LOOKS_APART * longest_s, _LOOKS_CLOSE * off_s)
+        apart_s = min(_POLLS_APART * longest_s, _POLLS_CLOSE * off_s)
         return max(_FIRST_S, _EARLIEST * min(self._between_s) - since_s, apart_s)

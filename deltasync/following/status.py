@@ -1,7 +1,8 @@
-"""What a replica says of itself: the versions that it committed, its state, and its heartbeats in the channel."""
+"""The status of a replica: its state, the versions that it committed, and its heartbeats in the channel."""
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -54,12 +55,12 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """A replica's status: what `GET /deltasync/status` replies, see docs/operations.md.
+    """A replica's status: the reply of `GET /deltasync/status`.
 
     Attributes:
         state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
         followed_s_ago: Seconds since the channel could last be followed; None before the first time.
-        error: What keeps the replica from newer versions, in one sentence; None if nothing does.
+        error: The reason why the replica is not at a newer version, in one sentence; None if there is none.
     """
 
     replica_id: str
@@ -78,6 +79,16 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 describe(Commit, Status)
+
+
+def log_commit(log: logging.Logger, commit: Commit, steps: int) -> None:
+    """Log a commit of a chain of `steps` records, as fields."""
+    lag = "-" if commit.lag_s is None else f"{commit.lag_s:.3f}"
+    log.info(
+        "deltasync serves version=%(version)d digest=%(sha256).12s steps=%(steps)d changed=%(changed)d "
+        "stage_s=%(stage_s).3f pause_s=%(pause_s).4f scatter_s=%(scatter_s).4f reload_s=%(reload_s).3f lag_s=%(lag_s)s",
+        msgspec.structs.asdict(commit) | {"lag_s": lag, "steps": steps},
+    )
 
 
 class HeartbeatWriter:

@@ -150,7 +150,7 @@ class Shards(InMemory):
             return (0.0, 0, *done) if method == "commit" else done
 
         target = ShardsTarget(shards[0], between_steps)
-        target._beside = on_all  # type: ignore[method-assign]
+        target._on_ranks = on_all  # type: ignore[method-assign]
         return target
 
     def live(self) -> dict[str, torch.Tensor]:

@@ -77,7 +77,7 @@ def test_the_page_is_what_the_types_say() -> None:
 def test_every_command_with_json_is_there() -> None:
     commands: dict[str, Any] = {name: main.get_command(None, name) for name in main.list_commands(None)}  # type: ignore[arg-type]
     with_json = {name for name, command in commands.items() if any("--json" in option.opts for option in command.params)}
-    assert set(CALLS) == set(SCHEMAS) == with_json - {"demo", "deploy"}
+    assert set(CALLS) == set(SCHEMAS) == with_json
 
 
 @pytest.mark.parametrize("command", SCHEMAS)
@@ -85,7 +85,7 @@ def test_a_command_prints_what_the_page_says(
     command: str, channel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: Callable[..., dict[str, Any]] = lambda *_: {"version": 1, "waited_s": time.monotonic()}  # noqa: E731
-    monkeypatch.setattr(heartbeat, "tell", served)  # as tests/unit/test_driver.py sees a server answer
+    monkeypatch.setattr(heartbeat, "post", served)  # as tests/unit/test_driver.py sees a server answer
     arguments = [word.replace("CHANNEL", channel).replace("FOLDER", str(tmp_path)) for word in CALLS[command]]
     done = CliRunner().invoke(main, [command, *arguments, "--json"])
     assert done.stdout, done.output

@@ -21,6 +21,7 @@ from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CommitError, ConfigError, ModelMismatchError
 from deltasync.following import ChannelCursor
+from deltasync.following.identify import identify
 from deltasync.kernels import cpu
 from deltasync.live import model_fingerprint
 from deltasync.live.plan import LoadPlan
@@ -71,7 +72,8 @@ def proven(of: WorkerReplica, url: str) -> int | None:
     of._verify()
     of.prove()
     of._audit([])
-    found = ChannelCursor(ChannelReader(open_store(url))).identify(model_fingerprint(of._memory.fingerprints))
+    cursor = ChannelCursor(ChannelReader(open_store(url)))
+    found = identify(cursor.reader, cursor.locate(), model_fingerprint(of._memory.fingerprints))
     of.identified(None if found is None else handed([found])[0])
     return None if of._follower.version is None else of._follower.version.version
 
