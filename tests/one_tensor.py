@@ -18,9 +18,8 @@ def add(
     key: int, bits_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, bounds: tuple[int, int], start: int = 0
 ) -> tuple[int, bool]:
     """Add steps at positions in `bits_N`, whose first element has the index `start`; see `cpu_rows.add`."""
-    vector = Vector(
-        bits_N.itemsize, (TensorSpec("w", f"int{8 * bits_N.itemsize}", (start + bits_N.size,)),), _first(start, bits_N)
-    )
+    spec = TensorSpec("w", f"int{8 * bits_N.itemsize}", (start + bits_N.size,))
+    vector = Vector(bits_N.itemsize, (spec,), np.array([0, spec.element_count], np.int64))
     vars(vector)["key_T"] = np.array([key], np.uint64)
     zero_T = np.array([bits_N.ctypes.data - start * bits_N.itemsize])
     sparse = Sparse(index_K + np.int64(start), step_K)

@@ -139,7 +139,8 @@ class _Table:
             not part.held.is_contiguous() or part.held.dtype is not _DTYPES[dtype]
             for (_, part), dtype in zip(parts, self._dtypes, strict=True)
         ]
-        edges = np.flatnonzero(np.diff(np.cumsum(count_S) // _BATCH, prepend=0)).tolist() if any(is_cast) else []
+        copied_S = np.cumsum(np.where(is_cast, count_S, 0))
+        edges = np.flatnonzero(np.diff(copied_S // _COPIED, prepend=0)).tolist()
         self._launches = []
         for low, high in itertools.pairwise([*dict.fromkeys((0, *edges)), len(parts)]):
             rows = {}
@@ -182,10 +183,9 @@ class _Table:
         """Yield rows for `cpu_rows.chunks` by width, with the addresses of these tensors, which are those of the table."""
         for low, high, cast_S, rows in self._launches:
             address_S = np.fromiter(map(torch.Tensor.data_ptr, held[low:high]), np.int64, high - low)
-            copies = []  # so that their addresses stay
-            for at in cast_S:
-                copies.append(cast(held[at], self._dtypes[at]).contiguous())
-                address_S[at - low] = copies[-1].data_ptr()
+            copies = {at: cast(held[at], self._dtypes[at]).contiguous() for at in cast_S}
+            for at, copy in copies.items():
+                address_S[at - low] = copy.data_ptr()
             for width, (at_R, row_RF) in rows.items():
                 if at_R.size:
                     row_RF[:, 4] = address_S[at_R]
