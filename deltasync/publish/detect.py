@@ -22,7 +22,7 @@ from deltasync.kernels import cpu_rows
 from deltasync.kernels.cpu_rows import Taken
 from deltasync.publish.device_copies import DeviceCopies, Difference
 from deltasync.publish.quantize import fp8_blocks
-from deltasync.publish.stream import Stream, Tensor, TensorRange, Tensors, pair_of, range_of, tensors_of
+from deltasync.publish.stream import Stream, TensorRange, Tensors, pair_of, range_of, tensors_of
 from deltasync.tensors import ITEM_BYTES, Delta, Layout, Sparse, TensorSpec, Vector, check_specs
 from deltasync.tensors.bits import cast, nan_bounds, served_name, tensor_of
 
@@ -123,7 +123,7 @@ class _Table:
     ) -> None:
         # All that was checked about plain tensors, but their addresses. Others are checked each time.
         self._read_as: tuple[str, int] | None = None
-        self._known: list[tuple[str, type, torch.dtype, torch.Size, bool]] = []
+        self._known: list[tuple[str, Any, torch.dtype, torch.Size, bool]] = []
         if all(part.held is tensor for (_, part), (_, tensor) in zip(parts, tensors, strict=True)):
             self._read_as = dtype, rank
             self._known = [
@@ -152,18 +152,19 @@ class _Table:
                 rows[width] = at_R, np.stack(columns, axis=1)
             self._launches.append(_Launch(low, high, [at for at in range(low, high) if is_cast[at]], rows))
 
-    def held(self, tensors: Collection[tuple[str, Tensor]], dtype: str, rank: int) -> list[torch.Tensor] | None:
+    def held(self, tensors: Collection[Any], dtype: str, rank: int) -> list[torch.Tensor] | None:
         """Return the tensors of a stream if they differ from those of the table in their addresses and bits alone.
 
         The attributes are those with which DeepSpeed and FSDP1 mark shards; see `part_of`. No object is made and kept for a
         tensor, because thousands of new objects set off the garbage collector.
         """
         found: list[torch.Tensor] = []
-        name: str
-        tensor: Any
         if self._read_as != (dtype, rank) or len(tensors) != len(self._known):
             return None
-        for (name, tensor), (known, kind, dtype_, shape, contiguous) in zip(tensors, self._known, strict=True):
+        for pair, (known, kind, dtype_, shape, contiguous) in zip(tensors, self._known, strict=True):
+            if type(pair) is not tuple or len(pair) != 2:
+                return None
+            name, tensor = pair
             if (
                 type(tensor) is not kind
                 or name != known
