@@ -1,7 +1,7 @@
 """Compute what a run will store, request and cost, from the size of its model and how much of it changes.
 
-It steps through the versions with the publisher's own budget (`publish.budget`), so that compactions and anchors come where
-the publisher writes them. Sizes are entropies. A delta takes `h(p) / p` bits for the place of a changed element, and
+It steps through the versions with the publisher's own budget (`maintenance.budget`), so that compactions and anchors come
+where the publisher writes them. Sizes are entropies. A delta takes `h(p) / p` bits for the place of a changed element, and
 `STEP_BITS` for its step. A compaction is that of a random walk: each version moves a share `p` of the elements by one step.
 """
 
@@ -21,7 +21,7 @@ from deltasync.dashboard.costs import (
     S3_PUT_USD,
     S3_TRAFFIC_GB_USD,
 )
-from deltasync.publish.budget import Budget
+from deltasync.maintenance.budget import Budget
 
 STEP_BITS = 1.8
 """Of a changed element's step, in deltas of `packed` (`benchmarks.codec`)."""
@@ -30,7 +30,7 @@ PART_CHANGED, COMPACTION_PART_ELEMENTS = 1 << 20, 1 << 25
 """Changed elements in a part of a delta, and elements of a part of a compaction."""
 
 _RECORD_BYTES = 1500  # header and document of a small record
-_SWEPT = 16  # versions from one sweep to the next, at least, as `publish.keep`
+_SWEPT = 16  # versions from one sweep to the next, at least, as `publish.maintenance`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

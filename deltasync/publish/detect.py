@@ -21,8 +21,7 @@ from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import cpu_rows
 from deltasync.kernels.cpu_rows import Taken
 from deltasync.publish.device_copies import DeviceCopies, Difference
-from deltasync.publish.quantize import fp8_blocks
-from deltasync.publish.stream import Stream, TensorRange, Tensors, pair_of, range_of, tensors_of
+from deltasync.publish.stream import Stream, TensorRange, Tensors, fp8_blocks, pair_of, range_of, tensors_of
 from deltasync.tensors import ITEM_BYTES, Delta, Layout, Sparse, TensorSpec, Vector, check_specs
 from deltasync.tensors.bits import cast, nan_bounds, served_name, tensor_of
 
