@@ -20,7 +20,7 @@ from deltasync.errors import ConfigError
 
 CODECS = ("packed", "context", "raw")
 AUTO = "auto"
-"""The `codec` with which a publisher chooses `packed` or `context` for each version (`deltasync.publish.choose`)."""
+"""The `codec` of a publisher that chooses `packed` or `context` for each version (`deltasync.publish.encode`)."""
 _CASTS = "(bfloat16|float16|float32|keep)"
 DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"
 """Pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from deltasync.kernels import cpu_rows
+from deltasync.tensors import Sparse, TensorSpec, Vector
 
 _FIRST = np.zeros(1, np.int64)
 
@@ -17,8 +18,12 @@ def add(
     key: int, bits_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, bounds: tuple[int, int], start: int = 0
 ) -> tuple[int, bool]:
     """Add steps at positions in `bits_N`, whose first element has the index `start`; see `cpu_rows.add`."""
-    row_RF = np.array([(0, 0, index_K.size, bits_N.ctypes.data - start * bits_N.itemsize)], np.int64)
-    gain_T, above_T = cpu_rows.add(row_RF, *_places(key, bounds), _FIRST, index_K + np.int64(start), step_K)
+    spec = TensorSpec("w", f"int{8 * bits_N.itemsize}", (start + bits_N.size,))
+    vector = Vector(bits_N.itemsize, (spec,), np.array([0, spec.element_count], np.int64))
+    vars(vector)["key_T"] = np.array([key], np.uint64)
+    zero_T = np.array([bits_N.ctypes.data - start * bits_N.itemsize])
+    sparse = Sparse(index_K + np.int64(start), step_K)
+    gain_T, above_T = cpu_rows.add(vector, zero_T, sparse, np.array([bounds], np.uint64))
     return int(gain_T[0]), bool(above_T[0])
 
 

@@ -20,8 +20,8 @@ from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer
 from deltasync.config import PublisherSettings
 from deltasync.errors import FormatError, MissingVersionError
+from deltasync.publish.acquire import open_channel
 from deltasync.publish.log import Lease, Log
-from deltasync.publish.opening import open_channel
 from deltasync.stores import Store
 from tests.faults import FaultyStore
 from tests.hub import fixtures

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +11,7 @@ from typing import TypeVar
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Channel, EpochDocument, File, Head, Record, VersionId, sha256_hex
 from deltasync.channel.keys import Slot, Span
-from deltasync.channel.record import StoredRecord
+from deltasync.channel.record import Bounds, StoredRecord
 from deltasync.channel.signing import Trusted, signed_by
 from deltasync.config import ReaderSettings
 from deltasync.errors import (
@@ -60,6 +60,7 @@ class ChannelReader:
         self.held: dict[str, Future[bytes]] = {}
         self._described: tuple[Channel, dict[str, TensorSpec]] | None = None
         self._layout: Layout | None = None
+        self._bounds: tuple[Mapping[str, TensorSpec], Bounds] | None = None
         self._confirmed = False  # whether a record of the same run was read
 
     def may_use_token(self, repo: str | None) -> bool:
@@ -128,6 +129,14 @@ class ChannelReader:
             self._layout = Layout(specs)
         return self._layout
 
+    @property
+    def bounds(self) -> Bounds:
+        """How large records may be."""
+        specs = self.specs
+        if self._bounds is None or self._bounds[0] is not specs:
+            self._bounds = specs, Bounds.of(specs)
+        return self._bounds[1]
+
     def head(self) -> Head | None:
         """head.json, None if it is missing, damaged or of another run: it is only a hint."""
         found = self._read_small(keys.HEAD, Head)
@@ -169,11 +178,11 @@ class ChannelReader:
             MissingVersionError: it is not in the store.
             CorruptDataError: it is damaged, has another digest, or belongs to another run.
         """
-        most = record.most_bytes(key, self.specs)
+        most = self.bounds.most_bytes(key)
         try:
             if self.trusted is not None and sha256 is None and keys.compaction_of(key) is not None:
                 # Anybody can store a large compaction, so the signed size is checked before the rest is read.
-                most = record.most_bytes(keys.VERSIONS, self.specs)
+                most = self.bounds.most_bytes(keys.VERSIONS)
                 known = known or next((info for info in self.store.list(key) if info.key == key), None)
                 if known is not None and known.bytes > most:
                     self.document(known)
@@ -192,14 +201,14 @@ class ChannelReader:
             MissingVersionError: it is not in the store any more.
             CorruptDataError: it is damaged, or belongs to another run.
         """
-        if info.bytes > record.most_bytes(info.key, self.specs):
+        if info.bytes > self.bounds.most_bytes(info.key):
             raise CorruptDataError(f"{info.key} has {info.bytes:,} bytes, which is more than it may have.")
         try:
             if info.bytes <= _END_BYTES:
                 return self._decoded(self.store.read(info.key, info.bytes, info), info.key).record
             end = self.store.read_range(info.key, info.bytes - _END_BYTES, info.bytes)
             length = record.document_bytes(end, info.key)
-            if length > record.most_bytes(keys.VERSIONS, self.specs):
+            if length > self.bounds.most_bytes(keys.VERSIONS):
                 raise CorruptDataError(f"{info.key} has a document of {length:,} bytes, which is more than it may have.")
             if len(end) < length <= info.bytes:
                 end = self.store.read_range(info.key, info.bytes - length, info.bytes)
@@ -226,7 +235,7 @@ class ChannelReader:
         if found.run_id != expected:
             raise CorruptDataError(f"{key} belongs to run {found.run_id}, this channel to run {expected}.")
         self._confirmed = True
-        if found.payload_bytes - found.body_bytes > record.most_payload_bytes(self.specs):
+        if found.payload_bytes - found.body_bytes > self.bounds.most_payload_bytes:
             raise CorruptDataError(
                 f"{key} names {found.payload_bytes:,} bytes, which is more than the channel's tensors take."
             )

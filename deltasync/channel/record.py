@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import struct
 from collections.abc import Mapping
+from typing import Self
 
 from deltasync.channel import documents, keys, signing
 from deltasync.channel.documents import Record, VersionId
@@ -139,14 +140,35 @@ def signed_by(data: bytes) -> str | None:
     return signing.signed_by(_document(data, "it"))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bounds:
+    """How large the records of a channel may be, from the number, the elements and the names' bytes of its tensors."""
+
+    tensor_count: int
+    element_count: int
+    name_bytes: int
+
+    @classmethod
+    def of(cls, specs: Mapping[str, TensorSpec]) -> Self:
+        """Return the bounds of a channel with these tensors."""
+        return cls(len(specs), weight_elements(specs.values()), sum(len(name.encode()) for name in specs))
+
+    def most_bytes(self, key: str) -> int:
+        """Most bytes that the record, compaction or announcement at this key may have."""
+        most = (5 << 20) + (self.tensor_count << 10) + 32 * self.name_bytes
+        return most if keys.compaction_of(key) is None else most + self.most_payload_bytes
+
+    @property
+    def most_payload_bytes(self) -> int:
+        """Most bytes that the parts or weight files of one record may have together."""
+        return 32 * self.element_count + (self.tensor_count << 12) + 64 * self.name_bytes + (1 << 20)
+
+
 def most_bytes(key: str, specs: Mapping[str, TensorSpec]) -> int:
-    """Most bytes that the record, compaction or announcement at this key may have."""
-    names = sum(len(name.encode()) for name in specs)
-    most = (5 << 20) + (len(specs) << 10) + 32 * names
-    return most if keys.compaction_of(key) is None else most + most_payload_bytes(specs)
+    """As `Bounds.most_bytes`."""
+    return Bounds.of(specs).most_bytes(key)
 
 
 def most_payload_bytes(specs: Mapping[str, TensorSpec]) -> int:
-    """Most bytes that the parts or weight files of one record may have together."""
-    elements, names = weight_elements(specs.values()), sum(len(name.encode()) for name in specs)
-    return 32 * elements + (len(specs) << 12) + 64 * names + (1 << 20)
+    """As `Bounds.most_payload_bytes`."""
+    return Bounds.of(specs).most_payload_bytes

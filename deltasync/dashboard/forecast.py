@@ -1,9 +1,9 @@
 """Forecast the storage, requests and cost of a run, from the size of its model and the fraction that changes.
 
-The forecast simulates the versions with the publisher's own budget (`publish.budget`), so that compactions and anchors occur
-where the publisher writes them. Sizes are entropies. A delta needs `h(p) / p` bits for the position of a changed element,
-and `STEP_BITS` for its step. Compactions are modelled as a random walk: each version moves a fraction `p` of the elements by
-one step.
+The forecast simulates the versions with the publisher's own budget (`maintenance.budget`), so that compactions and anchors
+occur where the publisher writes them. Sizes are entropies. A delta needs `h(p) / p` bits for the position of a changed
+element, and `STEP_BITS` for its step. Compactions are modelled as a random walk: each version moves a fraction `p` of the
+elements by one step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deltasync.dashboard.costs import (
     S3_PUT_USD,
     S3_TRAFFIC_GB_USD,
 )
-from deltasync.publish.budget import Budget
+from deltasync.maintenance.budget import Budget
 
 STEP_BITS = 1.8
 """Bits of a changed element's step in deltas of `packed` (`benchmarks.codec`)."""

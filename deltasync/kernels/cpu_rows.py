@@ -15,6 +15,7 @@ from deltasync.kernels.compiled import kernel
 from deltasync.kernels.cpu import AHEAD, CHANGES, cell, threads
 from deltasync.kernels.cpu_diff import ROW, find, room, scratch
 from deltasync.kernels.intrinsics import pointer, prefetch, prefetch_to_write
+from deltasync.tensors import Sparse, Vector
 
 _U1, _U2 = np.uint64(1), np.uint64(2)
 _MOST_DIMS = 8
@@ -59,26 +60,49 @@ def _join(position_R, place_R, start_R, offset_P, step_P, at_K, step_K):
 
 
 @kernel
-def _add(row_RF, key_T, bound_T2, first_T, like, at_K, step_K, gain_R, above_R):
-    """Add steps to memory. A row: tensor, first change, behind the last change, address of position 0."""
+def _add(row_RF, key_T, bound_T2, first_T, like, absolute, at_K, data_K, old_K, gain_R, above_R):
+    """Add steps to memory, or set it. A row: tensor, first change, behind the last change, address of position 0."""
     all_bits = ~np.uint64(0) >> np.uint64(64 - 8 * like.itemsize)
     for r in prange(row_RF.shape[0]):
         tensor, low, high = row_RF[r, 0], row_RF[r, 1], row_RF[r, 2]
         bits = carray(pointer(row_RF[r, 3], like), 1 << 62)
-        at_C, step_C, value_C = at_K[low:high], step_K[low:high], np.empty(high - low, like.dtype)
+        at_C, data_C, old_C = at_K[low:high], data_K[low:high], old_K[low:high]
         for k in range(at_C.size):
             if k + AHEAD < at_C.size:
                 prefetch_to_write(bits, np.uint64(at_C[k + AHEAD]))
             i = np.uint64(at_C[k])
-            value_C[k] = bits[i] + step_C[k]
-            bits[i] = value_C[k]
+            old_C[k] = bits[i]
+            bits[i] = data_C[k] if absolute else old_C[k] + data_C[k]
         key, mask, largest, first = key_T[tensor], bound_T2[tensor, 0], bound_T2[tensor, 1], np.uint64(first_T[tensor])
         part, above = np.uint64(0), np.int64(0)
         for k in range(at_C.size):
-            new, index = np.uint64(value_C[k]), np.uint64(at_C[k]) - first
-            part += cell(key, index, new) - cell(key, index, (new - np.uint64(step_C[k])) & all_bits)
+            old, data, index = np.uint64(old_C[k]), np.uint64(data_C[k]), np.uint64(at_C[k]) - first
+            new = data if absolute else (old + data) & all_bits
+            part += cell(key, index, new) - cell(key, index, old)
             above += (new & mask) > largest
         gain_R[r], above_R[r] = part, above
+
+
+@kernel
+def _subtract(row_RF, like, at_K, step_K):
+    """Subtract steps from memory. A row is one of `_add`."""
+    for r in prange(row_RF.shape[0]):
+        low, high = row_RF[r, 1], row_RF[r, 2]
+        bits = carray(pointer(row_RF[r, 3], like), 1 << 62)
+        at_C, step_C = at_K[low:high], step_K[low:high]
+        for k in range(at_C.size):
+            bits[np.uint64(at_C[k])] -= step_C[k]
+
+
+@kernel
+def _undo(row_RF, count_R, like, offset_P, step_P):
+    """Subtract from memory the changes that `_advance` left in the scratch. A row is one of `_advance`."""
+    for r in prange(row_RF.shape[0]):
+        at, count = row_RF[r, 5], count_R[r]
+        bits_C = carray(pointer(row_RF[r, 3], like), row_RF[r, 2])
+        offset_C, step_C = offset_P[at : at + count], step_P[at : at + count]
+        for k in range(offset_C.size):
+            bits_C[np.uint64(offset_C[k])] -= step_C[k]
 
 
 @kernel
@@ -138,7 +162,12 @@ def _prepare(row_RF, dim_D83, key_T, first_T, like, absolute, at_K, data_K, to_K
 
 
 class Taken:
-    """What `advance` did to memory: its changes, from the moment on when they are made."""
+    """What `advance` did to memory: its changes, from the moment on when they are made.
+
+    Attributes:
+        chunk_RF: The chunks.
+        count_R: Changes of each chunk; 0 until the kernel has made them.
+    """
 
     def __init__(self, chunk_RF: np.ndarray, position_R: np.ndarray) -> None:
         self.chunk_RF = chunk_RF
@@ -154,6 +183,12 @@ class Taken:
             places = self._position_R, self.chunk_RF[:, 5], start_R
             _join(*places, offset_RP.reshape(-1), step_RP.reshape(-1), at_K, step_K)
         return at_K, step_K
+
+    def undo(self, bits: np.dtype) -> None:
+        """Undo the changes in memory. This allocates nothing. Only before the thread's next `advance`."""
+        offset_RP, step_RP, _ = scratch(bits)
+        _undo(self.chunk_RF, self.count_R, np.empty(0, bits), offset_RP.reshape(-1), step_RP.reshape(-1))
+        self.count_R[:] = 0
 
 
 def chunks(row_RF: np.ndarray, first_T: np.ndarray, bits: np.dtype) -> list[Taken]:
@@ -206,31 +241,41 @@ def advance(taken: Taken, key_T: np.ndarray, bound_T2: np.ndarray, bits: np.dtyp
 
 
 def add(
-    row_RF: np.ndarray,
-    key_T: np.ndarray,
-    bound_T2: np.ndarray,
-    first_T: np.ndarray,
-    at_K: np.ndarray,
-    step_K: np.ndarray,
+    vector: Vector, zero_T: np.ndarray, sparse: Sparse, bound_T2: np.ndarray, *, absolute: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Add steps to memory, modulo 2**width.
+    """Add steps to the memory of a vector's tensors, modulo 2**width. If this raises, memory is as it was.
 
     Args:
-        row_RF: Rows: tensor, first change, behind the last change, address that position 0 would have; int64[R, 4].
-        key_T: As in `advance`.
+        vector: The vector.
+        zero_T: Address that position 0 would have if all memory before each tensor's were the vector's, too; int64[T].
+            Only those of changed tensors count.
+        sparse: Steps, or new bit patterns if `absolute`.
         bound_T2: As in `advance`.
-        first_T: Position of the first element of each tensor.
-        at_K: Positions, distinct.
-        step_K: Steps.
+        absolute: Which of them.
 
     Returns:
         As `advance`.
     """
-    chunk_RF = _by_changes(row_RF)
+    chunk_RF, (at_K, data_K) = _by_changes(_changed_rows(vector, zero_T, sparse)), sparse
     gain_R, above_R = np.empty(len(chunk_RF), np.uint64), np.empty(len(chunk_RF), np.int64)
+    places = vector.key_T, bound_T2, vector.first_T, np.empty(0, data_K.dtype)
     with threads(at_K.size // CHANGES):
-        _add(chunk_RF, key_T, bound_T2, first_T, np.empty(0, step_K.dtype), at_K, step_K, gain_R, above_R)
-    return by_tensor(chunk_RF[:, 0], key_T.size, gain_R), by_tensor(chunk_RF[:, 0], key_T.size, above_R)
+        _add(chunk_RF, *places, absolute, at_K, data_K, np.empty_like(data_K), gain_R, above_R)
+    tensors = vector.key_T.size
+    return by_tensor(chunk_RF[:, 0], tensors, gain_R), by_tensor(chunk_RF[:, 0], tensors, above_R)
+
+
+def subtract(vector: Vector, zero_T: np.ndarray, steps: Sparse) -> None:
+    """Undo `add`. No array of the size of `steps` is allocated."""
+    _subtract(_by_changes(_changed_rows(vector, zero_T, steps)), np.empty(0, steps.data_K.dtype), *steps)
+
+
+def _changed_rows(vector: Vector, zero_T: np.ndarray, sparse: Sparse) -> np.ndarray:
+    """Return a row for each tensor in which elements lie: tensor, first of them, behind the last, address of position 0."""
+    bound_T = np.concatenate(([0], np.cumsum(vector.count(sparse.at_K))))
+    row_RF = np.stack((np.arange(len(vector.specs)), bound_T[:-1], bound_T[1:], zero_T), axis=1)
+    rows: np.ndarray = row_RF[bound_T[1:] > bound_T[:-1]]
+    return rows
 
 
 def prepare(

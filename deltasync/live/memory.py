@@ -196,27 +196,16 @@ class LiveMemory:
 
         Mutates the live weights and `parts`; if it raises, some of them are written.
         """
-        for width, (at_K, _) in delta.known.items():
-            vector = self._layout.vectors[width]
-            for name in vector.touched(at_K):
-                _, known = delta.of(name)
-                (segment,) = self._place(name)
-                step_K = known.data_K - unsigned(segment.flat())[known.at_K]
-                first = known.at_K.dtype.type(self._layout.span(name)[1])
-                self._add(vector, Sparse(known.at_K + first, step_K))
-        for width, steps in delta.steps.items():
-            self._add(self._layout.vectors[width], steps)
+        for absolute, of in ((True, delta.known), (False, delta.steps)):
+            for width, sparse in of.items():
+                self._add(self._layout.vectors[width], sparse, absolute)
 
-    def _add(self, vector: Vector, steps: Sparse) -> None:
-        count_T = vector.count(steps.at_K)
-        bound_T, changed = np.concatenate(([0], np.cumsum(count_T))), np.flatnonzero(count_T)
-        held = [self._place(vector.names[t])[0] for t in changed.tolist()]
-        address_T = (
-            np.array([segment.live.data_ptr() for segment in held], np.int64) - vector.first_T[changed] * vector.width
-        )
-        row_RF = np.stack((changed, bound_T[changed], bound_T[changed + 1], address_T), axis=1)
-        bound_T2 = np.zeros((len(vector.specs), 2), np.uint64)
-        gain_T, _ = kernels.cpu_rows.add(row_RF, vector.key_T, bound_T2, vector.first_T, *steps)
+    def _add(self, vector: Vector, sparse: Sparse, absolute: bool) -> None:
+        changed = np.flatnonzero(vector.count(sparse.at_K))
+        zero_T, bound_T2 = np.zeros(len(vector.specs), np.int64), np.zeros((len(vector.specs), 2), np.uint64)
+        address_T = [self._place(vector.names[t])[0].live.data_ptr() for t in changed.tolist()]
+        zero_T[changed] = np.array(address_T, np.int64) - vector.first_T[changed] * vector.width
+        gain_T, _ = kernels.cpu_rows.add(vector, zero_T, sparse, bound_T2, absolute=absolute)
         for t in changed.tolist():
             (part,) = self.parts[vector.names[t]]
             self.parts[vector.names[t]] = ((part + int(gain_T[t])) & fingerprint.MASK,)

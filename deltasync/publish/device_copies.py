@@ -66,6 +66,10 @@ class DeviceCopies:
         for diff in self._diffs.values():
             diff.drop()
 
+    def forget(self, name: str) -> None:
+        """Drop the copy of a tensor that is compared on the host."""
+        self._held.pop(name, None)
+
     def differences(self, name: str, held: torch.Tensor, dtype: str, placement: str, lasting: bool) -> Iterator[Difference]:
         """Take a tensor's range; yield what differs in the tensors that have been compared by now.
 
@@ -75,7 +79,7 @@ class DeviceCopies:
         if copy is None and held.numel():
             copy = self._copy_to(held.device, name, placement)
         if copy is None or copy.device != held.device:
-            self._held.pop(name, None)
+            self.forget(name)
             if held.numel():
                 yield name, None, bits_of(cast(held, dtype))
             return

@@ -1,9 +1,19 @@
-"""ENCODE: turn the changes of a version into payloads, each proved by the reader's code."""
+"""ENCODE: choose a codec, and turn the changes of a version into payloads that the reader's code has decoded again.
+
+With `codec="auto"` a publisher takes the codec with which a replica has the version sooner. All numbers for that come from
+publishing: the link is timed while objects are stored, codecs while groups are encoded and proved. A codec that is not in
+use encodes a group now and then, whose payload is thrown away.
+
+Compactions are encoded group by group while the shadow goes on. Nothing is kept in memory between two of them: the full
+weights are read again, from the channel or from the checkpoint that it refers to. One group of tensors is in memory at a
+time, twice, and the weight file that is read.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -13,14 +23,84 @@ import torch
 from deltasync import codec
 from deltasync.channel import payloads
 from deltasync.channel.documents import Delta, File, Record, VersionId
-from deltasync.channel.record import INLINE_BYTES
-from deltasync.codec.base import Encoded
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import INLINE_BYTES, StoredRecord
+from deltasync.codec.base import Encoded, OldBits
+from deltasync.config import AUTO
 from deltasync.errors import CorruptDataError
-from deltasync.publish.choose import Choice, Cost
+from deltasync.kernels import cpu_diff
 from deltasync.publish.job import Job
-from deltasync.publish.shadow import Shadow
+from deltasync.publish.shadow import Shadow, Snapshot
+from deltasync.publish.writes import MeteredStore
 from deltasync.tensors import Delta as Changes
-from deltasync.tensors.delta import joined
+from deltasync.tensors.delta import joined, of_tensor
+
+_DEFAULT, _SMALLER = "packed", "context"
+_PROBES, _PROBE_EVERY = 3, 50  # other codecs are tried in the first 3 versions, and in every 50th
+
+
+class Cost(NamedTuple):
+    """What encoding one group cost."""
+
+    changed: int
+    bytes: int
+    encode_s: float
+    prove_s: float
+    decode_s: float  # what a replica takes: proving without restoring the old bits
+
+
+class Choice:
+    """Chooses the codec of each delta.
+
+    Args:
+        codec: The setting.
+        store: Where deltas go. None makes `auto` mean `packed`, for ranks that would have to agree.
+
+    Attributes:
+        codecs: The codecs to choose from.
+        groups: Number of groups of the last delta.
+    """
+
+    def __init__(self, codec: str, store: MeteredStore | None) -> None:
+        fixed = _DEFAULT if codec == AUTO else codec
+        self.codecs = (_DEFAULT, _SMALLER) if codec == AUTO and store is not None else (fixed,)
+        self.groups = 1
+        self._store = store
+        self._costs: dict[str, deque[Cost]] = {name: deque(maxlen=_PROBES) for name in self.codecs}
+
+    def best(self) -> str:
+        """Return the codec by which the next delta is served soonest, as far as is known."""
+        byte_s = None if self._store is None else self._store.byte_s
+        if byte_s is None or not all(self._costs.values()):
+            return self.codecs[0]
+        return min(self.codecs, key=lambda name: self._served_s(name, byte_s))
+
+    def probes(self, version: int) -> list[str]:
+        """Return the other codecs, if it is time to try them."""
+        best, is_due = self.best(), version % _PROBE_EVERY == 0
+        return [name for name, costs in self._costs.items() if name != best and (is_due or len(costs) < _PROBES)]
+
+    def took(self, codec: str, cost: Cost) -> None:
+        """Note what a group cost, unless nothing changed in it."""
+        if cost.changed:
+            self._costs[codec].append(cost)
+
+    def _served_s(self, codec: str, byte_s: float) -> float:
+        """Estimate the seconds per changed element until a replica has decoded it.
+
+        Groups are stored while they are proved and while others are encoded, and fetched while others are stored. Their
+        record is stored once all are stored and proved. A replica is assumed to have the publisher's link and speed.
+        """
+        costs = self._costs[codec]
+        # The least: others were measured while a kernel was being compiled, or the machine was busy.
+        encode_s = min(cost.encode_s / cost.changed for cost in costs)
+        prove_s = min(cost.prove_s / cost.changed for cost in costs)
+        decode_s = min(cost.decode_s / cost.changed for cost in costs)
+        link_s = byte_s * sum(cost.bytes for cost in costs) / sum(cost.changed for cost in costs)
+        last = 1 / self.groups  # the share of the last group, and of the first
+        stored_s = max(encode_s * last + link_s, encode_s + prove_s * (1 - last) + link_s * last, encode_s + prove_s)
+        return stored_s + link_s * last + decode_s
+
 
 GROUP_CHANGED = 1 << 20
 """Changed elements that are encoded, and stored as a part, by themselves."""
@@ -82,6 +162,7 @@ def _timed_prove(job: Job, codec_name: str, group: Changes, data: bytes, encode_
 def encode(job: Job, codec_name: str, delta: Changes, base_version: int) -> Encoded:
     """Return the payload of steps that lead from a base version to the job's version, whose bits its shadow holds."""
     shadow = job.shadow
+    assert job.fingerprints is not None
 
     def new(name: str) -> tuple[np.ndarray, int]:
         return shadow.bits[name], shadow.ranges[name][0]
@@ -114,19 +195,7 @@ def prove(job: Job, codec_name: str, delta: Changes, data: bytes) -> float:
     Raises:
         CorruptDataError: they differ.
     """
-    shadow = job.shadow
-    record = Record(
-        run_id="-",
-        kind="delta",
-        version=job.version,
-        epoch="-",
-        created_at="-",
-        base=VersionId(job.version - 1, "-", "-"),
-        delta=Delta(codec=codec_name, changed=delta.changed),
-    )
-    name = f"The payload of version {job.version}"
-
-    restore_s = 0.0
+    shadow, name, restore_s = job.shadow, f"The payload of version {job.version}", 0.0
 
     def old(name: str) -> np.ndarray:
         nonlocal restore_s
@@ -138,11 +207,27 @@ def prove(job: Job, codec_name: str, delta: Changes, data: bytes) -> float:
         restore_s += time.perf_counter() - began_s
         return bits_N
 
-    found, digests = payloads.decode(record, [(name, data)], shadow.layout, old)
-    changed = delta.counts()
-    if digests != {tensor: job.fingerprints[tensor] for tensor in changed} or not _same(found, delta, shadow):
+    found, digests = _decoded(name, data, codec_name, delta, job.version, job.version - 1, old)
+    assert job.fingerprints is not None
+    if digests != {tensor: job.fingerprints[tensor] for tensor in delta.counts()} or not _same(found, delta, shadow):
         raise CorruptDataError(f"{name} decodes to other bits than were encoded; nothing was published.")
     return restore_s
+
+
+def _decoded(
+    name: str, data: bytes, codec_name: str, delta: Changes, version: int, base_version: int, old: OldBits
+) -> tuple[Changes, Mapping[str, int | None]]:
+    """Decode a payload as a reader does, by the record that will name it."""
+    record = Record(
+        run_id="-",
+        kind="delta",
+        version=version,
+        epoch="-",
+        created_at="-",
+        base=VersionId(base_version, "-", "-"),
+        delta=Delta(codec=codec_name, changed=delta.changed),
+    )
+    return payloads.decode(record, [(name, data)], delta.layout, old)
 
 
 def _same(found: Changes, delta: Changes, shadow: Shadow) -> bool:
@@ -164,3 +249,73 @@ def _same(found: Changes, delta: Changes, shadow: Shadow) -> bool:
             if not np.array_equal(shadow.bits[name][bits.at_K - shadow.ranges[name][0]], bits.data_K):
                 return False
     return True
+
+
+COMPACTION_CODEC = "packed"
+"""Codec of compactions: it decodes without old bits, can be undone, and is the smaller one where much has changed."""
+
+GROUP_ELEMENTS = 1 << 25
+"""Elements whose changes make a payload, unless a single tensor has more."""
+
+
+class _Change(NamedTuple):
+    """How one tensor differs from the full weights. Bits are flat and unsigned."""
+
+    old_N: np.ndarray
+    new_N: np.ndarray
+    delta: Changes
+    fingerprint: int  # of the new bits
+
+
+_Group = dict[str, _Change]  # by tensor
+
+
+def compaction_payloads(
+    reader: ChannelReader, base: StoredRecord, version: int, snapshot: Snapshot
+) -> Iterator[tuple[Encoded, int]]:
+    """Yield the payloads of the compaction from full weights to a version, and how many elements each changes; each is
+    proved.
+
+    Raises:
+        FormatError, MissingVersionError, StoreError: the weights of `base` cannot be read.
+        CorruptDataError: a payload does not decode to the version's bits, or memory is damaged.
+    """
+    for group in _groups(reader, base, snapshot):
+        delta = joined([change.delta for change in group.values()])
+        digests = {name: change.fingerprint for name, change in group.items()}
+        new, versions = {name: (change.new_N, 0) for name, change in group.items()}, (version, base.record.version)
+        encoded = codec.get(COMPACTION_CODEC).encode(delta, new.__getitem__, digests, *versions)
+        _prove_group(group, delta, encoded.to_bytes(), *versions)
+        yield encoded, delta.changed
+
+
+def _groups(reader: ChannelReader, base: StoredRecord, snapshot: Snapshot) -> Iterator[_Group]:
+    group: _Group = {}
+    size, layout = 0, reader.layout
+    for name, old_N, _ in payloads.weights(reader, base):
+        new_N = np.empty_like(old_N)
+        digest = snapshot.take(name, new_N)
+        index_K, step_K = cpu_diff.diff(old_N, new_N)
+        if index_K.size:
+            group[name] = _Change(old_N, new_N, of_tensor(layout, name, index_K, step_K), digest)
+            size += new_N.size
+        if size >= GROUP_ELEMENTS:
+            yield group
+            group, size = {}, 0
+    if group:
+        yield group
+
+
+def _prove_group(group: _Group, delta: Changes, data: bytes, version: int, base_version: int) -> None:
+    """Decode a payload as a reader does, and compare the bits that it gives."""
+    name = f"The compaction from version {base_version} to {version}"
+    found, digests = _decoded(
+        name, data, COMPACTION_CODEC, delta, version, base_version, lambda tensor: group[tensor].old_N.copy()
+    )
+    if digests != {tensor: change.fingerprint for tensor, change in group.items()}:
+        raise CorruptDataError(f"{name} names other tensors or fingerprints than were encoded; it was not stored.")
+    for tensor, change in group.items():
+        bits_N = change.old_N.copy()
+        found.apply(tensor, bits_N)
+        if not np.array_equal(bits_N, change.new_N):
+            raise CorruptDataError(f"{name} decodes to other bits of {tensor} than were encoded; it was not stored.")

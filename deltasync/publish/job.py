@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Self
 
 from deltasync.channel.documents import Channel, Reference, TokenLag
-from deltasync.errors import PublishTimeoutError
+from deltasync.errors import PublishLostError, PublishTimeoutError
 from deltasync.publish.collect import Weights
 from deltasync.publish.shadow import Shadow
-from deltasync.tensors import Delta
+from deltasync.tensors import Delta, Fingerprints
 from deltasync.tensors.delta import joined
 
 
@@ -31,7 +32,7 @@ class Job:
         changed: Elements that differ from the version before, over all ranks.
         pieces: Steps from the version before, in pieces of different elements. Later ones are merged into them while the
             job waits.
-        fingerprints: Those of the whole tensors at this version. Empty if the uploader has to compute them.
+        fingerprints: Those of the whole tensors at this version; None if the uploader has to compute them.
         reference: The checkpoint that it refers to instead of holding weights.
         weights: A sharded trainer's full weights, for the version's record or for an anchor beside it.
         ended_s: When the job was made, after its stream had been read, by `time.perf_counter`.
@@ -50,7 +51,7 @@ class Job:
     coalesced: int = 1
     changed: int = 0
     pieces: Sequence[Delta] = ()
-    fingerprints: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fingerprints: Fingerprints | None = None
     reference: Reference | None = None
     weights: Weights | None = None
     ended_s: float = dataclasses.field(default_factory=time.perf_counter)
@@ -194,7 +195,7 @@ class Receipt:
     @classmethod
     def of(cls, job: Job, held_s: float) -> Self:
         """Return the receipt of a job."""
-        total = job.shadow.element_count
+        total = job.shadow.layout.element_count
         return cls(
             version=job.version,
             kind=job.kind,
@@ -205,3 +206,32 @@ class Receipt:
             _encoded=job.encoded,
             _uploaded=job.uploaded,
         )
+
+
+class Losses:
+    """Receipts of a sharded trainer whose versions may be lost yet, to notice a cause that does not pass."""
+
+    def __init__(self) -> None:
+        self._receipts: list[Receipt] = []
+        self._cause: str | None = None  # why the last lost version was
+
+    def add(self, receipt: Receipt) -> None:
+        """Watch a receipt."""
+        self._receipts.append(receipt)
+
+    def check(self) -> None:
+        """Raise PublishLostError if two versions were lost for one cause since the last delta: it does not pass."""
+        done, self._receipts = [r for r in self._receipts if r.done], [r for r in self._receipts if not r.done]
+        for receipt in done:
+            error = receipt.problem
+            if error is None:
+                self._cause = None if receipt.kind == "delta" else self._cause
+            elif isinstance(error, PublishLostError) and error.__cause__ is not None:
+                cause = re.sub(r"[0-9a-f]*[0-9][0-9a-f.-]*", "", f"{type(error.__cause__).__name__} {error.__cause__}")
+                if cause == self._cause:
+                    self._cause = None
+                    raise PublishLostError(
+                        f"Two versions were lost for one cause, so this is not passing: {error.__cause__} Mend it; the next "
+                        "publish tries again, with full weights."
+                    )
+                self._cause = cause

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Anchor, Channel, File, Head, Record, VersionId
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import StoredRecord
+from deltasync.channel.record import Bounds, StoredRecord
 from deltasync.channel.signing import Signer
 from deltasync.channel.threads import Workers
 from deltasync.codec.base import Encoded
@@ -33,8 +33,8 @@ from deltasync.errors import (
     TransientStoreError,
     get_logger,
 )
-from deltasync.publish import put
-from deltasync.publish.choose import MeteredStore
+from deltasync.publish import writes
+from deltasync.publish.writes import MeteredStore
 from deltasync.stores.base import REQUEST_S
 
 logger = get_logger(__name__)
@@ -126,7 +126,7 @@ class Log:
         self._signer = signer
         self._lease = lease
         self._claimed_s = claimed_s
-        self._specs = {} if channel is None else channel.specs
+        self._bounds = Bounds.of({} if channel is None else channel.specs)
         self._new_channel: tuple[Channel, bytes] | None = None
         self._fenced: FencedError | None = None
         self._attempts: dict[int, int] = {}
@@ -158,7 +158,7 @@ class Log:
             StoreError: it may be stored, or may be later. A caller that does not put the same bytes again calls `give_up`.
         """
         self._check()
-        return put.put_file(self.store, self._settings, f"{folder}/{name}", data, self.stop)
+        return writes.put_file(self.store, self._settings, f"{folder}/{name}", data, self.stop)
 
     def create_channel(self, channel: Channel) -> Channel:
         """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call repeats it.
@@ -277,7 +277,7 @@ class Log:
         self._head.close()
 
     def _retried(self, action: Callable[[], _Result]) -> _Result:
-        return put.retried(self._settings, action, self.stop)
+        return writes.retried(self._settings, action, self.stop)
 
     def _check(self) -> None:
         if self._fenced is not None:
@@ -293,8 +293,8 @@ class Log:
         assert stored.data is not None
         files_bytes = sum(file.bytes for file in stored.record.payload_files)
         for what, size, most in (
-            (key, len(stored.data), record.most_bytes(key, self._specs)),
-            (f"What {key} names", files_bytes, record.most_payload_bytes(self._specs)),
+            (key, len(stored.data), self._bounds.most_bytes(key)),
+            (f"What {key} names", files_bytes, self._bounds.most_payload_bytes),
         ):
             if size > most:
                 raise ConfigError(f"{what} has {size:,} bytes, more than the {most:,} that the channel's tensors take.")
@@ -307,14 +307,14 @@ class Log:
         assert self._new_channel is not None
         channel, data = self._new_channel
         self._put(keys.CHANNEL, data, keys.CHANNEL)
-        self.channel, self._specs = channel, channel.specs
+        self.channel, self._bounds = channel, Bounds.of(channel.specs)
 
     def _put(self, key: str, data: bytes, what: str) -> None:
         """Put an object that only one writer may put, until the store answers."""
         is_ours = True
         try:
             if self._lease is None:
-                is_ours = self._retried(lambda: put.create(self.store, key, data))
+                is_ours = self._retried(lambda: writes.create(self.store, key, data))
             else:
                 self._lease.wait(self._claimed_s)
                 self._retried(lambda: self._put_guarded(key, data))
@@ -360,7 +360,7 @@ class Log:
 
     def _check_channel(self) -> None:
         assert self._new_channel is not None
-        if put.holds(self.store, keys.CHANNEL, self._new_channel[1]) is False:
+        if writes.holds(self.store, keys.CHANNEL, self._new_channel[1]) is False:
             raise self._fence("Another publisher created the channel")
         self._check_lease(self._read_epochs())
 
@@ -370,7 +370,7 @@ class Log:
         data = documents.encode(self.channel)
         if self._signer is not None:
             data = self._signer.seal(keys.CHANNEL, data)
-        if put.holds(self.store, keys.CHANNEL, data) is None:
+        if writes.holds(self.store, keys.CHANNEL, data) is None:
             self.emptied = True
             logger.error(
                 "%s of %s is gone: somebody emptied the channel. It is put back, and full weights follow for late joiners.",

@@ -9,9 +9,7 @@ The ranks of a sharded trainer publish together, each what it holds. They agree 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,30 +19,24 @@ from typing import Any, NamedTuple, Self, TypeVar, Unpack
 import torch
 import torch.distributed as dist
 
-from deltasync.channel import anchors, keys
 from deltasync.channel.documents import Reference, TokenLag
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
-from deltasync.channel.threads import Home, each, let_go
+from deltasync.channel.threads import Home, let_go
 from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
-from deltasync.errors import ConfigError, PublishLostError, StoreError, get_logger
-from deltasync.publish import put
-from deltasync.publish.chain import Chain
+from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.collect import collect_weights
-from deltasync.publish.job import Job, Receipt
-from deltasync.publish.keep import Keeper
+from deltasync.publish.job import Job, Losses, Receipt
 from deltasync.publish.log import Log
+from deltasync.publish.maintenance import Chain, Maintenance
 from deltasync.publish.ownership import Ownership
-from deltasync.publish.part_upload import PartUploader
+from deltasync.publish.resume import FirstStream, Given, Start, open_first, prove_writes
 from deltasync.publish.shadow import Shadow
-from deltasync.publish.start import FirstStream, Start, open_first
 from deltasync.publish.stream import Stream
-from deltasync.publish.upload import Uploader
-from deltasync.ranks.mailbox import ranks_of
+from deltasync.publish.upload import PartUploader, Uploader
 from deltasync.ranks.peers import Peers, Range, attempt
-from deltasync.stores import Store, open_store
-from deltasync.stores.base import check_key
-from deltasync.tensors import Delta, TensorSpec, weight_bytes
+from deltasync.stores import Store
+from deltasync.tensors import Delta, Fingerprints, TensorSpec, weight_bytes
 from deltasync.tensors.delta import joined, merge
 
 logger = get_logger(__name__)
@@ -62,42 +54,6 @@ class _Base(NamedTuple):
 
 
 _UNKNOWN_TIMEOUT_S = 60.0  # for ranks, where the settings that say it are wrong
-
-
-class _Given(NamedTuple):
-    """Arguments of a publisher, checked."""
-
-    settings: PublisherSettings
-    retention: Retention
-    store: Store
-    files: Mapping[str, bytes]
-    keeps_all: bool  # whether nothing is ever deleted, without being asked for
-
-    @classmethod
-    def of(
-        cls,
-        channel: str | os.PathLike[str] | Store,
-        model_files: str | Path | Mapping[str, bytes] | None,
-        retention: Retention | None,
-        is_sharded: bool,
-        options: PublisherOptions,
-    ) -> Self:
-        settings = PublisherSettings.from_env(**options)
-        was_given, retention = retention is not None, Retention.from_env() if retention is None else retention
-        if not isinstance(retention, Retention):
-            raise ConfigError(f"retention must be a Retention, not {retention!r}.")
-        if is_sharded and retention.compact_every:
-            raise ConfigError(
-                "A sharded trainer writes no compactions; leave compact_every at 0 and run `deltasync compact`."
-            )
-        store = open_store(channel)
-        if isinstance(model_files, str | Path):
-            model_files = anchors.read_model_files(Path(model_files))
-        files = dict(model_files or {})
-        for name in files:
-            check_key(name)
-        keeps_all = not was_given and retention.keep_last is None and retention.keep_anchors is None
-        return cls(settings, retention, store, files, keeps_all)
 
 
 class Publisher:
@@ -144,7 +100,7 @@ class Publisher:
         **options: Unpack[PublisherOptions],
     ) -> None:
         self._home = Home("publisher")
-        given, problem = attempt(lambda: _Given.of(channel, model_files, retention, group is not None, options))
+        given, problem = attempt(lambda: Given.of(channel, model_files, retention, group is not None, options))
         if group is None and problem is not None:
             raise problem
         self._peers = Peers(group, _UNKNOWN_TIMEOUT_S if given is None else given.settings.peer_timeout_s)
@@ -158,9 +114,9 @@ class Publisher:
             raise
         self._peers.leave()
 
-    def _begin_run(self, given: _Given, initial: str | Path | None, resume: bool, *, alone: bool) -> None:
+    def _begin_run(self, given: Given, initial: str | Path | None, resume: bool, *, alone: bool) -> None:
         start, token = self._peers.first(lambda: (self._open(given.settings, resume, given.files), uuid.uuid4().hex))
-        self._prove_writes(given.settings, token)
+        prove_writes(self._peers, self.store, given.settings, token)
         reader = ChannelReader(self.store, None if start.trusted is None else Trusted(start.trusted))
         self.settings = start.settings
         self._run_id, self._version, self._channel = start.run_id, start.number, start.channel
@@ -170,8 +126,7 @@ class Publisher:
         self._last: Receipt | None = None
         self._interrupted = self._starts_over = False  # whether a publish was, and the next version starts from new bits
         self._serial, self._closed = 0, False
-        self._last_loss: str | None = None  # why the last lost version was
-        self._unknown: list[Receipt] = []  # of versions that may get lost yet
+        self._losses = Losses()
         self._owned = Ownership(self._peers)
         self._first = FirstStream(self._peers, self._owned, reader, start, initial)
         self._uploader: Uploader | PartUploader
@@ -182,8 +137,11 @@ class Publisher:
                     "`deltasync cost` computes its size.",
                     self.store.url,
                 )
-            keeper = Keeper(reader, self._log, given.retention, given.files, Chain(start.chain))
-            self._uploader = Uploader(self._log, keeper, start.settings, self._peers.signals)
+            maintenance = Maintenance(
+                *(reader, self._log, given.retention, given.files, Chain(start.chain)),
+                *(start.settings.anchor_every, self._peers.size > 1),
+            )
+            self._uploader = Uploader(self._log, maintenance, start.settings, self._peers.signals)
         else:
             self._uploader = PartUploader(self.store, start.settings, self._peers.signals)
         if start.channel is not None and alone:
@@ -296,13 +254,14 @@ class Publisher:
         jobs[-1].step, jobs[-1].token_lag = step, token_lag
         for job in jobs:
             if job.full:
-                job.end_encoding(0 if job.reference is not None else self._weight_bytes)
+                job.end_encoding(0 if job.reference is not None else job.shadow.layout.nbytes)
             self._uploader.submit(job)
         self._shadow.keep()
         self._version = jobs[-1].version
         self._last = Receipt.of(jobs[-1], time.perf_counter() - before_s)
         self._shadow.warn_of_nan(self._version)
-        self._unknown += [self._last] if self._peers.size > 1 else []
+        if self._peers.size > 1:
+            self._losses.add(self._last)
         return self._last
 
     def first(self, action: Callable[[], _Value]) -> _Value:
@@ -366,57 +325,6 @@ class Publisher:
         start, self._log = open_first(self.store, settings, resume, files)
         return start
 
-    def _prove_writes(self, settings: PublisherSettings, token: str) -> None:
-        """Have each rank store something that the first one reads, before the first step is trained for nothing.
-
-        Raises:
-            StoreError: a rank cannot write.
-            ConfigError: it writes to another place than the first one.
-        """
-        rank, size = self._peers.rank, self._peers.size
-        if size == 1:
-            return
-        proofs = [keys.probe(f"{token}-{other}") for other in range(size)]
-
-        def write() -> None:
-            try:
-                put.put_file(self.store, settings, proofs[rank], token.encode())
-            except StoreError as error:
-                raise StoreError(f"{self.store.url} cannot be written from this rank: {error}") from error
-
-        def read() -> None:
-            found = each(proofs, lambda key: put.holds(self.store, key, token.encode()), None)
-            wrong = [other for other, holds in enumerate(found) if not holds]
-            if wrong:
-                raise ConfigError(
-                    f"What {ranks_of(wrong).lower()} stored in {self.store.url} is not there for rank 0. A directory has "
-                    "to be one that all hosts share; otherwise use an object store."
-                )
-
-        try:
-            self._peers.all(write)
-            self._peers.first(read)
-        finally:
-            with contextlib.suppress(StoreError):  # a trainer may have no right to delete
-                self.store.delete(proofs[rank])
-
-    def _raise_if_lost_again(self) -> None:
-        """Raise PublishLostError if two versions were lost for one cause since the last delta: it does not pass."""
-        done, self._unknown = [r for r in self._unknown if r.done], [r for r in self._unknown if not r.done]
-        for receipt in done:
-            error = receipt.problem
-            if error is None:
-                self._last_loss = None if receipt.kind == "delta" else self._last_loss
-            elif isinstance(error, PublishLostError) and error.__cause__ is not None:
-                cause = re.sub(r"[0-9a-f]*[0-9][0-9a-f.-]*", "", f"{type(error.__cause__).__name__} {error.__cause__}")
-                if cause == self._last_loss:
-                    self._last_loss = None
-                    raise PublishLostError(
-                        f"Two versions were lost for one cause, so this is not passing: {error.__cause__} Mend it; the next "
-                        "publish tries again, with full weights."
-                    )
-                self._last_loss = cause
-
     def _agree_on_base(self, problem: BaseException | None, same: str) -> _Base:
         """Return what the next version builds on. The first rank decides: it knows what became of the versions before.
 
@@ -428,12 +336,14 @@ class Publisher:
         def decide() -> tuple[int, bool, bool, bool]:
             nonlocal waiting
             assert isinstance(uploader, Uploader)
-            self._raise_if_lost_again()
+            self._losses.check()
             waiting = None if self._starts_over else uploader.take()
             number, full = uploader.next() if waiting is None else (waiting.version, waiting.full)
             full = full or self._starts_over
             uploader.warm_up()
-            collects = self._peers.size > 1 and (full or uploader.is_due(number, self._weight_bytes))
+            collects = self._peers.size > 1 and (
+                full or uploader.maintenance.is_due(number, weight_bytes(self._specs.values()))
+            )
             return number, full, collects, waiting is not None
 
         try:
@@ -492,20 +402,26 @@ class Publisher:
             pieces = [merge([waiting.delta, joined(changes)])]
         elif waiting is not None and not base.full:
             pieces = [*waiting.pieces, *changes]
-        # Without other ranks the uploader computes the fingerprints of full weights, so that the trainer does not wait.
-        names = () if base.full and reference is None and self._peers.size == 1 else tuple(self._specs)
-        digests = [0 if problem is not None else shadow.fingerprints[name] for name in names]
-        changed, *digests = self._peers.agree(problem, sum(delta.changed for delta in pieces), *digests)
-        fingerprints = dict(zip(names, digests, strict=True))
+        fingerprints: Fingerprints | None = None
+        changed = sum(delta.changed for delta in pieces)
+        if self._peers.size > 1:
+            digests = [0 if problem is not None else shadow.fingerprints[name] for name in self._specs]
+            changed, *digests = self._peers.agree(problem, changed, *digests)
+            fingerprints = Fingerprints.by_name(shadow.layout, dict(zip(self._specs, digests, strict=True)))
+        elif problem is not None:
+            raise problem
+        elif not base.full or reference is not None:  # else the uploader computes them, so that the trainer does not wait
+            fingerprints = shadow.fingerprints.copy()
         jobs: list[Job] = []
         if reference is not None:
             known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
-            jobs = [self._job(base, reference=reference, fingerprints=known)]
+            jobs = [self._job(base, reference=reference, fingerprints=Fingerprints.by_name(shadow.layout, known))]
             if not changed:
                 return jobs
             base = base._replace(version=2, full=False, collects=False)
         weights = None
         if base.collects:
+            assert fingerprints is not None
             weights = collect_weights(self._peers, shadow, self._specs, self._held, fingerprints, self.settings)
         job = self._job(base)
         if waiting is not None:  # the new job answers its receipts too
@@ -534,7 +450,3 @@ class Publisher:
         if isinstance(self._uploader, Uploader) and self._peers.size == 1:
             self._uploader.release()
             self._starts_over, self._shadow = self._channel is not None, None
-
-    @property
-    def _weight_bytes(self) -> int:
-        return weight_bytes(self._specs.values())

@@ -1,11 +1,11 @@
-"""DETECT: keep the bits last handed to the uploader, of the ranges that this rank holds, and find what differs from them."""
+"""The shadow: the bits that were published last, of the ranges that this rank holds, and snapshots of it."""
 
 from __future__ import annotations
 
 import functools
 import math
 import threading
-from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,23 +14,11 @@ import torch
 from deltasync import kernels
 from deltasync.channel import payloads
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, get_logger
-from deltasync.kernels import cpu_rows
-from deltasync.kernels.cpu_rows import Taken
 from deltasync.live import LiveMemory, Segment
-from deltasync.publish.device_copies import DeviceCopies
-from deltasync.publish.quantize import fp8_blocks
-from deltasync.publish.stream import Stream, TensorRange, Tensors, pair_of, range_of, tensors_of
-from deltasync.tensors import ITEM_BYTES, Delta, Layout, Sparse, TensorSpec, check_specs, fingerprint, weight_elements
-from deltasync.tensors.bits import (
-    bits_of,
-    cast,
-    has_nan,
-    nan_bounds,
-    served_name,
-    signed_view,
-    spec_of,
-    tensor_of,
-)
+from deltasync.publish.detect import Detector, Step, VectorMemory, parts_of, served_tensors
+from deltasync.publish.stream import Stream, TensorRange
+from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, fingerprint
+from deltasync.tensors.bits import bits_of, cast, has_nan, signed_view, spec_of, tensor_of
 from deltasync.tensors.delta import merge
 
 if TYPE_CHECKING:
@@ -40,9 +28,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
-_BATCH = 1 << 26  # elements that are compared by one call
-_COPIED = 1 << 20  # elements of a tensor that is copied, to be compared with others, where its memory may be used again
 _MOST_LATER = 8
 """Deltas that a snapshot keeps one by one; more are merged."""
 
@@ -55,25 +40,24 @@ class Shadow:
 
     Attributes:
         layout: The whole tensors.
-        element_count: Elements of all of them.
         ranges: The range that is held of each.
         bits: Unsigned bit patterns of each range.
+        memory: Where these are, by width.
         lock: Held while the bits change.
         with_nan: Tensors with a NaN in what was taken last, until `warn_of_nan`.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], ranges: Mapping[str, Range], bits: Mapping[str, np.ndarray]) -> None:
         self.layout = Layout(specs)
-        self.element_count = weight_elements(specs.values())
         self.ranges = dict(ranges)
         self.bits = dict(bits)
         self.with_nan: list[str] = []
-        self._copies = DeviceCopies(self.bits)
-        self._rows = {width: _Rows(self, width) for width in self.layout.vectors}
+        self.memory = {w: VectorMemory(vector, self.bits, self.ranges) for w, vector in self.layout.vectors.items()}
         self.lock = threading.RLock()
         self._snapshots: list[Snapshot] = []
-        self._taken: list[_Step] = []
-        self._before: dict[str, int] | None = None
+        self._detector = Detector(self)
+        self._steps: list[Step] = []
+        self._before: Fingerprints | None = None
         self._lost: str | None = None  # the tensor that `retreat` could not restore
 
     @property
@@ -82,19 +66,17 @@ class Shadow:
         return self.layout.specs
 
     @functools.cached_property
-    def fingerprints(self) -> dict[str, int]:
+    def fingerprints(self) -> Fingerprints:
         """The share of each range in the fingerprint of its tensor; computed when it is first asked for."""
         self.with_nan = [name for name, held in self.bits.items() if has_nan(held, self.specs[name])]
-        return {
-            name: kernels.cpu.fingerprint(fingerprint.tensor_key(name), held, self.ranges[name][0])
-            for name, held in self.bits.items()
-        }
+        return Fingerprints.by_name(self.layout, {name: self._found(name) for name in self.bits})
 
-    def learn(self, snapshot: Snapshot, version: int) -> dict[str, int]:
+    def learn(self, snapshot: Snapshot, version: int) -> Fingerprints:
         """Take over and return the fingerprints that a snapshot has found as its tensors were read; warn of its NaN."""
         _warn_of_nan(snapshot.with_nan, version)
-        vars(self).setdefault("fingerprints", dict(snapshot.fingerprints))  # unless `advance` wanted them sooner
-        return dict(snapshot.fingerprints)
+        found = Fingerprints.by_name(self.layout, snapshot.fingerprints)
+        vars(self).setdefault("fingerprints", found.copy())  # unless `advance` wanted them sooner
+        return found
 
     def warn_of_nan(self, version: int) -> None:
         """Warn of NaN in what was taken last, once."""
@@ -113,8 +95,8 @@ class Shadow:
         ranges: dict[str, Range] = {}
         given: dict[str, torch.dtype] = {}
         sizes: dict[torch.dtype, int] = {}
-        tensors, dtype = _tensors(stream, dtype)
-        for name, part in _parts(tensors, dtype, rank, specs, {}):
+        tensors, dtype = served_tensors(stream, dtype)
+        for name, part in parts_of(tensors, dtype, rank, specs, {}):
             copy = torch.empty(part.held.shape, dtype=getattr(torch, specs[name].dtype))
             # The copy casts host tensors, in all threads; others are cast where they are.
             copy.copy_(part.held.detach() if part.held.is_cpu else cast(part.held, specs[name].dtype))
@@ -174,62 +156,41 @@ class Shadow:
                 f"An interrupt came while {self._lost} was taken, and its published bits are not known any more. "
                 "Nothing was published; open another publisher with resume=True."
             )
-        self._before, self._taken, self.with_nan = dict(self.fingerprints), [], []
-        seen: dict[str, TensorSpec] = {}
-        tensors, dtype = _tensors(stream, dtype)
-        lasting = isinstance(tensors, ItemsView | Sequence)
-        on_host = placement == "host" or (placement == "auto" and "cpu" not in kernels.ACCELERATORS)
-        self._copies.begin(placement)
-        batch = _Batch(self)
-        for name, part in _parts(tensors, dtype, rank, seen, self.specs):
-            spec = seen[name]
-            if spec is not self.specs.get(name):
-                continue  # reported below, after the stream has been drained
-            if self.ranges[name] != (part.start, part.stop):
-                raise ModelMismatchError(
-                    f"{name} was published from element {self.ranges[name][0]} on by this rank, and now comes from "
-                    f"{part.start} on."
-                )
-            if on_host and part.held.is_cpu:
-                batch.compare(name, part.held, spec, lasting)
-            else:
-                batch.take(self._copies.differences(name, part.held, spec.dtype, placement, lasting))
-        batch.take(self._copies.rest())
-        batch.flush()
-        check_specs(self.specs, seen, "The published model")
-        return [step.delta for step in self._taken if step.delta is not None and step.delta.changed]
+        self._before, self._steps, self.with_nan = self.fingerprints.copy(), [], []
+        for step in self._detector.take(stream, dtype, rank, placement):
+            with self.lock:
+                self._steps.append(step)  # before it happens, since an interrupt may come right after it
+                delta, gain_T, above_T = step.take()
+                if delta.changed:
+                    self.note(delta, gain_T, above_T)
+                step.noted = True
+        return [step.delta for step in self._steps if step.delta is not None and step.delta.changed]
 
     def note(self, delta: Delta, gain_T: np.ndarray, above_T: np.ndarray) -> None:
         """Note steps of one vector that the bits have taken, and what they add to fingerprints. The caller holds `lock`."""
-        ((width, steps),) = delta.steps.items()
-        vector = self.layout.vectors[width]
-        for t in np.flatnonzero(vector.count(steps.at_K)).tolist():
-            name = vector.names[t]
-            self.fingerprints[name] = (self.fingerprints[name] + int(gain_T[t])) & fingerprint.MASK
-        self.with_nan += [vector.names[t] for t in np.flatnonzero(above_T).tolist()]
+        (width,) = delta.steps
+        self.fingerprints.of[width][:] += gain_T
+        self.with_nan += [self.layout.vectors[width].names[t] for t in np.flatnonzero(above_T).tolist()]
         for snapshot in self._snapshots:
             snapshot.note(delta)
 
     def retreat(self) -> None:
         """Undo the last `advance`, whether it raised or not. What an interrupt left half-way is noted in `_lost`."""
+        touched, undone = list[str](), list[Step]()
         with self.lock:
-            touched = list[str]()
-            for step in reversed(self._taken):
-                unfinished = step.delta is None
-                delta = step.undone()
-                self._rows[step.width].add(delta.steps[step.width])
-                if unfinished:
-                    touched += delta.counts()
-                    if any(self._found(name) != self.fingerprints[name] for name in touched):  # it had not happened
-                        self._rows[step.width].add(delta.undone().steps[step.width])
+            while self._steps:
+                step = self._steps[-1]
+                touched += step.undo(lambda name: self._found(name) != self.fingerprints[name])
+                undone.append(self._steps.pop())
+            if self._before is not None:
+                before, self._before = self._before, None
+                self._lost = next((name for name in touched if self._found(name) != before[name]), self._lost)
+                self.fingerprints = before
+            for step in undone:
                 for snapshot in self._snapshots:
-                    if step.noted or snapshot.noted(step.delta):
-                        snapshot.note(delta)
-        if self._before is not None:
-            self._lost = next((name for name in touched if self._found(name) != self._before[name]), self._lost)
-            self.fingerprints, self._before = self._before, None
-        self._taken = []
-        self._copies.clear()
+                    if step.delta is not None and (step.noted or snapshot.noted(step.delta)):
+                        snapshot.note(step.delta.undone())
+        self._detector.copies.clear()
 
     def _found(self, name: str) -> int:
         """Return the fingerprint of the bits that are there."""
@@ -237,7 +198,7 @@ class Shadow:
 
     def keep(self) -> None:
         """Make the last `advance` final."""
-        self._taken, self._before = [], None
+        self._steps, self._before = [], None
 
     def snapshot(self) -> Snapshot:
         """Return the bits of now, in a process that has the whole model."""
@@ -249,122 +210,7 @@ class Shadow:
     @property
     def size_bytes(self) -> dict[str, int]:
         """Memory of the bits on the `host`, and of their copies on a `device`."""
-        return {"host": sum(bits.nbytes for bits in self.bits.values()), "device": self._copies.size_bytes}
-
-
-class _Rows:
-    """Where the ranges of one vector lie in memory, as the kernels want it."""
-
-    def __init__(self, shadow: Shadow, width: int) -> None:
-        self.vector = shadow.layout.vectors[width]
-        held = [shadow.bits[name] for name in self.vector.names]
-        self.start_T = np.array([shadow.ranges[name][0] for name in self.vector.names], np.int64)
-        self.address_T = np.array([bits.ctypes.data for bits in held], np.int64)
-        self.bound_T2 = np.array([nan_bounds(spec) for spec in self.vector.specs], np.uint64)
-
-    def add(self, steps: Sparse) -> tuple[np.ndarray, np.ndarray]:
-        """Add steps to the bits; see `cpu_rows.add`."""
-        vector = self.vector
-        bound_T = np.concatenate(([0], np.cumsum(vector.count(steps.at_K))))
-        zero_T = self.address_T - (vector.first_T[:-1] + self.start_T) * vector.width
-        row_RF = np.stack((np.arange(len(vector.specs)), bound_T[:-1], bound_T[1:], zero_T), axis=1)
-        return cpu_rows.add(row_RF, vector.key_T, self.bound_T2, vector.first_T, *steps)
-
-
-class _Step:
-    """What happened to the bits of one vector, from the moment on when it may have happened."""
-
-    def __init__(self, layout: Layout, width: int, taken: Taken | None, steps: Sparse | None = None) -> None:
-        self.width = width
-        self.delta: Delta | None = None
-        self.noted = False  # by the shadow and all snapshots
-        self._layout, self._taken, self._steps = layout, taken, steps
-
-    def end(self) -> Delta:
-        """Return the steps as a delta."""
-        steps = self._steps
-        if steps is None:
-            assert self._taken is not None
-            vector = self._layout.vectors[self.width]
-            steps = Sparse(*self._taken.join(vector.index_dtype, vector.bits_dtype))
-        self.delta = Delta(self._layout, {self.width: steps})
-        return self.delta
-
-    def undone(self) -> Delta:
-        """Return what undoes it."""
-        return (self.delta or self.end()).undone()
-
-
-class _Batch:
-    """Tensors that are compared together."""
-
-    def __init__(self, shadow: Shadow) -> None:
-        self._shadow = shadow
-        # Number, start, count, address of the new bits.
-        self._rows: dict[int, list[tuple[int, int, int, int]]] = {width: [] for width in shadow.layout.vectors}
-        self._held: list[torch.Tensor] = []  # so that the addresses stay
-        self._found: dict[int, list[tuple[int, np.ndarray, np.ndarray]]] = {}
-        self._count = 0
-
-    def compare(self, name: str, held: torch.Tensor, spec: TensorSpec, lasting: bool) -> None:
-        """Add a range of a tensor on the host, in any dtype. Its memory may change after return unless it is lasting."""
-        new = held
-        if not held.is_contiguous() or held.dtype is not _DTYPES[spec.dtype]:
-            new = cast(held, spec.dtype).contiguous()
-        count = new.numel()
-        if not lasting and new is held and count <= _COPIED:
-            new = new.detach().clone()
-        width, number = self._shadow.layout.places[name]
-        self._rows[width].append((number, self._shadow.ranges[name][0], count, new.data_ptr()))
-        self._held.append(new)
-        self._count += count
-        if self._count >= _BATCH or not (lasting or count <= _COPIED):
-            self.flush()
-
-    def take(self, differences: Iterator[tuple[str, np.ndarray | None, np.ndarray]]) -> None:
-        """Add what `DeviceCopies` found: where ranges differ and by which steps, or their new bits."""
-        for name, at_K, data in differences:
-            if at_K is None:
-                spec = self._shadow.specs[name]
-                self.compare(name, tensor_of(data, TensorSpec(name, spec.dtype, (data.size,))), spec, lasting=True)
-            elif at_K.size:
-                width, number = self._shadow.layout.places[name]
-                self._found.setdefault(width, []).append((number, at_K, data))
-
-    def flush(self) -> None:
-        """Compare, and advance the shadow."""
-        shadow = self._shadow
-        for width, found in self._found.items():
-            rows = shadow._rows[width]
-            first_T, index = rows.vector.first_T[:-1] + rows.start_T, rows.vector.index_dtype
-            found.sort(key=lambda item: item[0])
-            at_K = np.concatenate([at_K.astype(index) + index.type(first_T[t]) for t, at_K, _ in found])
-            self._advance(_Step(shadow.layout, width, None, Sparse(at_K, np.concatenate([step_K for *_, step_K in found]))))
-        for width, given in self._rows.items():
-            if not given:
-                continue
-            rows = shadow._rows[width]
-            row_R4 = np.array(sorted(given), np.int64)
-            address_R = rows.address_T[row_R4[:, 0]]
-            row_RF = np.stack((row_R4[:, 0], row_R4[:, 1], row_R4[:, 2], address_R, row_R4[:, 3]), axis=1)
-            for taken in cpu_rows.chunks(row_RF, rows.vector.first_T, rows.vector.bits_dtype):
-                self._advance(_Step(shadow.layout, width, taken))
-            given.clear()
-        self._found, self._held, self._count = {}, [], 0
-
-    def _advance(self, step: _Step) -> None:
-        shadow, rows = self._shadow, self._shadow._rows[step.width]
-        with shadow.lock:
-            shadow._taken.append(step)  # before it happens, since an interrupt may come right after it
-            if step._taken is None:
-                assert step._steps is not None
-                gain_T, above_T = rows.add(step._steps)
-            else:
-                gain_T, above_T = cpu_rows.advance(step._taken, rows.vector.key_T, rows.bound_T2, rows.vector.bits_dtype)
-            delta = step.end()
-            if delta.changed:
-                shadow.note(delta, gain_T, above_T)
-            step.noted = True
+        return {"host": sum(bits.nbytes for bits in self.bits.values()), "device": self._detector.copies.size_bytes}
 
 
 class Snapshot:
@@ -456,35 +302,6 @@ def _warn_of_rounding(given: Mapping[str, torch.dtype], specs: Mapping[str, Tens
             *(len(rounded), str(main).removeprefix("torch."), specs[name].dtype, ", ".join(rounded[:5])),
             *(specs[name].dtype, ".".join(name.split(".")[-2:])),
         )
-
-
-def _tensors(stream: Stream, dtype: str) -> tuple[Tensors, str]:
-    """Return the stream, quantized if that is the served dtype, and the dtype to cast its tensors to."""
-    tensors = tensors_of(stream)
-    return (fp8_blocks(map(pair_of, tensors)), "keep") if dtype == "fp8" else (tensors, dtype)
-
-
-def _parts(
-    stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec], known: Mapping[str, TensorSpec]
-) -> Iterator[tuple[str, TensorRange]]:
-    """Yield the ranges that a rank publishes of a stream; fill `specs` with the whole tensors in the served dtype.
-
-    A tensor that is as it was `known` has the same spec there.
-    """
-    for name, tensor in map(pair_of, stream):
-        if name in specs:
-            raise ModelMismatchError(f"The stream held {name} twice; nothing was published.")
-        part = range_of(name, tensor, rank)
-        if part.held.is_meta:
-            raise ConfigError(
-                f"{name} is offloaded: it lies on the meta device, without values. Train without offloading, or publish "
-                "tensors that were gathered."
-            )
-        served, spec = served_name(name, part.held.dtype, dtype), known.get(name)
-        if spec is None or (spec.dtype, spec.shape) != (served, part.shape):
-            spec = TensorSpec(name, served, part.shape)
-        specs[name] = spec
-        yield name, part
 
 
 def check_coverage(specs: Mapping[str, TensorSpec], held: Sequence[Mapping[str, Range]]) -> None:

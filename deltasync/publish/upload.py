@@ -1,34 +1,42 @@
-"""PUBLISH: encode versions and make them visible, in order, in one background thread."""
+"""PUBLISH: encode versions and make them visible, in order, in one background thread.
+
+The first rank alone decides what becomes of a version (`Uploader`). A thread of each other rank follows its log, and stores
+the rank's parts of a version once the first rank begins it (`PartUploader`).
+"""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from types import FrameType
+from typing import Any
 
 import msgspec
 
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import Anchor, Delta, Record
+from deltasync.channel.documents import Anchor, Delta, File, Record
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import Workers, let_go
+from deltasync.channel.threads import Workers, finish_at_exit, let_go
 from deltasync.config import PublisherSettings
-from deltasync.errors import DeltaSyncError, FencedError, PublishError, PublishLostError, PublishPendingError, get_logger
-from deltasync.publish.chain import Sample
-from deltasync.publish.choose import Choice
+from deltasync.errors import (
+    DeltaSyncError,
+    FencedError,
+    PublishError,
+    PublishLostError,
+    PublishPendingError,
+    error_of,
+    get_logger,
+)
+from deltasync.publish import writes
 from deltasync.publish.collect import Weights, requires_of
-from deltasync.publish.encode import compile_ahead, encode_groups
+from deltasync.publish.encode import Choice, compile_ahead, encode_groups
 from deltasync.publish.job import Job, without_frames
-from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
+from deltasync.publish.maintenance import Maintenance, Sample
 from deltasync.ranks.peers import Signals
-from deltasync.tensors import fingerprint, weight_bytes
+from deltasync.stores import Store
+from deltasync.tensors import fingerprint
 
 logger = get_logger(__name__)
 
@@ -38,7 +46,7 @@ PUTS = 4
 EXIT_S = 30.0
 """The process ends before everything is stored if the store has taken nothing for so long."""
 
-_SHARDED_ANCHOR_EVERY = 100
+_ENDING_S = 2.0  # how long threads may take to end once they were told to
 _IDLE_S = 5.0  # after which a connection is opened again before it is needed
 
 
@@ -47,13 +55,14 @@ class Uploader:
 
     Attributes:
         full: Whether the next version needs full weights, because there is no base whose bits are known.
+        maintenance: What happens to the channel beside its versions.
     """
 
-    def __init__(self, log: Log, keeper: Keeper, settings: PublisherSettings, signals: Signals) -> None:
+    def __init__(self, log: Log, maintenance: Maintenance, settings: PublisherSettings, signals: Signals) -> None:
         self.full = True
         self.settings = settings
         self._log = log
-        self._keeper = keeper
+        self.maintenance = maintenance
         self._signals = signals
         self._choice = Choice(settings.codec, None if signals.others else log.store)
         self._lock = threading.RLock()
@@ -119,34 +128,17 @@ class Uploader:
         """Open connections again that have been idle, so that no record waits for that."""
         if time.monotonic() - self._used_s > _IDLE_S:
             self._used_s = time.monotonic()
-            self._puts.submit(self._keeper.reader.head)
-
-    def is_due(self, version: int, full_bytes: int) -> bool:
-        """Whether an anchor is to be stored beside a version, whatever it costs.
-
-        No rank of a sharded trainer could write a compaction. There an anchor is also due after a number of versions,
-        unless they follow a reference, and once the deltas are more bytes than the weights.
-        """
-        keeper, chain = self._keeper, self._keeper.chain
-        if keeper.storing:
-            return False
-        since, every = version - chain.base_version, self.settings.anchor_every
-        asked = keeper.asked > chain.base_version or (keeper.asked > 0 and chain.by_reference)
-        due = keeper.failed or self._log.emptied or asked or (every is not None and since >= every)
-        if not self._signals.others:
-            return due
-        is_long = every is None and not chain.by_reference and since >= _SHARDED_ANCHOR_EVERY
-        return due or is_long or chain.bytes > full_bytes
+            self._puts.submit(self.maintenance.reader.head)
 
     def resume(self) -> None:
         """Build the next version on the newest one, whose bits are known."""
         self.full = False
 
     def close(self) -> None:
-        """Finish what was submitted, and the work of the keeper and the log. Ctrl-C ends waits for a retry."""
+        """Finish what was submitted, and the work of the maintenance and the log. Ctrl-C ends waits for a retry."""
         self.release()
         try:
-            for part in (self._worker, self._puts, self._keeper, self._log):
+            for part in (self._worker, self._puts, self.maintenance, self._log):
                 part.close()
         except BaseException:
             self._log.stop.set()
@@ -159,7 +151,7 @@ class Uploader:
         """
         self.let_go()
         self.release()
-        parts = (self._worker, self._puts, self._keeper, self._log)
+        parts = (self._worker, self._puts, self.maintenance, self._log)
         waits_since_s = time.monotonic()
         while any(part.busy for part in parts):
             running = self._running
@@ -208,7 +200,7 @@ class Uploader:
                 *(job.version, job.kind, stored.sha256, time.perf_counter() - started),
             )
             self._end(job, None, stored.sha256)
-            self._keeper.published(job.version)
+            self.maintenance.published(job.version)
             if job.version == 1:
                 self._puts.submit(compile_ahead, job, self._choice.codecs)  # while the trainer makes its first step
 
@@ -242,7 +234,7 @@ class Uploader:
         elif pending is not None and pending.version.version == version:
             self.full = False
             if job.full:
-                self._keeper.chain.begin(pending, None)
+                self.maintenance.chain.begin(pending, None)
             if not isinstance(error, PublishError):
                 error = PublishPendingError(f"Version {version} is not visible yet; the next publish puts it again. {error}")
                 error.__cause__ = cause
@@ -272,7 +264,7 @@ class Uploader:
         Raises:
             FencedError, PublishPendingError, StoreError, ConfigError, CorruptDataError: as `Log.append`.
         """
-        log, keeper = self._log, self._keeper
+        log, maintenance = self._log, self.maintenance
         folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))
         self._signals.begin(job.serial, folder)
         encoded = encode_groups(
@@ -280,7 +272,13 @@ class Uploader:
             self._choice,
             lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
         )
-        wanted = self._wanted(job)
+        wanted = (
+            maintenance.wanted(job.version, job.shadow)
+            if not self._signals.others
+            else None
+            if job.weights is None
+            else "due"
+        )
         sample = None
         if wanted is not None and not self._signals.others:  # else they were collected from all ranks
             job.weights = Weights.of(job.shadow, self.settings)
@@ -293,14 +291,14 @@ class Uploader:
         delta = Delta(codec=encoded.codec, changed=job.changed, parts=parts)
         stored = log.append(self._record(job, delta=delta), encoded.inline)
         self.full = False
-        keeper.chain.add(stored)
+        maintenance.chain.add(stored)
         if job.weights is not None:
             weights, job.weights = job.weights, None
             if wanted == "compaction":
                 assert weights.snapshot is not None
-                keeper.compaction(stored, weights.snapshot)
+                maintenance.compaction(stored, weights.snapshot)
             else:
-                keeper.announce(stored, weights, requires_of(self.settings), sample, paid=wanted == "anchor")
+                maintenance.announce(stored, weights, requires_of(self.settings), sample, paid=wanted == "anchor")
         return stored
 
     def _store_full(self, job: Job) -> StoredRecord:
@@ -313,38 +311,25 @@ class Uploader:
         job.released.set()
         if log.channel is None:
             log.create_channel(job.channel)
-        anchor = Anchor(reference=job.reference) if job.weights is None else self._keeper.store(job.weights, job.version)
+        anchor = Anchor(reference=job.reference) if job.weights is None else self.maintenance.store(job.weights, job.version)
         if job.weights is not None and job.weights.snapshot is not None:
             job.fingerprints = job.shadow.learn(job.weights.snapshot, job.version)
         stored = log.append(self._record(job, anchor=anchor, requires=requires), None)
         self.full = False
-        self._keeper.chain.begin(stored, sample)
+        self.maintenance.chain.begin(stored, sample)
         return stored
-
-    def _wanted(self, job: Job) -> str | None:
-        """Return what else to store for a version: `compaction`, `anchor` (the budget pays), `due` (an anchor), or None."""
-        keeper, shadow, every = self._keeper, job.shadow, self._keeper.retention.compact_every
-        if self._signals.others:
-            return None if job.weights is None else "due"
-        full_bytes = weight_bytes(shadow.specs.values())
-        if self.is_due(job.version, full_bytes):
-            return "due"
-        if keeper.storing:
-            return None
-        if every:
-            return "compaction" if keeper.chain.can_compact and keeper.chain.follows(job.version, every) else None
-        return keeper.chain.is_due(job.version, shadow.bits, full_bytes, compactions=every is None)
 
     def _record(
         self, job: Job, *, delta: Delta | None = None, anchor: Anchor | None = None, requires: Sequence[str] = ()
     ) -> Record:
+        assert job.fingerprints is not None
         return Record(
             run_id=self._log.run_id,
             kind=job.kind,
             version=job.version,
             epoch=self._log.epoch,
             created_at=documents.now(),
-            fingerprint=fingerprint.to_hex(sum(job.fingerprints.values())),
+            fingerprint=fingerprint.to_hex(job.fingerprints.total),
             delta=delta,
             anchor=anchor,
             step=job.step,
@@ -354,36 +339,118 @@ class Uploader:
         )
 
 
-_ENDING_S = 2.0  # how long threads may take to end once they were told to
+class PartUploader:
+    """As `Uploader`, for this rank's parts."""
 
-_uploaders: weakref.WeakSet[Uploader] = weakref.WeakSet()
-_process = os.getpid()
+    def __init__(self, store: Store, settings: PublisherSettings, signals: Signals) -> None:
+        self._store = store
+        self.settings = settings
+        self._signals = signals
+        self._choice = Choice(settings.codec, None)
+        self._pending: dict[int, Job] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._puts = Workers(PUTS, "deltasync-put")
+        # A daemon, since nothing would end it if the first rank died.
+        self._thread = threading.Thread(target=self._run, name="deltasync-upload", daemon=True)
+        self._thread.start()
 
+    def take(self) -> Job:
+        """Take back the newest job, as the first rank has done."""
+        with self._changed:
+            return self._pending.popitem()[1]
 
-def finish_at_exit(uploader: Uploader) -> None:
-    """Finish its uploads before the process ends: at the end of the script, by an exception or by SIGTERM."""
-    global _process
-    _process = os.getpid()
-    _uploaders.add(uploader)
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _exit)
+    def wait_released(self) -> None:
+        """As `Uploader.wait_released`; raises PublishError if the first rank is lost."""
+        with self._changed:
+            jobs = list(self._pending.values())
+        for job in jobs:
+            self._signals.wait_for(job.released)
 
+    def let_go(self) -> None:
+        """Do nothing."""
 
-def _exit(number: int, frame: FrameType | None) -> None:
-    """Exit as after an exception; a forked child ends at once, as it would without us."""
-    if os.getpid() != _process:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    sys.exit(128 + number)
+    def release(self, job: Job | None = None) -> None:
+        """Put back the job that was taken."""
+        if job is not None:
+            self.submit(job)
 
+    def resume(self) -> None:
+        """Do nothing: the first rank decides what the next version builds on."""
 
-def _finish() -> None:
-    for uploader in [] if os.getpid() != _process else [*_uploaders]:
-        uploader.finish()
+    def submit(self, job: Job) -> None:
+        """Upload this rank's parts when the first rank begins the job."""
+        if job.full:
+            job.released.set()  # its weights were collected
+        with self._changed:
+            self._pending[job.serial] = job
+            self._changed.notify_all()
 
+    def close(self) -> None:
+        """Wait until all submitted jobs have ended, but not for a first rank that says nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._puts.close()
 
-# Before the threads of `concurrent.futures`, which stores may use, are ended: what is registered last runs first.
-import concurrent.futures.thread  # noqa: E402, F401
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closing)
+                if not self._pending:
+                    return
+            try:
+                line = self._signals.next_line()
+                if "begin" in line:
+                    self._upload(line["begin"], line["folder"])
+                else:
+                    self._end(line["end"], line)
+            except PublishError as error:
+                self._give_up(error)
 
-threading._register_atexit(_finish)  # type: ignore[attr-defined]
+    def _upload(self, serial: int, folder: str) -> None:
+        files: list[File] = []
+        problem = None
+
+        def store(number: int, data: bytes) -> Future[File]:
+            key = f"{folder}/{keys.part(self._signals.rank, number)}"
+            return self._puts.submit(writes.put_file, self._store, self.settings, key, data)
+
+        try:
+            job = self._submitted(serial)
+            encoded = encode_groups(job, self._choice, store, inline=False)
+            job.released.set()
+            files = [future.result() for future in encoded.files]
+        except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it
+            problem = error
+            logger.error("A part was not stored: %s", error)
+        self._signals.answer(serial, files, problem)
+
+    def _end(self, serial: int, line: dict[str, Any]) -> None:
+        job = self._submitted(serial)
+        with self._changed:
+            del self._pending[serial]
+        if line["error"] is None:
+            job.succeed(line["digest"], line["payload_bytes"])
+        else:
+            kind, message = line["error"]
+            job.fail(error_of(kind, message, PublishError))
+        self._signals.seen(serial)
+
+    def _submitted(self, serial: int) -> Job:
+        """Wait for a job, which the first rank may have submitted earlier than this one."""
+        with self._changed:
+            self._changed.wait_for(lambda: serial in self._pending or self._closing)
+            if serial not in self._pending:
+                raise PublishError("This rank has given the version up.")
+            return self._pending[serial]
+
+    def _give_up(self, error: Exception) -> None:
+        with self._changed:
+            jobs = list(self._pending.values())
+            self._pending.clear()
+        for job in jobs:
+            lost = PublishPendingError(f"The first rank does not say what became of version {job.version}: {error}")
+            logger.error("%s", lost)
+            job.fail(lost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltasync.tensors.delta import Changed, Delta, Sparse
-from deltasync.tensors.layout import Layout, Vector
+from deltasync.tensors.layout import Fingerprints, Layout, Vector
 from deltasync.tensors.specs import (
     ITEM_BYTES,
     SAFETENSORS_DTYPES,
@@ -22,6 +22,7 @@ __all__ = [
     "SAFETENSORS_DTYPES",
     "Changed",
     "Delta",
+    "Fingerprints",
     "Layout",
     "Region",
     "Sparse",

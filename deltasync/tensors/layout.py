@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Self
 
 import numpy as np
 
@@ -101,8 +102,52 @@ class Layout:
         """Elements of all tensors."""
         return sum(vector.element_count for vector in self.vectors.values())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(vector.element_count * vector.width for vector in self.vectors.values())
+
     def span(self, name: str) -> tuple[int, int, int]:
         """Return a tensor's width, its first position, and the position behind its last one."""
         width, number = self.places[name]
         first, last = self.vectors[width].first_T[number : number + 2]
         return width, int(first), int(last)
+
+
+class Fingerprints(Mapping[str, int]):
+    """Fingerprints of a model's tensors, or of the ranges that a rank holds of them, by name.
+
+    Attributes:
+        of: The same by width, in the order of the vector; uint64[T] each.
+    """
+
+    def __init__(self, layout: Layout, of: Mapping[int, np.ndarray]) -> None:
+        self.of = of
+        self._layout = layout
+
+    @classmethod
+    def by_name(cls, layout: Layout, found: Mapping[str, int]) -> Self:
+        """Return those of all tensors of a layout."""
+        return cls(
+            layout,
+            {w: np.array([found[name] for name in vector.names], np.uint64) for w, vector in layout.vectors.items()},
+        )
+
+    def __getitem__(self, name: str) -> int:
+        width, number = self._layout.places[name]
+        return int(self.of[width][number])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layout.specs)
+
+    def __len__(self) -> int:
+        return len(self._layout.specs)
+
+    def copy(self) -> Self:
+        """Return a copy that does not change when this does."""
+        return type(self)(self._layout, {width: found_T.copy() for width, found_T in self.of.items()})
+
+    @property
+    def total(self) -> int:
+        """The fingerprint of the model."""
+        return sum(int(found_T.sum(dtype=np.uint64)) for found_T in self.of.values()) & fingerprint.MASK

@@ -19,9 +19,9 @@ from deltasync.channel import keys, requests
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.dashboard.forecast import COMPACTION_PART_ELEMENTS, PART_CHANGED, compaction_bits, delta_bits, forecast
-from deltasync.publish import compaction, encode
-from deltasync.publish.budget import LEAST_COMPACTED, Budget
-from deltasync.publish.chain import Sample
+from deltasync.maintenance.budget import LEAST_COMPACTED, Budget
+from deltasync.publish import encode
+from deltasync.publish.maintenance import Sample
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -70,7 +70,7 @@ def test_the_size_of_a_compaction_is_computed_and_estimated_as_it_is() -> None:
     elements = sum(held.size for held in bits.values())
     assert sample.compaction_bytes(bits) == pytest.approx(elements * compaction_bits(0.01, 40) / 8, rel=0.02)
     assert delta_bits(0.01) == pytest.approx(9.88, abs=0.01)
-    assert (PART_CHANGED, COMPACTION_PART_ELEMENTS) == (encode.GROUP_CHANGED, compaction.GROUP_ELEMENTS)
+    assert (PART_CHANGED, COMPACTION_PART_ELEMENTS) == (encode.GROUP_CHANGED, encode.GROUP_ELEMENTS)
 
 
 def test_full_weights_take_the_place_of_a_compaction_that_is_no_longer_small() -> None:
@@ -108,7 +108,7 @@ def test_a_joiner_of_a_channel_that_forgets_takes_the_compaction(memory_url: str
 
 
 def test_a_compaction_is_stored_in_parts_one_group_of_tensors_each(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.publish.compaction.GROUP_ELEMENTS", 20_000)
+    monkeypatch.setattr("deltasync.publish.encode.GROUP_ELEMENTS", 20_000)
     random, weights, store = np.random.default_rng(3), storage.model(200_000), open_store(memory_url)
     states = []
     with Publisher(store) as publisher:
@@ -142,7 +142,7 @@ def test_full_weights_that_cannot_be_read_get_new_ones_in_their_place(memory_url
 
 
 def test_somebody_asks_a_running_publisher_for_an_anchor(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.publish.keep._LOOK_S", 0.0)
+    monkeypatch.setattr("deltasync.publish.maintenance._LOOK_S", 0.0)
     monkeypatch.setattr("deltasync.cli.anchor._LOOK_S", 0.05)
     random, weights, store = np.random.default_rng(5), storage.model(20_000), open_store(memory_url)
     answered, ended = [], threading.Event()

@@ -146,7 +146,7 @@ class Run:
 def settle(publisher: Publisher) -> None:
     """Wait for all that follows a version: head, anchors, compactions."""
     assert publisher._log is not None
-    publisher._uploader._keeper._workers.submit(int).result(60)  # type: ignore[union-attr]
+    publisher._uploader.maintenance._workers.submit(int).result(60)  # type: ignore[union-attr]
     wait_for_head(publisher._log)
 
 

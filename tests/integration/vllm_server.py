@@ -219,7 +219,7 @@ class Server:
     def settle(self) -> None:
         """Wait for what follows a version in the background: its anchor, if one is due."""
         assert self.publisher is not None
-        self.publisher._uploader._keeper._workers.submit(int).result(PATIENCE_S)
+        self.publisher._uploader.maintenance._workers.submit(int).result(PATIENCE_S)
 
     def assert_serves(self, version: int) -> None:
         self.wait(lambda status: status["version"] == version)

@@ -100,15 +100,18 @@ def test_add_is_the_reference(chunks: None, model: tuple) -> None:
     vector, old, new = model
     held = {name: bits_N.copy() for name, bits_N in old.items()}
     steps = _whole(vector, old, new)
-    bound_T = np.searchsorted(steps.at_K, vector.first_T)
-    address_T = np.array([held[name].ctypes.data for name in vector.names]) - vector.first_T[:-1] * vector.width
-    row_RF = np.stack((np.arange(len(held)), bound_T[:-1], bound_T[1:], address_T), axis=1)
-    places = vector.key_T, _bounds(vector), vector.first_T
-    gain_T, above_T = cpu_rows.add(row_RF, *places, *steps)
+    zero_T = np.array([held[name].ctypes.data for name in vector.names]) - vector.first_T[:-1] * vector.width
+    gain_T, above_T = cpu_rows.add(vector, zero_T, steps, _bounds(vector))
     assert (gain_T.tolist(), above_T.tolist()) == _expected(vector, old, new)
     assert all(held[name].tobytes() == new[name].tobytes() for name in held)
-    back_T, _ = cpu_rows.add(row_RF, *places, steps.at_K, np.negative(steps.data_K))
+    back_T, _ = cpu_rows.add(vector, zero_T, Sparse(steps.at_K, np.negative(steps.data_K)), _bounds(vector))
     assert not (gain_T + back_T).any()
+    assert all(held[name].tobytes() == old[name].tobytes() for name in held)
+    to_new = Sparse(steps.at_K, np.concatenate([np.empty(0, vector.bits_dtype), *new.values()])[steps.at_K])
+    set_T, above_T = cpu_rows.add(vector, zero_T, to_new, _bounds(vector), absolute=True)
+    assert (set_T.tolist(), above_T.tolist()) == _expected(vector, old, new)
+    assert all(held[name].tobytes() == new[name].tobytes() for name in held)
+    cpu_rows.subtract(vector, zero_T, steps)
     assert all(held[name].tobytes() == old[name].tobytes() for name in held)
 
 
@@ -127,8 +130,7 @@ def test_steps_wrap_around(width: int, step: int, chunks: None) -> None:
 
     held_N = old_N.copy()
     bounds = np.array([[top, top - 1]], np.uint64)
-    row_RF = np.array([[0, 0, 200, held_N.ctypes.data]], np.int64)
-    gain_T, above_T = cpu_rows.add(row_RF, vector.key_T, bounds, vector.first_T, at_K, step_K)
+    gain_T, above_T = cpu_rows.add(vector, np.array([held_N.ctypes.data]), Sparse(at_K, step_K), bounds)
     assert (gain_T.tolist(), above_T.tolist()) == ([gain], [0 if step == 1 else 200])
     np.testing.assert_array_equal(held_N, new_N)
 

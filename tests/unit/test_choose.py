@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -11,8 +12,8 @@ import torch
 
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel.reading import ChannelReader
-from deltasync.publish import choose
-from deltasync.publish.choose import Choice, Cost, MeteredStore
+from deltasync.publish.encode import Choice, Cost
+from deltasync.publish.writes import MeteredStore
 from deltasync.stores.wrapper import WrappedStore
 from tests.conftest import assert_same_bits
 
@@ -33,7 +34,7 @@ class Line(WrappedStore):
 @pytest.fixture
 def line(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Line:
     made = Line(open_store(memory_url))
-    monkeypatch.setattr(choose.time, "perf_counter", lambda: made.now_s)
+    monkeypatch.setattr(time, "perf_counter", lambda: made.now_s)
     return made
 
 
@@ -67,7 +68,7 @@ def test_objects_that_are_put_at_the_same_time_share_the_link(memory_url: str, m
             now_s[0] = 4.0
             together.wait(30)
 
-    monkeypatch.setattr(choose.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
     store = MeteredStore(Shared(open_store(memory_url)))
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: store.put(f"p{number}", bytes(1_000_000)), range(4)))

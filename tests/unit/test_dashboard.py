@@ -96,7 +96,7 @@ def publish(publisher: Publisher, weights: dict[str, torch.Tensor], count: int) 
         for position, tensor in enumerate(weights.values()):
             tensor.view(torch.int16)[torch.rand(tensor.shape, generator=random) < 0.02 * position] += 1
         publisher.publish(weights.items(), step=10 * (publisher.version + 1)).wait(60)
-        publisher._uploader._keeper._workers.submit(int).result(60)  # type: ignore[union-attr]
+        publisher._uploader.maintenance._workers.submit(int).result(60)  # type: ignore[union-attr]
 
 
 def beat(

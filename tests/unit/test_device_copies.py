@@ -230,6 +230,6 @@ def test_offloaded_parameters_are_refused_in_one_sentence(memory_url: str) -> No
     offloaded = {"layer.weight": torch.empty(3, 4, device="meta")}
     with (
         Publisher(memory_url) as publisher,
-        pytest.raises(ConfigError, match=r"layer\.weight is offloaded: it lies on the meta device, without values"),
+        pytest.raises(ConfigError, match=r"layer\.weight is offloaded: it is on the meta device, without values"),
     ):
         publisher.publish(offloaded.items())

@@ -59,7 +59,7 @@ def test_compactions_are_written_and_give_the_published_bits(store: FaultyStore,
     with Publisher(store, codec=codec, retention=Retention(compact_every=4)) as publisher:
         for state in states:
             publisher.publish(state.items()).wait(60)
-            wait_for_keeper(publisher)
+            wait_for_maintenance(publisher)
     assert spans(store) == [(1, 5), (1, 9), (1, 13)]
     for base, version in spans(store):
         assert_compaction_gives(store, states, base, version)
@@ -99,7 +99,7 @@ def test_a_compaction_has_the_bits_of_its_version_while_later_ones_are_published
         assert gate.entered.wait(60)
         assert publisher.version == 9 and not spans(store)
         gate.opened.set()
-        wait_for_keeper(publisher)
+        wait_for_maintenance(publisher)
         publisher.publish(states[0].items()).wait(60)
     assert spans(store) == [(1, 3), (1, 10)]
     for base, version in spans(store):
@@ -118,21 +118,21 @@ def test_after_a_version_that_is_lost_compactions_begin_at_the_new_full_weights(
             publisher.publish(states[1].items()).wait(60)
         for state in states[2:]:
             publisher.publish(state.items()).wait(60)
-            wait_for_keeper(publisher)
+            wait_for_maintenance(publisher)
     assert spans(store) == [(2, 4), (2, 6)]
     for base, version in spans(store):
         assert_compaction_gives(store, [states[0], *states[2:]], base, version)
 
 
 def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.publish.keep._LEAST_BETWEEN", 4)
+    monkeypatch.setattr("deltasync.publish.maintenance._LEAST_BETWEEN", 4)
     monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
     states = run(30)
     retention = Retention(keep_last=4, compact_every=3, prune_grace_s=0.0)
     with Publisher(store, anchor_every=5, retention=retention) as publisher:
         for state in states:
             publisher.publish(state.items()).wait(60)
-            wait_for_keeper(publisher)
+            wait_for_maintenance(publisher)
     left = versions(store)
     assert left[-1] == 30
     assert 4 <= len(left) <= 14
@@ -144,8 +144,8 @@ def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, 
         assert_same_bits(replica.state_dict(), states[version - 1])
 
 
-def wait_for_keeper(publisher: Publisher) -> None:
-    publisher._uploader._keeper._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
+def wait_for_maintenance(publisher: Publisher) -> None:
+    publisher._uploader.maintenance._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
 
 
 def test_failures_of_it_are_only_told(store: FaultyStore, caplog: pytest.LogCaptureFixture) -> None:

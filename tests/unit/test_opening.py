@@ -29,8 +29,8 @@ from deltasync.errors import (
     TransientStoreError,
     UnsupportedFormatError,
 )
+from deltasync.publish.acquire import open_channel
 from deltasync.publish.log import Lease
-from deltasync.publish.opening import open_channel
 from deltasync.stores import Store
 from tests import writers
 from tests.faults import flipped
@@ -335,7 +335,7 @@ class TestDamage:
         first = a.publish()
         data = first.data
         assert data is not None
-        most = record.most_bytes(first.key, a.log._specs)
+        most = a.log._bounds.most_bytes(first.key)
         quick.damage(first.key, data + bytes(most))
         b = quick.script("b")
         assert b.tip is not None

@@ -287,7 +287,7 @@ def test_an_anchor_that_cannot_be_stored_is_tried_again_with_the_next_version(st
     with Publisher(store, anchor_every=2) as publisher:
         for weights in versions:
             publisher.publish(weights.items()).wait(60)
-            publisher._uploader._keeper._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
+            publisher._uploader.maintenance._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
     assert fault.hits == 1
     assert [span.version for span, _ in ChannelReader(store).announcements()] == [4]
     assert_holds(store, 5, versions[-1])

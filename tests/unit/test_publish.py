@@ -276,7 +276,7 @@ def test_anchor_every_counts_versions(memory_url: str) -> None:
         receipts = []
         for seed in range(7):
             receipts.append(_publish(publisher, weights := _trained(weights, seed)))
-            _wait_for_keeper(publisher)
+            _wait_for_maintenance(publisher)
     assert [receipt.kind for receipt in receipts] == ["anchor"] + ["delta"] * 6
     assert [receipt.anchor_bytes > 0 for receipt in receipts] == [True] + [False] * 6
     store = open_store(memory_url)
@@ -284,8 +284,8 @@ def test_anchor_every_counts_versions(memory_url: str) -> None:
     assert _record(store, 4).delta is not None
 
 
-def _wait_for_keeper(publisher: Publisher) -> None:
-    publisher._uploader._keeper._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
+def _wait_for_maintenance(publisher: Publisher) -> None:
+    publisher._uploader.maintenance._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
 
 
 def test_a_used_channel_is_refused_without_resume(channel_url: str) -> None:

@@ -1,14 +1,20 @@
-"""KEEP: store and announce anchors, store compactions, forget and prune, in a thread that neither training nor uploads wait
-for.
+"""Maintenance of a channel while it is written: anchors beside the log, compactions, forgetting and pruning.
 
-No version depends on this thread. What fails is logged, and tried again with a later version.
+It happens in a thread that neither training nor uploads wait for, and no version depends on it. What fails is logged, and
+tried again with a later version.
+
+A late joiner takes the newest full weights (an anchor, or the reference), the newest compaction from them, and the deltas
+since. `Chain` estimates that and says when to shorten it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+
+import numpy as np
 
 from deltasync import kernels, maintenance
 from deltasync.channel import anchors, keys, requests
@@ -20,11 +26,11 @@ from deltasync.codec.base import Encoded
 from deltasync.config import Retention
 from deltasync.errors import ChainError, DeltaSyncError, FormatError, get_logger
 from deltasync.maintenance import KeepPolicy
-from deltasync.publish import compaction
-from deltasync.publish.chain import Chain, Sample
+from deltasync.maintenance.budget import Budget
 from deltasync.publish.collect import Weights
+from deltasync.publish.encode import COMPACTION_CODEC, compaction_payloads
 from deltasync.publish.log import Log
-from deltasync.publish.shadow import Snapshot
+from deltasync.publish.shadow import Shadow, Snapshot
 
 logger = get_logger(__name__)
 
@@ -34,6 +40,8 @@ _LEAST_BETWEEN = 16
 _LOOK_S = 15.0
 """From one look for a request to the next, at least."""
 
+_SHARDED_ANCHOR_EVERY = 100
+
 _STORED_AT_ONCE = 2
 """Weight files or parts of a compaction that are stored at once, so that the disk or link never idles between two."""
 
@@ -41,7 +49,7 @@ _MOST_BESIDE_BYTES = 1 << 27
 """A larger weight file is stored before the next one is made."""
 
 
-class Keeper:
+class Maintenance:
     """Looks after one channel as `retention` says. `model_files`, by name, are stored beside the weights of an anchor.
 
     Attributes:
@@ -52,7 +60,14 @@ class Keeper:
     """
 
     def __init__(
-        self, reader: ChannelReader, log: Log, retention: Retention, model_files: Mapping[str, bytes], chain: Chain
+        self,
+        reader: ChannelReader,
+        log: Log,
+        retention: Retention,
+        model_files: Mapping[str, bytes],
+        chain: Chain,
+        anchor_every: int | None,
+        is_sharded: bool,
     ) -> None:
         self.reader = reader
         self.retention = retention
@@ -60,10 +75,42 @@ class Keeper:
         self.storing = self.failed = False
         self.asked = 0
         self._looked_s = time.monotonic()
+        self._anchor_every, self._is_sharded = anchor_every, is_sharded
         self._log = log
         self._model_files = model_files
         self._swept = 0
-        self._workers = Workers(1, "deltasync-keep")
+        self._workers = Workers(1, "deltasync-maintenance")
+
+    def is_due(self, version: int, full_bytes: int) -> bool:
+        """Whether an anchor is to be stored beside a version, whatever it costs.
+
+        No rank of a sharded trainer could write a compaction. There an anchor is also due after a number of versions, unless
+        they follow a reference, and once the deltas are more bytes than the weights.
+        """
+        chain, every = self.chain, self._anchor_every
+        if self.storing:
+            return False
+        since = version - chain.base_version
+        asked = self.asked > chain.base_version or (self.asked > 0 and chain.by_reference)
+        due = self.failed or self._log.emptied or asked or (every is not None and since >= every)
+        if not self._is_sharded:
+            return due
+        is_long = every is None and not chain.by_reference and since >= _SHARDED_ANCHOR_EVERY
+        return due or is_long or chain.bytes > full_bytes
+
+    def wanted(self, version: int, shadow: Shadow) -> str | None:
+        """Return what to store beside a version of a process that has the whole model, whose bits the shadow holds.
+
+        That is a `compaction`, an `anchor` from the budget, a `due` one, or None.
+        """
+        every, full_bytes = self.retention.compact_every, shadow.layout.nbytes
+        if self.is_due(version, full_bytes):
+            return "due"
+        if self.storing:
+            return None
+        if every:
+            return "compaction" if self.chain.can_compact and self.chain.follows(version, every) else None
+        return self.chain.is_due(version, shadow.bits, full_bytes, compactions=every is None)
 
     def store(self, weights: Weights, version: int) -> Anchor:
         """Store the files of an anchor, two at a time, while the next one is made.
@@ -172,7 +219,7 @@ class Keeper:
         inline: Encoded | None = None
         total = 0
         with kernels.cpu.leave_cores(_STORED_AT_ONCE):
-            for encoded, changed in compaction.payloads_of(self.reader, base, number, snapshot):
+            for encoded, changed in compaction_payloads(self.reader, base, number, snapshot):
                 if inline is not None:
                     parts.append(self._put_part(puts, folder, base, parts, inline))
                 inline, total = encoded, total + changed
@@ -180,7 +227,7 @@ class Keeper:
             parts.append(self._put_part(puts, folder, base, parts, inline))
             inline = None
         files = [part.result() for part in parts]
-        delta = Delta(codec=compaction.CODEC, changed=total, parts=files)
+        delta = Delta(codec=COMPACTION_CODEC, changed=total, parts=files)
         return log.compaction(stored.version, str(stored.record.fingerprint), inline, base=base.version, delta=delta)
 
     def _put_part(
@@ -211,3 +258,124 @@ class Keeper:
         else:
             return True
         return False
+
+
+SAMPLED = 1 << 18
+"""Elements by which the size of a compaction is estimated."""
+
+_WINDOWS = 64
+
+
+class Sample:
+    """Some of a model's elements as they were, to estimate how large a delta from then to now would be."""
+
+    def __init__(self, bits: Mapping[str, np.ndarray]) -> None:
+        self._element_count = sum(held.size for held in bits.values())
+        length = -(-min(SAMPLED, self._element_count) // _WINDOWS)
+        at = -(-self._element_count // _WINDOWS)
+        self._old: list[tuple[str, int, np.ndarray]] = []
+        first = 0
+        for name, held in bits.items():
+            for window in range(first // at if at else 0, _WINDOWS):
+                start, stop = max(window * at, first) - first, min(window * at + length, first + held.size) - first
+                if start >= held.size:
+                    break
+                if start < stop:
+                    self._old.append((name, start, held[start:stop].copy()))
+            first += held.size
+
+    def compaction_bytes(self, bits: Mapping[str, np.ndarray]) -> float:
+        """Return the estimated size of a delta to these bits, by the entropy of the steps of the sample, zeros included."""
+        steps = [
+            (bits[name][start : start + old.size] - old).astype(np.int64) for name, start, old in self._old if name in bits
+        ]
+        if not steps:
+            return 0.0
+        _, count = np.unique(np.concatenate(steps), return_counts=True)
+        share = count / count.sum()
+        return float(-(share * np.log2(share)).sum()) * self._element_count / 8
+
+
+class Chain:
+    """The chain of a late joiner to the newest version, and the budget to shorten it. Several threads use it.
+
+    Attributes:
+        base: The newest full weights that are stored, None if there are none.
+        bytes: Of the deltas since then.
+        can_compact: Whether the base's weights could be read when a compaction was last made of them.
+    """
+
+    def __init__(self, chain: Sequence[StoredRecord] = ()) -> None:
+        self.base = chain[0] if chain else None
+        self.bytes = sum(_bytes_of(stored) for stored in chain[1:])
+        self.can_compact = True
+        self._before_bytes = self.bytes  # what led from the base to the version that was resumed
+        self._budget = Budget(chain[-1].record.version if chain else 0)
+        self._estimated = 0.0
+        self._factor = 1.0  # actual by estimated size of the last compaction
+        self._sample: Sample | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def base_version(self) -> int:
+        """Number of the version with the newest full weights, 0 if there is none."""
+        return 0 if self.base is None else self.base.record.version
+
+    @property
+    def by_reference(self) -> bool:
+        """Whether these weights are a checkpoint elsewhere."""
+        return self.base is not None and self.base.record.reference is not None
+
+    def begin(self, base: StoredRecord, sample: Sample | None, later_bytes: int = 0, *, paid: bool = False) -> None:
+        """Start from new full weights, after which there are deltas of `later_bytes`.
+
+        `sample` is of these weights, `paid` whether the budget pays for them.
+        """
+        with self._lock:
+            self.base, self.bytes, self.can_compact, self._sample = base, later_bytes, True, sample
+            self._before_bytes = 0
+            self._budget.end(base.record.version, base.record.payload_bytes if paid else 0)
+
+    def add(self, stored: StoredRecord) -> None:
+        """Add the next delta."""
+        with self._lock:
+            self.bytes += _bytes_of(stored)
+            self._budget.earn(_bytes_of(stored))
+
+    def is_due(self, version: int, bits: Mapping[str, np.ndarray], full_bytes: int, *, compactions: bool) -> str | None:
+        """Return `compaction` or `anchor` if that is to be stored with a version, whose bits these are.
+
+        Args:
+            version: The version; its own delta does not count yet.
+            bits: Of the whole model.
+            full_bytes: Of an anchor.
+            compactions: Whether compactions are wanted.
+        """
+        with self._lock:
+            if self._sample is None:
+                self._sample = Sample(bits)
+            sample = self._sample
+
+            def compaction_bytes() -> float:
+                self._estimated = self._before_bytes + sample.compaction_bytes(bits)
+                return self._factor * self._estimated
+
+            if self.base is None:
+                return None
+            return self._budget.choose(version, full_bytes, compaction_bytes, compactions=compactions and self.can_compact)
+
+    def follows(self, version: int, every: int) -> bool:
+        """Whether a version comes so many versions after the newest compaction, or after the full weights."""
+        return self.base is not None and version - self._budget.compacted >= every
+
+    def is_compacted(self, version: int, stored: StoredRecord | None) -> None:
+        """Note a compaction to a version; None if it could not be stored."""
+        with self._lock:
+            size = 0 if stored is None else _bytes_of(stored)
+            self._budget.end(version, size)
+            if size and self._estimated:
+                self._factor = size / self._estimated
+
+
+def _bytes_of(stored: StoredRecord) -> int:
+    return stored.size + sum(file.bytes for file in stored.record.payload_files)

@@ -37,7 +37,7 @@ from deltasync.errors import (
     TransientStoreError,
     printable,
 )
-from deltasync.publish import put
+from deltasync.publish import writes
 from deltasync.publish.log import Lease, Log, boot_s
 from deltasync.stores.base import ObjectInfo
 from deltasync.stores.probe import decides
@@ -138,7 +138,7 @@ class _Opener:
         )
 
     def _retried(self, action: Callable[[], _Result]) -> _Result:
-        return put.reread(self._settings, action)
+        return writes.reread(self._settings, action)
 
     def _channel(self) -> Channel | None:
         with contextlib.suppress(NotPublishedError):
@@ -228,7 +228,7 @@ class _Opener:
         data = record.encode(seal, slot.key, None, self._signer).data
         assert data is not None
         record.decode(data, slot.key, self._reader.trusted)
-        created = self._retried(lambda: put.create(self._store, slot.key, data))
+        created = self._retried(lambda: writes.create(self._store, slot.key, data))
         return None if created else self._read(slot)
 
     def _end(self, channel: Channel, listed: _Listed, below: str | None = None) -> _End:

@@ -1,35 +1,89 @@
-"""Start a publisher: read what a channel holds, and compare the first stream with that or with a checkpoint."""
+"""RESUME: check a publisher's arguments, read what its channel holds, and compare the first stream with that."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from deltasync.channel import adapter_base, checkpoint, documents, plan, signing
+from deltasync.channel import adapter_base, anchors, checkpoint, documents, keys, plan, signing
 from deltasync.channel.checkpoint import Checkpoint
 from deltasync.channel.documents import Channel, Reference, VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.config import PublisherSettings
-from deltasync.errors import ApplyError, ChainError, CorruptDataError, FormatError, ModelMismatchError
+from deltasync.channel.threads import each
+from deltasync.config import PublisherOptions, PublisherSettings, Retention
+from deltasync.errors import (
+    ApplyError,
+    ChainError,
+    ConfigError,
+    CorruptDataError,
+    FormatError,
+    ModelMismatchError,
+    StoreError,
+)
 from deltasync.following import Replica
-from deltasync.publish import put
+from deltasync.publish import writes
+from deltasync.publish.acquire import open_channel
 from deltasync.publish.log import Log
-from deltasync.publish.opening import open_channel
 from deltasync.publish.ownership import Ownership
 from deltasync.publish.shadow import Shadow, check_coverage
 from deltasync.publish.stream import Stream
+from deltasync.ranks.mailbox import ranks_of
 from deltasync.ranks.peers import Peers, Range, attempt
-from deltasync.stores import Store
+from deltasync.stores import Store, open_store
+from deltasync.stores.base import check_key
 from deltasync.tensors import Delta, TensorSpec, check_specs, fingerprint
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's file. It has the scaling of an adapter, which is in none of its weights."""
+
+
+class Given(NamedTuple):
+    """Arguments of a publisher, checked."""
+
+    settings: PublisherSettings
+    retention: Retention
+    store: Store
+    files: Mapping[str, bytes]
+    keeps_all: bool  # whether nothing is ever deleted, without being asked for
+
+    @classmethod
+    def of(
+        cls,
+        channel: str | os.PathLike[str] | Store,
+        model_files: str | Path | Mapping[str, bytes] | None,
+        retention: Retention | None,
+        is_sharded: bool,
+        options: PublisherOptions,
+    ) -> Self:
+        """Check the arguments.
+
+        Raises:
+            ConfigError: one is wrong.
+        """
+        settings = PublisherSettings.from_env(**options)
+        was_given, retention = retention is not None, Retention.from_env() if retention is None else retention
+        if not isinstance(retention, Retention):
+            raise ConfigError(f"retention must be a Retention, not {retention!r}.")
+        if is_sharded and retention.compact_every:
+            raise ConfigError(
+                "A sharded trainer writes no compactions; leave compact_every at 0 and run `deltasync compact`."
+            )
+        store = open_store(channel)
+        if isinstance(model_files, str | Path):
+            model_files = anchors.read_model_files(Path(model_files))
+        files = dict(model_files or {})
+        for name in files:
+            check_key(name)
+        keeps_all = not was_given and retention.keep_last is None and retention.keep_anchors is None
+        return cls(settings, retention, store, files, keeps_all)
 
 
 class Start(NamedTuple):
@@ -61,7 +115,7 @@ def open_first(store: Store, settings: PublisherSettings, resume: bool, files: M
     chain, tip = list[StoredRecord](), log.tip
     if tip is not None:
         try:
-            put.reread(settings, lambda: reader.record(tip))
+            writes.reread(settings, lambda: reader.record(tip))
             chain = [dataclasses.replace(stored, data=None) for stored in plan.find_chain(reader, None, tip)]
             if _has_other_adapter(chain[0], files):
                 logger.info("The adapter of version %s has another config or base. The next version has full weights.", tip)
@@ -78,6 +132,41 @@ def _has_other_adapter(stored: StoredRecord, files: Mapping[str, bytes]) -> bool
     known = {} if anchor is None else {file.key.rpartition("/")[2]: file.sha256 for file in anchor.model_files}
     changed = {name for name, data in files.items() if known.get(name) != documents.sha256_hex(data)}
     return ADAPTER_CONFIG in known and not changed.isdisjoint((ADAPTER_CONFIG, adapter_base.FILE))
+
+
+def prove_writes(peers: Peers, store: Store, settings: PublisherSettings, token: str) -> None:
+    """Have each rank store something that the first one reads, before the first step is trained for nothing.
+
+    Raises:
+        StoreError: a rank cannot write.
+        ConfigError: it writes to another place than the first one.
+    """
+    rank, size = peers.rank, peers.size
+    if size == 1:
+        return
+    proofs = [keys.probe(f"{token}-{other}") for other in range(size)]
+
+    def write() -> None:
+        try:
+            writes.put_file(store, settings, proofs[rank], token.encode())
+        except StoreError as error:
+            raise StoreError(f"{store.url} cannot be written from this rank: {error}") from error
+
+    def read() -> None:
+        found = each(proofs, lambda key: writes.holds(store, key, token.encode()), None)
+        wrong = [other for other, holds in enumerate(found) if not holds]
+        if wrong:
+            raise ConfigError(
+                f"What {ranks_of(wrong).lower()} stored in {store.url} is not there for rank 0. A directory has "
+                "to be one that all hosts share; otherwise use an object store."
+            )
+
+    try:
+        peers.all(write)
+        peers.first(read)
+    finally:
+        with contextlib.suppress(StoreError):  # a trainer may have no right to delete
+            store.delete(proofs[rank])
 
 
 class Begun(NamedTuple):
@@ -168,7 +257,7 @@ class FirstStream:
         self._resumes, start = False, self.start
         shadow, problem = attempt(lambda: self._read(ranges))
         damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
-        added = 0 if shadow is None else sum(shadow.fingerprints.values())
+        added = 0 if shadow is None else shadow.fingerprints.total
         damaged, total = self._peers.agree(None if damage else problem, damage is not None, added)
         if damaged or fingerprint.to_hex(total) != start.chain[-1].record.fingerprint:
             why = damage or "on another rank, or its bits do not have its fingerprint."

@@ -1,0 +1,184 @@
+"""Streams whose tensors are checked once: what changes between two publishes is seen, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from deltasync.errors import ConfigError, ModelMismatchError
+from deltasync.kernels import cpu_rows
+from deltasync.publish.shadow import Shadow
+from deltasync.tensors.bits import bits_of
+
+Weights = dict[str, torch.Tensor]
+
+
+def _weights() -> Weights:
+    return {
+        "a": torch.arange(12, dtype=torch.bfloat16).reshape(3, 4),
+        "wide": torch.arange(6, dtype=torch.float32),
+        "turned": torch.arange(12, dtype=torch.bfloat16).reshape(3, 4).t(),
+        "count": torch.arange(5, dtype=torch.int64),
+    }
+
+
+def _shadow(weights: Weights) -> Shadow:
+    """Twice published, so that the second publish has checked the tensors."""
+    shadow = Shadow.of(weights, "bfloat16", 0)
+    assert not shadow.advance(weights, "bfloat16", 0)
+    shadow.keep()
+    return shadow
+
+
+def _published(weights: Weights) -> dict[str, bytes]:
+    kept = {name: tensor if name == "count" else tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+    return {name: bits_of(tensor.contiguous()).tobytes() for name, tensor in kept.items()}
+
+
+def _moved(weights: Weights) -> None:
+    """Other memory, in the same objects."""
+    for tensor in weights.values():
+        tensor.data = tensor.data + 1
+
+
+def _added(weights: Weights) -> None:
+    for tensor in weights.values():
+        tensor += 1
+
+
+def _replaced(weights: Weights) -> None:
+    for name, tensor in weights.items():
+        weights[name] = tensor + 1
+
+
+def _turned(weights: Weights) -> None:
+    """As many elements of the same shape, in another order in memory."""
+    weights["a"].data = (weights["a"] + 1).t().contiguous().t()
+    weights["turned"].data = (weights["turned"] + 1).contiguous()
+
+
+def _widened(weights: Weights) -> None:
+    weights["a"].data = weights["a"].to(torch.float32) + 1
+
+
+def _reordered(weights: Weights) -> None:
+    for name in list(weights)[:2]:
+        weights[name] = weights.pop(name) + 1
+
+
+def _parameters(weights: Weights) -> None:
+    weights["a"] = torch.nn.Parameter(weights["a"] + 1)
+
+
+@pytest.mark.parametrize("change", [_moved, _added, _replaced, _turned, _widened, _reordered, _parameters])
+@pytest.mark.parametrize("listed", [False, True], ids=["mapping", "list"])
+def test_what_changes_in_known_tensors_is_published(change: Callable[[Weights], None], listed: bool) -> None:
+    weights = _weights()
+    shadow = _shadow(weights)
+    for _ in range(3):
+        change(weights)
+        deltas = shadow.advance(list(weights.items()) if listed else weights, "bfloat16", 0)
+        shadow.keep()
+        assert deltas
+        assert {name: bits.tobytes() for name, bits in shadow.bits.items()} == _published(weights)
+        again = Shadow(shadow.specs, shadow.ranges, shadow.bits)
+        assert shadow.fingerprints == dict(again.fingerprints)
+        assert shadow.fingerprints.total == sum(again.fingerprints.values()) % (1 << 64)
+
+
+def _shorter(weights: Weights) -> None:
+    weights["a"].data = weights["a"].data[:2]
+
+
+def _reshaped(weights: Weights) -> None:
+    weights["a"].data = weights["a"].data.reshape(4, 3)
+
+
+def _gone(weights: Weights) -> None:
+    del weights["a"]
+
+
+def _renamed(weights: Weights) -> None:
+    weights["b"] = weights.pop("a")
+
+
+def _more(weights: Weights) -> None:
+    weights["b"] = torch.zeros(2)
+
+
+def _sharded(weights: Weights) -> None:
+    """As FSDP1 marks a parameter that it has flattened."""
+    weights["a"]._fsdp_flattened = True  # type: ignore[attr-defined]
+
+
+def _offloaded(weights: Weights) -> None:
+    weights["a"] = weights["a"].to("meta")
+
+
+@pytest.mark.parametrize("change", [_shorter, _reshaped, _gone, _renamed, _more, _sharded, _offloaded])
+def test_what_is_not_the_known_model_is_refused_and_nothing_is_taken(change: Callable[[Weights], None]) -> None:
+    weights = _weights()
+    shadow = _shadow(weights)
+    before = {name: bits.tobytes() for name, bits in shadow.bits.items()}
+    change(weights)
+    weights["count"] += 1
+    with pytest.raises((ModelMismatchError, ConfigError)):
+        shadow.advance(weights, "bfloat16", 0)
+    shadow.retreat()
+    assert {name: bits.tobytes() for name, bits in shadow.bits.items()} == before
+
+
+def test_no_object_is_made_for_a_known_tensor() -> None:
+    """Neither a range nor a fingerprint's number, so that a publish of many tensors calls nothing of ours for each."""
+    weights = {str(n): torch.full((4,), n % 100, dtype=torch.bfloat16) for n in range(200)}
+    shadow = _shadow(weights)
+    weights["7"] += 1
+    with (
+        mock.patch("deltasync.publish.detect.range_of", side_effect=AssertionError),
+        mock.patch("deltasync.publish.detect.pair_of", side_effect=AssertionError),
+    ):
+        (delta,) = shadow.advance(weights, "bfloat16", 0)
+    assert delta.counts() == {"7": 4}
+
+
+def test_a_publish_is_undone_without_memory_for_its_steps() -> None:
+    """The steps cannot be joined at all, so the bits are restored from the kernel's scratch."""
+    old = {"a": torch.zeros(1000, dtype=torch.bfloat16), "b": torch.zeros(1000, dtype=torch.float32)}
+    shadow = Shadow.of(old, "keep", 0)
+    fingerprints = shadow.fingerprints.copy()
+    with mock.patch.object(cpu_rows, "room", side_effect=MemoryError):
+        with pytest.raises(MemoryError):
+            shadow.advance({name: tensor + 1 for name, tensor in old.items()}, "keep", 0)
+        assert any(bits.any() for bits in shadow.bits.values())
+        shadow.retreat()
+    assert not any(bits.any() for bits in shadow.bits.values())
+    assert shadow.fingerprints == dict(fingerprints)
+
+
+def test_a_copy_on_a_device_is_dropped_when_its_tensor_comes_from_the_host() -> None:
+    """It would be left behind, and compared with when the tensor is on the device again."""
+    weights = {"a": torch.zeros(8, dtype=torch.bfloat16)}
+    shadow = _shadow(weights)
+    for stream in (weights, iter(weights.items())):
+        copies = shadow._detector.copies
+        copies._held["a"] = torch.zeros(8, dtype=torch.int16)
+        shadow.advance(stream, "keep", 0)
+        shadow.keep()
+        assert not copies.size_bytes
+
+
+def test_wide_tensors_are_copied_a_few_at_a_time() -> None:
+    weights = {str(n): torch.full((300,), float(n)) for n in range(20)}
+    with mock.patch("deltasync.publish.detect._COPIED", 1000):
+        shadow = _shadow(weights)
+        for tensor in weights.values():
+            tensor += 1
+        deltas = shadow.advance(weights, "bfloat16", 0)
+    assert len(deltas) > 3
+    assert {name: bits.tobytes() for name, bits in shadow.bits.items()} == {
+        name: np.ascontiguousarray(bits_of(tensor.to(torch.bfloat16))).tobytes() for name, tensor in weights.items()
+    }
