@@ -19,6 +19,7 @@ from deltasync.kernels.cpu_rows import Taken
 from deltasync.live import LiveMemory, Segment
 from deltasync.publish.device_copies import DeviceCopies
 from deltasync.publish.quantize import fp8_blocks
+from deltasync.publish.shards import pieces
 from deltasync.publish.stream import Stream, TensorRange, Tensors, pair_of, range_of, tensors_of
 from deltasync.tensors import ITEM_BYTES, Delta, Layout, Sparse, TensorSpec, check_specs, fingerprint, weight_elements
 from deltasync.tensors.bits import (
@@ -43,6 +44,9 @@ logger = get_logger(__name__)
 _DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 _BATCH = 1 << 26  # elements that are compared by one call
 _COPIED = 1 << 20  # elements of a tensor that is copied, to be compared with others, where its memory may be used again
+_COPIES_BYTES = 16 << 20
+"""Bytes of tensors in another dtype or order than the published one, of which copies are compared together."""
+
 _MOST_LATER = 8
 """Deltas that a snapshot keeps one by one; more are merged."""
 
@@ -111,20 +115,19 @@ class Shadow:
         specs: dict[str, TensorSpec] = {}
         held: dict[str, np.ndarray] = {}
         ranges: dict[str, Range] = {}
-        given: dict[str, torch.dtype] = {}
-        sizes: dict[torch.dtype, int] = {}
-        tensors, dtype = _tensors(stream, dtype)
-        for name, part in _parts(tensors, dtype, rank, specs, {}):
+        for name, part in _first_parts(stream, dtype, rank, specs):
             copy = torch.empty(part.held.shape, dtype=getattr(torch, specs[name].dtype))
             # The copy casts host tensors, in all threads; others are cast where they are.
             copy.copy_(part.held.detach() if part.held.is_cpu else cast(part.held, specs[name].dtype))
             held[name], ranges[name] = bits_of(copy), (part.start, part.stop)
-            sizes[part.held.dtype] = sizes.get(part.held.dtype, 0) + math.prod(part.shape)
-            given[name] = part.held.dtype
-        if not specs:
-            raise ModelMismatchError("The stream held no tensors; nothing was published.")
-        _warn_of_rounding(given, specs, max(sizes, key=lambda dtype: sizes[dtype]))
         return cls(specs, ranges, held)
+
+    @staticmethod
+    def outline(stream: Stream, dtype: str, rank: int) -> tuple[dict[str, TensorSpec], dict[str, Range]]:
+        """Return the whole tensors of a stream that stays in memory, and the ranges that it holds. Raises as `of`."""
+        specs: dict[str, TensorSpec] = {}
+        ranges = {name: (part.start, part.stop) for name, part in _first_parts(stream, dtype, rank, specs)}
+        return specs, ranges
 
     @classmethod
     def whole(cls, tensors: Mapping[str, torch.Tensor]) -> Shadow:
@@ -142,15 +145,17 @@ class Shadow:
         """
         specs = reader.specs
         bits = {
-            name: bits_of(torch.zeros(stop - start, dtype=getattr(torch, specs[name].dtype)))
+            name: bits_of(torch.empty(stop - start, dtype=getattr(torch, specs[name].dtype)))
             for name, (start, stop) in ranges.items()
         }
         segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in bits.items()}
         memory = LiveMemory(specs, segments)
-        memory.audit()
         for stored in chain:
             if stored.use_anchor:
-                memory.commit(memory.stage_weights(payloads.weights(reader, stored)))
+                for name, at, piece_N in payloads.ranges_of_weights(reader, stored, ranges):
+                    first = at - ranges[name][0]
+                    bits[name][first : first + piece_N.size] = piece_N
+                memory.audit()
             else:
                 memory.commit(memory.stage(payloads.delta(reader, stored, memory.gather, memory.wanted)))
         return cls(specs, ranges, bits)
@@ -303,22 +308,34 @@ class _Batch:
         # Number, start, count, address of the new bits.
         self._rows: dict[int, list[tuple[int, int, int, int]]] = {width: [] for width in shadow.layout.vectors}
         self._held: list[torch.Tensor] = []  # so that the addresses stay
+        self._copied_bytes = 0  # of these, what was copied
         self._found: dict[int, list[tuple[int, np.ndarray, np.ndarray]]] = {}
         self._count = 0
 
     def compare(self, name: str, held: torch.Tensor, spec: TensorSpec, lasting: bool) -> None:
         """Add a range of a tensor on the host, in any dtype. Its memory may change after return unless it is lasting."""
-        new = held
-        if not held.is_contiguous() or held.dtype is not _DTYPES[spec.dtype]:
-            new = cast(held, spec.dtype).contiguous()
-        count = new.numel()
-        if not lasting and new is held and count <= _COPIED:
-            new = new.detach().clone()
+        start, count = self._shadow.ranges[name][0], held.numel()
+        if held.is_contiguous() and held.dtype is _DTYPES[spec.dtype]:
+            if not lasting and count <= _COPIED:
+                held = held.detach().clone()
+                self._copied_bytes += held.nbytes
+            self._add(name, start, held)
+            if not (lasting or count <= _COPIED):
+                self.flush()
+            return
+        for at, piece in pieces(held):
+            new = cast(piece, spec.dtype)
+            new = new if lasting or new.data_ptr() != piece.data_ptr() else new.clone()
+            self._copied_bytes += new.nbytes
+            self._add(name, start + at, new)
+
+    def _add(self, name: str, start: int, new: torch.Tensor) -> None:
+        """Add contiguous elements in the served dtype, from index `start` of the tensor on."""
         width, number = self._shadow.layout.places[name]
-        self._rows[width].append((number, self._shadow.ranges[name][0], count, new.data_ptr()))
+        self._rows[width].append((number, start, new.numel(), new.data_ptr()))
         self._held.append(new)
-        self._count += count
-        if self._count >= _BATCH or not (lasting or count <= _COPIED):
+        self._count += new.numel()
+        if self._count >= _BATCH or self._copied_bytes >= _COPIES_BYTES:
             self.flush()
 
     def take(self, differences: Iterator[tuple[str, np.ndarray | None, np.ndarray]]) -> None:
@@ -326,6 +343,7 @@ class _Batch:
         for name, at_K, data in differences:
             if at_K is None:
                 spec = self._shadow.specs[name]
+                self._copied_bytes += data.nbytes
                 self.compare(name, tensor_of(data, TensorSpec(name, spec.dtype, (data.size,))), spec, lasting=True)
             elif at_K.size:
                 width, number = self._shadow.layout.places[name]
@@ -345,12 +363,13 @@ class _Batch:
                 continue
             rows = shadow._rows[width]
             row_R4 = np.array(sorted(given), np.int64)
-            address_R = rows.address_T[row_R4[:, 0]]
+            tensor_R = row_R4[:, 0]
+            address_R = rows.address_T[tensor_R] + (row_R4[:, 1] - rows.start_T[tensor_R]) * width
             row_RF = np.stack((row_R4[:, 0], row_R4[:, 1], row_R4[:, 2], address_R, row_R4[:, 3]), axis=1)
             for taken in cpu_rows.chunks(row_RF, rows.vector.first_T, rows.vector.bits_dtype):
                 self._advance(_Step(shadow.layout, width, taken))
             given.clear()
-        self._found, self._held, self._count = {}, [], 0
+        self._found, self._held, self._count, self._copied_bytes = {}, [], 0, 0
 
     def _advance(self, step: _Step) -> None:
         shadow, rows = self._shadow, self._shadow._rows[step.width]
@@ -462,6 +481,24 @@ def _tensors(stream: Stream, dtype: str) -> tuple[Tensors, str]:
     """Return the stream, quantized if that is the served dtype, and the dtype to cast its tensors to."""
     tensors = tensors_of(stream)
     return (fp8_blocks(map(pair_of, tensors)), "keep") if dtype == "fp8" else (tensors, dtype)
+
+
+def _first_parts(stream: Stream, dtype: str, rank: int, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, TensorRange]]:
+    """Yield the ranges of a first stream and fill `specs`, as `_parts`; at the end, warn of tensors that are rounded.
+
+    Raises:
+        ModelMismatchError: it is empty, or as `_parts`.
+    """
+    given: dict[str, torch.dtype] = {}
+    sizes: dict[torch.dtype, int] = {}
+    tensors, dtype = _tensors(stream, dtype)
+    for name, part in _parts(tensors, dtype, rank, specs, {}):
+        yield name, part
+        sizes[part.held.dtype] = sizes.get(part.held.dtype, 0) + math.prod(part.shape)
+        given[name] = part.held.dtype
+    if not specs:
+        raise ModelMismatchError("The stream held no tensors; nothing was published.")
+    _warn_of_rounding(given, specs, max(sizes, key=lambda dtype: sizes[dtype]))
 
 
 def _parts(

@@ -183,11 +183,11 @@ _PIECE = 1 << 22  # elements
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield flat copies of a tensor on the host, each with the index of its first element; together they are all of it."""
+    """Yield a tensor in flat pieces on the host, views where possible, each with the index of its first element."""
     if tensor.numel() <= _PIECE or tensor.is_contiguous():
         flat = tensor.detach().reshape(-1)
         for start in range(0, flat.numel(), _PIECE):
-            yield start, flat[start : start + _PIECE].to("cpu", copy=True)
+            yield start, flat[start : start + _PIECE].cpu()
         return
     row = tensor[0].numel()
     rows = max(1, _PIECE // row)

@@ -136,26 +136,36 @@ class FirstStream:
         peers = self._peers
 
         stream = self._owned.first(named_tensors, dtype)
+        # Tensors that stay in memory are compared with the version that is resumed where they are, without a copy.
+        stays = self._resumes and peers.size > 1 and isinstance(stream, Sequence)
 
-        def read() -> Shadow:
-            shadow = Shadow.of(stream, dtype, peers.rank)
+        def read() -> tuple[Shadow | None, Mapping[str, TensorSpec], Mapping[str, Range]]:
+            copied = None if stays else Shadow.of(stream, dtype, peers.rank)
+            found = Shadow.outline(stream, dtype, peers.rank) if copied is None else (copied.specs, copied.ranges)
             if channel is not None:
-                check_specs(channel.specs, shadow.specs, "The published model")
-            return shadow
+                check_specs(channel.specs, found[0], "The published model")
+            return copied, *found
 
-        first = peers.all(read)
-        first = _without(first, self._owned.settle())
-        table = channel or _new_channel(first.specs, dtype)
-        shared = peers.share((table if peers.rank == 0 else None, table.tensors_sha256, first.ranges))
+        first, specs, ranges = peers.all(read)
+        if nothing := self._owned.settle():
+            assert first is not None
+            first = _without(first, nothing)
+            ranges = first.ranges
+        table = channel or _new_channel(specs, dtype)
+        shared = peers.share((table if peers.rank == 0 else None, table.tensors_sha256, ranges))
         channel, held = shared[0][0], [ranges for *_, ranges in shared]
         assert channel is not None
         for rank, (_, digest, _) in enumerate(shared):
             if digest != channel.tensors_sha256:
                 raise ModelMismatchError(f"Rank {rank} publishes other names, dtypes or shapes than rank 0.")
         check_coverage(channel.specs, held)
-        resumed = self.resumed(first.ranges)
+        resumed = self.resumed(ranges)
         if resumed is not None:
-            return Begun(channel, held, resumed, True, resumed.advance(first.stream(), "keep", peers.rank), None)
+            again: Stream = stream if first is None else first.stream()
+            changes = peers.all(lambda: resumed.advance(again, dtype if first is None else "keep", peers.rank))
+            return Begun(channel, held, resumed, True, changes, None)
+        if first is None:
+            first = peers.all(lambda: Shadow.of(stream, dtype, peers.rank))
         if self.initial is None or not may_refer:
             return Begun(channel, held, first, False, [], None)
         reference, changes = _refer(peers, self.initial, first)

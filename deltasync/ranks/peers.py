@@ -147,21 +147,20 @@ class Peers:
         self.agree(problem)
         return value  # type: ignore[return-value]
 
-    def collect(self, held: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
-        """Return one tensor's flat bit patterns at the first rank, by the ranges of all ranks; at the others `held`."""
+    def collect(self, held: np.ndarray, ranges: Sequence[Range], out_N: np.ndarray | None) -> None:
+        """Write one tensor's flat bit patterns, of the ranges of all ranks, into `out_N` at the first rank."""
         gloo = self._gloo()
         if self.rank:
             if held.size:
                 self._together(lambda: gloo.send([_bytes_of(held)], 0, 0).wait())
-            return held
-        whole_N = np.empty(sum(stop - start for start, stop in ranges), held.dtype)
+            return
+        assert out_N is not None
         for rank, (start, stop) in enumerate(ranges):
             if rank == 0:
-                whole_N[start:stop] = held
+                out_N[start:stop] = held
             elif stop > start:
-                part = _bytes_of(whole_N[start:stop])
+                part = _bytes_of(out_N[start:stop])
                 self._together(lambda part=part, rank=rank: gloo.recv([part], rank, 0).wait())  # type: ignore[misc]
-        return whole_N
 
     def _gloo(self) -> Any:
         """The connections that full weights go through. They belong to no process group that torch knows."""
