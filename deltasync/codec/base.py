@@ -279,7 +279,13 @@ def entries(data: bytes | memoryview, size: int) -> dict[str, tuple[str, tuple[i
         for name, entry in sorted(listed, key=lambda item: item[1]["data_offsets"]):
             (first, last), shape = entry["data_offsets"], entry["shape"]
             lengths = isinstance(shape, list) and all(type(length) is int and length >= 0 for length in shape)
-            if first != end or not lengths or last - first != math.prod(shape) * _ITEM_BYTES[entry["dtype"]]:
+            if (
+                type(first) is not int
+                or type(last) is not int
+                or first != end
+                or not lengths
+                or last - first != math.prod(shape) * _ITEM_BYTES[entry["dtype"]]
+            ):
                 raise ValueError(f"{name!r} has wrong offsets or a wrong shape")
             found[name], end = (entry["dtype"], tuple(shape), start + first, start + last), last
         if start + end != size:

@@ -6,10 +6,11 @@ from collections.abc import ItemsView, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from deltasync import kernels
 from deltasync.errors import ConfigError, ModelMismatchError
-from deltasync.publish.shards import TensorRange, gathered_places, part_of, pieces
+from deltasync.publish.shards import TensorRange, check_alike, check_ignored, gathered_places, part_of, pieces
 from deltasync.publish.stream import Stream, Tensor, pair_of, tensors_of
 from deltasync.ranks.peers import Peers, Range
 from deltasync.tensors import fingerprint
@@ -55,7 +56,9 @@ class Ownership:
         """
         peers = self._peers
         self._table, self._lacks, self._mine, self._is_settled = None, {}, {}, False
-        if peers.size == 1 or dtype == "fp8":  # which refuses shards
+        if peers.size == 1:
+            return _alone(stream)
+        if dtype == "fp8":  # which refuses shards
             return stream
 
         def look() -> tuple[_Pairs, _Table | None]:
@@ -66,7 +69,7 @@ class Ownership:
             return known, {name: _held(name, tensor, dtype, gathered) for name, tensor in known}
 
         pairs, table = peers.all(look)
-        tables = peers.share(table)
+        tables = peers.share(table, _Table | None)
         found = [each for each in tables if each is not None]
         if len(found) < peers.size:
             self._table = {}
@@ -83,7 +86,7 @@ class Ownership:
         """
         if self._table is None or self._is_settled:
             return []
-        tables = self._peers.share(self._table)
+        tables = self._peers.share(self._table, _Table)
         for rank, table in enumerate(tables):
             for other in tables[0].keys() ^ table.keys():
                 with_it, without = (0, rank) if other in tables[0] else (rank, 0)
@@ -100,6 +103,8 @@ class Ownership:
         Raises:
             ConfigError, ModelMismatchError: at once, or when it is read: a shard is whole now, or the other way round.
         """
+        if self._peers.size == 1:
+            return _alone(stream)
         return stream if self._table is None else self._owned(tensors_of(stream))
 
     def _as_read(self, pairs: _Pairs, dtype: str) -> Iterator[tuple[str, Tensor]]:
@@ -167,6 +172,34 @@ _LOCAL = (
     "If each rank has experts, layers or shards of its own, publish them by the names of the checkpoint, or as TensorRange; "
     "if all ranks should have the same, such as a buffer, broadcast it from one."
 )
+
+
+def _alone(stream: Stream) -> Stream:
+    """Return the stream of a process that publishes by itself; one of several that train holds everything whole, or raises.
+
+    Raises:
+        ConfigError: at once, or when it is read: a tensor is gathered for a moment only, or other processes hold other ones.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return stream
+    if isinstance(stream, torch.nn.Module):
+        check_ignored(stream)
+    pairs, gathered = tensors_of(stream), gathered_places()
+
+    def checked() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in map(pair_of, pairs):
+            if isinstance(tensor, torch.Tensor) and part_of(name, tensor) is None:
+                if gathered and tensor.data_ptr() in gathered:
+                    raise ConfigError(
+                        f"{name} is gathered by FSDP2, and rank {dist.get_rank()} publishes alone. {_TOGETHER}"
+                    )
+                check_alike(name, tensor)
+            yield name, tensor
+
+    return list(checked()) if isinstance(pairs, ItemsView | Sequence) else checked()
+
+
+_TOGETHER = "Publish the module from all ranks, each with Publisher(..., group=torch.distributed.group.WORLD)."
 
 
 def _held(name: str, tensor: Tensor, dtype: str, gathered: set[int]) -> _Held:

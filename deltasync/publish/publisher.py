@@ -167,7 +167,10 @@ class Publisher:
     def _begin_run(
         self, given: _Given, initial: str | Path | None, resume: bool, shadow: str | Path | None, *, alone: bool
     ) -> None:
-        start, token = self._peers.first(lambda: (self._open(given.settings, resume, given.files), uuid.uuid4().hex))
+        def begin() -> tuple[Start, str]:
+            return self._open(given.settings, resume, given.files), uuid.uuid4().hex
+
+        start, token = self._peers.first(begin, tuple[Start, str])
         self._prove_writes(given.settings, token)
         reader = ChannelReader(self.store, None if start.trusted is None else Trusted(start.trusted))
         self.settings = start.settings
@@ -466,7 +469,9 @@ class Publisher:
             return number, full, collects, waiting is not None
 
         try:
-            number, full, collects, joins = self._peers.first(decide, problem, same)
+            number, full, collects, joins = self._peers.first(
+                decide, tuple[int, bool, bool, bool], problem=problem, same=same
+            )
             if joins and isinstance(uploader, PartUploader):
                 waiting = uploader.take()
         except BaseException:

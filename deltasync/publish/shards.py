@@ -59,6 +59,35 @@ def part_of(name: str, tensor: torch.Tensor | TensorRange) -> TensorRange | None
     return None
 
 
+def check_alike(name: str, tensor: torch.Tensor) -> None:
+    """Check that no framework has marked a plain tensor as one that differs between processes.
+
+    Raises:
+        ConfigError: DeepSpeed or Megatron has: it is an expert, or a part of a tensor.
+    """
+    if getattr(tensor, "allreduce", True) is False:
+        raise ConfigError(f"{name} belongs to an expert: other processes hold other ones under this name. {_LOCAL_CURE}")
+    if getattr(tensor, "tensor_model_parallel", False):
+        raise ConfigError(f"{name} is a part of a tensor that tensor parallelism cuts. {_LOCAL_CURE}")
+
+
+def check_ignored(module: torch.nn.Module) -> None:
+    """Check that DDP keeps all parameters of a module equal in all processes.
+
+    Raises:
+        ConfigError: it was told to leave some out, as those of local experts are.
+    """
+    for part in module.modules():
+        ignored = {*(getattr(part, "_ddp_params_and_buffers_to_ignore", None) or ())}
+        if left := sorted(ignored & {name for name, param in part.named_parameters() if param.requires_grad}):
+            raise ConfigError(f"{left[0]} is left out of DDP, so other processes hold other values. {_LOCAL_CURE}")
+
+
+_LOCAL_CURE = (
+    "Publish from all ranks, each with Publisher(..., group=group), and give what differs the names of the checkpoint, or a "
+    "TensorRange."
+)
+
 FSDP1_CURE = (
     "Use FSDP2 (fully_shard), or publish from one rank, without a group, what get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) gathers on all ranks."

@@ -35,7 +35,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 class Start(NamedTuple):
     """What the first rank found in a channel, for all ranks."""
 
-    settings: PublisherSettings
+    options: dict[str, str | int | float | None]  # the settings
     channel: Channel | None
     run_id: str
     number: int  # of the newest version, readable or not; 0 if there is none
@@ -43,6 +43,11 @@ class Start(NamedTuple):
         StoredRecord
     ]  # the records that lead to it from nothing, without bytes; empty if nothing can build on it
     trusted: list[str] | None  # keys of writers, None if everything is taken
+
+    @property
+    def settings(self) -> PublisherSettings:
+        """The first rank's settings."""
+        return PublisherSettings(**self.options)  # type: ignore[arg-type]
 
     @property
     def end(self) -> VersionId:
@@ -69,7 +74,8 @@ def open_first(store: Store, settings: PublisherSettings, resume: bool, files: M
         except (CorruptDataError, ChainError) as error:
             logger.warning("Version %s cannot be read: %s The next version has full weights.", tip, error)
     number = 0 if tip is None else tip.version
-    return Start(settings, log.channel, log.run_id, number, chain, None if signer is None else signer.trusted.names), log
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()}
+    return Start(options, log.channel, log.run_id, number, chain, None if signer is None else signer.trusted.names), log
 
 
 def _has_other_adapter(stored: StoredRecord, files: Mapping[str, bytes]) -> bool:
@@ -120,7 +126,7 @@ class FirstStream:
         self.start = start
         self.initial: Checkpoint | None = None
         if initial is not None and not start.number:
-            reference = peers.first(lambda: checkpoint.find(initial))
+            reference = peers.first(lambda: checkpoint.find(initial), Reference)
             self.initial = peers.all(lambda: checkpoint.load(reference))
         self._peers, self._owned = peers, owned
         self._reader = reader
@@ -152,7 +158,8 @@ class FirstStream:
             first = _without(first, nothing)
             ranges = first.ranges
         table = channel or _new_channel(specs, dtype)
-        shared = peers.share((table if peers.rank == 0 else None, table.tensors_sha256, ranges))
+        described = (table if peers.rank == 0 else None, table.tensors_sha256, ranges)
+        shared = peers.share(described, tuple[Channel | None, str, dict[str, Range]])
         channel, held = shared[0][0], [ranges for *_, ranges in shared]
         assert channel is not None
         for rank, (_, digest, _) in enumerate(shared):
@@ -233,7 +240,7 @@ def _refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference
     Raises:
         ModelMismatchError, CorruptDataError: as `Checkpoint.read`; then all ranks raise.
     """
-    alike = peers.share(initial.alike(shadow.specs, shadow.bits))
+    alike = peers.share(initial.alike(shadow.specs, shadow.bits), dict[str, list[str]])
     tied = {}
     for name, others in alike[0].items():
         on_all_ranks = [other for other in others if all(other in found.get(name, ()) for found in alike)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import pickle
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -91,16 +90,22 @@ class Peers:
             self._store = self._mailbox = None
             self.signals.close()
 
-    def share(self, value: _Value) -> list[_Value]:
-        """Return the values of all ranks, by rank."""
+    def share(self, value: _Value, kind: Any) -> list[_Value]:
+        """Return the values of all ranks, by rank. `kind` is their type, as msgspec takes it."""
         if self.size == 1:
             return [value]
-        # pickle, as the collectives of torch.distributed do it: between processes of one trainer, through its own store
-        values = pickle.loads(self._exchange(zlib.compress(pickle.dumps(value), 1), pickle.dumps))
-        return [pickle.loads(zlib.decompress(each)) for each in values]
+        found = self._exchange(zlib.compress(_encoded(value), 1), _encoded)
+        return [msgspec.msgpack.decode(zlib.decompress(each), type=kind) for each in _BYTES.decode(found)]
 
-    def first(self, action: Callable[[], _Value], problem: BaseException | None = None, same: object = None) -> _Value:
-        """Run an action on the first rank and return its result at all ranks.
+    def first(
+        self,
+        action: Callable[[], _Value],
+        kind: Any = Any,
+        *,
+        problem: BaseException | None = None,
+        same: str | None = None,
+    ) -> _Value:
+        """Run an action on the first rank and return its result at all ranks. `kind` is its type, as msgspec takes it.
 
         `problem` is what has failed at this rank before; `same` is what has to be equal at all ranks.
 
@@ -108,20 +113,33 @@ class Peers:
             BaseException: what the action raises, or `problem`; a `DeltaSyncError` with the same message at the others.
             PublishError: `same` differs.
         """
-        value = None
+        value: _Value | None = None
         if self.rank == 0 and problem is None:
             value, problem = attempt(action)
-        found = self.share((value, None if problem is None else _described(problem), same))
+        if self.size > 1:
+
+            def decide(said: list[bytes]) -> bytes:
+                found = [_SAID.decode(each) for each in said]
+                for rank, (failure, other) in enumerate(found):
+                    if failure is not None:
+                        return _encoded((rank, *failure))
+                    if other != found[0][1]:
+                        message = (
+                            f"Rank {rank} publishes {other}, and rank 0 publishes {found[0][1]}. Nothing was published."
+                        )
+                        return _encoded((-1, PublishError.__name__, message))
+                return _encoded((None, _encoded(value)))
+
+            said = _encoded((None if problem is None else _described(problem), same))
+            failed, *answer = _ANSWER.decode(self._exchange(said, decide))
+            if problem is None and failed is not None:
+                message = str(answer[1])
+                raise error_of(answer[0], message if failed < 0 else f"Rank {failed} failed: {message}", PublishError)
+            if self.rank and problem is None:
+                return msgspec.msgpack.decode(answer[0], type=kind)
         if problem is not None:
             raise problem
-        for rank, (_, failure, other) in enumerate(found):
-            if failure is not None:
-                raise error_of(failure[0], f"Rank {rank} failed: {failure[1]}", PublishError)
-            if other != found[0][2]:
-                raise PublishError(
-                    f"Rank {rank} publishes {other}, and rank 0 publishes {found[0][2]}. Nothing was published."
-                )
-        return found[0][0]  # type: ignore[return-value]
+        return value  # type: ignore[return-value]
 
     def agree(self, error: BaseException | None, *numbers: int) -> list[int]:
         """Return the sums of numbers over all ranks, modulo 2**64, if no rank has an error.
@@ -341,6 +359,15 @@ class Signals:
             return self._mailbox.wait(self._store, {rank: key}, what, bounded=False)[0]
         except RuntimeError as error:  # of torch's store
             raise PublishError(f"The store of torch.distributed is gone: {error} {WAY_ON}") from error
+
+
+_BYTES = msgspec.msgpack.Decoder(list[bytes])
+_SAID = msgspec.msgpack.Decoder(tuple[tuple[str, str] | None, str | None])
+_ANSWER = msgspec.msgpack.Decoder(list[Any])
+
+
+def _encoded(value: object) -> bytes:
+    return msgspec.msgpack.encode(value, enc_hook=str)  # of a path
 
 
 def _described(error: BaseException) -> tuple[str, str]:
