@@ -19,6 +19,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import PublisherSettings, TrainerSettings
 from deltasync.errors import ConfigError, NotPublishedError, PublishError, PublishTimeoutError
 from deltasync.publish.stream import Stream
+from deltasync.ranks.peers import Peers
 from trl_callback import adapter, gather
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet import Fleet, Pace
@@ -97,31 +98,28 @@ class DeltaWeightTransfer:
             )
         self.open()
 
-    def open(self, *, together: bool = False) -> None:
-        """Open the channel for the bound model, once; `together` if all processes publish, each the shards that it holds.
+    def open(self, peers: Peers | None = None) -> None:
+        """Open the channel for the bound model, once.
+
+        Args:
+            peers: All processes, if all publish, each the shards that it holds; None if this one publishes alone.
 
         Raises:
             ChannelInUseError: the channel holds a run that is neither of `run_ids` nor to be resumed.
             StoreError: the store cannot be reached.
         """
-        assert self._model is not None
         if self.publisher is not None:
             return
-        self._together, self.published_step = together, None
+        self._together, self.published_step = peers is not None, None
         config = self.config
-        settings = PublisherSettings.from_env(dtype=config.served_dtype)
-        dtype = gather.served_dtypes(self._model, settings.dtype)
-        if config.adapter_only:
-            files = adapter.files(self._model) | gather.adapter_base_file(self._model)
-        else:
-            files = gather.checkpoint_files(self._model, self._processing_class, dtype)
         with self._store.within(min(OPEN_S, config.ack_timeout_s)):
-            self.publisher = self._opened(files, dataclasses.replace(settings, dtype=dtype))
+            known = self._read() if peers is None else peers.all(self._read)
+            self.publisher = self._opened(*known)
         if config.ack != "none":
             asked = TrainerSettings.from_env(max_behind=config.max_behind).max_behind
             default = 0 if self.on_policy else 1
             self._pace = Pace(self._wait_for, default if asked is None else asked)
-        if not together or dist.get_rank() == 0:
+        if not self._together or dist.get_rank() == 0:
             url, newest = self._store.url, self.publisher.version
             begins = f"goes on after version {newest}" if newest else "begins with version 1"
             # To stderr: trainers show nobody what is logged as INFO.
@@ -130,8 +128,22 @@ class DeltaWeightTransfer:
                 f"To see versions and replicas: deltasync watch {url}\n"
             )
 
-    def _opened(self, files: Mapping[str, bytes], settings: PublisherSettings) -> Publisher:
+    def _read(self) -> tuple[dict[str, bytes], PublisherSettings, bool, str | None]:
+        """Return what a publisher needs from the model, the environment and the store: files, settings, resume, initial."""
         assert self._model is not None
+        config = self.config
+        settings = PublisherSettings.from_env(dtype=config.served_dtype)
+        dtype = gather.served_dtypes(self._model, settings.dtype)
+        if config.adapter_only:
+            files = adapter.files(self._model) | gather.adapter_base_file(self._model)
+        else:
+            files = gather.checkpoint_files(self._model, self._processing_class, dtype)
+        initial = gather.loaded_from(self._model) if config.initial == "auto" else config.initial
+        return files, dataclasses.replace(settings, dtype=dtype), config.resume or self._holds_our_run(), initial
+
+    def _opened(
+        self, files: Mapping[str, bytes], settings: PublisherSettings, resume: bool, initial: str | None
+    ) -> Publisher:
         config = self.config
         return Publisher(
             self._store,
@@ -141,8 +153,8 @@ class DeltaWeightTransfer:
             retries=RETRIES,
             signing_key=config.signing_key,
             model_files=files,
-            initial=gather.loaded_from(self._model) if config.initial == "auto" else config.initial,
-            resume=config.resume or self._holds_our_run(),
+            initial=initial,
+            resume=resume,
             group=dist.group.WORLD if self._together else None,
             # The other processes wait for the main one, which waits for the fleet.
             peer_timeout_s=max(settings.peer_timeout_s, config.ack_timeout_s + _MARGIN_S),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -171,6 +171,30 @@ _GATHERED = (
 _LOCAL = (
     "If each rank has experts, layers or shards of its own, publish them by the names of the checkpoint, or as TensorRange; "
     "if all ranks should have the same, such as a buffer, broadcast it from one."
+)
+
+
+def check_equal(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that all ranks hold the same whole tensors, so that the first one may publish alone. All ranks call this.
+
+    Raises:
+        ConfigError: a tensor differs, or a rank lacks it; at all ranks.
+    """
+    if peers.size == 1:
+        return
+    table = peers.all(lambda: {name: _held(name, tensor, "keep", set()) for name, tensor in tensors.items()})
+    for rank, other in enumerate(tables := peers.share(table, _Table)):
+        for name in sorted(tables[0].keys() ^ other.keys()):
+            with_it, without = (0, rank) if name in tables[0] else (rank, 0)
+            raise ConfigError(f"Rank {with_it} holds {name}, and rank {without} does not. {_ALONE_CURE}")
+        for name, held in other.items():
+            if held != tables[0][name]:
+                raise ConfigError(f"{name} differs between ranks 0 and {rank}, and rank 0 publishes alone. {_ALONE_CURE}")
+
+
+_ALONE_CURE = (
+    "If each rank trains experts or layers of its own, publish from a loop of your own on all ranks, each with "
+    "Publisher(..., group=group), by the names of the checkpoint; otherwise broadcast the parameter from one rank."
 )
 
 

@@ -158,13 +158,14 @@ class FirstStream:
             first = _without(first, nothing)
             ranges = first.ranges
         table = channel or _new_channel(specs, dtype)
-        described = (table if peers.rank == 0 else None, table.tensors_sha256, ranges)
-        shared = peers.share(described, tuple[Channel | None, str, dict[str, Range]])
-        channel, held = shared[0][0], [ranges for *_, ranges in shared]
-        assert channel is not None
+        described = (dict(table.tensors) if peers.rank == 0 else {}, table.tensors_sha256, ranges)
+        shared = peers.share(described, tuple[dict[str, tuple[str, tuple[int, ...]]], str, dict[str, Range]])
+        held = [ranges for *_, ranges in shared]
         for rank, (_, digest, _) in enumerate(shared):
-            if digest != channel.tensors_sha256:
+            if digest != shared[0][1]:
                 raise ModelMismatchError(f"Rank {rank} publishes other names, dtypes or shapes than rank 0.")
+        if channel is None:  # in the first rank's order
+            channel = _new_channel({name: TensorSpec(name, *described) for name, described in shared[0][0].items()}, dtype)
         check_coverage(channel.specs, held)
         resumed = self.resumed(ranges)
         if resumed is not None:

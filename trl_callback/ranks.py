@@ -1,0 +1,36 @@
+"""Agreement of a trainer's processes before they publish: nothing failed in any of them, and they hold the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from deltasync.publish.ownership import check_equal
+from deltasync.ranks.peers import Peers
+
+_OPEN_S = 600.0  # for a process that is late
+
+
+@contextlib.contextmanager
+def all_processes() -> Iterator[Peers]:
+    """Connect the processes of a trainer for a moment; all of them call this. A single one asks nobody."""
+    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    peers = Peers(dist.group.WORLD if many else None, _OPEN_S)
+    try:
+        yield peers
+    finally:
+        peers.close("has begun to train, or failed")
+
+
+def check_replicas(peers: Peers, model: torch.nn.Module) -> None:
+    """Check that all processes hold the same parameters, of which the main one publishes its own.
+
+    Raises:
+        ConfigError: they differ, as local experts do; in all processes.
+    """
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    plain = {name: data for name, data in params.items() if type(data) is torch.Tensor and not data.is_meta}
+    check_equal(peers, plain)
