@@ -44,7 +44,7 @@ logger = get_logger(__name__)
 _DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 _BATCH = 1 << 26  # elements that are compared by one call
 _COPIED = 1 << 20  # elements of a tensor that is copied, to be compared with others, where its memory may be used again
-_COPIES_BYTES = 16 << 20
+_COPIES_BYTES = 4 << 20
 """Bytes of tensors in another dtype or order than the published one, of which copies are compared together."""
 
 _MOST_LATER = 8

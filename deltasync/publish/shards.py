@@ -208,7 +208,7 @@ def gathered_places() -> set[int]:
     return found - {0}
 
 
-_PIECE = 1 << 22  # elements
+_PIECE = 1 << 20  # elements
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

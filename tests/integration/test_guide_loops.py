@@ -29,5 +29,5 @@ def test_loops_publish_the_model(tmp_path: Path, size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_loop_with_deepspeed_publishes_the_model(tmp_path: Path, size: int, deepspeed: Path) -> None:
-    environ = {"PYTHONPATH": f"{ROOT}:{deepspeed}", "DS_ACCELERATOR": "cpu"}
+    environ = {"PYTHONPATH": f"{ROOT}:{deepspeed}", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": f"{deepspeed}/built"}
     torchrun(size, tmp_path / "loops", _ZERO, script="guide_ranks.py", timeout_s=900, **environ)

@@ -52,7 +52,7 @@ def test_a_trainer_publishes_what_each_process_holds(trainers: Path, kind: str) 
 
 @pytest.mark.slow
 def test_zero3_publishes_what_each_process_holds(deepspeed: Path, tmp_path: Path) -> None:
-    environ = {"PYTHONPATH": f"{ROOT}:{deepspeed}", "DS_ACCELERATOR": "cpu"}
+    environ = {"PYTHONPATH": f"{ROOT}:{deepspeed}", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": f"{deepspeed}/built"}
     torchrun(2, tmp_path, "zero3", "zero3-moe", script="trainer_ranks.py", **environ)
     for kind in ("zero3", "zero3-moe"):
         reports = prove(tmp_path / kind, sharded=True)
