@@ -31,7 +31,9 @@ class Job:
         changed: Elements that differ from the version before, over all ranks.
         pieces: Steps from the version before, in pieces of different elements. Later ones are merged into them while the
             job waits.
-        fingerprints: Those of the whole tensors at this version. Empty if the uploader has to compute them.
+        fingerprints: Those of the whole tensors at this version, at least of those of which this rank holds a part. Empty if
+            the uploader has to compute them.
+        model: The fingerprint of the model, if that is not the sum of `fingerprints`.
         reference: The checkpoint that it refers to instead of holding weights.
         weights: A sharded trainer's full weights, for the version's record or for an anchor beside it.
         ended_s: When the job was made, after its stream had been read, by `time.perf_counter`.
@@ -51,6 +53,7 @@ class Job:
     changed: int = 0
     pieces: Sequence[Delta] = ()
     fingerprints: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    model: int | None = None
     reference: Reference | None = None
     weights: Weights | None = None
     ended_s: float = dataclasses.field(default_factory=time.perf_counter)

@@ -41,6 +41,7 @@ from deltasync.publish.shadow import Shadow
 from deltasync.publish.start import FirstStream, Start, open_first
 from deltasync.publish.stream import Stream
 from deltasync.publish.upload import Uploader
+from deltasync.ranks.digests import Digests
 from deltasync.ranks.mailbox import ranks_of
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store, open_store
@@ -178,6 +179,7 @@ class Publisher:
         self._specs: Mapping[str, TensorSpec] = {} if start.channel is None else start.channel.specs
         self._shadow: Shadow | None = None
         self._held: Sequence[Mapping[str, Range]] = []
+        self._digests = Digests(self._peers, [])
         self._last: Receipt | None = None
         self._interrupted = self._starts_over = False  # whether a publish was, and the next version starts from new bits
         self._serial, self._closed = 0, False
@@ -489,6 +491,7 @@ class Publisher:
             self._uploader.resume()
             base = base._replace(full=False, collects=False)
         self._channel, self._specs, self._held, self._shadow = begun.channel, begun.channel.specs, begun.held, begun.shadow
+        self._digests = Digests(self._peers, begun.held)
         self._starts_over = False
         return base, begun.changes, begun.reference
 
@@ -527,10 +530,12 @@ class Publisher:
         elif waiting is not None and not base.full:
             pieces = [*waiting.pieces, *changes]
         # Without other ranks the uploader computes the fingerprints of full weights, so that the trainer does not wait.
-        names = () if base.full and reference is None and self._peers.size == 1 else tuple(self._specs)
-        digests = [0 if problem is not None else shadow.fingerprints[name] for name in names]
-        changed, *digests = self._peers.agree(problem, sum(delta.changed for delta in pieces), *digests)
-        fingerprints = dict(zip(names, digests, strict=True))
+        changed, model = sum(delta.changed for delta in pieces), None
+        wanted = problem is None and not (base.full and reference is None and self._peers.size == 1)
+        fingerprints = dict(shadow.fingerprints) if wanted else {}
+        if self._peers.size > 1 or problem is not None:
+            everything = base.full or base.collects or reference is not None
+            changed, fingerprints, model = self._digests.agree(problem, changed, fingerprints, everything=everything)
         jobs: list[Job] = []
         if reference is not None:
             known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
@@ -545,7 +550,7 @@ class Publisher:
         if waiting is not None:  # the new job answers its receipts too
             waiting.drop_weights()
             job.encoded, job.uploaded, job.coalesced = waiting.encoded, waiting.uploaded, waiting.coalesced + 1
-        job.weights, job.fingerprints = weights, fingerprints
+        job.weights, job.fingerprints, job.model = weights, fingerprints, model
         job.changed = 0 if base.full else changed
         job.pieces = () if base.full else pieces
         return [*jobs, job]

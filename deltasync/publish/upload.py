@@ -336,7 +336,7 @@ class Uploader:
             version=job.version,
             epoch=self._log.epoch,
             created_at=documents.now(),
-            fingerprint=fingerprint.to_hex(sum(job.fingerprints.values())),
+            fingerprint=fingerprint.to_hex(sum(job.fingerprints.values()) if job.model is None else job.model),
             delta=delta,
             anchor=anchor,
             step=job.step,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import threading
 import zlib
@@ -149,12 +150,12 @@ class Peers:
         """
         values = np.array([value & MASK for value in numbers], np.uint64)
         if self.size > 1:
-            own = b"+" + values.tobytes() if error is None else b"-" + json.dumps([self.rank, *_described(error)]).encode()
-            answer = self._exchange(own, _sum)
+            own = _without_zeros(values) if error is None else b"-" + json.dumps([self.rank, *_described(error)]).encode()
+            answer = self._exchange(own, functools.partial(_sum, values.size))
             if error is None and answer[:1] == b"-":
                 rank, kind, message = json.loads(answer[1:])
                 raise error_of(kind, f"Rank {rank} failed, so nothing was published: {message}", PublishError)
-            values = np.frombuffer(answer[1:], np.uint64) if error is None else values
+            values = _with_zeros(answer, values.size) if error is None else values
         if error is not None:
             raise error
         return values.tolist()
@@ -234,15 +235,25 @@ class Peers:
             self._mailbox.end(f"has given up. {why.replace(WAY_ON, '').strip()}")
 
 
-def _sum(values: list[bytes]) -> bytes:
+def _sum(count: int, messages: list[bytes]) -> bytes:
     """Add up the numbers of all ranks, or return the first error."""
-    failed = [value for value in values if value[:1] == b"-"]
-    if failed:
-        return failed[0]
-    sums = np.frombuffer(values[0][1:], np.uint64).copy()
-    for value in values[1:]:
-        sums += np.frombuffer(value[1:], np.uint64)
-    return b"+" + sums.tobytes()
+    failed = [message for message in messages if message[:1] == b"-"]
+    return failed[0] if failed else _without_zeros(sum(_with_zeros(message, count) for message in messages))  # type: ignore[arg-type]
+
+
+def _without_zeros(values: np.ndarray) -> bytes:
+    """Return the message that has these uint64: a bit for each, and 8 bytes for each that is not 0."""
+    some = values != 0
+    return b"+" + np.packbits(some).tobytes() + values[some].tobytes()
+
+
+def _with_zeros(message: bytes, count: int) -> np.ndarray:
+    """Return the numbers of a message, uint64[count]."""
+    end = 1 + -(-count // 8)
+    some = np.unpackbits(np.frombuffer(message[1:end], np.uint8), count=count).astype(np.bool_)
+    values = np.zeros(count, np.uint64)
+    values[some] = np.frombuffer(message[end:], np.uint64)
+    return values
 
 
 class Signals:
