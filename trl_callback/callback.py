@@ -106,22 +106,19 @@ class DeltaSyncCallback(TrainerCallback):
 
         What fails in one process is raised in all, with its rank.
         """
-        transfer = self._transfer
-        with ranks.all_processes() as peers:
-            peers.all(lambda: self._prepare(args, state, model, kwargs))
-            if gather.is_sharded(model):
-                transfer.open(peers)
-                if self._publishes:
-                    self._publish(model)
-                return
-            ranks.check_replicas(peers, model)
+        ranks.in_all_processes(lambda: self._prepare(args, state, model, kwargs))
+        together = gather.is_sharded(model)
 
-            def begin() -> None:
-                transfer.open()
-                if self._publishes:
-                    self._publish(model)
+        def begin() -> None:
+            self._transfer.open(together=together)
+            if self._publishes:
+                self._publish(model)
 
-            peers.all(begin if state.is_world_process_zero else lambda: None)
+        if together:
+            begin()
+        else:
+            ranks.check_replicas(model)
+            ranks.in_all_processes(begin if state.is_world_process_zero else lambda: None)
 
     def _prepare(self, args: Any, state: TrainerState, model: Any, more: dict[str, Any]) -> None:
         """Do what needs no other process before the channel is opened."""

@@ -19,8 +19,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import PublisherSettings, TrainerSettings
 from deltasync.errors import ConfigError, NotPublishedError, PublishError, PublishTimeoutError
 from deltasync.publish.stream import Stream
-from deltasync.ranks.peers import Peers
-from trl_callback import adapter, gather
+from trl_callback import adapter, gather, ranks
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet import Fleet, Pace
 from trl_callback.patience import OPEN_S, RETRIES, Backlog, PatientStore
@@ -98,11 +97,8 @@ class DeltaWeightTransfer:
             )
         self.open()
 
-    def open(self, peers: Peers | None = None) -> None:
-        """Open the channel for the bound model, once.
-
-        Args:
-            peers: All processes, if all publish, each the shards that it holds; None if this one publishes alone.
+    def open(self, *, together: bool = False) -> None:
+        """Open the channel for the bound model, once; `together` if all processes publish, each the shards that it holds.
 
         Raises:
             ChannelInUseError: the channel holds a run that is neither of `run_ids` nor to be resumed.
@@ -110,16 +106,15 @@ class DeltaWeightTransfer:
         """
         if self.publisher is not None:
             return
-        self._together, self.published_step = peers is not None, None
+        self._together, self.published_step = together, None
         config = self.config
         with self._store.within(min(OPEN_S, config.ack_timeout_s)):
-            known = self._read() if peers is None else peers.all(self._read)
-            self.publisher = self._opened(*known)
+            self.publisher = self._opened(*ranks.in_all_processes(self._read) if together else self._read())
         if config.ack != "none":
             asked = TrainerSettings.from_env(max_behind=config.max_behind).max_behind
             default = 0 if self.on_policy else 1
             self._pace = Pace(self._wait_for, default if asked is None else asked)
-        if not self._together or dist.get_rank() == 0:
+        if not together or dist.get_rank() == 0:
             url, newest = self._store.url, self.publisher.version
             begins = f"goes on after version {newest}" if newest else "begins with version 1"
             # To stderr: trainers show nobody what is logged as INFO.

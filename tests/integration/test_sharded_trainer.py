@@ -50,6 +50,10 @@ def test_a_trainer_publishes_what_each_process_holds(trainers: Path, kind: str) 
     assert_same_bits({name: model.state_dict()[name] for name in states[1]}, states[1])
 
 
+def test_what_fails_in_one_process_before_its_publisher_is_there_is_told_to_all(tmp_path: Path) -> None:
+    torchrun(2, tmp_path, "refused", script="trainer_ranks.py")
+
+
 @pytest.mark.slow
 def test_zero3_publishes_what_each_process_holds(deepspeed: Path, tmp_path: Path) -> None:
     environ = {"PYTHONPATH": f"{ROOT}:{deepspeed}", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": f"{deepspeed}/built"}
