@@ -65,10 +65,13 @@ def check_alike(name: str, tensor: torch.Tensor) -> None:
     Raises:
         ConfigError: DeepSpeed or Megatron has: it is an expert, or a part of a tensor.
     """
-    if getattr(tensor, "allreduce", True) is False:
+    is_expert = getattr(tensor, "allreduce", True) is False
+    if is_expert and getattr(tensor, "group_name", "") != "ep_size_1":  # DeepSpeed's, whose experts are on all ranks
         raise ConfigError(f"{name} belongs to an expert: other processes hold other ones under this name. {_LOCAL_CURE}")
     if getattr(tensor, "tensor_model_parallel", False):
-        raise ConfigError(f"{name} is a part of a tensor that tensor parallelism cuts. {_LOCAL_CURE}")
+        megatron = sys.modules.get("megatron.core.parallel_state")  # which marks parameters also where it cuts none
+        if megatron is None or megatron.get_tensor_model_parallel_world_size() > 1:
+            raise ConfigError(f"{name} is a part of a tensor that tensor parallelism cuts. {_LOCAL_CURE}")
 
 
 def check_ignored(module: torch.nn.Module) -> None:
