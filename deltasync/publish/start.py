@@ -157,6 +157,11 @@ class FirstStream:
             assert first is not None
             first = _without(first, nothing)
             ranges = first.ranges
+        if channel is None and peers.rank == 0 and all(name.startswith("module.") for name in specs):
+            logger.warning(
+                "All names begin with `module.`, as named_parameters() of DDP's wrapper gives them; a checkpoint's names do "
+                "not. Publish the module itself, publisher.publish(model)."
+            )
         table = channel or _new_channel(specs, dtype)
         described = (dict(table.tensors) if peers.rank == 0 else {}, table.tensors_sha256, ranges)
         shared = peers.share(described, tuple[dict[str, tuple[str, tuple[int, ...]]], str, dict[str, Range]])

@@ -93,12 +93,16 @@ def measure(megabytes: int, dtype: torch.dtype, url: str) -> dict[str, float]:
         change(weights)
         note("resume", publisher, shadow_bytes)
         assert publisher.version == 3
-    replica = Replica(url)
+    served = {}
     if dist.get_rank() == 0:
+        replica = Replica(url)
         replica.sync()
-    for name, value in weights.items():  # one by one, as all ranks gather them
-        whole = value.bfloat16().full_tensor().view(torch.int16)
-        assert dist.get_rank() or torch.equal(replica.state_dict()[name].view(torch.int16), whole), name
+        served = replica.state_dict()
+    for name, value in weights.items():
+        part = value.to_local().bfloat16().view(torch.int32)
+        parts = None if dist.get_rank() else [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.gather(part, parts)  # equal parts
+        assert parts is None or torch.equal(served[name].view(torch.int32), torch.cat(parts)), name
     dist.barrier()
     return peaks
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system does
 
 @pytest.mark.parametrize(
     ("size", "megabytes"),
-    [(2, 256), *(pytest.param(size, 1024, marks=pytest.mark.slow) for size in (2, 4, 8))],
+    [(2, 256), *(pytest.param(size, 512, marks=pytest.mark.slow) for size in (2, 4, 8))],
 )
 def test_a_tensor_of_half_the_model_takes_64_megabytes_beside_shard_and_shadow(
     tmp_path: Path, size: int, megabytes: int
