@@ -122,6 +122,12 @@ class Shadow:
             held[name], ranges[name] = bits_of(copy), (part.start, part.stop)
         return cls(specs, ranges, held)
 
+    def ordered(self, specs: Mapping[str, TensorSpec]) -> Shadow:
+        """Return this new shadow in the order of a channel's table, which positions count by."""
+        if [*self.specs] == [*specs]:
+            return self
+        return Shadow(specs, {name: self.ranges[name] for name in specs}, {name: self.bits[name] for name in specs})
+
     @staticmethod
     def outline(stream: Stream, dtype: str, rank: int) -> tuple[dict[str, TensorSpec], dict[str, Range]]:
         """Return the whole tensors of a stream that stays in memory, and the ranges that it holds. Raises as `of`."""

@@ -179,6 +179,7 @@ class FirstStream:
             return Begun(channel, held, resumed, True, changes, None)
         if first is None:
             first = peers.all(lambda: Shadow.of(stream, dtype, peers.rank))
+        first = first.ordered(channel.specs)
         if self.initial is None or not may_refer:
             return Begun(channel, held, first, False, [], None)
         reference, changes = _refer(peers, self.initial, first)
