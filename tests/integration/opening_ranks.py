@@ -60,6 +60,17 @@ def groups() -> None:
     dist.new_group([0])
     with publisher("groups") as opened:
         opened.publish(stream(torch.zeros(8, 4))).wait(60)
+    # A group of some ranks, which has numbers of its own, in another order.
+    some = dist.new_group([0, LAST], use_local_synchronization=False)
+    if RANK in (0, LAST):
+        with Publisher(f"file://{FOLDER}/some", group=some, peer_timeout_s=60) as opened:
+            half = TensorRange(torch.full((16,), float(RANK)), 16 * (RANK == LAST), (8, 4))
+            opened.publish([("w", half)]).wait(60)
+    dist.barrier()
+    if RANK == 0:
+        replica = Replica(f"file://{FOLDER}/some")
+        replica.sync()
+        assert replica.state_dict()["w"].view(-1).tolist() == [0.0] * 16 + [float(LAST)] * 16
 
 
 def failures() -> None:
