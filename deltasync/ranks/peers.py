@@ -115,9 +115,12 @@ class Peers:
             PublishError: `same` differs.
         """
         value: _Value | None = None
+        encoded: bytes | None = None
         if self.rank == 0 and problem is None:
             value, problem = attempt(action)
         if self.size > 1:
+            if problem is None:
+                encoded, problem = attempt(lambda: _encoded(value))
 
             def decide(said: list[bytes]) -> bytes:
                 found = [_SAID.decode(each) for each in said]
@@ -129,7 +132,7 @@ class Peers:
                             f"Rank {rank} publishes {other}, and rank 0 publishes {found[0][1]}. Nothing was published."
                         )
                         return _encoded((-1, PublishError.__name__, message))
-                return _encoded((None, _encoded(value)))
+                return _encoded((None, encoded))
 
             said = _encoded((None if problem is None else _described(problem), same))
             failed, *answer = _ANSWER.decode(self._exchange(said, decide))
@@ -378,11 +381,11 @@ _ANSWER = msgspec.msgpack.Decoder(list[Any])
 
 
 def _encoded(value: object) -> bytes:
-    return msgspec.msgpack.encode(value, enc_hook=str)  # of a path
+    return msgspec.msgpack.encode(value)
 
 
 def _described(error: BaseException) -> tuple[str, str]:
-    return type(error).__name__, str(error)
+    return type(error).__name__, str(error).encode(errors="replace").decode()
 
 
 def _bytes_of(bits: np.ndarray) -> torch.Tensor:
