@@ -72,7 +72,8 @@ def of_module(model: nn.Module) -> tuple[dict[str, Any], Callable[[], Weights]]:
 def fsdp2() -> tuple[dict[str, Any], Callable[[], Weights]]:
     """Only the root is sharded, with mixed precision: an evaluation leaves it gathered, and rounded."""
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, size // 2) if size > 2 else (size,))
+    copies = {"mesh_shape": (2, size // 2), "mesh_dim_names": ("copies", "shards")}
+    mesh = init_device_mesh("cpu", **(copies if size > 2 else {"mesh_shape": (size,)}))
     return of_module(fully_shard(Tiny(), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
 
 
