@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from deltasync.config import TrainerSettings
 from deltasync.errors import ConfigError, ModelMismatchError
-from trl_callback import adapter, compat, gather, server
+from trl_callback import adapter, compat, gather, ranks, server
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.record import VersionRecord
 from trl_callback.weight_transfer import DeltaWeightTransfer
@@ -104,7 +104,26 @@ class DeltaSyncCallback(TrainerCallback):
         gather.check_form_of(model, self.config.adapter_only)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Bind the model and the run before TRL opens the transfer, and publish the initial weights."""
+        """Bind the model and the run before TRL opens the transfer, and publish the initial weights.
+
+        A failure in one process is raised in all, with its rank.
+        """
+        ranks.in_all_processes(lambda: self._prepare(args, state, model, kwargs))
+        together = gather.is_sharded(model)
+
+        def begin() -> None:
+            self._transfer.open(together=together)
+            if self._publishes:
+                self._publish(model)
+
+        if together:
+            begin()
+        else:
+            ranks.check_replicas(model)
+            ranks.in_all_processes(begin if state.is_world_process_zero else lambda: None)
+
+    def _prepare(self, args: Any, state: TrainerState, model: Any, more: dict[str, Any]) -> None:
+        """Prepare this process before the channel is opened."""
         if state.is_hyper_param_search:
             raise ConfigError(
                 "A hyperparameter search trains several models, but a channel is one run. Search without the callback "
@@ -116,24 +135,19 @@ class DeltaSyncCallback(TrainerCallback):
         compat.add_around(self._metrics, self._last)
         transfer = self._transfer
         transfer.step = state.global_step
-        transfer.bind(model, kwargs.get("processing_class"))
+        transfer.bind(model, more.get("processing_class"))
         transfer.run_ids |= {*state.stateful_callbacks.get(_STATE, {}).get("run_ids", [])}
         self._check_replaced(args, state.is_world_process_zero, model)
         if not self._publishes and number > 1:
             raise ConfigError("This trainer decides when to sync and supports only one DeltaSyncCallback. Give it one.")
-        if not compat.follow_tokens(transfer.ages, kwargs.get("train_dataloader")) and self.config.max_token_lag is not None:
+        if not compat.follow_tokens(transfer.ages, more.get("train_dataloader")) and self.config.max_token_lag is not None:
             raise ConfigError(
                 "max_token_lag needs AsyncGRPOTrainer with TRL's own rollout worker, which reads tokens' versions from "
                 f"replies, in TRL {compat.WITH_TOKEN_VERSIONS}. This trainer cannot bound them; leave it out."
             )
         gather.check_form_of(model, self.config.adapter_only)
-        together = gather.is_sharded(model)
         if not self._publishes:
-            compat.replace_stream(transfer.publish_shards if together else lambda: None)
-        if together or state.is_world_process_zero:
-            transfer.open(together=together)
-            if self._publishes:
-                self._publish(model)
+            compat.replace_stream(transfer.publish_shards if gather.is_sharded(model) else lambda: None)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any) -> None:
         """Publish every `publish_steps` steps if the store keeps up, and always the last step. TRL's own sync runs later."""

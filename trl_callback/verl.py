@@ -6,7 +6,8 @@
 
 verl imports this module by that name and makes one engine in each actor and in each rollout worker. The first actor
 publishes; a rollout worker keeps the weights in host memory, patches them by deltas, and hands them to verl's own server
-adapter. Written for verl 0.9 (`verl/checkpoint_engine/base.py`). Other replicas may follow the same channel.
+adapter. verl gathers the weights for the first actor; the publisher refuses a part of a tensor, and one of several experts
+of the same name. Written for verl 0.9 (`verl/checkpoint_engine/base.py`). Other replicas may follow the same channel.
 """
 
 from __future__ import annotations

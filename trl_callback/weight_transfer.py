@@ -19,7 +19,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import PublisherSettings, TrainerSettings
 from deltasync.errors import ConfigError, NotPublishedError, PublishError, PublishTimeoutError
 from deltasync.publish.stream import Stream
-from trl_callback import adapter, gather
+from trl_callback import adapter, gather, ranks
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet import Fleet, Pace
 from trl_callback.patience import OPEN_S, RETRIES, Backlog, PatientStore
@@ -106,19 +106,12 @@ class DeltaWeightTransfer:
             ChannelInUseError: the channel holds a run that is not in `run_ids`, and `resume` is not set.
             StoreError: the store cannot be reached.
         """
-        assert self._model is not None
         if self.publisher is not None:
             return
         self._together, self.published_step = together, None
         config = self.config
-        settings = PublisherSettings.from_env(dtype=config.served_dtype)
-        dtype = gather.served_dtypes(self._model, settings.dtype)
-        if config.adapter_only:
-            files = adapter.files(self._model) | gather.adapter_base_file(self._model)
-        else:
-            files = gather.checkpoint_files(self._model, self._processing_class, dtype)
         with self._store.within(min(OPEN_S, config.ack_timeout_s)):
-            self.publisher = self._opened(files, dataclasses.replace(settings, dtype=dtype))
+            self.publisher = self._opened(*ranks.in_all_processes(self._read) if together else self._read())
         if config.ack != "none":
             asked = TrainerSettings.from_env(max_behind=config.max_behind).max_behind
             default = 0 if self.on_policy else 1
@@ -132,8 +125,22 @@ class DeltaWeightTransfer:
                 f"To see versions and replicas: deltasync watch {url}\n"
             )
 
-    def _opened(self, files: Mapping[str, bytes], settings: PublisherSettings) -> Publisher:
+    def _read(self) -> tuple[dict[str, bytes], PublisherSettings, bool, str | None]:
+        """Return what a publisher needs from the model, the environment and the store: files, settings, resume, initial."""
         assert self._model is not None
+        config = self.config
+        settings = PublisherSettings.from_env(dtype=config.served_dtype)
+        dtype = gather.served_dtypes(self._model, settings.dtype)
+        if config.adapter_only:
+            files = adapter.files(self._model) | gather.adapter_base_file(self._model)
+        else:
+            files = gather.checkpoint_files(self._model, self._processing_class, dtype)
+        initial = gather.loaded_from(self._model) if config.initial == "auto" else config.initial
+        return files, dataclasses.replace(settings, dtype=dtype), config.resume or self._holds_our_run(), initial
+
+    def _opened(
+        self, files: Mapping[str, bytes], settings: PublisherSettings, resume: bool, initial: str | None
+    ) -> Publisher:
         config = self.config
         return Publisher(
             self._store,
@@ -143,8 +150,8 @@ class DeltaWeightTransfer:
             retries=RETRIES,
             signing_key=config.signing_key,
             model_files=files,
-            initial=gather.loaded_from(self._model) if config.initial == "auto" else config.initial,
-            resume=config.resume or self._holds_our_run(),
+            initial=initial,
+            resume=resume,
             group=dist.group.WORLD if self._together else None,
             # The other processes wait for the main process, which waits for the fleet.
             peer_timeout_s=max(settings.peer_timeout_s, config.ack_timeout_s + _MARGIN_S),

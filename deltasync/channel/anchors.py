@@ -28,6 +28,8 @@ _FINGERPRINTS, _PLANES = "deltasync.fingerprints", "deltasync.planes"
 INDEX = "model.safetensors.index.json"
 Take = Callable[[str, np.ndarray], int]
 """Writes a tensor's unsigned bit patterns into an array of shape N, and returns their fingerprint."""
+Room = Callable[[str, int], np.ndarray]
+"""Returns writable bytes for a file, by its name and size."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
 """Suffixes of files that hold weights. Some of these formats run code when they are loaded."""
 
@@ -62,6 +64,7 @@ def taken_files(
     take: Take,
     shard_bytes: int,
     compression: str | None = None,
+    room: Room | None = None,
 ) -> Iterator[tuple[str, bytes | memoryview]]:
     """Make weight files one after the other, as (file name, bytes), then the index if there are several.
 
@@ -70,6 +73,7 @@ def taken_files(
         take: Is called once for each tensor, in the order of `specs`, when the tensor's file is made.
         shard_bytes: Most bytes of a file before compression; a larger tensor has a file of its own.
         compression: `COMPRESSED`, or None for files that transformers and vLLM load.
+        room: Where files that are not compressed are made; in new memory if None.
 
     Raises:
         ConfigError: an unknown compression.
@@ -79,17 +83,21 @@ def taken_files(
     files = shards(specs, shard_bytes)
     for file_name, names in files.items():
         held = [specs[name] for name in names]
-        yield file_name, _compressed(held, take) if compression else _plain(held, take)
+        yield file_name, _compressed(held, take) if compression else _plain(held, take, file_name, room or _memory)
     if len(files) > 1:
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
         index = {"metadata": {"total_size": weight_bytes(specs.values())}, "weight_map": weight_map}
         yield INDEX, json.dumps(index, indent=2).encode()
 
 
-def _plain(specs: Sequence[TensorSpec], take: Take) -> memoryview:
+def _memory(name: str, size: int) -> np.ndarray:
+    return torch.empty(size, dtype=torch.uint8).numpy()
+
+
+def _plain(specs: Sequence[TensorSpec], take: Take, file_name: str, room: Room) -> memoryview:
     """A file whose tensors are written straight to their places in it, without another copy."""
     head, order = layout(specs, _metadata({spec.name: 0 for spec in specs}))
-    file_B = torch.empty(len(head) + weight_bytes(specs), dtype=torch.uint8).numpy()
+    file_B = room(file_name, len(head) + weight_bytes(specs))
     places, end = dict[str, np.ndarray](), len(head)
     for spec in order:
         start, end = end, end + spec.nbytes
@@ -139,7 +147,7 @@ def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> I
     Raises:
         CorruptDataError: the file cannot be read, or has a tensor that is not as in `specs`.
     """
-    digests, planes, entries = fingerprints(data), _table(data, _PLANES, dict[str, list[int]], "{}"), views(data)
+    digests, planes, entries = fingerprints(data), planes_of(data), views(data)
     if unknown := planes.keys() - entries.keys():
         raise CorruptDataError(f"The anchor's weight file names planes of {unknown.pop()!r}, which it does not hold.")
     for name, (dtype, shape, byte_B) in entries.items():
@@ -158,6 +166,11 @@ def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> I
 def fingerprints(data: bytes | memoryview) -> dict[str, int]:
     """The fingerprints in the metadata of a weight file."""
     return {name: int(digest, 16) for name, digest in _table(data, _FINGERPRINTS, dict[str, Fingerprint]).items()}
+
+
+def planes_of(data: bytes | memoryview) -> dict[str, list[int]]:
+    """Return the sizes of the planes of compressed tensors, from the metadata of a weight file; its header is enough."""
+    return _table(data, _PLANES, dict[str, list[int]], "{}")
 
 
 def _table(data: bytes | memoryview, key: str, kind: type[_Table], default: str = "null") -> _Table:

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from deltasync.channel import ranges
 from deltasync.channel.anchors import INDEX
 from deltasync.channel.documents import Reference
-from deltasync.codec.base import LIBRARY_ERRORS
+from deltasync.codec.base import LIBRARY_ERRORS, entries
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.kernels import cpu, cpu_diff
-from deltasync.tensors import Delta, Layout, TensorSpec, fingerprint
+from deltasync.tensors import SAFETENSORS_DTYPES, Delta, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, cast
 from deltasync.tensors.delta import of_tensor
 
@@ -27,6 +28,7 @@ _WEIGHTS = "model.safetensors"
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 _REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>\S+))?")
 _WEIGHT_FILE = re.compile(r"\w[\w.=+-]*\.safetensors", re.ASCII)
+_TORCH_DTYPES = {entry: getattr(torch, name) for name, entry in SAFETENSORS_DTYPES.items()}
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -46,10 +48,33 @@ class Checkpoint:
             ModelMismatchError: a tensor is missing, or has another shape or dtype.
             CorruptDataError: a file is damaged.
         """
-        if missing := sorted(name for name in specs if self._source(name) not in self.files):
-            raise ModelMismatchError(f"{self.reference} lacks {first_five(missing)}, which the model has.")
+        self._check_names(specs)
         for name, tensor in self.tensors(specs):
             yield name, bits_of(self._served(tensor, specs[name]))
+
+    def ranges(self, specs: Mapping[str, TensorSpec], wanted: ranges.Ranges) -> Iterator[ranges.Piece]:
+        """Read ranges of these tensors in pieces, as they are served, file by file. Raises as `read`."""
+        self._check_names(specs)
+        by_file: dict[Path, list[str]] = {}
+        for name in specs:
+            by_file.setdefault(self.files[self._source(name)], []).append(name)
+        for path, names in by_file.items():
+            file = ranges.RangedFile.local(path)
+            found, given, spans = entries(file.header(), file.size), dict[str, torch.dtype](), []
+            for name in names:
+                if self._source(name) not in found:
+                    raise CorruptDataError(f"{path} lacks {self._source(name)}, which its index names.")
+                dtype, shape, first, _ = found[self._source(name)]
+                given[name] = _TORCH_DTYPES[dtype]
+                self._served(torch.empty(shape, dtype=given[name], device="meta"), specs[name])
+                spans.append((name, first, given[name].itemsize, *wanted[name]))
+            for name, at, data in ranges.read_spans(file, spans):
+                piece = torch.frombuffer(bytearray(data), dtype=given[name])
+                yield name, at, bits_of(cast(piece, specs[name].dtype) if specs[name].dtype in _FLOATS else piece)
+
+    def _check_names(self, specs: Mapping[str, TensorSpec]) -> None:
+        if missing := sorted(name for name in specs if self._source(name) not in self.files):
+            raise ModelMismatchError(f"{self.reference} lacks {first_five(missing)}, which the model has.")
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Read these tensors, which the checkpoint has, file by file, as they are stored.
@@ -138,10 +163,7 @@ def small_files(reference: Reference, limit_bytes: int | None = None, *, with_to
 
 
 def compare(
-    checkpoint: Checkpoint,
-    layout: Layout,
-    ranges: Mapping[str, tuple[int, int]],
-    bits: Mapping[str, np.ndarray],
+    checkpoint: Checkpoint, layout: Layout, held: ranges.Ranges, bits: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, int], list[Delta]]:
     """Compare ranges of a checkpoint's tensors with a model's bits, which are flat and unsigned.
 
@@ -151,14 +173,13 @@ def compare(
     Raises:
         ModelMismatchError, CorruptDataError: as `Checkpoint.read`.
     """
-    parts, changes = {}, []
-    for name, bits_N in checkpoint.read(layout.specs):
-        start, stop = ranges[name]
-        held = bits_N[start:stop]
-        parts[name] = cpu.fingerprint(fingerprint.tensor_key(name), held, start)
-        at_K, step_K = cpu_diff.diff(held, bits[name])
+    parts, changes = dict.fromkeys(layout.specs, 0), []
+    for name, at, old_N in checkpoint.ranges(layout.specs, held):
+        first = at - held[name][0]
+        parts[name] = (parts[name] + cpu.fingerprint(fingerprint.tensor_key(name), old_N, at)) & fingerprint.MASK
+        at_K, step_K = cpu_diff.diff(old_N, bits[name][first : first + old_N.size])
         if at_K.size:
-            changes.append(of_tensor(layout, name, at_K, step_K, start=start))
+            changes.append(of_tensor(layout, name, at_K, step_K, start=at))
     return parts, changes
 
 

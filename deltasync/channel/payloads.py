@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from deltasync import codec
-from deltasync.channel import checkpoint
+from deltasync.channel import checkpoint, ranges
 from deltasync.channel.anchors import read_weights
 from deltasync.channel.documents import File, Record, Reference
 from deltasync.channel.reading import ChannelReader
@@ -72,6 +72,29 @@ def weights(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, 
                 if missing.pop(name, None) is None:
                     raise CorruptDataError(f"{name} occurs twice.")
                 yield name, bits_N, expected
+    if missing:
+        raise CorruptDataError(f"The anchor of version {record.version} lacks {checkpoint.first_five(sorted(missing))}.")
+
+
+def ranges_of_weights(reader: ChannelReader, stored: StoredRecord, wanted: ranges.Ranges) -> Iterator[ranges.Piece]:
+    """Read ranges of full weights in pieces. The caller checks the fingerprint of all ranges together.
+
+    Raises:
+        FormatError, MissingVersionError: as `weights`.
+    """
+    record, specs = stored.record, reader.specs
+    if record.reference is not None:
+        with _loading(record.version, record.reference):
+            yield from _referred(reader, record.version, record.reference).ranges(specs, wanted)
+        return
+    missing = dict(specs)
+    for file in record.payload_files:
+        with _naming(file.key):
+            for found in ranges.read_weights(ranges.RangedFile.stored(reader.store, file), specs, wanted):
+                if not isinstance(found, str):
+                    yield found
+                elif missing.pop(found, None) is None:
+                    raise CorruptDataError(f"{found} occurs twice.")
     if missing:
         raise CorruptDataError(f"The anchor of version {record.version} lacks {checkpoint.first_five(sorted(missing))}.")
 
@@ -141,29 +164,41 @@ def _has_payload(data: bytes) -> bool:
 
 
 def _reference_weights(reader: ChannelReader, version: int, reference: Reference) -> Iterator[tuple[str, np.ndarray, int]]:
-    specs = reader.specs
-    if reference.fingerprints.keys() != specs.keys():
-        raise CorruptDataError(f"The reference of version {version} does not name the channel's tensors.")
-    try:
-        factor, more = _REFERENCE_BYTES
-        limit_bytes = factor * weight_bytes(specs.values()) + more
-        found = checkpoint.load(reference, limit_bytes, with_token=reader.may_use_token(reference.repo))
-    except ConfigError as error:
-        raise MissingVersionError(
-            f"Version {version} refers to the checkpoint {reference}, which this machine cannot load: {error}"
-        ) from error
-    wrong = []
-    try:
+    specs, wrong = reader.specs, []
+    found = _referred(reader, version, reference)
+    with _loading(version, reference):
         for name, bits_N in found.read(specs):
             expected = int(reference.fingerprints[name], 16)
             if cpu.fingerprint(fingerprint.tensor_key(name), bits_N) == expected:
                 yield name, bits_N, expected
             else:
                 wrong.append(name)
-    except ModelMismatchError as error:
-        raise CorruptDataError(f"The checkpoint {reference} is not version {version}: {error}") from error
     if wrong:
         raise CorruptDataError(f"The checkpoint {reference} is not version {version}: {_differing(wrong, specs)}")
+
+
+def _referred(reader: ChannelReader, version: int, reference: Reference) -> checkpoint.Checkpoint:
+    """Load the checkpoint that a version refers to."""
+    specs = reader.specs
+    if reference.fingerprints.keys() != specs.keys():
+        raise CorruptDataError(f"The reference of version {version} does not name the channel's tensors.")
+    try:
+        factor, more = _REFERENCE_BYTES
+        limit_bytes = factor * weight_bytes(specs.values()) + more
+        return checkpoint.load(reference, limit_bytes, with_token=reader.may_use_token(reference.repo))
+    except ConfigError as error:
+        raise MissingVersionError(
+            f"Version {version} refers to the checkpoint {reference}, which this machine cannot load: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _loading(version: int, reference: Reference) -> Iterator[None]:
+    """Raise CorruptDataError if a checkpoint does not have the channel's tensors."""
+    try:
+        yield
+    except ModelMismatchError as error:
+        raise CorruptDataError(f"The checkpoint {reference} is not version {version}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -255,20 +255,40 @@ def views(data: bytes | memoryview) -> dict[str, tuple[str, tuple[int, ...], np.
     """Return the entries of a safetensors file in memory without a copy: safetensors' name of the dtype, shape, bytes.
 
     Raises:
+        CorruptDataError: as `entries`.
+    """
+    file_B = np.frombuffer(data, np.uint8)
+    found = entries(data, len(data)).items()
+    return {name: (dtype, shape, file_B[first:last]) for name, (dtype, shape, first, last) in found}
+
+
+def entries(data: bytes | memoryview, size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Return the entries of a safetensors file: safetensors' name of the dtype, shape, first byte, byte behind the last one.
+
+    Args:
+        data: The first bytes of the file, with all of its header.
+        size: Bytes of the file.
+
+    Raises:
         CorruptDataError: the file is malformed, or its entries do not fill it without gaps from the header to the end.
     """
     try:
         start, header = _header(data)
-        file_B, end = np.frombuffer(data, np.uint8)[start:], 0
-        found = {}
-        entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
-        for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
+        found, end = dict[str, tuple[str, tuple[int, ...], int, int]](), 0
+        listed = ((name, entry) for name, entry in header.items() if name != "__metadata__")
+        for name, entry in sorted(listed, key=lambda item: item[1]["data_offsets"]):
             (first, last), shape = entry["data_offsets"], entry["shape"]
             lengths = isinstance(shape, list) and all(type(length) is int and length >= 0 for length in shape)
-            if first != end or not lengths or last - first != math.prod(shape) * _ITEM_BYTES[entry["dtype"]]:
+            if (
+                type(first) is not int
+                or type(last) is not int
+                or first != end
+                or not lengths
+                or last - first != math.prod(shape) * _ITEM_BYTES[entry["dtype"]]
+            ):
                 raise ValueError(f"{name!r} has wrong offsets or a wrong shape")
-            found[name], end = (entry["dtype"], tuple(shape), file_B[first:last]), last
-        if end != file_B.size:
+            found[name], end = (entry["dtype"], tuple(shape), start + first, start + last), last
+        if start + end != size:
             raise ValueError("the file does not end where its last entry does")
     except (struct.error, *LIBRARY_ERRORS, RecursionError, AttributeError, OverflowError) as error:
         raise CorruptDataError(f"Not a safetensors file: {error!r}.") from error

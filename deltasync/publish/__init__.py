@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _HOME = {"Publisher": "publisher", "Receipt": "job"}
 
-__all__ = ["Publisher", "Receipt", "shards", "stream"]
+__all__ = ["Publisher", "Receipt", "ownership", "shards", "stream"]
 
 
 def __getattr__(name: str) -> Any:

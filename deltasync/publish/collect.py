@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,12 +58,8 @@ def collect_weights(
         PublishError: a rank did not answer.
     """
 
-    def collect(name: str) -> np.ndarray:
-        return peers.collect(shadow.bits[name], [ranges[name] for ranges in held])
-
-    def take(name: str, out_N: np.ndarray) -> int:
-        np.copyto(out_N, collect(name))
-        return fingerprints[name]
+    def collect(name: str, out_N: np.ndarray | None = None) -> None:
+        peers.collect(shadow.bits[name], [ranges[name] for ranges in held], out_N)
 
     if peers.rank:
         for name in specs:
@@ -71,11 +69,24 @@ def collect_weights(
     folder = tempfile.TemporaryDirectory(prefix="deltasync-")
     paths: list[Path] = []
     problem: Exception | None = None
+
+    def take(name: str, out_N: np.ndarray) -> int:
+        collect(name, out_N)
+        return fingerprints[name]
+
+    def room(name: str, size: int) -> np.ndarray:
+        nonlocal problem
+        try:
+            return _mapped(Path(folder.name, name), size)
+        except OSError as error:
+            problem = problem or error
+            return np.empty(size, np.uint8)  # the others go on sending
+
     try:
-        for name, data in _files(specs, take, settings):  # to the end: the others go on sending
-            if problem is None:
+        for name, data in _files(specs, take, settings, room):
+            paths.append(Path(folder.name, name))
+            if problem is None and not paths[-1].exists():
                 try:
-                    paths.append(Path(folder.name, name))
                     paths[-1].write_bytes(data)
                 except OSError as error:
                     problem = error
@@ -83,9 +94,31 @@ def collect_weights(
     except BaseException:
         folder.cleanup()
         raise
-    return Weights(((path.name, path.read_bytes()) for path in paths), folder.cleanup)
+    return Weights(((path.name, _read(path)) for path in paths), folder.cleanup)
 
 
-def _files(specs: Mapping[str, TensorSpec], take: anchors.Take, settings: PublisherSettings) -> Files:
+def _mapped(path: Path, size: int) -> np.ndarray:
+    """Return the bytes of a new file on the disk, which the system writes and drops from memory as it likes.
+
+    Raises:
+        OSError: the disk has no room for them; nothing of it would be known while the bytes are set.
+    """
+    with path.open("xb+") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
+        return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+
+
+def _read(path: Path) -> memoryview:
+    """Return the bytes of a file, which are read as they are used."""
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _files(
+    specs: Mapping[str, TensorSpec], take: anchors.Take, settings: PublisherSettings, room: anchors.Room | None = None
+) -> Files:
     compression = None if settings.anchor_compression == "none" else settings.anchor_compression
-    return anchors.taken_files(specs, take, settings.shard_bytes, compression)
+    return anchors.taken_files(specs, take, settings.shard_bytes, compression, room)

@@ -21,6 +21,7 @@ from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import cpu_rows
 from deltasync.kernels.cpu_rows import Taken
 from deltasync.publish.device_copies import DeviceCopies, Difference
+from deltasync.publish.shards import pieces
 from deltasync.publish.stream import Stream, TensorRange, Tensors, fp8_blocks, pair_of, range_of, tensors_of
 from deltasync.tensors import ITEM_BYTES, Delta, Layout, Sparse, TensorSpec, Vector, check_specs
 from deltasync.tensors.bits import cast, nan_bounds, served_name, tensor_of
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 _BATCH = 1 << 26  # elements that are compared by one call
 _COPIED = 1 << 20  # elements of a tensor that is copied, to be compared with others, where its memory may be used again
+_COPIES_BYTES = 4 << 20
+"""Bytes of tensors in another dtype or order than the published one, of which copies are compared together."""
 
 
 class VectorMemory:
@@ -138,18 +141,24 @@ class _Table:
             not part.held.is_contiguous() or part.held.dtype is not _DTYPES[dtype]
             for (_, part), dtype in zip(parts, self._dtypes, strict=True)
         ]
-        copied_S = np.cumsum(np.where(is_cast, count_S, 0))
+        # Large ones are copied and compared piece by piece, so that copies take little memory.
+        self._large = [at for at, cast_ in enumerate(is_cast) if cast_ and count_S[at] > _COPIED]
+        is_large_S = np.zeros(len(parts), bool)
+        is_large_S[self._large] = True
+        self._places = place_S2
+        copied_S = np.cumsum(np.where(is_cast, count_S, 0) * ~is_large_S)
         edges = np.flatnonzero(np.diff(copied_S // _COPIED, prepend=0)).tolist()
         self._launches = []
         for low, high in itertools.pairwise([*dict.fromkeys((0, *edges)), len(parts)]):
             rows = {}
             for width, memory in shadow.memory.items():
-                at_R = np.flatnonzero(place_S2[low:high, 0] == width)
+                at_R = np.flatnonzero((place_S2[low:high, 0] == width) & ~is_large_S[low:high])
                 at_R = at_R[np.argsort(place_S2[low:high, 1][at_R])]
                 tensor_R, count_R = place_S2[low:high, 1][at_R], count_S[low:high][at_R]
                 columns = tensor_R, memory.start_T[tensor_R], count_R, memory.address_T[tensor_R], np.zeros_like(tensor_R)
                 rows[width] = at_R, np.stack(columns, axis=1)
-            self._launches.append(_Launch(low, high, [at for at in range(low, high) if is_cast[at]], rows))
+            cast_S = [at for at in range(low, high) if is_cast[at] and not is_large_S[at]]
+            self._launches.append(_Launch(low, high, cast_S, rows))
 
     def held(self, tensors: Collection[Any], dtype: str, rank: int) -> list[torch.Tensor] | None:
         """Return the tensors of a stream if they differ from those of the table in their addresses and bits alone.
@@ -190,6 +199,14 @@ class _Table:
                 if at_R.size:
                     row_RF[:, 4] = address_S[at_R]
                     yield width, row_RF
+        for at in self._large:
+            width, number = self._places[at].tolist()
+            memory = self._shadow.memory[width]
+            start, address = int(memory.start_T[number]), int(memory.address_T[number])
+            for first, piece in pieces(held[at]):
+                copy = cast(piece, self._dtypes[at]).contiguous()
+                row = number, start + first, copy.numel(), address + first * width, copy.data_ptr()
+                yield width, np.array([row], np.int64)
 
 
 class Detector:
@@ -202,7 +219,7 @@ class Detector:
         # Of tensors that come one by one and wait for a launch: rows without addresses of the shadow, and the tensors.
         self._rows: dict[int, list[tuple[int, int, int, int]]] = {}
         self._held: list[torch.Tensor] = []
-        self._count = 0
+        self._count = self._copied_bytes = 0
         self._found: dict[int, list[tuple[int, np.ndarray, np.ndarray]]] = {}
 
     def take(self, stream: Stream, dtype: str, rank: int, placement: str) -> Iterator[Step]:
@@ -211,7 +228,7 @@ class Detector:
         Raises:
             ModelMismatchError: the stream holds other tensors, or other ranges of them.
         """
-        self._rows, self._held, self._count, self._found = {}, [], 0, {}
+        self._clear()
         tensors, dtype = served_tensors(stream, dtype)
         lasting = isinstance(tensors, ItemsView | Sequence)
         on_host = placement == "host" or (placement == "auto" and "cpu" not in kernels.ACCELERATORS)
@@ -269,17 +286,28 @@ class Detector:
 
     def _add(self, name: str, held: torch.Tensor, spec: TensorSpec, lasting: bool) -> Iterator[Step]:
         """Add a range of a tensor on the host, in any dtype. Its memory may change after return unless it is lasting."""
-        new = held
-        if not held.is_contiguous() or held.dtype is not _DTYPES[spec.dtype]:
-            new = cast(held, spec.dtype).contiguous()
-        count = new.numel()
-        if not lasting and new is held and count <= _COPIED:
-            new = new.detach().clone()
+        start, count = self._shadow.ranges[name][0], held.numel()
+        if held.is_contiguous() and held.dtype is _DTYPES[spec.dtype]:
+            if not lasting and count <= _COPIED:
+                held = held.detach().clone()
+                self._copied_bytes += held.nbytes
+            yield from self._row(name, start, held)
+            if not (lasting or count <= _COPIED):
+                yield from self._flush()
+            return
+        for at, piece in pieces(held):
+            new = cast(piece, spec.dtype).contiguous()
+            new = new if lasting or new.data_ptr() != piece.data_ptr() else new.clone()
+            self._copied_bytes += new.nbytes
+            yield from self._row(name, start + at, new)
+
+    def _row(self, name: str, start: int, new: torch.Tensor) -> Iterator[Step]:
+        """Add contiguous elements in the served dtype, from index `start` of the tensor on."""
         width, number = self._shadow.layout.places[name]
-        self._rows.setdefault(width, []).append((number, self._shadow.ranges[name][0], count, new.data_ptr()))
+        self._rows.setdefault(width, []).append((number, start, new.numel(), new.data_ptr()))
         self._held.append(new)
-        self._count += count
-        if self._count >= _BATCH or not (lasting or count <= _COPIED):
+        self._count += new.numel()
+        if self._count >= _BATCH or self._copied_bytes >= _COPIES_BYTES:
             yield from self._flush()
 
     def _different(self, differences: Iterator[Difference]) -> Iterator[Step]:
@@ -287,6 +315,7 @@ class Detector:
         for name, at_K, data in differences:
             if at_K is None:
                 spec = self._shadow.specs[name]
+                self._copied_bytes += data.nbytes
                 yield from self._add(name, tensor_of(data, TensorSpec(name, spec.dtype, (data.size,))), spec, lasting=True)
             elif at_K.size:
                 width, number = self._shadow.layout.places[name]
@@ -303,9 +332,13 @@ class Detector:
             yield Step(self._shadow.layout, memory, None, steps)
         for width, given in self._rows.items():
             row_R4 = np.array(sorted(given), np.int64)
-            address_R = self._shadow.memory[width].address_T[row_R4[:, 0]]
+            memory, tensor_R = self._shadow.memory[width], row_R4[:, 0]
+            address_R = memory.address_T[tensor_R] + (row_R4[:, 1] - memory.start_T[tensor_R]) * width
             yield from self._launch(width, np.insert(row_R4, 3, address_R, axis=1))
-        self._rows, self._held, self._count, self._found = {}, [], 0, {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows, self._held, self._count, self._copied_bytes, self._found = {}, [], 0, 0, {}
 
 
 def served_tensors(stream: Stream, dtype: str) -> tuple[Tensors, str]:

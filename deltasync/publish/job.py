@@ -32,7 +32,9 @@ class Job:
         changed: Elements that differ from the version before, over all ranks.
         pieces: Steps from the version before, in pieces of different elements. Later ones are merged into them while the
             job waits.
-        fingerprints: Those of the whole tensors at this version; None if the uploader has to compute them.
+        fingerprints: Those of the whole tensors at this version; of tensors that other ranks hold, they may be older. None
+            if the uploader has to compute them.
+        model: The fingerprint of the model, if that is not the sum of `fingerprints`.
         reference: The checkpoint that it refers to instead of holding weights.
         weights: A sharded trainer's full weights, for the version's record or for an anchor beside it.
         ended_s: When the job was made, after its stream had been read, by `time.perf_counter`.
@@ -52,6 +54,7 @@ class Job:
     changed: int = 0
     pieces: Sequence[Delta] = ()
     fingerprints: Fingerprints | None = None
+    model: int | None = None
     reference: Reference | None = None
     weights: Weights | None = None
     ended_s: float = dataclasses.field(default_factory=time.perf_counter)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from deltasync import kernels
 from deltasync.errors import ConfigError, ModelMismatchError
-from deltasync.publish.shards import TensorRange, gathered_places, part_of, pieces
+from deltasync.publish.shards import TensorRange, check_alike, check_ignored, gathered_places, part_of, pieces
 from deltasync.publish.stream import Stream, Tensor, pair_of, tensors_of
 from deltasync.ranks.peers import Peers, Range
 from deltasync.tensors import fingerprint
@@ -55,7 +56,9 @@ class Ownership:
         """
         peers = self._peers
         self._table, self._lacks, self._mine, self._is_settled = None, {}, {}, False
-        if peers.size == 1 or dtype == "fp8":  # which refuses shards
+        if peers.size == 1:
+            return _alone(stream)
+        if dtype == "fp8":  # which refuses shards
             return stream
 
         def look() -> tuple[_Pairs, _Table | None]:
@@ -66,7 +69,7 @@ class Ownership:
             return known, {name: _held(name, tensor, dtype, gathered) for name, tensor in known}
 
         pairs, table = peers.all(look)
-        tables = peers.share(table)
+        tables = peers.share(table, _Table | None)
         found = [each for each in tables if each is not None]
         if len(found) < peers.size:
             self._table = {}
@@ -83,7 +86,7 @@ class Ownership:
         """
         if self._table is None or self._is_settled:
             return []
-        tables = self._peers.share(self._table)
+        tables = self._peers.share(self._table, _Table)
         for rank, table in enumerate(tables):
             for other in tables[0].keys() ^ table.keys():
                 with_it, without = (0, rank) if other in tables[0] else (rank, 0)
@@ -100,6 +103,8 @@ class Ownership:
         Raises:
             ConfigError, ModelMismatchError: at once, or when it is read: a shard is whole now, or the other way round.
         """
+        if self._peers.size == 1:
+            return _alone(stream)
         return stream if self._table is None else self._owned(tensors_of(stream))
 
     def _as_read(self, pairs: _Pairs, dtype: str) -> Iterator[tuple[str, Tensor]]:
@@ -167,6 +172,58 @@ _LOCAL = (
     "If each rank has experts, layers or shards of its own, publish them by the names of the checkpoint, or as TensorRange; "
     "if all ranks should have the same, such as a buffer, broadcast it from one."
 )
+
+
+def check_equal(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that all ranks hold the same whole tensors, so that the first one may publish alone. All ranks call this.
+
+    Raises:
+        ConfigError: a tensor differs, or a rank lacks it; at all ranks.
+    """
+    if peers.size == 1:
+        return
+    table = peers.all(lambda: {name: _held(name, tensor, "keep", set()) for name, tensor in tensors.items()})
+    for rank, other in enumerate(tables := peers.share(table, _Table)):
+        for name in sorted(tables[0].keys() ^ other.keys()):
+            with_it, without = (0, rank) if name in tables[0] else (rank, 0)
+            raise ConfigError(f"Rank {with_it} holds {name}, and rank {without} does not. {_ALONE_CURE}")
+        for name, held in other.items():
+            if held != tables[0][name]:
+                raise ConfigError(f"{name} differs between ranks 0 and {rank}, and rank 0 publishes alone. {_ALONE_CURE}")
+
+
+_ALONE_CURE = (
+    "If each rank trains experts or layers of its own, publish from a loop of your own on all ranks, each with "
+    "Publisher(..., group=group), by the names of the checkpoint; otherwise broadcast the parameter from one rank."
+)
+
+
+def _alone(stream: Stream) -> Stream:
+    """Return the stream of a process that publishes by itself; one of several that train holds everything whole, or raises.
+
+    Raises:
+        ConfigError: at once, or when it is read: a tensor is gathered for a moment only, or other processes hold other ones.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return stream
+    if isinstance(stream, torch.nn.Module):
+        check_ignored(stream)
+    pairs, gathered = tensors_of(stream), gathered_places()
+
+    def checked() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in map(pair_of, pairs):
+            if isinstance(tensor, torch.Tensor) and part_of(name, tensor) is None:
+                if gathered and tensor.data_ptr() in gathered:
+                    raise ConfigError(
+                        f"{name} is gathered by FSDP2, and rank {dist.get_rank()} publishes alone. {_TOGETHER}"
+                    )
+                check_alike(name, tensor)
+            yield name, tensor
+
+    return list(checked()) if isinstance(pairs, ItemsView | Sequence) else checked()
+
+
+_TOGETHER = "Publish the module from all ranks, each with Publisher(..., group=torch.distributed.group.WORLD)."
 
 
 def _held(name: str, tensor: Tensor, dtype: str, gathered: set[int]) -> _Held:

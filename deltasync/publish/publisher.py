@@ -34,6 +34,7 @@ from deltasync.publish.resume import FirstStream, Given, Start, open_first, prov
 from deltasync.publish.shadow import Shadow
 from deltasync.publish.stream import Stream
 from deltasync.publish.upload import PartUploader, Uploader
+from deltasync.ranks.digests import Digests
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store
 from deltasync.tensors import Delta, Fingerprints, TensorSpec, weight_bytes
@@ -115,7 +116,10 @@ class Publisher:
         self._peers.leave()
 
     def _begin_run(self, given: Given, initial: str | Path | None, resume: bool, *, alone: bool) -> None:
-        start, token = self._peers.first(lambda: (self._open(given.settings, resume, given.files), uuid.uuid4().hex))
+        def begin() -> tuple[Start, str]:
+            return self._open(given.settings, resume, given.files), uuid.uuid4().hex
+
+        start, token = self._peers.first(begin, tuple[Start, str])
         prove_writes(self._peers, self.store, given.settings, token)
         reader = ChannelReader(self.store, None if start.trusted is None else Trusted(start.trusted))
         self.settings = start.settings
@@ -123,6 +127,7 @@ class Publisher:
         self._specs: Mapping[str, TensorSpec] = {} if start.channel is None else start.channel.specs
         self._shadow: Shadow | None = None
         self._held: Sequence[Mapping[str, Range]] = []
+        self._digests = Digests(self._peers, [])
         self._last: Receipt | None = None
         self._interrupted = self._starts_over = False  # whether a publish was, and the next version starts from new bits
         self._serial, self._closed = 0, False
@@ -347,7 +352,9 @@ class Publisher:
             return number, full, collects, waiting is not None
 
         try:
-            number, full, collects, joins = self._peers.first(decide, problem, same)
+            number, full, collects, joins = self._peers.first(
+                decide, tuple[int, bool, bool, bool], problem=problem, same=same
+            )
             if joins and isinstance(uploader, PartUploader):
                 waiting = uploader.take()
         except BaseException:
@@ -365,6 +372,7 @@ class Publisher:
             self._uploader.resume()
             base = base._replace(full=False, collects=False)
         self._channel, self._specs, self._held, self._shadow = begun.channel, begun.channel.specs, begun.held, begun.shadow
+        self._digests = Digests(self._peers, begun.held)
         self._starts_over = False
         return base, begun.changes, begun.reference
 
@@ -403,11 +411,12 @@ class Publisher:
         elif waiting is not None and not base.full:
             pieces = [*waiting.pieces, *changes]
         fingerprints: Fingerprints | None = None
-        changed = sum(delta.changed for delta in pieces)
+        changed, model = sum(delta.changed for delta in pieces), None
         if self._peers.size > 1:
-            digests = [0 if problem is not None else shadow.fingerprints[name] for name in self._specs]
-            changed, *digests = self._peers.agree(problem, changed, *digests)
-            fingerprints = Fingerprints.by_name(shadow.layout, dict(zip(self._specs, digests, strict=True)))
+            shares = {} if problem is not None else dict(shadow.fingerprints)
+            everything = base.full or base.collects or reference is not None
+            changed, found, model = self._digests.agree(problem, changed, shares, everything=everything)
+            fingerprints = Fingerprints.by_name(shadow.layout, found)
         elif problem is not None:
             raise problem
         elif not base.full or reference is not None:  # else the uploader computes them, so that the trainer does not wait
@@ -427,7 +436,7 @@ class Publisher:
         if waiting is not None:  # the new job answers its receipts too
             waiting.drop_weights()
             job.encoded, job.uploaded, job.coalesced = waiting.encoded, waiting.uploaded, waiting.coalesced + 1
-        job.weights, job.fingerprints = weights, fingerprints
+        job.weights, job.fingerprints, job.model = weights, fingerprints, model
         job.changed = 0 if base.full else changed
         job.pieces = () if base.full else pieces
         return [*jobs, job]

@@ -89,7 +89,7 @@ class Given(NamedTuple):
 class Start(NamedTuple):
     """What the first rank found in a channel, for all ranks."""
 
-    settings: PublisherSettings
+    options: dict[str, str | int | float | None]  # the settings
     channel: Channel | None
     run_id: str
     number: int  # of the newest version, readable or not; 0 if there is none
@@ -97,6 +97,11 @@ class Start(NamedTuple):
         StoredRecord
     ]  # the records that lead to it from nothing, without bytes; empty if nothing can build on it
     trusted: list[str] | None  # keys of writers, None if everything is taken
+
+    @property
+    def settings(self) -> PublisherSettings:
+        """The first rank's settings."""
+        return PublisherSettings(**self.options)  # type: ignore[arg-type]
 
     @property
     def end(self) -> VersionId:
@@ -123,7 +128,8 @@ def open_first(store: Store, settings: PublisherSettings, resume: bool, files: M
         except (CorruptDataError, ChainError) as error:
             logger.warning("Version %s cannot be read: %s The next version has full weights.", tip, error)
     number = 0 if tip is None else tip.version
-    return Start(settings, log.channel, log.run_id, number, chain, None if signer is None else signer.trusted.names), log
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()}
+    return Start(options, log.channel, log.run_id, number, chain, None if signer is None else signer.trusted.names), log
 
 
 def _has_other_adapter(stored: StoredRecord, files: Mapping[str, bytes]) -> bool:
@@ -207,7 +213,7 @@ class FirstStream:
         self.start = start
         self.initial: Checkpoint | None = None
         if initial is not None and not start.number:
-            reference = peers.first(lambda: checkpoint.find(initial))
+            reference = peers.first(lambda: checkpoint.find(initial), Reference)
             self.initial = peers.all(lambda: checkpoint.load(reference))
         self._peers, self._owned = peers, owned
         self._reader = reader
@@ -222,26 +228,44 @@ class FirstStream:
         peers = self._peers
 
         stream = self._owned.first(named_tensors, dtype)
+        # Tensors that stay in memory are compared with the version that is resumed where they are, without a copy.
+        stays = self._resumes and peers.size > 1 and isinstance(stream, Sequence)
 
-        def read() -> Shadow:
-            shadow = Shadow.of(stream, dtype, peers.rank)
+        def read() -> tuple[Shadow | None, Mapping[str, TensorSpec], Mapping[str, Range]]:
+            copied = None if stays else Shadow.of(stream, dtype, peers.rank)
+            found = Shadow.outline(stream, dtype, peers.rank) if copied is None else (copied.specs, copied.ranges)
             if channel is not None:
-                check_specs(channel.specs, shadow.specs, "The published model")
-            return shadow
+                check_specs(channel.specs, found[0], "The published model")
+            return copied, *found
 
-        first = peers.all(read)
-        first = _without(first, self._owned.settle())
-        table = channel or _new_channel(first.specs, dtype)
-        shared = peers.share((table if peers.rank == 0 else None, table.tensors_sha256, first.ranges))
-        channel, held = shared[0][0], [ranges for *_, ranges in shared]
-        assert channel is not None
+        first, specs, ranges = peers.all(read)
+        if nothing := self._owned.settle():
+            assert first is not None
+            first = _without(first, nothing)
+            ranges = first.ranges
+        if channel is None and peers.rank == 0 and all(name.startswith("module.") for name in specs):
+            logger.warning(
+                "All names begin with `module.`, as named_parameters() of DDP's wrapper gives them; a checkpoint's names do "
+                "not. Publish the module itself, publisher.publish(model)."
+            )
+        table = channel or _new_channel(specs, dtype)
+        described = (dict(table.tensors) if peers.rank == 0 else {}, table.tensors_sha256, ranges)
+        shared = peers.share(described, tuple[dict[str, tuple[str, tuple[int, ...]]], str, dict[str, Range]])
+        held = [ranges for *_, ranges in shared]
         for rank, (_, digest, _) in enumerate(shared):
-            if digest != channel.tensors_sha256:
+            if digest != shared[0][1]:
                 raise ModelMismatchError(f"Rank {rank} publishes other names, dtypes or shapes than rank 0.")
+        if channel is None:  # in the first rank's order
+            channel = _new_channel({name: TensorSpec(name, *described) for name, described in shared[0][0].items()}, dtype)
         check_coverage(channel.specs, held)
-        resumed = self.resumed(first.ranges)
+        resumed = self.resumed(ranges)
         if resumed is not None:
-            return Begun(channel, held, resumed, True, resumed.advance(first.stream(), "keep", peers.rank), None)
+            again: Stream = stream if first is None else first.stream()
+            changes = peers.all(lambda: resumed.advance(again, dtype if first is None else "keep", peers.rank))
+            return Begun(channel, held, resumed, True, changes, None)
+        if first is None:
+            first = peers.all(lambda: Shadow.of(stream, dtype, peers.rank))
+        first = first.ordered(channel.specs)
         if self.initial is None or not may_refer:
             return Begun(channel, held, first, False, [], None)
         reference, changes = _refer(peers, self.initial, first)
@@ -304,7 +328,7 @@ def _refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference
     Raises:
         ModelMismatchError, CorruptDataError: as `Checkpoint.read`; then all ranks raise.
     """
-    alike = peers.share(initial.alike(shadow.specs, shadow.bits))
+    alike = peers.share(initial.alike(shadow.specs, shadow.bits), dict[str, list[str]])
     tied = {}
     for name, others in alike[0].items():
         on_all_ranks = [other for other in others if all(other in found.get(name, ()) for found in alike)]

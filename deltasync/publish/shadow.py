@@ -93,20 +93,25 @@ class Shadow:
         specs: dict[str, TensorSpec] = {}
         held: dict[str, np.ndarray] = {}
         ranges: dict[str, Range] = {}
-        given: dict[str, torch.dtype] = {}
-        sizes: dict[torch.dtype, int] = {}
-        tensors, dtype = served_tensors(stream, dtype)
-        for name, part in parts_of(tensors, dtype, rank, specs, {}):
+        for name, part in _first_parts(stream, dtype, rank, specs):
             copy = torch.empty(part.held.shape, dtype=getattr(torch, specs[name].dtype))
             # The copy casts host tensors, in all threads; others are cast where they are.
             copy.copy_(part.held.detach() if part.held.is_cpu else cast(part.held, specs[name].dtype))
             held[name], ranges[name] = bits_of(copy), (part.start, part.stop)
-            sizes[part.held.dtype] = sizes.get(part.held.dtype, 0) + math.prod(part.shape)
-            given[name] = part.held.dtype
-        if not specs:
-            raise ModelMismatchError("The stream held no tensors; nothing was published.")
-        _warn_of_rounding(given, specs, max(sizes, key=lambda dtype: sizes[dtype]))
         return cls(specs, ranges, held)
+
+    def ordered(self, specs: Mapping[str, TensorSpec]) -> Shadow:
+        """Return this new shadow in the order of a channel's table, in which positions count."""
+        if [*self.specs] == [*specs]:
+            return self
+        return Shadow(specs, {name: self.ranges[name] for name in specs}, {name: self.bits[name] for name in specs})
+
+    @staticmethod
+    def outline(stream: Stream, dtype: str, rank: int) -> tuple[dict[str, TensorSpec], dict[str, Range]]:
+        """Return the whole tensors of a stream that stays in memory, and the ranges that it holds. Raises as `of`."""
+        specs: dict[str, TensorSpec] = {}
+        ranges = {name: (part.start, part.stop) for name, part in _first_parts(stream, dtype, rank, specs)}
+        return specs, ranges
 
     @classmethod
     def whole(cls, tensors: Mapping[str, torch.Tensor]) -> Shadow:
@@ -124,15 +129,17 @@ class Shadow:
         """
         specs = reader.specs
         bits = {
-            name: bits_of(torch.zeros(stop - start, dtype=getattr(torch, specs[name].dtype)))
+            name: bits_of(torch.empty(stop - start, dtype=getattr(torch, specs[name].dtype)))
             for name, (start, stop) in ranges.items()
         }
         segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in bits.items()}
         memory = LiveMemory(specs, segments)
-        memory.audit()
         for stored in chain:
             if stored.use_anchor:
-                memory.commit(memory.stage_weights(payloads.weights(reader, stored)))
+                for name, at, piece_N in payloads.ranges_of_weights(reader, stored, ranges):
+                    first = at - ranges[name][0]
+                    bits[name][first : first + piece_N.size] = piece_N
+                memory.audit()
             else:
                 memory.commit(memory.stage(payloads.delta(reader, stored, memory.gather, memory.wanted)))
         return cls(specs, ranges, bits)
@@ -285,6 +292,24 @@ def _warn_of_nan(nan: Sequence[str], version: int) -> None:
             "Version %d is published as it is, but has NaN in %d tensors: %s. Replicas will produce garbage.",
             *(version, len(nan), ", ".join(nan[:5])),
         )
+
+
+def _first_parts(stream: Stream, dtype: str, rank: int, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, TensorRange]]:
+    """Yield the ranges of a first stream and fill `specs`, as `parts_of`; at the end, warn of tensors that are rounded.
+
+    Raises:
+        ModelMismatchError: the stream is empty, or as `parts_of`.
+    """
+    given: dict[str, torch.dtype] = {}
+    sizes: dict[torch.dtype, int] = {}
+    tensors, dtype = served_tensors(stream, dtype)
+    for name, part in parts_of(tensors, dtype, rank, specs, {}):
+        yield name, part
+        sizes[part.held.dtype] = sizes.get(part.held.dtype, 0) + math.prod(part.shape)
+        given[name] = part.held.dtype
+    if not specs:
+        raise ModelMismatchError("The stream held no tensors; nothing was published.")
+    _warn_of_rounding(given, specs, max(sizes, key=lambda dtype: sizes[dtype]))
 
 
 def _warn_of_rounding(given: Mapping[str, torch.dtype], specs: Mapping[str, TensorSpec], main: torch.dtype) -> None:

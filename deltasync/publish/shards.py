@@ -59,6 +59,38 @@ def part_of(name: str, tensor: torch.Tensor | TensorRange) -> TensorRange | None
     return None
 
 
+def check_alike(name: str, tensor: torch.Tensor) -> None:
+    """Check that no framework has marked a plain tensor as one that differs between processes.
+
+    Raises:
+        ConfigError: DeepSpeed or Megatron has: it is an expert, or a part of a tensor.
+    """
+    is_expert = getattr(tensor, "allreduce", True) is False
+    if is_expert and getattr(tensor, "group_name", "") != "ep_size_1":  # DeepSpeed's, whose experts are on all ranks
+        raise ConfigError(f"{name} belongs to an expert: other processes hold other ones under this name. {_LOCAL_CURE}")
+    if getattr(tensor, "tensor_model_parallel", False):
+        megatron = sys.modules.get("megatron.core.parallel_state")  # which marks parameters also where it cuts none
+        if megatron is None or megatron.get_tensor_model_parallel_world_size() > 1:
+            raise ConfigError(f"{name} is a part of a tensor that tensor parallelism cuts. {_LOCAL_CURE}")
+
+
+def check_ignored(module: torch.nn.Module) -> None:
+    """Check that DDP keeps all parameters of a module equal in all processes.
+
+    Raises:
+        ConfigError: it was told to leave some out, as those of local experts are.
+    """
+    for part in module.modules():
+        ignored = {*(getattr(part, "_ddp_params_and_buffers_to_ignore", None) or ())}
+        if left := sorted(ignored & {name for name, param in part.named_parameters() if param.requires_grad}):
+            raise ConfigError(f"{left[0]} is left out of DDP, so other processes hold other values. {_LOCAL_CURE}")
+
+
+_LOCAL_CURE = (
+    "Publish from all ranks, each with Publisher(..., group=group), and give what differs the names of the checkpoint, or a "
+    "TensorRange."
+)
+
 FSDP1_CURE = (
     "Use FSDP2 (fully_shard), or publish from one rank, without a group, what get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) gathers on all ranks."
@@ -179,15 +211,15 @@ def gathered_places() -> set[int]:
     return found - {0}
 
 
-_PIECE = 1 << 22  # elements
+_PIECE = 1 << 20  # elements
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield flat copies of a tensor on the host, each with the index of its first element; together they are all of it."""
+    """Yield a tensor in flat pieces on the host, views where possible, each with the index of its first element."""
     if tensor.numel() <= _PIECE or tensor.is_contiguous():
         flat = tensor.detach().reshape(-1)
         for start in range(0, flat.numel(), _PIECE):
-            yield start, flat[start : start + _PIECE].to("cpu", copy=True)
+            yield start, flat[start : start + _PIECE].cpu()
         return
     row = tensor[0].numel()
     rows = max(1, _PIECE // row)

@@ -123,8 +123,8 @@ def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     tied = list(getattr(module, "_tied_weights_keys", None) or ())
     params = {plain(name): param for name, param in module.named_parameters(remove_duplicate=False)}
     state = {plain(name): value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
-    # A state dict has detached tensors, of which DeepSpeed's shards are not known.
-    state |= {name: param for name, param in params.items() if hasattr(param, "ds_id") and name in state}
+    # A state dict has detached tensors, without what frameworks have noted about parameters.
+    state |= {name: param for name, param in params.items() if _is_marked(param) and name in state}
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         storage: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
@@ -135,6 +135,12 @@ def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
             kept[storage] = name
     names = set(kept.values())
     return {name: tensor for name, tensor in state.items() if name in names}
+
+
+def _is_marked(param: torch.nn.Parameter) -> bool:
+    """Whether a framework has noted on a parameter that processes hold different parts of it, or different ones."""
+    is_local = not getattr(param, "allreduce", True) or getattr(param, "tensor_model_parallel", False)
+    return hasattr(param, "ds_id") or is_local
 
 
 def by_rows(stream: Stream) -> Callable[[], Tensors]:

@@ -329,7 +329,7 @@ class Uploader:
             version=job.version,
             epoch=self._log.epoch,
             created_at=documents.now(),
-            fingerprint=fingerprint.to_hex(job.fingerprints.total),
+            fingerprint=fingerprint.to_hex(job.fingerprints.total if job.model is None else job.model),
             delta=delta,
             anchor=anchor,
             step=job.step,

@@ -55,6 +55,7 @@ class Mailbox:
         self.timeout_s = timeout_s
         self._silence_s = min(SILENCE_S, timeout_s)
         self._group_store = cast("Any", group.get_group_store())
+        self._global = [dist.get_global_rank(group, rank) for rank in range(self.size)]
         # One for all threads, none of which blocks on it. Those of others may wait on the group's for long.
         self._connection = self._group_store.clone()
         self._session = self._meet(PrefixStore("deltasync", self._connection))
@@ -93,8 +94,16 @@ class Mailbox:
 
     def _come(self, store: Any, keys: dict[int, str]) -> None:
         """Wait until these ranks have come to open their publishers."""
-        missing, patience = keys, _Patience("open its publisher")
+        missing, patience, left = keys, _Patience("open its publisher"), None
         while missing := {rank: key for rank, key in missing.items() if not _has(store, key)}:
+            ended = []
+            if patience.waited_s > 0.5 and patience.looks():
+                left = left or PrefixStore(_LEFT, _world_store().clone())
+                ended = [rank for rank in missing if _has(left, str(self._global[rank]))]
+            if ended and not any(_has(store, missing[rank]) for rank in ended):
+                raise PublishError(
+                    f"{ranks_of(ended)} ended the process before opening the publisher. Look for the error of that rank."
+                )
             if patience.waited_s > self.timeout_s:
                 raise PublishError(
                     f"{ranks_of(missing)} did not open the publisher within {self.timeout_s:g} s. Make it on all ranks of "
@@ -228,11 +237,21 @@ class _Patience:
 _open: weakref.WeakSet[Mailbox] = weakref.WeakSet()
 
 
+_LEFT = "deltasync/left"
+
+
 @atexit.register
 def _ending() -> None:
-    """Tell the others that this process ends, after its uploads were finished."""
+    """Tell the others that this process ends, after its uploads were finished; also those who wait for it to open."""
     for mailbox in [*_open]:
         mailbox.end("has ended its process")
+    if dist.is_available() and dist.is_initialized():
+        with contextlib.suppress(Exception):  # the process that held the store may have ended before
+            PrefixStore(_LEFT, _world_store()).set(str(dist.get_rank()), "")
+
+
+def _world_store() -> Any:
+    return cast("Any", dist.group.WORLD).get_group_store()
 
 
 def ranks_of(ranks: Any) -> str:

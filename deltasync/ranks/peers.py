@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
-import pickle
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -91,16 +91,22 @@ class Peers:
             self._store = self._mailbox = None
             self.signals.close()
 
-    def share(self, value: _Value) -> list[_Value]:
-        """Return the values of all ranks, by rank."""
+    def share(self, value: _Value, kind: Any) -> list[_Value]:
+        """Return the values of all ranks, by rank. `kind` is their type, as msgspec takes it."""
         if self.size == 1:
             return [value]
-        # pickle, as the collectives of torch.distributed do it: between processes of one trainer, through its own store
-        values = pickle.loads(self._exchange(zlib.compress(pickle.dumps(value), 1), pickle.dumps))
-        return [pickle.loads(zlib.decompress(each)) for each in values]
+        found = self._exchange(zlib.compress(_encoded(value), 1), _encoded)
+        return [msgspec.msgpack.decode(zlib.decompress(each), type=kind) for each in _BYTES.decode(found)]
 
-    def first(self, action: Callable[[], _Value], problem: BaseException | None = None, same: object = None) -> _Value:
-        """Run an action on the first rank and return its result at all ranks.
+    def first(
+        self,
+        action: Callable[[], _Value],
+        kind: Any = Any,
+        *,
+        problem: BaseException | None = None,
+        same: str | None = None,
+    ) -> _Value:
+        """Run an action on the first rank and return its result at all ranks. `kind` is its type, as msgspec takes it.
 
         `problem` is what has failed at this rank before; `same` is what has to be equal at all ranks.
 
@@ -108,20 +114,36 @@ class Peers:
             BaseException: what the action raises, or `problem`; a `DeltaSyncError` with the same message at the others.
             PublishError: `same` differs.
         """
-        value = None
+        value: _Value | None = None
+        encoded: bytes | None = None
         if self.rank == 0 and problem is None:
             value, problem = attempt(action)
-        found = self.share((value, None if problem is None else _described(problem), same))
+        if self.size > 1:
+            if problem is None:
+                encoded, problem = attempt(lambda: _encoded(value))
+
+            def decide(said: list[bytes]) -> bytes:
+                found = [_SAID.decode(each) for each in said]
+                for rank, (failure, other) in enumerate(found):
+                    if failure is not None:
+                        return _encoded((rank, *failure))
+                    if other != found[0][1]:
+                        message = (
+                            f"Rank {rank} publishes {other}, and rank 0 publishes {found[0][1]}. Nothing was published."
+                        )
+                        return _encoded((-1, PublishError.__name__, message))
+                return _encoded((None, encoded))
+
+            said = _encoded((None if problem is None else _described(problem), same))
+            failed, *answer = _ANSWER.decode(self._exchange(said, decide))
+            if problem is None and failed is not None:
+                message = str(answer[1])
+                raise error_of(answer[0], message if failed < 0 else f"Rank {failed} failed: {message}", PublishError)
+            if self.rank and problem is None:
+                return msgspec.msgpack.decode(answer[0], type=kind)
         if problem is not None:
             raise problem
-        for rank, (_, failure, other) in enumerate(found):
-            if failure is not None:
-                raise error_of(failure[0], f"Rank {rank} failed: {failure[1]}", PublishError)
-            if other != found[0][2]:
-                raise PublishError(
-                    f"Rank {rank} publishes {other}, and rank 0 publishes {found[0][2]}. Nothing was published."
-                )
-        return found[0][0]  # type: ignore[return-value]
+        return value  # type: ignore[return-value]
 
     def agree(self, error: BaseException | None, *numbers: int) -> list[int]:
         """Return the sums of numbers over all ranks, modulo 2**64, if no rank has an error.
@@ -131,12 +153,12 @@ class Peers:
         """
         values = np.array([value & MASK for value in numbers], np.uint64)
         if self.size > 1:
-            own = b"+" + values.tobytes() if error is None else b"-" + json.dumps([self.rank, *_described(error)]).encode()
-            answer = self._exchange(own, _sum)
+            own = _without_zeros(values) if error is None else b"-" + json.dumps([self.rank, *_described(error)]).encode()
+            answer = self._exchange(own, functools.partial(_sum, values.size))
             if error is None and answer[:1] == b"-":
                 rank, kind, message = json.loads(answer[1:])
                 raise error_of(kind, f"Rank {rank} failed, so nothing was published: {message}", PublishError)
-            values = np.frombuffer(answer[1:], np.uint64) if error is None else values
+            values = _with_zeros(answer, values.size) if error is None else values
         if error is not None:
             raise error
         return values.tolist()
@@ -147,21 +169,20 @@ class Peers:
         self.agree(problem)
         return value  # type: ignore[return-value]
 
-    def collect(self, held: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
-        """Return one tensor's flat bit patterns at the first rank, by the ranges of all ranks; at the others `held`."""
+    def collect(self, held: np.ndarray, ranges: Sequence[Range], out_N: np.ndarray | None) -> None:
+        """Write one tensor's flat bit patterns, of the ranges of all ranks, into `out_N` at the first rank."""
         gloo = self._gloo()
         if self.rank:
             if held.size:
                 self._together(lambda: gloo.send([_bytes_of(held)], 0, 0).wait())
-            return held
-        whole_N = np.empty(sum(stop - start for start, stop in ranges), held.dtype)
+            return
+        assert out_N is not None
         for rank, (start, stop) in enumerate(ranges):
             if rank == 0:
-                whole_N[start:stop] = held
+                out_N[start:stop] = held
             elif stop > start:
-                part = _bytes_of(whole_N[start:stop])
+                part = _bytes_of(out_N[start:stop])
                 self._together(lambda part=part, rank=rank: gloo.recv([part], rank, 0).wait())  # type: ignore[misc]
-        return whole_N
 
     def _gloo(self) -> Any:
         """The connections that full weights go through. They belong to no process group that torch knows."""
@@ -217,15 +238,25 @@ class Peers:
             self._mailbox.end(f"has given up. {why.replace(WAY_ON, '').strip()}")
 
 
-def _sum(values: list[bytes]) -> bytes:
+def _sum(count: int, messages: list[bytes]) -> bytes:
     """Add up the numbers of all ranks, or return the first error."""
-    failed = [value for value in values if value[:1] == b"-"]
-    if failed:
-        return failed[0]
-    sums = np.frombuffer(values[0][1:], np.uint64).copy()
-    for value in values[1:]:
-        sums += np.frombuffer(value[1:], np.uint64)
-    return b"+" + sums.tobytes()
+    failed = [message for message in messages if message[:1] == b"-"]
+    return failed[0] if failed else _without_zeros(sum(_with_zeros(message, count) for message in messages))  # type: ignore[arg-type]
+
+
+def _without_zeros(values: np.ndarray) -> bytes:
+    """Return the message that has these uint64: a bit for each, and 8 bytes for each that is not 0."""
+    some = values != 0
+    return b"+" + np.packbits(some).tobytes() + values[some].tobytes()
+
+
+def _with_zeros(message: bytes, count: int) -> np.ndarray:
+    """Return the numbers of a message, uint64[count]."""
+    end = 1 + -(-count // 8)
+    some = np.unpackbits(np.frombuffer(message[1:end], np.uint8), count=count).astype(np.bool_)
+    values = np.zeros(count, np.uint64)
+    values[some] = np.frombuffer(message[end:], np.uint64)
+    return values
 
 
 class Signals:
@@ -344,8 +375,17 @@ class Signals:
             raise PublishError(f"The store of torch.distributed is gone: {error} {WAY_ON}") from error
 
 
+_BYTES = msgspec.msgpack.Decoder(list[bytes])
+_SAID = msgspec.msgpack.Decoder(tuple[tuple[str, str] | None, str | None])
+_ANSWER = msgspec.msgpack.Decoder(list[Any])
+
+
+def _encoded(value: object) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
 def _described(error: BaseException) -> tuple[str, str]:
-    return type(error).__name__, str(error)
+    return type(error).__name__, str(error).encode(errors="replace").decode()
 
 
 def _bytes_of(bits: np.ndarray) -> torch.Tensor:

@@ -231,10 +231,57 @@ def replicated() -> Case:
 def stages() -> Case:
     """Pipeline parallelism, experts by their global numbers: each rank has tensors of its own."""
     torch.manual_seed(0)
-    weights = {f"layers.{number}.weight": torch.randn(6, 4) for number in range(2 * size())} | {"norm": torch.randn(4)}
-    numbers = (2 * dist.get_rank(), 2 * dist.get_rank() + 1)
+    weights = {f"layers.{number}.weight": torch.randn(6, 4) for number in range(8)} | {"norm": torch.randn(4)}
+    each = 8 // size()
+    numbers = range(each * dist.get_rank(), each * (dist.get_rank() + 1))
     own = {f"layers.{number}.weight": weights[f"layers.{number}.weight"] for number in numbers} | {"norm": weights["norm"]}
     return of_tensors(weights, lambda: own)
+
+
+def strided() -> Case:
+    """Shards whose elements are not in the order of the tensor in memory."""
+    weights, device_mesh = {"a": torch.randn(14, 6), "c": torch.randn(8, 4, 2)}, mesh(size())
+    rows = {name: distribute_tensor(value, device_mesh, [Shard(0)]) for name, value in weights.items()}
+    parts = {
+        name: DTensor.from_local(
+            torch.empty_like(row.to_local().transpose(0, -1)).transpose(0, -1),
+            device_mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=row.shape,
+            stride=row.stride(),
+        )
+        for name, row in rows.items()
+    }
+    case = of_tensors(weights, lambda: parts)
+    change = case.step
+
+    def fill() -> None:
+        for name, value in weights.items():
+            parts[name].to_local().copy_(distribute_tensor(value, device_mesh, [Shard(0)]).to_local())
+
+    def step() -> None:
+        change()
+        fill()
+
+    fill()
+    case.step = step
+    return case
+
+
+def without_elements() -> Case:
+    weights = {"a": torch.randn(14, 6), "none": torch.empty(0, 4)}
+    return of_tensors(weights, lambda: weights)
+
+
+def other_dtype() -> Case:
+    weights = {"a": torch.randn(14, 6)}
+    return of_tensors(weights, lambda: weights if dist.get_rank() == 0 else {"a": weights["a"].long()})
+
+
+def other_buffers() -> Case:
+    weights = {"a": torch.ones(14, 6), "running_mean": torch.full((3,), float(dist.get_rank()))}
+    return of_tensors(weights, lambda: weights)
 
 
 def local_experts() -> Case:
@@ -275,6 +322,9 @@ KINDS: dict[str, Callable[[], Case]] = {
     "fsdp2 named_parameters": lambda: named(fully_shard(made(), mp_policy=bf16())),
     "fsdp2 checkpointed": checkpointed,
     "fsdp2 compiled": compiled,
+    "fsdp2 compiled named_parameters": lambda: (lambda model: of_module(model, lambda: model.named_parameters()))(
+        torch.compile(fsdp2(), backend="eager")
+    ),
     "hsdp": lambda: of_module(fsdp2(mesh=mesh(2, size() // 2))),
     "fsdp1": fsdp1(False),
     "fsdp1 use_orig_params": fsdp1(True),
@@ -282,6 +332,7 @@ KINDS: dict[str, Callable[[], Case]] = {
     "tensor parallel by rows": lambda: (lambda model: of_module(model, lambda: by_rows(model)))(tensor_parallel()),
     "fsdp2 over tensor parallel": fsdp2_over_tp,
     "Shard(0)": placed([Shard(0)]),
+    "Shard(0), not contiguous": strided,
     "Shard(1)": placed([Shard(1)]),
     "Replicate": placed([Replicate()]),
     "Replicate, Shard(0)": lambda: placed([Replicate(), Shard(0)], 2, size() // 2)(),
@@ -295,6 +346,9 @@ KINDS: dict[str, Callable[[], Case]] = {
     "pipeline stages, experts by global names": stages,
     "experts by local names": local_experts,
     "empty on other ranks": empties,
+    "without elements": without_elements,
+    "another dtype on one rank": other_dtype,
+    "buffers that differ": other_buffers,
 }
 
 

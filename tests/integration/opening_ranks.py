@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys
@@ -58,6 +60,17 @@ def groups() -> None:
     dist.new_group([0])
     with publisher("groups") as opened:
         opened.publish(stream(torch.zeros(8, 4))).wait(60)
+    # A group of some ranks, which has numbers of its own, in another order.
+    some = dist.new_group([0, LAST], use_local_synchronization=False)
+    if RANK in (0, LAST):
+        with Publisher(f"file://{FOLDER}/some", group=some, peer_timeout_s=60) as opened:
+            half = TensorRange(torch.full((16,), float(RANK)), 16 * (RANK == LAST), (8, 4))
+            opened.publish([("w", half)]).wait(60)
+    dist.barrier()
+    if RANK == 0:
+        replica = Replica(f"file://{FOLDER}/some")
+        replica.sync()
+        assert replica.state_dict()["w"].view(-1).tolist() == [0.0] * 16 + [float(LAST)] * 16
 
 
 def failures() -> None:
@@ -161,11 +174,51 @@ def nothing_left() -> None:
     assert counts[-1] <= counts[1], counts
 
 
+def alone() -> None:
+    """A rank that publishes without a group refuses what it holds for a moment, in part, or otherwise than the others."""
+    model = fully_shard(nn.Linear(8, 8, bias=False), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    experts = nn.Linear(8, 8, bias=False)
+    experts.weight.allreduce = False  # type: ignore[assignment]
+    ignored = nn.Linear(8, 8, bias=False)
+    ignored._ddp_params_and_buffers_to_ignore = ["weight"]  # type: ignore[assignment]
+    streams: list[tuple[Any, str]] = [
+        (lambda: model.named_parameters(), "gathered by FSDP2"),
+        (lambda: dict(model.named_parameters()), "gathered by FSDP2"),
+        (model, "holds only a part"),  # which gathers nothing any more
+        (experts, "belongs to an expert"),
+        (lambda: experts.named_parameters(), "belongs to an expert"),
+        (ignored, "is left out of DDP"),
+    ]
+    for number, (given, words) in enumerate(streams):
+        with Publisher(f"file://{FOLDER}/alone-{RANK}-{number}") as opened:
+            try:
+                opened.publish(given)
+            except ConfigError as error:
+                assert words in str(error) and "group" in str(error) and "weight" in str(error), error
+            else:
+                raise AssertionError(words)
+    with Publisher(f"file://{FOLDER}/alone-{RANK}") as opened:
+        assert opened.publish(nn.Linear(8, 8)).wait(60).version == 1
+
+
+def destroyed() -> None:
+    """Process groups may end before the publisher does."""
+    opened, weights = publisher("destroyed"), torch.zeros(8, 4)
+    opened.publish(stream(weights)).wait(60)
+    dist.barrier()
+    dist.destroy_process_group()
+    weights += 1
+    assert opened.publish(stream(weights)).wait(60).version == 2
+    opened.close()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for scenario in (groups, failures, lost_again, late, nothing_left, slow):
+    for scenario in (groups, failures, lost_again, late, nothing_left, slow, alone):
         scenario()
         print(RANK, scenario.__name__, flush=True)
         dist.barrier()
-    dist.destroy_process_group()
+    destroyed()

@@ -6,7 +6,10 @@ torchrun --nproc-per-node N trainer_ranks.py FOLDER KIND...
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +132,52 @@ def train(kind: str, make_model: Callable[[], PreTrainedModel] = tiny, **argumen
         raise AssertionError("not refused")
 
 
+class Begins(TrainerCallback):
+    """Does something at one rank right before the channel is opened."""
+
+    def __init__(self, rank: int, action: Callable[[torch.nn.Module], None]) -> None:
+        self.rank, self.action = rank, action
+        self.began_s = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if dist.get_rank() == self.rank:
+            self.action(model)
+        dist.barrier()
+        self.began_s = time.monotonic()
+
+
+def refused(kind: str, rank: int, action: Callable[[torch.nn.Module], None], words: str, **arguments: Any) -> None:
+    """What fails in one process before its publisher is there is told to all within 5 s, by the rank's number."""
+    AcceleratorState._reset_state()
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        output_dir=str(FOLDER / "out"), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True, **arguments
+    )
+    ids = torch.randint(601, (16, 8))
+    begins, sync = Begins(rank, action), DeltaSyncCallback(f"file://{FOLDER}/{kind}/channel")
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(model=tiny(), args=args, train_dataset=rows, callbacks=[begins, sync])
+    try:
+        trainer.train()
+    except ConfigError as error:
+        assert time.monotonic() - begins.began_s < 5, (kind, time.monotonic() - begins.began_s)
+        assert words in str(error), (kind, error)
+        assert dist.get_rank() == rank or re.search(rf"anks? (0 and )?{rank}", str(error)), (kind, error)
+    else:
+        raise AssertionError(f"{kind} is not refused")
+    os.environ.pop("DELTASYNC_RETRIES", None)
+    dist.barrier()
+
+
+def no_variable(model: torch.nn.Module) -> None:
+    os.environ["DELTASYNC_RETRIES"] = "many"
+
+
+def other_weights(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+
+
 LAYERS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
 FSDP2 = {"version": 2, **LAYERS}
 # Norms stay gathered between steps, other parameters do not.
@@ -142,6 +191,11 @@ KINDS: dict[str, Callable[[], None]] = {
     "ddp": lambda: train("ddp"),
     "fsdp2": lambda: train("fsdp2", fsdp=True, fsdp_config=FSDP2),
     "checkpointed": lambda: train("checkpointed", fsdp=True, fsdp_config=FSDP2 | {"activation_checkpointing": True}),
+    "refused": lambda: [  # type: ignore[dict-item, return-value]
+        refused("alone", 0, no_variable, "DELTASYNC_RETRIES"),
+        refused("differ", 1, other_weights, "differs between ranks 0 and 1"),
+        refused("together", 1, no_variable, "DELTASYNC_RETRIES", bf16=True, fsdp=True, fsdp_config=FSDP2),
+    ],
     "zero3": lambda: train("zero3", deepspeed=ZERO3),
     "zero3-moe": lambda: train("zero3-moe", tiny_moe, deepspeed=ZERO3),
 }
@@ -150,7 +204,7 @@ KINDS: dict[str, Callable[[], None]] = {
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for chosen in sys.argv[2:]:
-        if chosen == "fsdp2":
+        if chosen in ("fsdp2", "refused"):
             let_accelerate_shard_on_cpu()
         KINDS[chosen]()
     dist.destroy_process_group()

@@ -1,0 +1,224 @@
+"""Ranges of the tensors in weight files, read piece by piece, so that memory does not grow with the largest tensor.
+
+A rank of a sharded trainer needs a part of each tensor. It asks the store, or the disk, for these bytes only. They have no
+sha256; the ranks add up the fingerprints of their ranges, and compare the sum with that of the version.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import zstandard
+
+from deltasync.channel.anchors import planes_of
+from deltasync.channel.documents import File
+from deltasync.channel.threads import ahead
+from deltasync.codec.base import MOST_HEADER_BYTES, entries
+from deltasync.errors import CorruptDataError, MissingVersionError, ObjectMissingError
+from deltasync.stores import Store
+from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
+
+PIECE_BYTES = 4 << 20
+"""Most bytes of a tensor that are in memory at once."""
+
+_GAP_BYTES = 1 << 17  # unwanted bytes that cost less than another request
+_AHEAD = 2  # requests under way while a piece is used
+_HEADER_BYTES = 1 << 16  # most headers are smaller
+_MOST_WINDOW_BYTES = 8 << 20  # of a plane; see `codec.dense`
+
+Ranges = Mapping[str, tuple[int, int]]
+"""The elements to read of each tensor: flat index of the first one, and of the one behind the last."""
+
+Piece = tuple[str, int, np.ndarray]
+"""A tensor's name, the flat index of the piece's first element, and its bits: unsigned, flat, perhaps read-only."""
+
+
+class RangedFile(NamedTuple):
+    """A safetensors file of which ranges of bytes can be read.
+
+    Attributes:
+        size: Bytes of the file.
+        read: Reads from a first byte up to another one, which is not included.
+    """
+
+    size: int
+    read: Callable[[int, int], bytes]
+
+    @classmethod
+    def stored(cls, store: Store, file: File) -> RangedFile:
+        """Return a file of a store. Reading raises MissingVersionError if it is not there."""
+
+        def read(first: int, last: int) -> bytes:
+            try:
+                return store.read_range(file.key, first, last)
+            except ObjectMissingError:
+                raise MissingVersionError(f"{file.key} is named by a record but is not in {store.url}.") from None
+
+        return cls(file.bytes, read)
+
+    @classmethod
+    def local(cls, path: Path) -> RangedFile:
+        """Return a file on this machine. Reading raises CorruptDataError if it fails."""
+
+        def read(first: int, last: int) -> bytes:
+            try:
+                with path.open("rb") as file:
+                    file.seek(first)
+                    data = file.read(last - first)
+            except OSError as error:
+                raise CorruptDataError(f"{path} cannot be read: {error.strerror}.") from error
+            if len(data) < last - first:
+                raise CorruptDataError(f"{path} ends before byte {last}.")
+            return data
+
+        try:
+            return cls(path.stat().st_size, read)
+        except OSError as error:
+            raise CorruptDataError(f"{path} cannot be read: {error.strerror}.") from error
+
+    def header(self) -> bytes:
+        """Return the first bytes of the file, with all of its header.
+
+        Raises:
+            CorruptDataError: the header is longer than the file, or than any header.
+        """
+        if self.size < 8:
+            raise CorruptDataError("Not a safetensors file: it is too short.")
+        data = self.read(0, min(self.size, _HEADER_BYTES))
+        end = 8 + int.from_bytes(data[:8], "little")
+        if end > min(self.size, MOST_HEADER_BYTES):
+            raise CorruptDataError("Not a safetensors file: the header is too long.")
+        return data if len(data) >= end else data + self.read(len(data), end)
+
+
+class _Span(NamedTuple):
+    """Bytes of a file that hold elements of a tensor, which are to be read in one piece."""
+
+    first: int
+    last: int
+    name: str
+    element: int  # flat index of the first one
+
+
+def read_spans(file: RangedFile, wanted: Iterable[tuple[str, int, int, int, int]]) -> Iterator[tuple[str, int, memoryview]]:
+    """Read ranges of entries, in the order of the file: name, flat index of the first element, and the bytes.
+
+    Args:
+        file: The file.
+        wanted: Name, first byte of the entry, bytes of an element, and the elements: the first, and behind the last.
+    """
+    spans = []
+    for name, start, width, first, last in wanted:
+        step = PIECE_BYTES // width
+        for element in range(first, last, step):
+            end = min(element + step, last)
+            spans.append(_Span(start + element * width, start + end * width, name, element))
+    requests: list[list[_Span]] = []
+    for span in sorted(spans):
+        near = requests and span.first - requests[-1][-1].last <= _GAP_BYTES
+        if near and span.last - requests[-1][0].first <= PIECE_BYTES:
+            requests[-1].append(span)
+        else:
+            requests.append([span])
+    read = ahead(lambda request: file.read(request[0].first, request[-1].last), requests, _AHEAD) if requests else ()
+    for request, data in zip(requests, read, strict=True):
+        start = request[0].first
+        for span in request:
+            yield span.name, span.element, memoryview(data)[span.first - start : span.last - start]
+
+
+def read_weights(file: RangedFile, specs: Mapping[str, TensorSpec], ranges: Ranges) -> Iterator[str | Piece]:
+    """Read ranges of a weight file, compressed or not: the name of each tensor that it holds, then the pieces.
+
+    Raises:
+        CorruptDataError: the file cannot be read, or has a tensor that is not as in `specs`.
+    """
+    header = file.header()
+    planes, plain, compressed = planes_of(header), list[tuple[str, int, int, int, int]](), list[tuple[TensorSpec, int]]()
+    for name, (dtype, shape, first, last) in entries(header, file.size).items():
+        spec = specs.get(name)
+        if spec is None:
+            raise CorruptDataError(f"The anchor's weight file holds {name!r}, which the channel lacks.")
+        if name in planes:
+            if dtype != "U8" or len(planes[name]) != spec.item_bytes or sum(planes[name]) != last - first:
+                raise CorruptDataError(f"The planes of {name!r} do not have the sizes that its weight file says.")
+            compressed.append((spec, first))
+        elif (dtype, shape) == (SAFETENSORS_DTYPES[spec.dtype], spec.shape):
+            plain.append((name, first, spec.item_bytes, *ranges[name]))
+        else:
+            raise CorruptDataError(f"The anchor's weight file holds {name} {dtype}{list(shape)} instead of {spec}.")
+        yield name
+    for name, element, data in read_spans(file, plain):
+        yield name, element, np.require(np.frombuffer(data, specs[name].bits_dtype), requirements="A")
+    for spec, first in compressed:
+        yield from _decompressed(file, first, planes[spec.name], spec, *ranges[spec.name])
+
+
+def _decompressed(
+    file: RangedFile, first: int, sizes: list[int], spec: TensorSpec, start: int, stop: int
+) -> Iterator[Piece]:
+    """Decompress the planes of a tensor from their beginning, side by side, and yield the range."""
+    if start >= stop:
+        return
+    planes = []
+    for size in sizes:
+        planes.append(_Plane(file, first, first + size, spec))
+        first += size
+    step = PIECE_BYTES // spec.item_bytes
+    for at in range(0, stop, step):
+        count = min(step, stop - at)
+        byte_NW = np.empty((count, spec.item_bytes), np.uint8)
+        for w, plane in enumerate(planes):
+            byte_NW[:, w] = np.frombuffer(plane.read(count), np.uint8)
+        if at + count > start:
+            skipped = max(start - at, 0)
+            yield spec.name, at + skipped, byte_NW.reshape(-1).view(spec.bits_dtype)[skipped:]
+
+
+class _Plane:
+    """One plane of a compressed tensor, read from its beginning."""
+
+    def __init__(self, file: RangedFile, first: int, last: int, spec: TensorSpec) -> None:
+        self._name = spec.name
+        most = max(_MOST_WINDOW_BYTES, spec.element_count)
+        self._stream = zstandard.ZstdDecompressor(max_window_size=most).stream_reader(
+            io.BufferedReader(_Bytes(file, first, last), 1 << 16)
+        )
+
+    def read(self, count: int) -> bytes:
+        """Return the next bytes."""
+        try:
+            data = self._stream.read(count)
+            while len(data) < count and (more := self._stream.read(count - len(data))):
+                data += more
+        except zstandard.ZstdError as error:
+            raise CorruptDataError(f"A plane of {self._name!r} is no zstandard frame: {error}.") from error
+        if len(data) != count:
+            raise CorruptDataError(f"A plane of {self._name!r} is shorter than its tensor.")
+        return data
+
+
+class _Bytes(io.RawIOBase):
+    """A part of a file as a stream, fetched in pieces."""
+
+    def __init__(self, file: RangedFile, first: int, last: int) -> None:
+        self._file, self._at, self._last = file, first, last
+        self._data = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes into a buffer and return their number, 0 at the end."""
+        if not self._data and self._at < self._last:
+            end = min(self._at + PIECE_BYTES // 4, self._last)
+            self._data = memoryview(self._file.read(self._at, end))
+            self._at = end
+        count = min(len(buffer), len(self._data))
+        buffer[:count], self._data = self._data[:count], self._data[count:]
+        return count
