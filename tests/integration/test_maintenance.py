@@ -909,7 +909,7 @@ def test_copies_that_are_refused(memory_url: str) -> None:
     channel.tip = _reader(ahead).numbered(10).version
     channel.seal(keys.new_epoch(3))
     channel.delta(STATES[10])
-    with pytest.raises(ChannelInUseError, match="somebody published there"):
+    with pytest.raises(ChannelInUseError, match="another publisher wrote it"):
         maintenance.copy(_reader(store), ahead)
 
 
