@@ -1,4 +1,4 @@
-"""What commands print with `--json`, held by a test: `python -m tests.json_schemas` writes docs/reference/json.md."""
+"""The `--json` output of commands, which a test checks: `python -m tests.json_schemas` writes docs/reference/json.md."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from deltasync.maintenance.repairs import Repaired
 
 
 class LogLine(TypedDict):
-    """A version, or a compaction or an announced anchor that leads to one.
+    """A version, or a compaction or an announced anchor that produces one.
 
     Attributes:
-        version: The version itself, or the one that the compaction or anchor leads to.
-        sha256: Digest of the record; null as long as nothing names it.
+        version: The version, or the one that the compaction or anchor produces.
+        sha256: Digest of the record; null until another document names it.
         key: The object's key.
         kind: `delta`, `anchor`, `compaction` or `announced`.
         reference: The checkpoint that it refers to instead of holding weights.
-        base_version: Where a delta or compaction begins.
+        base_version: The base of a delta or compaction.
         step: The trainer's step.
-        created_at: When it was encoded, by the writer's clock.
+        created_at: Time of encoding on the writer's clock.
         changed_fraction: Changed elements divided by all elements.
         delta_bytes, anchor_bytes: Size of the payload.
         bits_per_changed: Payload bits per changed element of a delta or compaction.
-        coalesced: Publishes that it covers.
+        coalesced: Number of publications merged into it.
         fingerprint: The model's fingerprint.
     """
 
@@ -59,7 +59,7 @@ class Shown(TypedDict):
 
     Attributes:
         bytes: The object's size.
-        document: As [the format](../format.md) defines it.
+        document: The document that [the format](../format.md) defines.
     """
 
     key: str
@@ -72,9 +72,9 @@ class Asked(TypedDict):
     """The answer of the publisher.
 
     Attributes:
-        asked: The newest version when it was asked.
-        version: The version that has the anchor; null if nobody waited for it.
-        key: What announces it, or the version's record.
+        asked: The newest version at the time of the request.
+        version: The version that has the anchor; null if the command did not wait for it.
+        key: The anchor's announcement, or the version's record.
     """
 
     asked: int
@@ -96,14 +96,14 @@ class Problem(TypedDict):
 
 
 class Checked(TypedDict):
-    """What a channel holds, and whether it is whole.
+    """The contents and the problems of a channel.
 
     Attributes:
         newest: The newest version, if it is known.
-        versions, anchors, compactions: How many there are, damaged ones included.
+        versions, anchors, compactions: Counts, including damaged objects.
         data_bytes: Size of all records, compactions, parts and anchors.
-        publishing: Files that nothing names yet.
-        garbage_objects: Number of files that nothing names.
+        publishing: Files that no record names yet.
+        garbage_objects: Number of files that no record names.
         garbage_bytes: Their size.
         unreachable: Versions that no chain reaches.
         proven: Versions whose bits were proven; null if data was not read.
@@ -125,10 +125,10 @@ class Checked(TypedDict):
 
 
 class RepairDone(TypedDict):
-    """What a repair did.
+    """The result of a repair.
 
     Attributes:
-        lost: Versions that cannot be reached afterwards.
+        lost: Versions that are still unreachable.
         exit_code: The command's exit code.
     """
 
@@ -141,9 +141,9 @@ class Forgot(TypedDict):
     """Numbers of versions, and keys of their records.
 
     Attributes:
-        asked: Records that an option keeps.
+        asked: Records that an option selects.
         leading: Bases of the versions that were asked for.
-        recent: Records kept because they were needed within the grace.
+        recent: Records kept because they were needed within the grace period.
         deleted: Keys of all objects that were deleted, or would be.
         compactions: The compactions among them.
     """
@@ -163,10 +163,10 @@ class Pruned(TypedDict):
 
     Attributes:
         objects: Their keys.
-        heartbeats: Keys of replicas that have not been heard of for a week.
+        heartbeats: Keys of heartbeats that are older than a week.
         bytes: Size of the objects.
         waiting_objects, waiting_bytes: Kept, because they may be about to be published.
-        young_objects: Kept without a look, because they are newer than the grace.
+        young_objects: Kept, because they are newer than the grace period.
     """
 
     objects: list[str]
@@ -190,12 +190,12 @@ class ExportedFiles(VersionId):
 
 
 class CopiedObjects(TypedDict):
-    """What a copy stored.
+    """The result of a copy.
 
     Attributes:
-        version: The newest version that was listed.
-        objects, bytes: Stored in the target, without head.
-        skipped: Objects that were there already.
+        version: The newest version in the source's listing.
+        objects, bytes: Number and size of the objects stored in the target, without head.
+        skipped: Number of objects that the target had already.
         problems: Damaged or missing objects of the source, which were left out.
     """
 
@@ -211,7 +211,7 @@ class Followed(VersionId):
     """A version whose bits are in host memory.
 
     Attributes:
-        sync_s: Seconds that fetching and applying it took.
+        sync_s: Seconds for fetching and applying it.
         fingerprint: The model's fingerprint.
     """
 
@@ -220,7 +220,7 @@ class Followed(VersionId):
 
 
 class Served(TypedDict):
-    """What a server serves now.
+    """The version that a server serves now.
 
     Attributes:
         waited_s: Seconds until it served this version.
@@ -250,7 +250,7 @@ class VersionSeen(VersionRow):
 
 
 class AnchorSeen(TypedDict):
-    """An anchor, announced beside a version that was printed before."""
+    """An anchor that was announced after its version was printed."""
 
     event: Literal["anchor"]
     version: int
@@ -267,7 +267,7 @@ class CompactionSeen(CompactionRow):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaSeen(ReplicaRow):
-    """A replica, by its last heartbeat."""
+    """A replica, as of its last heartbeat."""
 
     event: Literal["replica"]
 
@@ -276,7 +276,7 @@ class Forgotten(TypedDict):
     """Versions that were forgotten.
 
     Attributes:
-        left: How many versions are still shown.
+        left: Number of versions that are still shown.
     """
 
     event: Literal["forgotten"]
@@ -285,14 +285,14 @@ class Forgotten(TypedDict):
 
 
 class ProblemSeen(TypedDict):
-    """Something in the channel is damaged."""
+    """An object of the channel is damaged."""
 
     event: Literal["problem"]
     problem: str
 
 
 class ErrorSeen(TypedDict):
-    """The store could not be read; it is tried again."""
+    """The store could not be read. The command tries again."""
 
     event: Literal["error"]
     error: str
@@ -319,17 +319,17 @@ SCHEMAS: dict[str, tuple[str, tuple[type, ...]]] = {
     "sync": (ONE, (Served,)),
     "pin": (ONE, (Served,)),
 }
-"""By command: how many objects it prints, and of which kind each is."""
+"""The number of objects that each command prints, and their types."""
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "json.md"
 
 
 def fields(kind: type) -> dict[str, tuple[str, str]]:
-    """Type and meaning of each field, as docstrings of the class and of what it builds on say."""
+    """Return the type and meaning of each field, from the docstrings of the class and its bases."""
     meanings: dict[str, str] = {}
     for each in reversed([found for found in inspect.getmro(kind) if found.__doc__]):
-        told = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2]
-        for names, meaning in re.findall(r"^    ([a-z0-9_, ]+): (.*(?:\n     .*)*)", told, re.MULTILINE):
+        text = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2]
+        for names, meaning in re.findall(r"^    ([a-z0-9_, ]+): (.*(?:\n     .*)*)", text, re.MULTILINE):
             meanings |= dict.fromkeys(names.split(", "), re.sub(r"\s+", " ", meaning))
     return {
         name: (_said(hint), meanings.get(name, "").replace("None", "null"))
@@ -338,7 +338,7 @@ def fields(kind: type) -> dict[str, tuple[str, str]]:
 
 
 def parts(hint: Any) -> list[type]:
-    """The objects that a type names."""
+    """Return the typed objects inside a type."""
     if isinstance(hint, type) and typing.get_type_hints(hint):
         return [hint]
     return [found for each in typing.get_args(hint) for found in parts(each)]
@@ -374,13 +374,13 @@ def page() -> str:
     """The page of the documentation."""
     told: set[type] = set()
     lines = [
-        "# What commands print with `--json`",
+        "# JSON output of commands",
         "",
         "    deltasync log s3://bucket/run --json | jq .version",
         "",
         "Each field is always there. Errors go to stderr, as sentences; [exit codes](cli.md) are the same with and without.",
-        "`dashboard` serves a page's data at `data.json`, `demo` and `deploy` print what they did; these three may change.",
-        "Made by `python -m tests.json_schemas`.",
+        "`dashboard` serves its page's data at `data.json`, which may change.",
+        "`python -m tests.json_schemas` writes this page.",
     ]
     for command, (count, kinds) in SCHEMAS.items():
         names = " or ".join(f"`{kind.__name__}`" for kind in kinds)

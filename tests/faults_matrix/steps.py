@@ -57,7 +57,7 @@ def patched(tell: Tell) -> Iterator[None]:
             (ChannelReader, "stored", "a record is read"),
             (ChannelCursor, "next", "the way is planned"),
             (CachedStore, "_download", "an object is fetched"),
-            (CachedStore, "keep", "the cache has a file"),
+            (CachedStore, "add", "the cache has a file"),
             (HostStaging, "elements", "a tensor is translated"),
             (Follower, "stage", "all is staged"),
             (LiveMemory, "_exchange", "all values are exchanged"),

@@ -440,7 +440,7 @@ DAMAGE: dict[str, tuple[Callable[[Store], object], int, int, str]] = {
         lambda s: _edit(s, _compaction_key(s, 1, 6), sha256="0" * 64),
         4,
         4,
-        "another version 6",
+        "another digest for version 6",
     ),
     "a record is damaged": (lambda s: _change(s, _key_of(s, 7), flipped), 4, 4, "versions/0000000/0000000007"),
     "a record is missing": (lambda s: s.delete(_key_of(s, 7)), 5, 5, "Version 8 is not reachable"),
@@ -450,7 +450,7 @@ DAMAGE: dict[str, tuple[Callable[[Store], object], int, int, str]] = {
     "a seal is damaged": (lambda s: _change(s, keys.slot(7, EPOCH), flipped), 4, 4, "versions/0000000/0000000007.000001"),
     "an epoch's document is damaged": (lambda s: s.put(next(iter(s.list(keys.EPOCHS))).key, b"{"), 4, 4, "epochs/000002"),
     "head is damaged": (lambda s: s.put(keys.HEAD, b"{"), 4, 4, "head.json is not a JSON object"),
-    "head names another record": (lambda s: _edit_head(s, sha256="0" * 64), 4, 4, "head.json names another record"),
+    "head names another record": (lambda s: _edit_head(s, sha256="0" * 64), 4, 4, "head.json has another digest"),
     "head names no version": (lambda s: _edit_head(s, version=11), 5, 5, "0000000011"),
     "head is of another run": (lambda s: _edit_head(s, run_id="x"), 4, 4, "head.json belongs to run x"),
 }
@@ -872,7 +872,7 @@ def test_copies_that_are_refused(memory_url: str) -> None:
     channel.tip = _reader(ahead).numbered(10).version
     channel.seal(keys.new_epoch(3))
     channel.delta(STATES[10])
-    with pytest.raises(ChannelInUseError, match="somebody published there"):
+    with pytest.raises(ChannelInUseError, match="another publisher wrote it"):
         maintenance.copy(_reader(store), ahead)
 
 
@@ -1071,7 +1071,7 @@ def test_follow_as_a_command(url: str) -> None:
         (["forget", "URL", "--keep-last", "1", "--grace", "soon"], 2, "not a duration"),
         (["forget", "memory://no-channel", "--keep-last", "1", "--dry-run"], 5, "holds no channel yet"),
         (["prune", "URL", "--grace", "soon"], 2, "not a duration"),
-        (["compact", "URL", "6", "2"], 3, "to a later one"),
+        (["compact", "URL", "6", "2"], 3, "needs a base before its version"),
         (["compact", "URL", "2", "60"], 5, "not published yet, or forgotten"),
         (["export", "URL", "newest", "x"], 2, "neither a version nor"),
         (["export", "URL", "0", "x"], 2, "neither a version nor"),

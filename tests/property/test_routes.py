@@ -21,7 +21,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.following import Follower
 from deltasync.kernels import cpu, reference
 from deltasync.live import LiveMemory, Segment, combine, model_fingerprint
-from deltasync.maintenance import Keep
+from deltasync.maintenance import KeepPolicy
 from deltasync.stores import Store
 from deltasync.tensors import TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, int_view, tensor_of
@@ -166,7 +166,7 @@ def by_copy(store: Store, count: int) -> tuple[Proof, Proof]:
 def by_what_is_left(store: Store, count: int) -> Proof:
     """By a replica, once all other versions are forgotten and their bytes deleted."""
     reader = ChannelReader(store)
-    maintenance.forget(reader, Keep(last=1))
+    maintenance.forget(reader, KeepPolicy(last=1))
     maintenance.prune(ChannelReader(store), grace_s=0.0)
     replica = Replica(store)
     assert replica.sync() == count

@@ -252,7 +252,7 @@ def test_tensors_have_dtypes_by_pattern(memory_url: str, initial: bool, tmp_path
     "dtype", ["int8", "bfloat16,", "bfloat16,*.router.*", "bfloat16,a=fp8", "fp8,a=float32", "bfloat16 "]
 )
 def test_a_rule_of_dtypes_that_says_nothing_is_refused(memory_url: str, dtype: str) -> None:
-    with pytest.raises(ConfigError, match="dtypes by names"):
+    with pytest.raises(ConfigError, match="with patterns of names"):
         Publisher(memory_url, dtype=dtype)
 
 
