@@ -30,7 +30,7 @@ PART_CHANGED, COMPACTION_PART_ELEMENTS = 1 << 20, 1 << 25
 """Changed elements in a part of a delta, and elements of a part of a compaction."""
 
 _RECORD_BYTES = 1500  # header and document of a small record
-_SWEPT = 16  # least number of versions between two garbage collections, as in `publish.keep`
+_DROPPED_EVERY = 16  # least number of versions between two garbage collections, as in `publish.keep`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +108,7 @@ def forecast(
     days: float = 7.0,
     replicas: int = 4,
     keep_last: int | None = None,
+    grace_s: float = 3600.0,
     by_reference: bool = True,
     item_bytes: int = 2,
     bits_per_changed: float | None = None,
@@ -122,6 +123,7 @@ def forecast(
         days: Length of the run; `versions` beats it.
         replicas: Number of replicas that download every version.
         keep_last: As `Retention.keep_last`.
+        grace_s: As `Retention.prune_grace_s`.
         by_reference: Whether the channel begins with a reference to a checkpoint; otherwise version 1 has full weights.
         item_bytes: Bytes of an element.
         bits_per_changed: Bits of a delta per changed element, if known.
@@ -153,7 +155,8 @@ def forecast(
             held += full_bytes
             budget.end(version, full_bytes)
         if keep_last is not None:
-            tail = max(keep_last + max(_SWEPT, keep_last // 2), version - budget.compacted)
+            dropped_every = max(_DROPPED_EVERY, keep_last // 2)
+            tail = max(keep_last + dropped_every + math.ceil(grace_s / every_s), version - budget.compacted)
             based_bytes = 0.0 if by_reference and not anchors else full_bytes
             bounded = max(bounded, min(held, based_bytes + compacted_bytes + tail * delta_bytes))
         byte_s += (held if keep_last is None else min(held, bounded)) * every_s
