@@ -45,8 +45,8 @@ class Repaired:
 
     Attributes:
         problem: What is wrong with it.
-        outcome: `put back`; `bypassed`: a replacement was stored; `not needed`: another chain leads past it; `left`: nothing can
-            be done now.
+        outcome: `put back`; `bypassed`: a replacement was stored; `not needed`: another chain leads past it; `left`: nothing
+            can be done now.
     """
 
     key: str

@@ -26,7 +26,8 @@ LEFT = [
     if word.strip() not in ("not", "---")
 ]
 WAYS = (
-    r"\bways? (to|from|around|between|through) (a |the |it\b|that |this |each |any )?(newest |next )?(version|versions|nothing|it|identities)\b",
+    r"\bways? (to|from|around|between|through) (a |the |that |this |each |any )?(newest |next )?"
+    r"(version|versions|nothing|it|identities)\b",
     r"\b(no|another|the cheapest) way (leads|to the newest|there)\b",
     r"\btak(e|es|ing) another way\b",
 )
