@@ -37,7 +37,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	touch $@
 
 demo: setup
-	$(BIN)/deltasync demo --out demo-out
+	$(BIN)/python examples/demo --out demo-out
 
 # One run that vLLM, SGLang, MLX and transformers follow at once, each by its own command, in under five minutes on two cores once the
 # environments are there (examples/demo_engines).

@@ -60,8 +60,8 @@ def main() -> None:
 
 def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
     """Run all arms; return for each arm the rewards of each run, by step."""
-    from deltasync.demo.model import build_checkpoint
-    from deltasync.demo.processes import Child, interrupt_on_sigterm
+    from demo.model import build_checkpoint
+    from demo.processes import Child, interrupt_on_sigterm
     from tests.integration import vllm_server
 
     interrupt_on_sigterm()
@@ -91,7 +91,7 @@ def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
 
 def train(arm: str, server_url: str, folder: Path, steps: int, seed: int) -> None:
     """Train once; the demo's trainer appends its metrics to `metrics-<seed>.jsonl` in the folder."""
-    from deltasync.demo import train
+    from demo import train
     from trl_callback import DeltaSyncCallback
 
     channel = f"file://{folder}/channel"

@@ -2,7 +2,7 @@
 
     python -m benchmarks.demo [--out demo-out] [--json]
 
-See `deltasync demo --help`; needs vLLM, TRL and matplotlib.
+See `python examples/demo --help`; needs vLLM, TRL and matplotlib.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks import common
 from deltasync.config import AUTO, CODECS
-from deltasync.demo import report
-from deltasync.demo.processes import interrupt_on_sigterm
-from deltasync.demo.run import run
+from demo import report
+from demo.processes import interrupt_on_sigterm
+from demo.run import run
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:

@@ -60,8 +60,8 @@ def main() -> None:
 
 def run_all(out: Path, steps: int) -> dict[str, dict[str, Any]]:
     """Run each arm in a process of its own, all on one server."""
-    from deltasync.demo.model import build_checkpoint
-    from deltasync.demo.processes import Child, interrupt_on_sigterm
+    from demo.model import build_checkpoint
+    from demo.processes import Child, interrupt_on_sigterm
     from tests.integration import vllm_server
 
     interrupt_on_sigterm()
@@ -86,7 +86,7 @@ def train(arm: str, server_url: str, out: Path, steps: int) -> None:
     """Train once; write DIR/<arm>.json."""
     from trl import GRPOConfig, GRPOTrainer
 
-    from deltasync.demo import task
+    from demo import task
     from trl_callback import DeltaSyncCallback, compat
 
     sync = DeltaSyncCallback(f"file://{out}/channel", ack_timeout_s=120)

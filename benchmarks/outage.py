@@ -27,9 +27,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from benchmarks import common
 from benchmarks.common import table
 from deltasync import Replica
-from deltasync.demo import model as demo_model
-from deltasync.demo.processes import Child, interrupt_on_sigterm
 from deltasync.tensors.bits import bits_of
+from demo import model as demo_model
+from demo.processes import Child, interrupt_on_sigterm
 from tests.http_faults import FaultProxy, status
 from tests.servers.s3 import KEYS, MotoServer
 from trl_callback import DeltaSyncCallback, gather

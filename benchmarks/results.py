@@ -376,7 +376,7 @@ def shards() -> Iterator[str]:
 
 def demo() -> Iterator[str]:
     """Yield the demo's summary."""
-    from deltasync.demo import report
+    from demo import report
 
     yield from _table(("", ""), report.table(load("demo")["result"]))
     yield from _source("demo")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from deltasync.demo import task, trl_on_cpu
+from demo import task, trl_on_cpu
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
-from deltasync.demo import task
+from demo import task
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
-from deltasync.demo import task
+from demo import task
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from deltasync.demo.model import build_checkpoint
+from demo.model import build_checkpoint
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:

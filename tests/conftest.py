@@ -16,6 +16,9 @@ from deltasync.tensors.bits import bits_of
 from tests.interpreter import RUNS
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Programs that tests start find what tests find (pytest's `pythonpath`).
+ROOT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}", f"{ROOT}/examples", os.environ.get("PYTHONPATH")]))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs that tests start would compile deltasync anew, each of them
 for _variable in [name for name in os.environ if name.startswith("DELTASYNC_")]:
     del os.environ[_variable]

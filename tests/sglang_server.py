@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from deltasync.demo.processes import Child, get_json
 from deltasync.errors import DeltaSyncError
+from demo.processes import Child, get_json
 
 PYTHON = Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python"
 """The interpreter of SGLang's environment."""

@@ -152,7 +152,7 @@ def finetune() -> Iterator[Sample]:
     The model is a Qwen3 of 3.2 million parameters, trained on the demo's demonstrations until it has learned them as far as
     they can be predicted. Then it is trained on at small learning rates, one sample each of `TUNING_RUNS`.
     """
-    from deltasync.demo import model as demo_model
+    from demo import model as demo_model
 
     torch.manual_seed(0)
     tokenizer = demo_model.build_tokenizer()
@@ -193,7 +193,7 @@ def _tuning_states(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, learning_rate: float
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the weights before the first step and after each step."""
-    from deltasync.demo import model as demo_model
+    from demo import model as demo_model
 
     rng = random.Random(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from benchmarks import common
 from benchmarks.commit import measure, report
 from benchmarks.commit.versions import SIZES
-from deltasync.demo.processes import interrupt_on_sigterm
+from demo.processes import interrupt_on_sigterm
 
 
 def main(words: Sequence[str] | None = None) -> None:

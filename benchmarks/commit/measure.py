@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.commit import server
 from benchmarks.commit.versions import Versions, prepare
 from benchmarks.common import say
-from deltasync.demo.processes import Child
-from deltasync.deploy.serving import require_vllm
+from deltasync.cli.serve import require_vllm
 from deltasync.errors import ConfigError
+from demo.processes import Child
 
 _REPEATS = 5
 _ENGINE_S = 1800.0

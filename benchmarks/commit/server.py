@@ -21,10 +21,10 @@ from typing import Any
 
 from benchmarks.commit.versions import Versions
 from deltasync.channel import heartbeat
-from deltasync.demo.processes import Child, get_json
-from deltasync.demo.run import HOST, free_port
 from deltasync.errors import DeltaSyncError
 from deltasync.stores import open_store
+from demo.processes import Child, get_json
+from demo.run import HOST, free_port
 
 _START_S = 600.0
 _PATIENCE_S = 120.0

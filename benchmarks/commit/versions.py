@@ -114,7 +114,7 @@ def build_checkpoint(size: str, out: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
-    from deltasync.demo import model as demo_model
+    from demo import model as demo_model
 
     logging.disable_progress_bar()
     torch.manual_seed(0)

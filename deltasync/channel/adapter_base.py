@@ -1,6 +1,6 @@
-"""The base model that an adapter was trained on: published beside the adapter, and compared with what a server has loaded.
+"""The base model of an adapter. The trainer publishes its fingerprints, and a server compares its own base with them.
 
-Weights are compared in bfloat16, which is what trainer and server have in common if one of them holds more bits.
+Weights are compared in bfloat16, because trainer or server may hold more bits than the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AdapterBase:
     """A base model.
 
     Attributes:
-        name: What the trainer loaded it from, a directory or a model on the Hub; for people. Empty if that is not known.
+        name: The directory or Hub model that the trainer loaded; shown to people only. Empty if unknown.
         tensors: Fingerprint in bfloat16 of each tensor of floats that is not quantized, by its name in a checkpoint.
     """
 

@@ -129,7 +129,7 @@ class Anchor:
 
     Attributes:
         directory: Folder of all its files; empty for a reference.
-        model_files: The files beside the weights: config, tokenizer, index.
+        model_files: Files other than weights: config, tokenizer, index.
     """
 
     directory: str = ""
@@ -227,7 +227,7 @@ class Head:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EpochDocument:
-    """The document of an epoch: who opened the channel, and what it continues (None: nothing, or not known yet)."""
+    """The document of an epoch: its writer, and the version that it continues from (None: none, or not known yet)."""
 
     format: str = FORMAT
     run_id: _RunId
@@ -323,7 +323,7 @@ def _channel_problems(document: Channel) -> Iterator[str]:
         yield f"unknown dtype {', '.join(sorted(unknown))}"
     if document.fencing not in ("seal", "lease"):
         yield f"fencing is {document.fencing!r:.50}"
-    # Bytes of each tensor; of an empty one, what its strides span.
+    # Bytes of each tensor; for an empty one, the bytes that its strides span.
     reach = (ITEM_BYTES[dtype] * math.prod(max(size, 1) for size in shape) for dtype, shape in document.tensors.values())
     if sum(reach) > _LARGEST:
         yield "its tensors have 2^63 bytes or more"
@@ -380,7 +380,7 @@ def _anchor_problems(anchor: Anchor, requires: list[str]) -> Iterator[str]:
     reference, folder = anchor.reference, anchor.directory
     files = [*anchor.files, *anchor.model_files]
     if sum(file.bytes for file in anchor.model_files) > COMPANION_BYTES:
-        yield "the files beside its weights have more than 256 MiB"
+        yield "its model files have more than 256 MiB"
     if reference is None:
         if not folder.startswith(keys.ANCHORS):
             yield f"the anchor's folder is {folder!r:.100}"

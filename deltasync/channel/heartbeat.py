@@ -1,4 +1,4 @@
-"""What replicas say of themselves: heartbeats in the channel, or the answers of servers whose URLs are known.
+"""The status of replicas, as seen by a trainer: heartbeats in the channel, or replies of servers whose URLs are known.
 
 Correctness never depends on them: a lost or stale heartbeat only makes a replica look late.
 """
@@ -52,7 +52,7 @@ _ANSWER_S = 5.0
 _CONFIRM_S = 3.0  # how long a server has to answer 404, which a proxy may do while the server starts
 _LOOK_S = 1.0  # least time for one look at all replicas, also for the last one
 
-_COARSE_S = 2.0  # stores tell times in whole seconds
+_COARSE_S = 2.0  # stores report times in whole seconds
 _MOST_BYTES = 1 << 20  # of a server's answer
 _MOST_ERROR_CHARACTERS = 500
 _MOST_HEARTBEATS = 4096
@@ -61,7 +61,7 @@ _STATUS = "deltasync/status?commits=0"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
-    """What a replica says of itself.
+    """The status of a replica, as it writes it to the channel.
 
     Attributes:
         run_id: The run that it follows, None while it does not know.
@@ -70,7 +70,7 @@ class Heartbeat:
         newest_version: The newest version that it has seen.
         pin: Which versions it takes, None for the newest. Nobody waits for a pinned replica.
         time_s: When it said so: seconds since 1970, by the replica's clock. Of one that was read, when it was seen to
-            be stored again, or else when it was stored, by the store's clock, if the store tells.
+            be stored again, or else when it was stored, by the store's clock, if the store reports that.
     """
 
     replica_id: str
@@ -129,12 +129,12 @@ class Heartbeats:
     def refresh(
         self, deadline: float | None = None, enough: Callable[[Heartbeat], bool] = lambda _: False
     ) -> list[Heartbeat]:
-        """Return what `read_all` does; a heartbeat that was `enough` before is not read again."""
+        """Return all live heartbeats, as `read_all`; one that was `enough` before is not read again."""
         (listed,) = each([keys.REPLICAS], lambda prefix: list(self._store.list(prefix)), deadline)
         if listed is None:
             raise TransientStoreError(f"The heartbeats in {self._store.url} could not be listed in time.")
         expired_s = time.time() - EXPIRED_S
-        recent = [info for info in listed if not 0 < info.modified_s < expired_s]  # 0 where the store does not tell
+        recent = [info for info in listed if not 0 < info.modified_s < expired_s]  # 0 where the store reports no time
         recent = sorted(heapq.nlargest(_MOST_HEARTBEATS, recent, lambda info: info.modified_s), key=lambda info: info.key)
         new = [info for info in recent if not self._is_known(info, enough)]
         for info, beat in zip(new, each(new, self._read_one, deadline), strict=True):
@@ -266,13 +266,13 @@ def wait_for(
         store: The channel's store.
         run_id: The run whose replicas count.
         version: The version's number; a replica that serves a later one counts too.
-        published: Digests of the records that the caller published, by number; may grow meanwhile. A replica counts only
-            if it serves one of these, by the digest.
-        ack: `any`: at least one live replica serves it. A number: at least so many do. `all`: at least one replica is live,
-            and every live one serves it.
+        published: Digests of the records that the caller published, by number; may grow during the call. A replica counts
+            only if it serves one of these, by the digest.
+        ack: `any`: at least one live replica serves it. A number: at least that many do. `all`: at least one replica is
+            live, and every live one serves it.
         timeout_s: How long to wait. The last look may take a second more.
         urls: Servers to ask instead of reading heartbeats; `all` then means each of them.
-        known: What the last call has read, to read what has changed since.
+        known: The heartbeats of the last call, so that only changed ones are read.
         required: Whether the caller cannot go on without each of `urls`, so that one that follows nothing ends the wait.
 
     Returns:
@@ -408,7 +408,7 @@ def _json_object(answer: bytes) -> dict[str, Any]:
 
 
 def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> tuple[bytes, str | None, int | None]:
-    """GET, or with a body POST: the answer, what went wrong, and the HTTP status if there was an answer."""
+    """GET, or with a body POST. Returns the answer, the error, and the HTTP status if there was an answer."""
     headers = {} if body is None else {"Content-Type": "application/json"}
     settings = ReplicaSettings.from_env()
     if settings.http_token is not None:

@@ -1,4 +1,4 @@
-"""Fetch and decode what a record or compaction names: its payloads, its weight files, or its reference."""
+"""Fetch and decode the objects that a record or compaction names: payloads, weight files, or a reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deltasync.tensors.delta import joined
 
 _PARTS_AHEAD = 4
 
-_REFERENCE_BYTES = 8, 64 << 20  # of a checkpoint for each byte of the channel's model, and beside them
+_REFERENCE_BYTES = 8, 64 << 20  # of a checkpoint for each byte of the channel's model, and in addition
 
 FILES_AHEAD = 2
 """Weight files that are fetched and checked, each by a thread, while one is used."""
@@ -93,7 +93,7 @@ def decode(
             payload = codec.open_payload(data)
         names = (payload.codec, payload.version, payload.base_version)
         if names != (record.delta.codec, record.version, record.base.version):
-            raise CorruptDataError(f"{key} says {names}, which is not what its record says.")
+            raise CorruptDataError(f"{key} contains {names}, and its record names others.")
         changed += payload.changed
         if changed > record.delta.changed:
             raise CorruptDataError(f"{key} changes more elements than its record says, {record.delta.changed}.")
@@ -110,7 +110,7 @@ def decode(
 
 
 def unlike(reader: ChannelReader, reference: Reference, fingerprints: Mapping[str, int]) -> str:
-    """A sentence that tells which of the tensors here, by their fingerprints, are not those of a reference."""
+    """A sentence that names the tensors here whose fingerprints are not those of a reference."""
     wrong = [name for name, digest in reference.fingerprints.items() if fingerprints.get(name) != int(digest, 16)]
     return f"The weights here are not those of {reference}: {_differing(wrong, reader.specs)}"
 

@@ -146,7 +146,7 @@ def payload_bytes(chain: Sequence[StoredRecord]) -> int:
 
 
 class _UnreadableError(MissingVersionError):
-    """A edge from a listing cannot be used."""
+    """An edge from a listing cannot be used."""
 
     def __init__(self, message: str, edge: Edge) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Read a channel. Whatever is read is held to its bounds, and checked by the digest or signature that covers it."""
+"""Read a channel. Each object is bounded before it is read, and checked with the digest or signature that covers it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ChannelReader:
 
     Args:
         store: The channel's store.
-        trusted_keys: Keys one of which must have signed what is read, or their file. None for the file that the environment
-            names; without it signatures are not checked.
+        trusted_keys: Public keys, or their file; one of them must have signed each record. None for the file that the
+            environment names; without it signatures are not checked.
 
     Attributes:
         trusted: The keys, None if signatures are not checked.
@@ -105,7 +105,7 @@ class ChannelReader:
         run_id = described[0].run_id
         if run_id != expected and self._confirmed:
             raise RunMismatchError(
-                f"{self.store.url} now holds run {run_id}, and not {expected}, which was followed. Start anew to follow it."
+                f"{self.store.url} now holds run {run_id}, and not {expected}, which was followed. Restart to follow it."
             )
         if run_id != expected:
             self._described = described
@@ -186,7 +186,7 @@ class ChannelReader:
     def document(self, info: ObjectInfo) -> Record:
         """Read only the document of a record, compaction or announcement, by its entry in a listing.
 
-        The signature is checked, the digest and the payload are not: use it to see what there is, not to apply it.
+        The signature is checked; the digest and the payload are not. Show the result, but never apply it.
 
         Raises:
             MissingVersionError: it is not in the store any more.
@@ -210,7 +210,7 @@ class ChannelReader:
         return found
 
     def handed(self, key: str, sha256: str, data: bytes | None) -> StoredRecord:
-        """As `stored`, from bytes that another process has read; if `data` is None, they are read here."""
+        """Decode and check a record, as `stored`, from bytes that another process read; with None, read them here."""
         if data is None:
             return self.stored(key, sha256)
         found = self._decoded(data, key)

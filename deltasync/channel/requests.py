@@ -29,7 +29,7 @@ def ask(store: Store, version: int) -> None:
 
 
 def asked(store: Store) -> int:
-    """Return the version after which an anchor is asked for, 0 if none is. What cannot be read asks for nothing.
+    """Return the version after which an anchor is asked for, 0 if none is. A request that cannot be read counts as none.
 
     Raises:
         StoreError: the store failed.

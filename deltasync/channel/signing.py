@@ -35,7 +35,7 @@ class Signer:
         trusted: The public key, and the keys in the file `trusted_keys`.
 
     Raises:
-        ConfigError: a file cannot be read, or is not what it should be.
+        ConfigError: a file cannot be read, or holds no key.
     """
 
     def __init__(self, path: str | Path, trusted_keys: str | Path | None = None) -> None:
@@ -68,7 +68,7 @@ class Signer:
 
 
 class Trusted:
-    """The public keys that a reader trusts: one of them must have signed what it reads.
+    """The public keys that a reader trusts: one of them must have signed each record.
 
     Args:
         names: The keys, 64 hexadecimal digits each.
@@ -103,7 +103,7 @@ class Trusted:
                 self._keys = _public_keys(names)
         found = _signature_at_end(data)
         if found is None:
-            raise SignatureError(f"{key} is not signed, and only what a trusted key has signed is taken here.")
+            raise SignatureError(f"{key} is not signed, and this reader accepts only records that a trusted key signed.")
         name, signature = found[1].decode(), bytes.fromhex(found[2].decode())
         trusted = self._keys.get(name)
         if trusted is None:
@@ -125,7 +125,7 @@ def signer_of(settings: PublisherSettings) -> Signer | None:
     if settings.signing_key is not None:
         return Signer(settings.signing_key, settings.trusted_keys)
     if settings.trusted_keys is not None:
-        raise ConfigError("trusted_keys is set, so what is published must be signed: set signing_key too.")
+        raise ConfigError("trusted_keys is set, so versions must be signed: set signing_key too.")
     return None
 
 
@@ -142,7 +142,7 @@ def require_signer(signer: Signer | None, signed: bool) -> None:
 
 
 def new_key(path: Path, name: str) -> str:
-    """Make a key pair: the private key at `path`, readable by its owner only, the public key beside it in `.pub`.
+    """Make a key pair: the private key at `path`, readable by its owner only, the public key in `path` with `.pub` appended.
 
     Returns:
         The line in `.pub`: the public key and `name`.

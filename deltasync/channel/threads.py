@@ -139,7 +139,7 @@ class Workers:
 
 
 def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> Generator[_Result, None, None]:
-    """Yield the results of `action` in the order of the items; threads work on the next `count` items meanwhile.
+    """Yield the results of `action` in the order of the items, while threads work on the next `count` items.
 
     Closing the generator waits for no thread. The garbage collector may close it, in any thread and under any lock, even one
     that those threads need to end.

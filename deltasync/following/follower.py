@@ -32,10 +32,10 @@ _HELD = 4  # times the model's elements may be held as changes that are not merg
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """A version that is ready to commit; from the commit on, what undoes it.
+    """A version that is ready to commit. After the commit it holds the changes that undo it.
 
     Attributes:
-        whole: What brings the tensors up to it that `Follower.complete` keeps whole, and their bits if they are new.
+        whole: New bits, or changes, of the tensors that `Follower.complete` keeps whole.
     """
 
     chain: Sequence[StoredRecord]
@@ -83,14 +83,14 @@ class Follower:
         self.settled = True
 
     def complete(self, name: str, bits_N: np.ndarray) -> None:
-        """Keep a tensor whole, with its bits in `version`, beside the part of it that memory holds: decoding needs it.
+        """Keep a whole copy of a tensor, with its bits in `version`, although memory holds a part of it: decoding needs it.
 
         `bits_N` is flat and unsigned, and changes with each version from now on.
         """
         self._whole[name] = bits_N
 
     def load(self, chain: Sequence[StoredRecord]) -> VersionId:
-        """Take a chain into host memory that nobody uses yet, without keeping what would undo it.
+        """Apply a chain to host memory that nobody uses yet. It cannot be undone.
 
         If a version fails, everything up to the one before is loaded again. So `version` is the last good one, or None.
 
@@ -148,7 +148,7 @@ class Follower:
         before = time.perf_counter()
         whole: Delta | Mapping[str, np.ndarray]
         with _map_out_of_memory(chain[-1].record.version):
-            # What comes before full weights, which a writer that starts over stores between deltas, does not matter.
+            # Deltas before full weights do not matter; a writer that starts over stores full weights between deltas.
             first = max((at for at, stored in enumerate(chain) if stored.use_anchor), default=None)
             if first is not None and not is_revert(chain):
                 staged, whole = self._stage_weights(chain[first:])
@@ -207,7 +207,7 @@ class Follower:
             raise
 
     def _undone(self, chain: Sequence[StoredRecord]) -> Changed:
-        """Return what undoes records; without fingerprints, which records have only for the bits after them."""
+        """Return the changes that undo records. Fingerprints are left out: records have only those after them."""
         delta = self._changed(chain).delta
         if delta.known:
             width, known = next(iter(delta.known.items()))
@@ -218,7 +218,7 @@ class Follower:
         return Changed(delta.undone(), dict.fromkeys(delta.counts()))
 
     def _changed(self, chain: Sequence[StoredRecord], first: codec.OldBits | None = None) -> Changed:
-        """Return what records change together, after the live bits or those of `first`."""
+        """Return the merged changes of records, applied to the live bits or to those of `first`."""
         done: list[Delta] = []
         fingerprints: dict[str, int | None] = {}
 
@@ -310,7 +310,7 @@ def _needs_old(stored: StoredRecord) -> bool:
 
 
 _MEMORY_IS_OUT = "can't allocate memory", "can't start new thread", "out of memory"
-"""What torch, Python and CUDA say in a RuntimeError when the host has too little memory."""
+"""Texts of torch, Python and CUDA in a RuntimeError when the host has too little memory."""
 
 
 @contextlib.contextmanager
@@ -318,7 +318,7 @@ def _map_out_of_memory(version: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        panic = type(error).__module__ == "pyo3_runtime"  # what safetensors raises then; it is no Exception
+        panic = type(error).__module__ == "pyo3_runtime"  # raised by safetensors; it is no Exception
         short = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(said in str(error) for said in _MEMORY_IS_OUT)
         if panic or short:
             raise StageError(f"Not enough memory for version {version}, the one before stays live: {error}") from error

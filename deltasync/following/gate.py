@@ -107,7 +107,7 @@ def reclassed(module: Any, kind: type) -> Iterator[None]:
 class GatedTarget(MemoryTarget):
     """The weights of a model whose forward calls pass a gate.
 
-    A subclass says what tensors the model has now and where they lie, and puts its forward calls inside of the gate.
+    A subclass names the model's tensors and their memory, and puts forward calls inside of the gate.
     """
 
     def __init__(self, module: Any, reader: ChannelReader, names: Names, gate: Gate) -> None:
@@ -121,11 +121,11 @@ class GatedTarget(MemoryTarget):
 
     @abstractmethod
     def _state(self) -> Mapping[str, Any]:
-        """The model's tensors by its own names: `torch.Tensor`s over live memory, and what is ignored."""
+        """The model's tensors by its own names, `torch.Tensor`s over live memory; and the names that are ignored."""
 
     @abstractmethod
     def _found(self) -> Mapping[str, Any]:
-        """Where the model's tensors lie now."""
+        """The storages of the model's tensors now."""
 
     def _finish_calls(self) -> None:
         """Wait until nothing reads the weights any more; every forward call that has begun has ended."""
@@ -143,11 +143,11 @@ class GatedTarget(MemoryTarget):
         return LiveMemory(self.reader.specs, {name: [segment(tensor)] for name, tensor in self.tensors.items()})
 
     def is_settled(self, asked: bool) -> bool:
-        """As `Target.is_settled`; not where the model has other storages than those that were mapped."""
+        """Whether the live bits are known. They are not if the model has other storages than those that were mapped."""
         return super().is_settled(asked) and self._found() == self._storages
 
     def settle(self) -> None:
-        """As `Target.settle`; storages that were replaced are mapped anew."""
+        """Audit the live bits, and map storages that were replaced."""
         try:
             if self._found() != self._storages and self._identify is not None:
                 served, self._opened.settled = self._served, False
@@ -159,17 +159,19 @@ class GatedTarget(MemoryTarget):
             self._update_gate()  # before anything is loaded in their place
 
     def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion:
-        """As `Target.stage`."""
+        """Stage a chain (`Target.stage`)."""
         return self._opened.stage(chain)
 
     def commit(self, staged: StagedVersion | Sequence[StoredRecord]) -> Commit:
-        """As `Target.commit`, between two forward calls."""
+        """Commit between two forward calls (`Target.commit`)."""
         assert isinstance(staged, StagedVersion)
         try:
             with self._gate.alone():
                 self._finish_calls()
                 if self._found() != self._storages:
-                    raise StageError("The model's parameters were replaced meanwhile; they are mapped anew.")
+                    raise StageError(
+                        "The model's parameters were replaced since this version was staged; they are mapped again."
+                    )
                 self._served = True
                 commit = self._exchange(staged)
                 for name, other in self._ties.items():

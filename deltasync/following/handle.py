@@ -43,7 +43,7 @@ class Following:
 
     @property
     def error(self) -> str | None:
-        """What keeps the weights from newer versions, in one sentence; None if nothing does."""
+        """The reason why the weights are not newer, in one sentence; None if there is none."""
         since_s = self._gate.waits_since_s
         waits_s = 0.0 if since_s is None else time.monotonic() - since_s
         if waits_s > _WAIT_S:
@@ -79,7 +79,7 @@ class Following:
         self._follow.set_pin(Pin.parse(str(text)))
 
     def sync(self) -> int:
-        """Refresh now, and take what there is; return the number of the version that the weights are.
+        """Refresh now, apply new versions, and return the number of the version that the weights are.
 
         Raises:
             NotPublishedError: the channel has no version yet.

@@ -1,4 +1,4 @@
-"""The state of a replica: what it does, what keeps it from newer versions, and for how long it could not follow."""
+"""The state of a replica, the error that keeps it from newer versions, and for how long it could not follow."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from deltasync.channel import heartbeat
 from deltasync.errors import DeltaSyncError, MissingVersionError, NotPublishedError, SleepingError, printable
 
 STALE_S, STALE_POLLS = 60.0, 20
-"""A replica is stale when it could last follow longer ago than so many seconds, and than so many poll intervals."""
+"""A replica is stale when it could last follow more than this many seconds, and this many poll intervals, ago."""
 
 
 class Health:
     """State and error of a follow loop; it sets them after each step (`report`), and `state` also within a step.
 
     Attributes:
-        state: As `Status.state`, but never `stale`.
+        state: One of the states of `Status.state`, but never `stale`.
         error: Why the last step failed, in one sentence; None if it did not.
     """
 
@@ -45,7 +45,7 @@ class Health:
         """Set state and error after a step.
 
         Args:
-            error: What the step raised, None for nothing.
+            error: The exception of the step, None if there was none.
             may_wait: Whether a version that is missing only is not published yet.
 
         Returns:

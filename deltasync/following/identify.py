@@ -1,4 +1,4 @@
-"""Find the version that weights in memory are, and what the channel's first checkpoint says of tied tensors."""
+"""Find the version of weights in memory, and the tied tensors of the channel's first checkpoint."""
 
 from __future__ import annotations
 

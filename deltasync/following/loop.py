@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -39,7 +40,7 @@ from deltasync.following.identify import identify
 from deltasync.following.pin import NEWEST, Pin
 from deltasync.following.poll import Announcements, Poll
 from deltasync.following.status import HISTORY, Commit, HeartbeatWriter, Status, log_commit
-from deltasync.following.target import Observer, Target
+from deltasync.following.target import Target
 from deltasync.following.waits import Reached, Waits
 from deltasync.stores.base import ObjectInfo
 
@@ -48,6 +49,22 @@ logger = get_logger(__name__)
 _DETOURS = 8  # chains that `catch_up` gives up before it raises
 _STEP_S = 60.0  # how long a caller waits for a step of another thread
 _STOP_S = 5.0  # how long `stop` waits for the thread, which a store may hold
+
+
+class Observer(Protocol):
+    """Callbacks of a `Follow`, from its thread: for metrics, and for an engine's own work after a step."""
+
+    def stepped(self, follow: Follow) -> None:
+        """A step has ended, by success or by an error."""
+        ...
+
+    def committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
+        """A version became live."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """A step failed. Called once for each failed request, not again while the same failure lasts."""
+        ...
 
 
 class Follow:
@@ -84,7 +101,7 @@ class Follow:
         self._waits = Waits()
         self._opened = False
         self._audited_s = time.monotonic()
-        self._asked = False  # somebody waits: refresh, and retry what was skipped
+        self._asked = False  # a caller waits: refresh, and retry skipped objects
         self._announced = Announcements()
         self._stepping = threading.RLock()
         self._wake, self._ended = threading.Event(), threading.Event()
@@ -173,7 +190,7 @@ class Follow:
 
         Raises:
             MissingVersionError: it is not.
-            StoreError: nobody knows.
+            StoreError: the store did not answer.
         """
         live = self.identity
         if pin.version is not None and (live is None or live.version != pin.version):
@@ -197,14 +214,14 @@ class Follow:
         self._wake.set()
 
     def request(self, version: int | None = None, step: int | None = None) -> Reached:
-        """Refresh now, and return a check that gives the number of the version served once that is what was asked for.
+        """Refresh now, and return a check: it gives the number of the version served once that version is reached.
 
         Args:
             version: This version or a later one; while the replica is pinned to a number exactly this one.
             step: A version of the newest epoch, of this step of the trainer or a later one.
 
-        With neither, the check waits for what the pin points to now. It raises PinnedError if a pin, now or after a change,
-        keeps the replica from there.
+        With neither, the check waits for the version that the pin points to now. It raises PinnedError if a pin, now or
+        after a change, keeps the replica from there.
 
         Raises:
             ConfigError: as `poke`.
@@ -289,7 +306,7 @@ class Follow:
         self._wake.set()
 
     def catch_up(self, pin: Pin | None = None, *, wait_s: float = 0.0) -> int:
-        """Take every step to where a pin points, going around what fails. Returns the number of the version that is live.
+        """Take every step to the version of a pin, around objects that fail. Returns the number of the live version.
 
         Args:
             pin: By default the own.
@@ -297,7 +314,7 @@ class Follow:
 
         Raises:
             NotPublishedError: the channel has no version yet.
-            DeltaSyncError: what keeps the replica from there; the version before stays live.
+            DeltaSyncError: the version cannot be reached; the version before stays live.
         """
         deadline, first, detours = time.monotonic() + wait_s, True, 0
         self._asked = True
@@ -330,7 +347,7 @@ class Follow:
 
         Args:
             pin: Which versions to take.
-            known: What an event told of a new record.
+            known: The listing entry of a new record, from an event.
             ahead: As in `ChannelCursor.next`.
             audits: Audit the weights when that is due.
 
@@ -365,7 +382,7 @@ class Follow:
     def _step(self, pin: Pin, ahead: bool, audits: bool) -> bool:
         target, cursor = self.target, self.cursor
         if audits:
-            self._wake.clear()  # what woke the loop until now, this step takes
+            self._wake.clear()  # this step serves everything that woke the loop until now
         asked, self._asked = self._asked, False
         known = self._announced.take()
         if asked:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a replica, beside the engine's own under its /metrics.
+"""Prometheus metrics of a replica, at the engine's own /metrics.
 
 They are in prometheus_client's default registry, or, where the engine has several processes, in the files in
 PROMETHEUS_MULTIPROC_DIR. This module is the only one of its room that needs prometheus_client, which engines bring along.
@@ -55,7 +55,7 @@ class Metrics:
             buckets=_PAUSE_S,
         )
         self._payload = counter("deltasync_payload_bytes", "Bytes downloaded for committed versions.")
-        self._commits = counter("deltasync_commits", "Commits, by what was applied.", ["kind"])
+        self._commits = counter("deltasync_commits", "Commits, by the kind of record applied.", ["kind"])
         self.rollbacks = counter("deltasync_rollbacks", "Commits that were undone; the version before stayed served.")
         self._errors = counter("deltasync_errors", "Steps that failed, by the error's class.", ["class"])
         for kind in ("delta", "compaction", "anchor"):

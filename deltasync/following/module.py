@@ -48,7 +48,7 @@ class ModuleTarget(GatedTarget):
 
     def _finish_calls(self) -> None:
         for device in {tensor.device for tensor in self.tensors.values() if tensor.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)  # what forward calls have launched
+            torch.accelerator.synchronize(device)  # kernels that forward calls have launched
 
 
 _gates: weakref.WeakKeyDictionary[torch.nn.Module, Gate] = weakref.WeakKeyDictionary()  # of followed modules
@@ -63,7 +63,7 @@ def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     not do, because an interrupt skips them; nor would an attribute `forward`, which copies take along.
     """
 
-    # The gate is not compiled; what it lets through is.
+    # The gate is not compiled; the forward call inside it is.
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
     def passed(self: torch.nn.Module, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         gate = _gates.get(self)

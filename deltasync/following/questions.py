@@ -1,4 +1,4 @@
-"""What routes ask of a follow loop that runs in another process: begun there, and read from its state later."""
+"""Questions of routes to a follow loop in another process. They begin there; answers are read from its state later."""
 
 from __future__ import annotations
 

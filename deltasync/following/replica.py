@@ -1,4 +1,4 @@
-"""A replica whose weights lie in host memory: the reference for every other one."""
+"""A replica with weights in host memory: the reference for every other one."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class MemoryTarget:
 
     Attributes:
         tensors: The live weights by checkpoint name.
-        follower: What stages and commits; None before `open`.
-        joining: Whether the weights are to be of no version before the newest: nothing is kept to undo what is loaded.
+        follower: Stages and commits; None before `open`.
+        joining: Whether only the newest version is wanted, so that loaded changes need not be undone.
     """
 
     def __init__(self, reader: ChannelReader) -> None:
@@ -50,12 +50,12 @@ class MemoryTarget:
 
     @property
     def version(self) -> VersionId | None:
-        """As `Target.version`."""
+        """The version that is live (`Target.version`)."""
         return None if self.follower is None else self.follower.version
 
     @property
     def progressed_s(self) -> float:
-        """As `Target.progressed_s`."""
+        """When staging last advanced (`Target.progressed_s`)."""
         return 0.0 if self.follower is None else self.follower.progressed_s
 
     @property
@@ -78,21 +78,21 @@ class MemoryTarget:
         self.follower.identified(found)
 
     def is_settled(self, asked: bool) -> bool:
-        """As `Target.is_settled`."""
+        """Whether the live bits are known (`Target.is_settled`)."""
         return self._opened.settled
 
     def settle(self) -> None:
-        """As `Target.settle`."""
+        """Audit the live bits (`Target.settle`)."""
         self._opened.settle()
 
     def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | Sequence[StoredRecord]:
-        """As `Target.stage`; a replica that joins loads the chain when it commits."""
+        """Stage a chain (`Target.stage`). A replica that joins loads the chain at its commit."""
         if self.version is None or (self.joining and not is_revert(chain)):
             return chain
         return self._opened.stage(chain)
 
     def commit(self, staged: StagedVersion | Sequence[StoredRecord]) -> Commit:
-        """As `Target.commit`."""
+        """Commit a staged chain (`Target.commit`)."""
         follower, before = self._opened, time.perf_counter()
         if not isinstance(staged, StagedVersion):
             version = follower.load(staged)
@@ -195,8 +195,8 @@ class Replica:
     def poll(self, known: ObjectInfo | None = None, pin: Pin = NEWEST) -> int:
         """Take the next version, if there is one, usually by a single request.
 
-        Otherwise the same as `sync`, but a new version may be found some seconds later. `known` is what an event told of a
-        new record.
+        Otherwise the same as `sync`, but a new version may be found some seconds later. `known` is the listing entry of a
+        new record, from an event.
 
         Raises:
             NotPublishedError: the channel has no version yet, or none that the pin allows.
@@ -207,7 +207,7 @@ class Replica:
         return self.version
 
     def load(self, directory: str | Path) -> int | None:
-        """Load the weights of a checkpoint directory, so that `sync` fetches only what came after them.
+        """Load the weights of a checkpoint directory, so that `sync` fetches only later versions.
 
         Returns the version that they are; None if the channel does not know them, and `sync` then starts from an anchor.
 
@@ -244,7 +244,7 @@ class Replica:
         return is_right
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the live weights by checkpoint name. The next `sync` changes them in place; clone what you keep."""
+        """Return the live weights by checkpoint name. The next `sync` changes them in place; clone tensors that you keep."""
         if self.version is None:
             raise NotPublishedError("This replica holds no version yet; call sync() first.")
         return dict(self._target.tensors)

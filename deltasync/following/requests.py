@@ -45,7 +45,7 @@ class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
 
 
 class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/pin`. `pin` is what `deltasync.following.Pin.parse` takes."""
+    """Body of `POST /deltasync/pin`. `pin` is a text for `deltasync.following.Pin.parse`."""
 
     pin: str
     timeout_s: HeldSeconds = 60.0
@@ -58,12 +58,12 @@ def body_of(data: bytes, kind: type[_T]) -> _T:
     """Decode a request's body. An empty body has no fields.
 
     Raises:
-        ConfigError: the body is not what the route takes.
+        ConfigError: the body is not valid for the route.
     """
     try:
         return msgspec.json.decode(data if data.strip() else b"{}", type=kind)
     except UNREADABLE_JSON as error:
-        raise ConfigError(f"The body is not what this route takes: {error}.") from None
+        raise ConfigError(f"The body is not valid for this route: {error}.") from None
 
 
 def token_matches(authorization: str | None, token: str) -> bool:
@@ -87,7 +87,8 @@ def is_loopback(host: str | None) -> bool:
 
 
 def stranger(method: str, headers: Mapping[str, str], only_loopback: bool) -> str | None:
-    """Return why a request must be refused whoever sends it, or None. Names of `headers` are in lower case.
+    """Return why a request must be refused, whether it has the token or not; None if it need not. Names of `headers` are in
+    lower case.
 
     A server that listens on loopback only and needs no token answers to IP addresses and `localhost` alone: any other name
     that points to it is another site's.
@@ -135,8 +136,8 @@ def until_ready(not_ready: Callable[[], str | None]) -> Callable[[], str | None]
         try:
             reason = not_ready()
         except Exception:  # unknown counts as not ready
-            logger.exception("deltasync could not tell whether this server is ready")
-            return "It cannot be told whether this server is ready."
+            logger.exception("deltasync could not find out whether this server is ready")
+            return "deltasync could not find out whether this server is ready; see its log."
         opened = reason is None
         return reason
 

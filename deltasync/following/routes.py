@@ -34,7 +34,7 @@ _ASK_S = 0.01
 
 
 class RemoteRoutes:
-    """The routes. `states` returns what `Questions.state` does of each loop, and `ask` puts a question to all of them.
+    """The routes. `states` returns the `Questions.state` of each loop, and `ask` puts a question to all of them.
 
     Attributes:
         not_ready: Why requests should not be answered, as of a moment ago.
@@ -118,7 +118,7 @@ class RemoteRoutes:
 
     @contextlib.asynccontextmanager
     async def _ticking(self, _: FastAPI) -> AsyncIterator[None]:
-        """Keep what is known of the schedulers true."""
+        """Update the states of the schedulers."""
 
         async def tick() -> None:
             while True:

@@ -1,6 +1,6 @@
 """A target for engines whose processes each hold a shard of the weights and run the same program.
 
-    stage (beside the engine) -> commit (between two of its steps, on all ranks at once) -> announce
+    stage (while the engine computes) -> commit (between two of its steps, on all ranks at once) -> announce
 
 The follow loop runs in the first rank. `ShardsTarget` has every rank run the methods of its `Shard` with the same arguments,
 and they end in the same way on all: what each has found is exchanged, so that all raise the error that one of them met. A
@@ -54,7 +54,7 @@ class Ranks(Protocol):
     number: int
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return what each rank passes to this. All call it from the same kind of thread."""
+        """Return the argument of each rank, in order. All call it from the same kind of thread."""
         ...
 
     def broadcast(self, call: Any = None) -> Any:
@@ -73,14 +73,14 @@ class TorchRanks:
         self._ours = torch.distributed.new_group(members, for_ever, "gloo") if self.size > 1 else group
 
     def gather(self, mine: Any) -> list[Any]:
-        """As `Ranks.gather`, in the engine's thread by its group, and by one of our own in others."""
+        """Gather (`Ranks.gather`): in the engine's thread with its group, in other threads with a group of ours."""
         found: list[Any] = [None] * self.size
         group = self._engines if threading.get_ident() == self._thread else self._ours
         torch.distributed.all_gather_object(found, mine, group=group)
         return found
 
     def broadcast(self, call: Any = None) -> Any:
-        """As `Ranks.broadcast`."""
+        """Broadcast (`Ranks.broadcast`)."""
         box = [call]
         torch.distributed.broadcast_object_list(box, group=self._ours, group_src=0)
         return box[0]
@@ -106,7 +106,7 @@ class Shard:
 
     Attributes:
         ranks: All parts.
-        held: Whether nothing may be computed, because it is not known what the weights are. The same on all ranks.
+        held: Whether nothing may be computed, because the version of the weights is unknown. The same on all ranks.
     """
 
     def __init__(self, reader: ChannelReader, engine: Engine, ranks: Ranks) -> None:
@@ -127,7 +127,7 @@ class Shard:
 
     @property
     def follower(self) -> Follower:
-        """What stages and commits; there after `prove`."""
+        """Stages and commits; exists after `prove`."""
         assert self._follower is not None
         return self._follower
 
@@ -138,11 +138,11 @@ class Shard:
 
     @property
     def progressed_s(self) -> float:
-        """As `Target.progressed_s`."""
+        """When staging last advanced (`Target.progressed_s`)."""
         return 0.0 if self._follower is None else self._follower.progressed_s
 
     def together(self, body: Callable[[], _T]) -> list[_T]:
-        """Run `body` on all ranks, each of which calls this. Returns what it returned on each.
+        """Run `body` on all ranks, each of which calls this. Returns the results of all ranks.
 
         Raises:
             DeltaSyncError: it raised on one; a CommitError if there is one.
@@ -305,7 +305,7 @@ class Shard:
         self.settled()
 
     def settled(self) -> None:
-        """Announce what the weights are; from here on they may be computed with."""
+        """Announce the version of the weights; from here on the engine may compute."""
         version = self.follower.version
         if version is None and self.held:
             return  # full weights follow
@@ -323,9 +323,9 @@ class Shard:
         def write() -> tuple[Any, int]:
             self._check_awake()
             if staged is None:
-                raise StageError("What was staged is gone, because the engine slept.")
+                raise StageError("The staged version is gone, because the engine slept. It is staged again.")
             if self._device.type != "cpu":
-                torch.accelerator.synchronize(self._device)  # what the engine has launched
+                torch.accelerator.synchronize(self._device)  # kernels that the engine has launched
             committed.append(follower.commit(staged))
             return staged.staged.parts, staged.staged.changed
 
@@ -363,7 +363,7 @@ class Shard:
             self._staged = None
 
     def wake_up(self) -> None:
-        """Compute nothing until an audit has found out what the weights are."""
+        """Hold the engine until an audit has found the version of the weights."""
         self._asleep, self.held = False, self._follower is not None
         self._unsettle()
 
@@ -387,7 +387,7 @@ class ShardsTarget:
 
     @property
     def progressed_s(self) -> float:
-        """As `Target.progressed_s`."""
+        """When staging last advanced (`Target.progressed_s`)."""
         return self._shard.progressed_s
 
     def _on_ranks(self, method: str, *arguments: Any) -> Any:
@@ -396,7 +396,7 @@ class ShardsTarget:
         return getattr(self._shard, method)(*arguments)
 
     def open(self, identify: Identify) -> None:
-        """As `Target.open`."""
+        """Prove the load plan and find the live version (`Target.open`)."""
         self._on_ranks("prepare")
         self._between_steps("record")
         found = identify(self._on_ranks("prove"))
@@ -404,22 +404,22 @@ class ShardsTarget:
         self.version, self._is_sure = self._shard.follower.version, True
 
     def is_settled(self, asked: bool) -> bool:
-        """As `Target.is_settled`."""
+        """Whether the live bits are known (`Target.is_settled`)."""
         return self._is_sure and self._shard.is_settled
 
     def settle(self) -> None:
-        """As `Target.settle`."""
+        """Audit the live bits on all ranks (`Target.settle`)."""
         self._on_ranks("settle")
         self._between_steps("settled")
         self.version, self._is_sure = self._shard.follower.version, True
 
     def stage(self, chain: Sequence[StoredRecord]) -> Sequence[StoredRecord] | None:
-        """As `Target.stage`."""
+        """Stage a chain on all ranks (`Target.stage`)."""
         self._is_sure = bool(self._on_ranks("stage", [_handed(stored) for stored in chain]))
         return chain if self._is_sure else None
 
     def commit(self, staged: Sequence[StoredRecord]) -> Commit:
-        """As `Target.commit`."""
+        """Commit on all ranks at once (`Target.commit`)."""
         pause_s, running, changed, stage_s, scatter_s = self._between_steps("commit")
         self.version = version = staged[-1].version
         return Commit(
@@ -443,7 +443,7 @@ class ShardsTarget:
 
 
 def serve_in_thread(shard: Shard) -> None:
-    """Take part in what the first rank runs beside the engine, in a thread of this process."""
+    """Serve the calls of the first rank in a thread of this process, while the engine computes."""
 
     def serve() -> None:
         while True:

@@ -55,12 +55,12 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """A replica's status: what `GET /deltasync/status` replies, see docs/operations/replica.md.
+    """A replica's status: the reply of `GET /deltasync/status`.
 
     Attributes:
         state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
         followed_s_ago: Seconds since the channel could last be followed; None before the first time.
-        error: What keeps the replica from newer versions, in one sentence; None if nothing does.
+        error: The reason why the replica is not at a newer version, in one sentence; None if there is none.
     """
 
     replica_id: str

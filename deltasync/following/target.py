@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from deltasync.channel.documents import VersionId
 from deltasync.channel.record import StoredRecord
 from deltasync.following.status import Commit
-
-if TYPE_CHECKING:
-    from deltasync.following.loop import Follow
 
 Identify = Callable[[int], StoredRecord | None]
 """Returns the version of the channel whose model has this fingerprint (`live.model_fingerprint`); None if none has."""
@@ -29,11 +26,11 @@ class Target(Protocol):
 
     @property
     def progressed_s(self) -> float:
-        """When `stage` last came a step further, by `time.monotonic`: a store that hangs is told from a large version."""
+        """When `stage` last advanced, by `time.monotonic`. This tells a hung store from a large version."""
         ...
 
     def open(self, identify: Identify) -> None:
-        """Prove where the channel's tensors lie, and find out which version the live bits are.
+        """Prove where in memory the channel's tensors are, and find the version of the live bits.
 
         Raises:
             ModelMismatchError: the weights are not the channel's model; they are as they were.
@@ -45,11 +42,11 @@ class Target(Protocol):
         ...
 
     def settle(self) -> None:
-        """Audit the live bits, and set `version` to what they are: the version they were taken for, or None."""
+        """Audit the live bits, and set `version`: it stays if the bits are those of that version, and is None otherwise."""
         ...
 
     def stage(self, chain: Sequence[StoredRecord]) -> Any:
-        """Fetch, verify and decode the versions of a chain without touching live weights. Returns what `commit` takes.
+        """Fetch, verify and decode the versions of a chain without touching live weights. Returns the argument of `commit`.
 
         A chain starts from `version`, or from full weights (`chain[0].use_anchor`); or it goes back (`plan.is_revert`).
         Returns None if the live bits are not known, so that `settle` is needed first.
@@ -69,21 +66,5 @@ class Target(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up what is under way, but a commit; called from another thread. The weights stay as they are."""
-        ...
-
-
-class Observer(Protocol):
-    """Notices of a `Follow`, called from its thread: for metrics and for what an engine does after a step."""
-
-    def stepped(self, follow: Follow) -> None:
-        """A step has ended, by success or by an error."""
-        ...
-
-    def committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
-        """A version became live."""
-        ...
-
-    def failed(self, error: BaseException) -> None:
-        """A step failed; told once for each request that failed, not while the same failure lasts."""
+        """Give up a running `stage`, never a commit; called from another thread. The weights stay as they are."""
         ...

@@ -103,7 +103,7 @@ class Tip:
     # Read ahead
 
     def forget_ahead(self) -> None:
-        """Forget what was read ahead."""
+        """Forget records that were read ahead."""
         self._ahead = {}
 
     def read_ahead(self, wanted: int, with_head: bool) -> None:
@@ -129,7 +129,7 @@ class Tip:
         self._ahead |= found
 
     def _read(self, key: str, read: Callable[[], Any]) -> Any:
-        """Return what was read ahead at this key, else the result of `read`."""
+        """Return the object that was read ahead at this key, else the result of `read`."""
         if key not in self._ahead:
             return read()
         found = self._ahead[key] if self._ahead[key] is None else self._ahead.pop(key)

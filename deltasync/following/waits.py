@@ -1,4 +1,4 @@
-"""Callers that wait for a version: what each waits for, and whether it is served."""
+"""Callers that wait for a version, and whether it is served."""
 
 from __future__ import annotations
 

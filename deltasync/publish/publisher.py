@@ -10,7 +10,6 @@ The ranks of a sharded trainer publish together, each what it holds. They agree 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import time
@@ -31,7 +30,7 @@ from deltasync.config import PublisherOptions, PublisherSettings, Retention, tok
 from deltasync.errors import ConfigError, PublishLostError, StoreError, get_logger
 from deltasync.publish import put
 from deltasync.publish.chain import Chain
-from deltasync.publish.collect import Weights, collect_weights
+from deltasync.publish.collect import collect_weights
 from deltasync.publish.job import Job, Receipt
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
@@ -116,8 +115,6 @@ class Publisher:
             `namespace/name@revision`. The first version of a new channel then is a reference to it and uploads no weights;
             if the first stream has other bits, these follow as a delta, the second version. Each rank of a `group` reads it.
         resume: Continue the run that the channel holds; without it a used channel is refused.
-        shadow: A directory that `save_shadow` wrote, to resume with fewer downloads. It is checked, and optional. Not with a
-            `group`.
         retention: How to look after the channel in the background; from the environment if None.
         group: The ranks of a sharded trainer; None if this process has the whole model.
         **options: See `PublisherSettings`.
@@ -142,14 +139,11 @@ class Publisher:
         model_files: str | Path | Mapping[str, bytes] | None = None,
         initial: str | Path | None = None,
         resume: bool = False,
-        shadow: str | Path | None = None,
         retention: Retention | None = None,
         group: dist.ProcessGroup | None = None,
         **options: Unpack[PublisherOptions],
     ) -> None:
         self._home = Home("publisher")
-        if group is not None and shadow is not None:
-            raise ConfigError("A sharded trainer cannot resume from a saved shadow; without it each rank reads the channel.")
         given, problem = attempt(lambda: _Given.of(channel, model_files, retention, group is not None, options))
         if group is None and problem is not None:
             raise problem
@@ -158,15 +152,13 @@ class Publisher:
             self._peers.agree(problem)  # so that all ranks know at once what fails at one
             assert given is not None
             self.store = given.store
-            self._begin_run(given, initial, resume, shadow, alone=group is None)
+            self._begin_run(given, initial, resume, alone=group is None)
         except BaseException:
             self._peers.close("could not open its publisher")
             raise
         self._peers.leave()
 
-    def _begin_run(
-        self, given: _Given, initial: str | Path | None, resume: bool, shadow: str | Path | None, *, alone: bool
-    ) -> None:
+    def _begin_run(self, given: _Given, initial: str | Path | None, resume: bool, *, alone: bool) -> None:
         start, token = self._peers.first(lambda: (self._open(given.settings, resume, given.files), uuid.uuid4().hex))
         self._prove_writes(given.settings, token)
         reader = ChannelReader(self.store, None if start.trusted is None else Trusted(start.trusted))
@@ -181,7 +173,7 @@ class Publisher:
         self._last_loss: str | None = None  # why the last lost version was
         self._unknown: list[Receipt] = []  # of versions that may get lost yet
         self._owned = Ownership(self._peers)
-        self._first = FirstStream(self._peers, self._owned, reader, start, initial, shadow)
+        self._first = FirstStream(self._peers, self._owned, reader, start, initial)
         self._uploader: Uploader | PartUploader
         if self._log is not None:
             if given.keeps_all:
@@ -369,27 +361,6 @@ class Publisher:
             if error is None:
                 raise
             logger.exception("The last version was not published.")
-
-    def save_shadow(self, directory: str | Path) -> None:
-        """Write the bits published last to a directory, as safetensors, to resume from (`shadow`).
-
-        If this is cut short, resuming notices and reads the channel instead.
-
-        Raises:
-            ConfigError: nothing was published yet, this rank has no whole weights, or the directory cannot be written.
-        """
-        if self._peers.size > 1:
-            raise ConfigError("No rank of a sharded trainer has a whole shadow to save.")
-        if self._shadow is None:
-            raise ConfigError("There is no shadow to save before the first publish.")
-        folder = Path(directory)
-        settings = dataclasses.replace(self.settings, anchor_compression="none")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, data in Weights.of(self._shadow, settings).files:
-                (folder / name).write_bytes(data)
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot be written: {error.strerror}.") from error
 
     def _open(self, settings: PublisherSettings, resume: bool, files: Mapping[str, bytes]) -> Start:
         start, self._log = open_first(self.store, settings, resume, files)

@@ -14,7 +14,7 @@ from deltasync.channel.documents import Channel, Reference, VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.config import PublisherSettings
-from deltasync.errors import ApplyError, ChainError, ConfigError, CorruptDataError, FormatError, ModelMismatchError
+from deltasync.errors import ApplyError, ChainError, CorruptDataError, FormatError, ModelMismatchError
 from deltasync.following import Replica
 from deltasync.publish import put
 from deltasync.publish.log import Log
@@ -102,7 +102,6 @@ class FirstStream:
         reader: The channel's.
         start: What the channel holds.
         initial: The checkpoint for a new channel. Every rank loads it; the first one decides which commit it is.
-        saved: A directory with a shadow to start from, if it is of this model and of a version that is still known.
 
     Raises:
         ConfigError, CorruptDataError: a rank cannot load the checkpoint; then all raise.
@@ -115,7 +114,6 @@ class FirstStream:
         reader: ChannelReader,
         start: Start,
         initial: str | Path | None,
-        saved: str | Path | None,
     ) -> None:
         self.start = start
         self.initial: Checkpoint | None = None
@@ -124,7 +122,6 @@ class FirstStream:
             self.initial = peers.all(lambda: checkpoint.load(reference))
         self._peers, self._owned = peers, owned
         self._reader = reader
-        self._saved = saved
         self._resumes = bool(start.chain)
 
     def compare(self, named_tensors: Stream, channel: Channel | None, dtype: str, may_refer: bool) -> Begun:
@@ -184,11 +181,6 @@ class FirstStream:
         if self._peers.size > 1:
             return Shadow.read(self._reader, self.start.chain, ranges)
         replica = Replica(self._reader)
-        if self._saved is not None:
-            try:
-                logger.info("saved shadow version=%s", replica.load(self._saved))
-            except (ConfigError, FormatError, ChainError, ModelMismatchError) as error:
-                logger.warning("The saved shadow is not used: %s", error)
         replica.sync()
         if replica.identity != self.start.end:
             raise ChainError(f"the newest version that can be read is {replica.identity}.")

@@ -1,38 +1,41 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["deltasync[trl]", "trl==1.16.0", "transformers<5.18"]
+# dependencies = ["aiohttp>=3.9", "datasets>=3.0", "trl==1.16.0", "transformers<5.18"]
 # ///
 r"""AsyncGRPO on Wordle as a Hugging Face Job, with the replicas and the environment in Spaces.
 
+    make dist
     hf jobs uv run --detach --flavor l4x1 --timeout 4h \
         --secrets HF_TOKEN --secrets REPLICA_TOKEN --secrets DELTASYNC_ENVIRONMENT_TOKEN \
+        --volume deploy:/deploy --volume dist:/dist --with /dist/deltasync-0.1.0-py3-none-any.whl \
         --with git+https://huggingface.co/spaces/user/wordle \
         deploy/jobs/train.py --model Qwen/Qwen3-0.6B --channel hf://buckets/user/run/a \
         --servers https://user-replica-1.hf.space https://user-replica-2.hf.space \
-        --environment https://user-wordle.hf.space
+        --environment https://user-wordle.hf.space --deploy /deploy
 
+deltasync is the wheel that `make dist` builds; the Hub mounts the folders `dist` and `deploy` in the job.
 TRL knows one server and no token, so the job starts a router: it shares the requests among the replicas and presents
 REPLICA_TOKEN, which is their DELTASYNC_HTTP_TOKEN, to them. All options of TRL's AsyncGRPOConfig and of DeltaSyncConfig are
-options here too. The environment's Space is a package, from which its client is installed. Elsewhere than in a job:
-`pip install ./examples/wordle; python deploy/jobs/train.py ...`, with HAProxy installed.
+options here too. The environment's Space is a package, from which its client is installed. Elsewhere than in a job, with
+HAProxy installed: `PYTHONPATH=examples python deploy/jobs/train.py --model MODEL ...`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from datasets import Dataset
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from deltasync.demo import trl_on_cpu
-from deltasync.demo.processes import Child
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig
 from wordle.client import WordleEnvironment
 from wordle.game import GUESSES
@@ -48,16 +51,23 @@ class ScriptArguments:
     model: str
     environment: str = field(metadata={"help": "URL of the Wordle environment."})
     servers: list[str] = field(metadata={"help": "URLs of the replicas, for the router."})
+    deploy: Path = field(
+        default=Path(__file__).resolve().parents[1], metadata={"help": "The folder deploy of a checkout, for its router."}
+    )
     router_port: int = 8080
 
 
-def prepare_router(replicas: Sequence[str], port: int) -> Child:
-    """The router, still to be started; what it needs is installed."""
+@contextlib.contextmanager
+def routing(script: Path, replicas: Sequence[str], port: int) -> Iterator[None]:
+    """Run the router until the block ends. Installs HAProxy if it is not there."""
     if shutil.which("haproxy") is None:  # a job runs as root, in Debian
         for command in (["update", "-qq"], ["install", "-qq", "--no-install-recommends", "haproxy"]):
             subprocess.run(["apt-get", *command], check=True)
-    command = [sys.executable, "-m", "deltasync", "router", *replicas, "--port", str(port)]
-    return Child("The router", command, os.environ, log=None)
+    with subprocess.Popen([sys.executable, script, *replicas, "--port", str(port)]) as router:
+        try:
+            yield
+        finally:
+            router.terminate()
 
 
 def main() -> None:
@@ -81,11 +91,13 @@ def main() -> None:
     )
     script, training, channel = parser.parse_args_and_config()
     if training.use_cpu:
+        from demo import trl_on_cpu  # of examples/
+
         trl_on_cpu.prepare()  # TRL supposes a GPU in two places
     training.vllm_server_base_url = f"http://127.0.0.1:{script.router_port}"
     token = os.environ.get("DELTASYNC_ENVIRONMENT_TOKEN")
     prompts = [[{"role": "user", "content": PROMPT}]] * 1000
-    with prepare_router(script.servers, script.router_port):
+    with routing(script.deploy / "router.py", script.servers, script.router_port):
         trainer = AsyncGRPOTrainer(
             model=script.model,
             args=training,

@@ -21,15 +21,17 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import report
 import torch
-from engines import ENGINES, ROOT, Engine
 
-from deltasync.demo.model import WARMUP_STEPS, begin, save_checkpoint, warm_up
-from deltasync.demo.processes import Child, get_json, interrupt_on_sigterm
-from deltasync.demo.report import read_lines
-from deltasync.demo.run import Talker, free_port
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from deltasync.errors import DeltaSyncError
+from demo.model import WARMUP_STEPS, begin, save_checkpoint, warm_up
+from demo.processes import Child, get_json, interrupt_on_sigterm
+from demo.report import read_lines
+from demo.run import Talker, free_port
+from demo_engines import report
+from demo_engines.engines import ENGINES, ROOT, Engine
 
 CATCH_UP_S = 60.0
 PROOF_EVERY = 7  # versions between two digests of one engine's memory
@@ -102,10 +104,16 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
         loss = warm_up(model, tokenizer, seed, None, lesson)
         save_checkpoint(out / "model", model, tokenizer)
         say(f"model ready after {WARMUP_STEPS} supervised steps: {model.num_parameters():,} parameters, loss {loss:.3f}")
-        train = [sys.executable, "-m", "deltasync.demo.train", "--model", f"{out}/model", "--seed", str(seed)]
+        train = [sys.executable, "-m", "demo.train", "--model", f"{out}/model", "--seed", str(seed)]
         train += ["--channel", f"file://{out}/channel", "--server-url", running[0].url, "--steps", str(versions - 1)]
         train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CI": "1"}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "CI": "1",
+        }
         cores = sorted(os.sched_getaffinity(0))
         trainer = stack.enter_context(
             Child(

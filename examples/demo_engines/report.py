@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deltasync import Replica
-from deltasync.demo.report import read_lines
-from deltasync.demo.task import FIRST_STARTS, prompt_text
 from deltasync.tensors.bits import bits_of
+from demo.report import read_lines
+from demo.task import FIRST_STARTS, prompt_text
 
 
 def prompt(tokenizer: Any) -> str:

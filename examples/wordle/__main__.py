@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from deltasync.demo.task import TOKEN_VARIABLE
 from deltasync.errors import ConfigError, DeltaSyncError
 from wordle.game import WORD_LISTS
+from wordle.protocol import TOKEN_VARIABLE
 from wordle.server import ServerSettings, WordleServer
 
 

@@ -8,6 +8,9 @@ import msgspec
 
 from wordle.game import GUESSES, Game, Turn
 
+TOKEN_VARIABLE = "DELTASYNC_ENVIRONMENT_TOKEN"
+"""Environment variable with the bearer token of server and client."""
+
 LONGEST_ID = 255
 LONGEST_GUESS = 64
 

@@ -1,4 +1,4 @@
-"""Wordle as a task of the demo: `deltasync demo --task wordle`."""
+"""Wordle as a task of the demo: `python examples/demo --task wordle`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import functools
 import os
 from typing import Any
 
-from deltasync.demo.task import TOKEN_VARIABLE, Task
+from demo.task import Task
 from wordle import player
 from wordle.client import WordleEnvironment
 from wordle.game import GUESSES
+from wordle.protocol import TOKEN_VARIABLE
 
 
 def training(seed: int, environment_url: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -24,4 +25,11 @@ def training(seed: int, environment_url: str | None) -> tuple[dict[str, Any], di
     return options, {"environment_factory": factory, "train_dataset": player.game_dataset(seed)}
 
 
-TASK = Task(player.build_tokenizer, player.demonstration_batch, player.WARMUP_STEPS, training, environment="wordle")
+TASK = Task(
+    player.build_tokenizer,
+    player.demonstration_batch,
+    player.WARMUP_STEPS,
+    training,
+    environment="wordle",
+    token_variable=TOKEN_VARIABLE,
+)

@@ -23,7 +23,7 @@ import pytest
 from deltasync import Publisher
 from deltasync.cli import main
 from deltasync.config import PublisherOptions, PublisherSettings, ReplicaSettings, Retention, TrainerSettings
-from deltasync.demo.processes import Child
+from demo.processes import Child
 from tests.docs.pages import PAGES, ROOT, Block, before_code, blocks, command_lines, spans
 from trl_callback import DeltaSyncConfig
 

@@ -21,7 +21,7 @@ from deltasync.channel import heartbeat
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
-from deltasync.errors import ConfigError, PublishLostError, PublishPendingError, StageError
+from deltasync.errors import PublishLostError, PublishPendingError, StageError
 from deltasync.stores.cache import CachedStore
 from tests.conftest import assert_same_bits
 from tests.faults_matrix import steps
@@ -92,31 +92,6 @@ def _store_full(lab: Lab) -> Seen:
         assert [path for path in disk.rglob("*.tmp")] == []
         assert maintenance.check(ChannelReader(open_store(url)), read_data=True).problems == []
         return Seen(said[0], took[0])
-
-
-@row(
-    "A full disk",
-    "the trainer's disk is full when it saves the shadow",
-    noticed="the failed write",
-    back="resuming, which reads the channel instead",
-)
-def _shadow_full(lab: Lab) -> Seen:
-    url = f"file://{lab.folder}/channel"
-    with _small_disk(lab) as disk:
-        with Publisher(url) as publisher:
-            publish(publisher, 1)
-            _fill(disk)
-            with expecting(ConfigError) as said:
-                publisher.save_shadow(disk)
-            publish(publisher, 2)
-        with timed() as took:
-            publisher = Publisher(url, resume=True, shadow=disk)
-            assert publish(publisher, 3) == 3
-        publisher.close()
-    replica = Replica(url)
-    assert replica.sync() == 3
-    assert_holds(replica, 3)
-    return Seen(said[0], took[0])
 
 
 @row("A full disk", "the disk of a replica's cache is full", noticed="the failed write", back="the store, in the same sync")

@@ -18,9 +18,9 @@ import pytest
 from safetensors.torch import load_file
 
 from deltasync.cli.serve import vllm_command
-from deltasync.demo.processes import Child, get_json
-from deltasync.demo.run import free_port
 from deltasync.errors import DeltaSyncError
+from demo.processes import Child, get_json
+from demo.run import free_port
 from tests.faults_matrix.killing import DRIVER_STEPS
 from tests.faults_matrix.matrix import Lab, Seen, row
 from tests.integration.vllm_server import PATIENCE_S, Server, complete, one_thread, save_model

@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from deltasync.demo.model import build_checkpoint
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
 from deltasync.errors import DeltaSyncError
+from demo.model import build_checkpoint
 from tests.hosts import network, summary
 from tests.hosts.network import ROOT
 from tests.hosts.run import RunSettings, run

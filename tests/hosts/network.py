@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from deltasync.demo.processes import Child
-from deltasync.demo.run import free_port
+from demo.processes import Child
+from demo.run import free_port
 from tests.hosts import firewall, namespaces
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deltasync.demo import report
-from deltasync.demo.processes import Child
 from deltasync.errors import DeltaSyncError
+from demo import report
+from demo.processes import Child
 from tests.hosts import summary
 from tests.hosts.network import HOSTS, REPLICAS, Loopback, Namespaces, Network, Shape, is_refused, round_trip_s
 from tests.hosts.services import Services

@@ -15,14 +15,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from deltasync.demo.processes import Child
-from deltasync.demo.run import free_port
-from deltasync.demo.task import TOKEN_VARIABLE
-from deltasync.deploy import router
+from demo.processes import Child
+from demo.run import free_port
+from deploy import router
 from tests.hosts.authority import Authority
 from tests.hosts.network import REPLICAS, ROOT, Network
 from tests.hub.hub import READ, WRITE
 from tests.servers import radosgw, s3
+from wordle.protocol import TOKEN_VARIABLE
 
 STORES = ("s3", "hf")
 _BUCKET = "runs"
@@ -163,7 +163,7 @@ class Services:
 
     def trainer(self, steps: int, task: str) -> Child:
         """TRL; learns of the replicas' versions from their heartbeats in the channel alone."""
-        command = [sys.executable, "-m", "deltasync.demo.train", "--model", str(self._model), "--channel", self.channel]
+        command = [sys.executable, "-m", "demo.train", "--model", str(self._model), "--channel", self.channel]
         command += ["--server-url", f"http://127.0.0.1:{self._router_port}", "--steps", str(steps), "--seed", "0"]
         command += ["--metrics", str(self._folder / "metrics.jsonl"), "--published", str(self._folder / "published.jsonl")]
         if task == "wordle":

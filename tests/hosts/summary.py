@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from deltasync.demo import report
+from demo import report
 from tests.hosts.firewall import counter_name
 from tests.hosts.network import HOSTS, REPLICAS, Shape
 

@@ -200,7 +200,7 @@ def make_async_trainer(
     **settings: Any,
 ) -> Any:
     """By the callback alone, unless a `weight_transfer` is given; with TRL's own rollout worker, if not with a stub."""
-    from deltasync.demo import trl_on_cpu
+    from demo import trl_on_cpu
 
     trl_on_cpu.prepare()
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer

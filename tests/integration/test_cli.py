@@ -43,7 +43,7 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> str:
     return url
 
 
-@pytest.mark.parametrize("command", ["", "demo", "serve", "follow", "watch", "dashboard", "log", "show", "repair"])
+@pytest.mark.parametrize("command", ["", "serve", "follow", "watch", "dashboard", "log", "show", "repair"])
 def test_every_command_has_help(command: str) -> None:
     done = run(*command.split(), "--help")
     assert done.returncode == 0
@@ -119,8 +119,10 @@ def test_bad_input_gets_one_sentence_and_an_exit_code(channel: str, arguments: l
 def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for command in (["demo", "--out", str(tmp_path / "demo")], ["serve", "m", "--channel", f"file://{tmp_path}/c"]):
-            done = run(*command, "--port", port, *(["--host", "127.0.0.1"] if command[0] == "serve" else []))
+        demo = [sys.executable, "-m", "demo", "--out", str(tmp_path / "demo")]
+        serve = [sys.executable, "-m", "deltasync", "serve", "m", "--channel", f"file://{tmp_path}/c", "--host", "127.0.0.1"]
+        for command in (demo, serve):
+            done = subprocess.run([*command, "--port", port], capture_output=True, text=True, timeout=120, check=False)
             assert done.returncode == 3
             assert f"Port {port}" in done.stderr
             assert "Traceback" not in done.stderr

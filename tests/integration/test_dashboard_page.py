@@ -24,7 +24,7 @@ from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.dashboard import Observer, page
-from deltasync.demo.processes import Child
+from demo.processes import Child
 from tests.browser import PATIENCE_S, browse, needs_browser
 
 pytestmark = needs_browser

@@ -1,4 +1,4 @@
-"""`deltasync deploy`: the real huggingface_hub against the local Hub."""
+"""`deploy/space.py`: the real huggingface_hub against the local Hub."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from deltasync import __version__
 from deltasync.cli import main
-from deltasync.deploy import space
+from deploy import space
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
 
 hub_server = fixtures.hub_server
 hub = fixtures.hub
 
+PACKAGE = "deltasync @ https://example.com/deltasync-9-py3-none-any.whl"
 TOKEN = "token-of-these-spaces"
 FILES = Path(space.__file__).with_name("spaces")
 WORDLE = Path(__file__).parents[2] / "examples" / "wordle"
@@ -35,12 +35,13 @@ def names(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, st
 
 
 def deploy(kind: str, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ["deploy", "space", kind, *arguments])
+    return CliRunner().invoke(space.main, [kind, *arguments])
 
 
 def replica_arguments(names: tuple[str, str, str]) -> list[str]:
     bucket, *spaces = names
     arguments = [*spaces, "--channel", f"hf://buckets/{bucket}/a", "--model", "Qwen/Qwen3-0.6B", "--hardware", "l4x1"]
+    arguments += ["--package", PACKAGE]
     return [*arguments, "--secret", "HF_TOKEN", "--secret", "DELTASYNC_HTTP_TOKEN", "--variable", "DELTASYNC_KV_CACHE=keep"]
 
 
@@ -84,7 +85,7 @@ def test_replicas(hub: HubServer, names: tuple[str, str, str]) -> None:
         assert known(hub, name) == {
             "private": False,
             "variables": {
-                "PACKAGE": f"deltasync=={__version__}",
+                "PACKAGE": PACKAGE,
                 "DELTASYNC_CHANNEL": f"hf://buckets/{bucket}/a",
                 "MODEL": "Qwen/Qwen3-0.6B",
                 "DELTASYNC_KV_CACHE": "keep",
@@ -128,10 +129,13 @@ def test_replicas_that_require_signatures(hub: HubServer, names: tuple[str, str,
     key = tmp_path / "trainer"
     assert CliRunner().invoke(main, ["keygen", str(key)]).exit_code == 0
     public = tmp_path / "trainer.pub"
-    assert deploy("vllm", *replica_arguments(names), "--trusted-keys", str(public)).exit_code == 0
+    wheel = tmp_path / "deltasync-9-py3-none-any.whl"
+    wheel.write_bytes(b"PK\x03\x04")
+    others = ["--trusted-keys", str(public), "--package", str(wheel)]
+    assert deploy("vllm", *replica_arguments(names), *others).exit_code == 0
     found = known(hub, names[1])
     assert found["variables"]["DELTASYNC_TRUSTED_KEYS"] == "/app/trusted-keys"
-    assert found["variables"]["PACKAGE"] == f"deltasync[signing]=={__version__}"
+    assert found["variables"]["PACKAGE"] == f"./{wheel.name}[signing]"
     assert found["texts"]["trusted-keys"] == public.read_text()
 
     refused = deploy("vllm", *replica_arguments(names), "--trusted-keys", str(key))
@@ -153,15 +157,15 @@ def test_a_refusal_names_the_call_and_can_be_made_good(hub: HubServer, names: tu
 
 def test_the_environment(hub: HubServer, names: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     name = names[1]
-    assert "needs the secret DELTASYNC_ENVIRONMENT_TOKEN" in deploy("wordle", name, "--files", str(WORDLE)).stderr
+    assert "needs the secret DELTASYNC_ENVIRONMENT_TOKEN" in deploy("wordle", name, "--package", PACKAGE).stderr
     monkeypatch.setenv("DELTASYNC_ENVIRONMENT_TOKEN", TOKEN)
-    given = ["--secret", "DELTASYNC_ENVIRONMENT_TOKEN", "--variable", "WORDS=full", "--private"]
+    given = ["--secret", "DELTASYNC_ENVIRONMENT_TOKEN", "--variable", "WORDS=full", "--private", "--package", PACKAGE]
     assert "There is no nowhere/Dockerfile" in deploy("wordle", name, *given, "--files", "nowhere").stderr
-    done = deploy("wordle", name, *given, "--files", str(WORDLE))
+    done = deploy("wordle", name, *given)
     assert done.exit_code == 0, done.output
     found = known(hub, name)
     assert found["private"] is True and found["hardware"] == "cpu-basic"
-    assert found["variables"] == {"PACKAGE": f"deltasync=={__version__}", "WORDS": "full"}
+    assert found["variables"] == {"PACKAGE": PACKAGE, "WORDS": "full"}
     assert found["secrets"] == {"DELTASYNC_ENVIRONMENT_TOKEN": TOKEN}
     assert found["files"] == git_digests(WORDLE)
     assert "create_bucket" not in hub.requests()
@@ -188,7 +192,17 @@ def test_the_environment(hub: HubServer, names: tuple[str, str, str], monkeypatc
 def test_what_cannot_work_is_said_before_anything_is_done(
     hub: HubServer, names: tuple[str, str, str], arguments: list[str], sentence: str
 ) -> None:
-    refused = deploy("vllm", names[1], "--model", "some/model", *arguments)
+    arguments = ["--model", "some/model", *([] if "--package" in arguments else ["--package", PACKAGE]), *arguments]
+    refused = deploy("vllm", names[1], *arguments)
     assert refused.exit_code == 3
     assert sentence in refused.stderr
+    assert hub.requests() == {}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "wordle"])
+def test_a_package_has_to_be_named(hub: HubServer, names: tuple[str, str, str], kind: str) -> None:
+    """No name on an index stands for it: whoever takes the name would run beside the secrets."""
+    arguments = ["--channel", "s3://bucket/run", "--model", "some/model"] if kind == "vllm" else []
+    refused = deploy(kind, names[1], *arguments)
+    assert refused.exit_code == 2 and "--package" in refused.stderr
     assert hub.requests() == {}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deltasync import Replica
-from deltasync.demo import supervisor
+from demo import supervisor
 from tests.processes import wait_for_end
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def signals(*slow: signal.Signals) -> pytest.MarkDecorator:
 @pytest.mark.trl
 @signals(signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 def test_the_demo(number: signal.Signals, tmp_path: Path) -> None:
-    command = ["deltasync", "demo", "--out", str(tmp_path / "demo")]
+    command = ["demo", "--out", str(tmp_path / "demo")]
     leaves_nothing(command, b"EngineCore", number, tmp_path)
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from deltasync import Replica
-from deltasync.demo.model import build_checkpoint
-from deltasync.demo.processes import Child
-from deltasync.demo.run import free_port
 from deltasync.stores.hub import HubStore
 from deltasync.tensors.bits import bits_of
+from demo.model import build_checkpoint
+from demo.processes import Child
+from demo.run import free_port
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
 from tests.integration.vllm_server import serving
@@ -32,23 +33,33 @@ hub = fixtures.hub
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_command_of_the_guide_starts_the_job(hub: HubServer) -> None:
+def test_the_command_of_the_guide_starts_the_job(hub: HubServer, tmp_path: Path) -> None:
     guide = (ROOT / "docs/guides/deploy.md").read_text()
     found = re.search(r"^hf jobs uv run (?:.*\\\n)*.*", guide, re.MULTILINE)
     assert found is not None
     words = shlex.split(found[0].replace("\\\n", ""))
     tokens = {"REPLICA_TOKEN": "a token", "DELTASYNC_ENVIRONMENT_TOKEN": "another"}
     command = [str(Path(sys.executable).parent / words[0]), *words[1:]]
-    done = subprocess.run(command, cwd=ROOT, env=hub.env | tokens, capture_output=True, text=True, timeout=120)
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "deltasync-0.1.0-py3-none-any.whl").write_bytes(b"bytes of a wheel")
+    done = subprocess.run(command, cwd=tmp_path, env=hub.env | tokens, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (job,) = hub.ask("GET", "/_jobs")
     script, *arguments = words[words.index("deploy/jobs/train.py") :]
     at = words.index("--with")
-    # The script went to a bucket, which the job sees as a directory.
-    (volume,) = job["volumes"]
-    assert job["command"] == ["uv", "run", *words[at : at + 2], f"{volume['mountPath']}/train.py", *arguments]
-    stored = HubStore(f"hf://buckets/{volume['source']}/{volume['path']}").read("train.py", 1 << 30)
-    assert stored == (ROOT / script).read_bytes()
+    # Script and folders went to a bucket, which the job sees as directories.
+    volumes = {volume["mountPath"]: volume for volume in job["volumes"]}
+    (mounted,) = volumes.keys() - {"/deploy", "/dist"}
+    assert job["command"] == ["uv", "run", *words[at : at + 4], f"{mounted}/train.py", *arguments]
+
+    def stored(mount: str, name: str) -> bytes:
+        return HubStore(f"hf://buckets/{volumes[mount]['source']}/{volumes[mount]['path']}").read(name, 1 << 30)
+
+    assert stored(mounted, "train.py") == (ROOT / script).read_bytes()
+    for word in (words[at + 1], f"{words[-1]}/router.py"):  # the wheel and the router, as the job names them
+        mount, name = word.rsplit("/", 1)
+        assert stored(mount, name) == (tmp_path / mount[1:] / name).read_bytes()
     assert job["secrets"] == {"HF_TOKEN": hub.env["HF_TOKEN"], **tokens}
     assert (job["flavor"], job["timeoutSeconds"]) == ("l4x1", 4 * 3600)
 

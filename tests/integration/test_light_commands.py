@@ -63,8 +63,9 @@ def test_a_page(channel: str, tmp_path: Path) -> None:
 
 def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    words = ["demo", "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False)
+    script = SCRIPT.replace("deltasync.cli", "demo.__main__")
+    words = ["--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 3 and "choose another directory" in done.stderr
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
     assert done.stdout.splitlines()[-1] == "loaded:"

@@ -77,8 +77,8 @@ import importlib, pkgutil
 
 import deltasync
 
-# The demo and GPU kernels are for Linux; open_store takes object.PortableStore where there is no stores.local.
-LEFT_OUT = ("deltasync.demo.", "deltasync.kernels.gpu", "deltasync.stores.local", "deltasync.__main__")
+# GPU kernels are for Linux; open_store takes object.PortableStore where there is no stores.local.
+LEFT_OUT = ("deltasync.kernels.gpu", "deltasync.stores.local", "deltasync.__main__")
 for found in pkgutil.walk_packages(deltasync.__path__, "deltasync."):
     if not found.name.startswith(LEFT_OUT):
         importlib.import_module(found.name)
@@ -91,7 +91,7 @@ def test_everything_else_can_be_imported() -> None:
 
 
 def test_what_is_for_linux_says_so(tmp_path: Path) -> None:
-    done = run("from deltasync.cli import main\nmain(['demo', '--out', sys.argv[1]])", str(tmp_path / "out"))
+    done = run("from demo.__main__ import main\nmain(['--out', sys.argv[1]])", str(tmp_path / "out"))
     assert done.returncode != 0
     assert done.stderr == "deltasync: The demo needs Linux, as vLLM does.\n"
 

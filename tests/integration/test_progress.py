@@ -17,8 +17,8 @@ import torch
 from deltasync import Publisher
 from deltasync.cli import main
 
-AT_ONCE = {"anchor", "cost", "keygen", "router"}  # router becomes HAProxy, which logs
-STREAM = {"demo", "serve", "deploy space vllm", "deploy space wordle"}  # print what they do, line by line
+AT_ONCE = {"anchor", "cost", "keygen"}
+STREAM = {"serve"}  # becomes vLLM, which logs
 SHOW = {
     "follow": "{channel} --once",
     "sync": "{server}",

@@ -20,7 +20,7 @@ import yaml
 from safetensors.torch import load_file
 
 from deltasync import Publisher
-from deltasync.demo.run import free_port
+from demo.run import free_port
 from tests.integration.vllm_server import save_model
 
 pytestmark = [

@@ -22,11 +22,13 @@ from typing import Any
 
 import pytest
 
-from deltasync.demo.processes import Child, get_json
-from deltasync.demo.run import free_port
-from deltasync.deploy.router import servers, write
 from deltasync.errors import ConfigError
+from demo.processes import Child, get_json
+from demo.run import free_port
+from deploy.router import servers, write
 from tests.servers.haproxy import PATIENCE_S, Router, require_haproxy, routing
+
+ROOT = Path(__file__).parents[2]
 
 
 class Replica(http.server.ThreadingHTTPServer):
@@ -346,7 +348,7 @@ def test_spaces_are_asked_by_their_names_over_tls(tmp_path: Path) -> None:
 def test_the_command(replicas: dict[str, Replica], tmp_path: Path) -> None:
     urls = [f"http://127.0.0.1:{replica.server_port}" for replica in replicas.values()]
     port = free_port()
-    command = [sys.executable, "-m", "deltasync", "router", *urls, "--port", str(port)]
+    command = [sys.executable, ROOT / "deploy" / "router.py", *urls, "--port", str(port)]
     env = os.environ | {"REPLICA_TOKEN": "replica's", "ROUTER_WAIT_S": "60", "ROUTER_REPLICAS": "of another router:1"}
     router = Router(port, None)
     with Child("The router", command, env, tmp_path / "log") as child:

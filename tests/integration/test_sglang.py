@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deltasync.demo.processes import Child
-from deltasync.demo.run import free_port
+from demo.processes import Child
+from demo.run import free_port
 from tests import sglang_server
 from tests.integration.vllm_server import PATIENCE_S, Server, digests, one_thread, save_model, tells_of_wrong_bits
 

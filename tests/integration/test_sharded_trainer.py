@@ -70,7 +70,7 @@ def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_zero3_publishes_what_each_process_holds(deepspeed: Path, tmp_path: Path) -> None:
-    environ = {"PYTHONPATH": f"{ROOT}:{deepspeed}", "DS_ACCELERATOR": "cpu"}
+    environ = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}:{deepspeed}", "DS_ACCELERATOR": "cpu"}
     torchrun(2, tmp_path, "zero3", "zero3-moe", script="trainer_ranks.py", **environ)
     for kind in ("zero3", "zero3-moe"):
         reports = prove(tmp_path / kind, sharded=True)

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from deltasync.demo.processes import Child, get_json
+from demo.processes import Child, get_json
 from tests.integration.vllm_server import PATIENCE_S, Server, digests, one_thread, save_model
 
 ROOT = Path(__file__).parents[2]

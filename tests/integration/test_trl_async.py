@@ -19,8 +19,8 @@ from transformers import (
 from deltasync import Replica, open_store
 from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
-from deltasync.demo import model as demo_model
 from deltasync.errors import AckTimeoutError, ConfigError, NotPublishedError
+from demo import model as demo_model
 from tests.conftest import assert_same_bits
 from tests.integration import trainers
 from tests.integration.async_trainers import make_async_trainer, make_distillation_trainer

@@ -26,9 +26,9 @@ from deltasync import Replica, maintenance, open_store
 from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
-from deltasync.demo import model as demo_model
 from deltasync.errors import ChannelInUseError, ConfigError, PublishError
 from deltasync.publish.stream import TensorRange
+from demo import model as demo_model
 from tests.conftest import assert_same_bits
 from tests.docs.pages import metrics
 from tests.http_faults import FaultProxy, status

@@ -18,8 +18,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from deltasync import Replica
-from deltasync.demo import task
 from deltasync.errors import AckTimeoutError, ChannelInUseError, ConfigError
+from demo import task
 from tests.conftest import assert_same_bits
 from tests.integration import vllm_server
 from tests.integration.async_trainers import make_async_trainer, share_of_digits

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from deltasync.demo import model as demo_model
+from demo import model as demo_model
 from tests.conftest import assert_same_bits
 from tests.integration import trainers
 from tests.integration.async_trainers import Completions, make_async_trainer

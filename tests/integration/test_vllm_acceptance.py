@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltasync.demo.processes import get_json
-from deltasync.demo.run import free_port
+from demo.processes import get_json
+from demo.run import free_port
 from tests.integration.one_server.test_vllm_prefix_cache import CLOSE, Answer, answer, apart, body_of
 from tests.integration.vllm_server import PATIENCE_S, VLLM, Server, save_model, serve
 

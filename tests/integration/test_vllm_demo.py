@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.test_cli import run
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.vllm, pytest.mark.trl, pytest.mark.slow]  # CI runs `make demo`
 
 
 def test_the_demo_proves_its_bits(tmp_path: Path) -> None:
     out, steps = tmp_path / "demo", 4
-    done = run("demo", "--out", str(out), "--steps", str(steps), "--json", timeout_s=500, OMP_NUM_THREADS="1")
+    command = [sys.executable, ROOT / "examples" / "demo", "--out", out, "--steps", str(steps), "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary == json.loads((out / "summary.json").read_text())

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from deltasync.demo.processes import get_json
-from deltasync.demo.run import free_port
+from demo.processes import get_json
+from demo.run import free_port
 from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, save_model, serving, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

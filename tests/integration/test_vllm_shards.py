@@ -12,7 +12,7 @@ from transformers import Qwen2Config
 from deltasync import Publisher, codec
 from deltasync.channel import keys, payloads
 from deltasync.channel.reading import ChannelReader
-from deltasync.demo.processes import get_json
+from demo.processes import get_json
 from tests.integration.vllm_server import Server, complete, digests, save_model, serving
 
 pytestmark = pytest.mark.vllm

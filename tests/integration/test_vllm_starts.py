@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from deltasync.demo.processes import get_json
-from deltasync.demo.run import free_port
 from deltasync.errors import DeltaSyncError
+from demo.processes import get_json
+from demo.run import free_port
 from tests.integration.vllm_server import PATIENCE_S, Server, complete, save_model, serve, start
 
 pytestmark = pytest.mark.vllm

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.unit.test_imports import ROOMS
+
 ROOT = Path(__file__).parents[2]
 
 CHECK = """
@@ -76,12 +78,14 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     top = {name.split("/")[0] for name in names}
     packages = {"deltasync", "vllm_plugin", "sglang_plugin", "mlx_plugin", "trl_callback"}
     assert {name for name in top if not name.endswith(".dist-info")} == packages
-    assert {"deltasync/deploy/spaces/vllm/Dockerfile", "deltasync/deploy/haproxy/replicas.lua"} <= set(names)
-    assert {f"{package}/py.typed" for package in packages} <= set(names)
-    assert {
+    files = {name for name in names if name.split("/")[0] in packages and not name.endswith(".py")}
+    assert files == {
         "vllm_plugin/page.html",
         *(f"deltasync/dashboard/{name}" for name in ("page.html", "page.css", "page.js", "charts.js")),
-    } <= set(names)
+        *(f"{package}/py.typed" for package in packages),
+    }
+    rooms = {name.split("/")[1] for name in names if name.startswith("deltasync/") and name.count("/") > 1}
+    assert rooms == set(ROOMS)
     assert any(name.endswith("/LICENSE") for name in names)
 
 

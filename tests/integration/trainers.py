@@ -26,9 +26,9 @@ from deltasync.channel import heartbeat
 from deltasync.channel.documents import VersionId
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
-from deltasync.demo import model as demo_model
 from deltasync.errors import DeltaSyncError
 from deltasync.stores import Store
+from demo import model as demo_model
 from trl_callback import DeltaSyncCallback
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL warns that AsyncGRPOTrainer is experimental when it is imported

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 
-from deltasync.demo import model as demo_model
-from deltasync.demo import task
-from deltasync.demo.processes import get_json
 from deltasync.errors import DeltaSyncError, StoreError
+from demo import model as demo_model
+from demo import task
+from demo.processes import get_json
 from tests.faults import FaultyStore
 from tests.integration import trainer_ranks, vllm_server
 from tests.integration.async_trainers import make_async_trainer, make_distillation_trainer

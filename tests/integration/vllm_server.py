@@ -27,12 +27,12 @@ from deltasync.channel import keys
 from deltasync.channel.documents import Record
 from deltasync.channel.record import StoredRecord
 from deltasync.codec.base import Encoded
-from deltasync.demo import model as demo_model
-from deltasync.demo.processes import Child, get_json
-from deltasync.demo.run import free_port
 from deltasync.kernels.cpu import threads
 from deltasync.stores import Store, open_store
 from deltasync.tensors.bits import bits_of, cast
+from demo import model as demo_model
+from demo.processes import Child, get_json
+from demo.run import free_port
 
 Weights = dict[str, torch.Tensor]
 

@@ -140,7 +140,7 @@ def _checkpoint(name: str, folder: Path) -> str:
     """A small model of the class in a name such as `tiny-Qwen3ForCausalLM`, with the demo's tokenizer."""
     import transformers
 
-    from deltasync.demo import model as demo_model
+    from demo import model as demo_model
 
     found = re.search(r"tiny-(\w+?For[A-Z][A-Za-z]+)", name)
     kind = getattr(transformers, found[1], None) if found else None

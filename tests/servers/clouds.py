@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 
-from deltasync.demo.processes import Child
+from demo.processes import Child
 
 _SERVICES = Path(__file__).parents[2] / ".venv-services"
 _AZURITE = _SERVICES / "node_modules/.bin/azurite-blob"

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from deltasync.demo.processes import Child
-from deltasync.demo.run import free_port
-from deltasync.deploy.router import write
+from demo.processes import Child
+from demo.run import free_port
+from deploy.router import write
 
 PATIENCE_S = 60.0
 

@@ -8,9 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
 import tests.soak
 from benchmarks.common import document, say
-from deltasync.demo.processes import interrupt_on_sigterm
+from demo.processes import interrupt_on_sigterm
 from tests.soak import run, servers
 from tests.soak.settings import Soak
 

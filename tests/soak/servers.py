@@ -16,10 +16,10 @@ from typing import Any
 
 from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
-from deltasync.demo.processes import Child, get_json
-from deltasync.demo.run import free_port
 from deltasync.errors import DeltaSyncError
 from deltasync.stores import Store
+from demo.processes import Child, get_json
+from demo.run import free_port
 from tests import http_faults as faults
 from tests.http_faults import FaultProxy
 from tests.integration.vllm_server import complete, save_model, start

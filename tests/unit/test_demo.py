@@ -11,8 +11,8 @@ import torch
 from transformers import TrainerState
 
 pytest.importorskip("trl")
-from deltasync.demo.run import Talker
-from deltasync.demo.train import DigestsFileCallback
+from demo.run import Talker
+from demo.train import DigestsFileCallback
 from trl_callback import VersionRecord
 
 

@@ -494,7 +494,7 @@ def test_a_bad_body_is_refused(engine: Engine, memory_url: str, monkeypatch: pyt
     with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
         reply = client.post("/deltasync/sync", content=body, headers={"content-type": "application/json"})
         assert reply.status_code == 422
-        assert "The body is not what this route takes" in reply.json()["error"]
+        assert "The body is not valid for this route" in reply.json()["error"]
 
 
 def test_with_a_token_only_the_state_and_the_versions_are_open(

@@ -29,12 +29,10 @@ ROOMS = (
     "maintenance",
     "publish",
     "dashboard",
-    "deploy",
-    "demo",
     "cli",
 )
 FOR_ALL = ("errors", "config")
-PROGRAMS = ("dashboard", "deploy", "demo", "cli")
+PROGRAMS = ("dashboard", "cli")
 HEAVY = ("vllm", "sglang", "trl", "transformers", "obstore", "matplotlib", "cryptography")
 
 

@@ -206,7 +206,6 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
     "prune with a time that is none": (["prune", "{channel}", "--grace", "soon"], 2, "--grace"),
     "cp onto itself": (["cp", "{channel}", "{channel}"], 3, "is both source and target"),
     "keygen over a key": (["keygen", "{tmp}/file"], 3, "file"),
-    "a router without replicas": (["router"], 2, "Missing argument"),
     "serve from memory": (["serve", "model", "--channel", "memory://run", "--dry-run"], 3, "memory://"),
     "doctor of a size that is none": (["doctor", "{channel}", "--model", "big"], 2, "600M, 8B or 1T"),
 }

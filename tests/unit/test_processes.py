@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from deltasync.demo import supervisor
-from deltasync.demo.processes import Child
 from deltasync.errors import DeltaSyncError
+from demo import supervisor
+from demo.processes import Child
 from tests.processes import living, wait_for_end
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only the process group ends")
@@ -36,7 +36,7 @@ TREE_SIZE = 11  # with bash
 PARENT = f"""
 import os, signal, sys, threading, time
 from pathlib import Path
-from deltasync.demo.processes import Child
+from demo.processes import Child
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from deltasync import Publisher
-from deltasync.demo import model as demo_model
 from deltasync.errors import ConfigError
 from deltasync.publish.quantize import BLOCK, SCALE, fp8_blocks, quantize
 from deltasync.publish.stream import TensorRange
+from demo import model as demo_model
 from tests.conftest import assert_same_bits
 from tests.integration.trainers import make_trainer, published_bits, tiny_moe
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig

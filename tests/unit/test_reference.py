@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -305,84 +304,27 @@ def test_a_reference_to_other_tensors_than_the_channels_is_refused(memory_url: s
         Replica(store).sync()
 
 
-class TestSavedShadow:
-    @pytest.fixture
-    def states(self) -> list[Weights]:
-        states = [weights()]
-        for seed in range(1, 5):
-            states.append(trained(states[-1], seed))
-        return states
-
-    def test_resuming_reads_only_what_came_after_it(self, memory_url: str, tmp_path: Path, states: list[Weights]) -> None:
-        with Publisher(memory_url, shard_bytes=3000) as publisher:
-            publisher.publish(states[0].items()).wait(60)
-            publisher.publish(states[1].items()).wait(60)
-            publisher.save_shadow(tmp_path / "shadow")
-            publisher.publish(states[2].items()).wait(60)
-        store = FaultyStore(open_store(memory_url))
-        with Publisher(store, resume=True, shadow=tmp_path / "shadow") as publisher:
-            assert not [key for operation, key in store.calls if operation == "read" and key.startswith(keys.ANCHORS)]
-            publisher.publish(states[3].items()).wait(60)
-            assert publisher.publish(states[4].items()).wait(60).kind == "delta"
-        for version, state in enumerate(states, start=1):
-            assert_bits(memory_url, state, version)
-
-    @pytest.mark.parametrize("damage", ["bit", "gone", "torn", "unknown version", "another model"])
-    def test_one_that_cannot_be_used_is_told_and_the_channel_is_read(
-        self, memory_url: str, tmp_path: Path, states: list[Weights], damage: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        shadow = tmp_path / "shadow"
-        with Publisher(memory_url) as publisher:
-            publisher.publish(states[0].items()).wait(60)
-            publisher.save_shadow(shadow)
-        file = shadow / "model.safetensors"
-        if damage == "bit":
-            file.write_bytes(file.read_bytes()[:-9] + b"\xff" * 9)
-        elif damage == "gone":
-            shutil.rmtree(shadow)
-        elif damage == "torn":
-            file.write_bytes(file.read_bytes()[:200])
-        elif damage == "unknown version":
-            safetensors.torch.save_file(states[4], file)
-        else:
-            safetensors.torch.save_file({"w": torch.zeros(3)}, file)
-        with caplog.at_level(logging.INFO), Publisher(memory_url, resume=True, shadow=shadow) as publisher:
-            assert publisher.publish(states[1].items()).wait(60).kind == "delta"
-        assert "saved shadow version=None" in caplog.text or "saved shadow is not used" in caplog.text
-        assert_bits(memory_url, states[1], 2)
-
-    def test_a_trainer_whose_checkpoint_is_older_than_the_head_goes_on_right(
-        self, channel_url: str, tmp_path: Path, states: list[Weights]
-    ) -> None:
-        """Its weights go back; the versions do not."""
-        with Publisher(channel_url) as publisher:
-            for step, state in enumerate(states[:4]):
-                publisher.publish(state.items(), step=step).wait(60)
-                if step == 1:
-                    publisher.save_shadow(tmp_path / "shadow")
-        follower = Replica(channel_url)
-        follower.sync()
-        for shadow in (None, tmp_path / "shadow"):
-            with Publisher(channel_url, resume=True, shadow=shadow) as publisher:
-                version = publisher.version
-                for state, step in ((states[1], 1), (trained(states[1], 9), 2)):
-                    receipt = publisher.publish(state.items(), step=step).wait(60)
-                    assert receipt.kind == "delta"
-                    assert follower.sync() == receipt.version
-                    assert_same_bits(follower.state_dict(), state)
-                    assert_bits(channel_url, state, receipt.version)
-                assert receipt.version == version + 2
-        for version, state in enumerate(states[:4], start=1):  # nothing of what was published before changed
-            assert_bits(channel_url, state, version)
-
-    def test_there_is_nothing_to_save_before_the_first_publish(self, memory_url: str, tmp_path: Path) -> None:
-        with Publisher(memory_url) as publisher:
-            with pytest.raises(ConfigError, match="no shadow"):
-                publisher.save_shadow(tmp_path)
-            publisher.publish(weights().items()).wait(60)
-            (tmp_path / "file").write_text("")
-            with pytest.raises(ConfigError, match="cannot be written"):
-                publisher.save_shadow(tmp_path / "file" / "below")
+def test_a_trainer_whose_checkpoint_is_older_than_the_head_goes_on_right(channel_url: str) -> None:
+    """Its weights go back; the versions do not."""
+    states = [weights()]
+    for seed in range(1, 4):
+        states.append(trained(states[-1], seed))
+    with Publisher(channel_url) as publisher:
+        for step, state in enumerate(states):
+            publisher.publish(state.items(), step=step).wait(60)
+    follower = Replica(channel_url)
+    follower.sync()
+    with Publisher(channel_url, resume=True) as publisher:
+        version = publisher.version
+        for state, step in ((states[1], 1), (trained(states[1], 9), 2)):
+            receipt = publisher.publish(state.items(), step=step).wait(60)
+            assert receipt.kind == "delta"
+            assert follower.sync() == receipt.version
+            assert_same_bits(follower.state_dict(), state)
+            assert_bits(channel_url, state, receipt.version)
+        assert receipt.version == version + 2
+    for version, state in enumerate(states, start=1):  # nothing of what was published before changed
+        assert_bits(channel_url, state, version)
 
 
 def test_find_and_load_read_only_what_they_need(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from deltasync.demo.processes import Child
 from deltasync.errors import ConfigError, DeltaSyncError
+from demo.processes import Child
 from wordle.client import WordleClient, WordleEnvironment
 from wordle.game import GUESSES, Game, marks, word_list
 from wordle.server import ServerSettings, WordleServer

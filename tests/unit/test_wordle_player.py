@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from deltasync.demo import train
+from demo import train
 from wordle import player
 from wordle.game import Game, answer, word_list
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from deltasync import Publisher
 from deltasync.channel import documents, heartbeat, keys
 from deltasync.channel.documents import Head
-from deltasync.demo.processes import get_json
-from deltasync.demo.run import free_port
 from deltasync.following.cursor import REFRESH_S
+from demo.processes import get_json
+from demo.run import free_port
 from tests.faults import flipped
 from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, start
 

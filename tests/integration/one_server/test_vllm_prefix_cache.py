@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from deltasync.demo.processes import Child, get_json
-from deltasync.demo.run import free_port
+from demo.processes import Child, get_json
+from demo.run import free_port
 from tests.integration.vllm_server import PATIENCE_S, VLLM, Server
 
 pytestmark = pytest.mark.vllm

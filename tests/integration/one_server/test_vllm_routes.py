@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from deltasync.channel import documents, record
 from deltasync.channel.signing import Signer
 from deltasync.cli import main
-from deltasync.demo.processes import get_json
+from demo.processes import get_json
 from tests.browser import browse, needs_browser
 from tests.integration.vllm_server import PATIENCE_S, Server, digests
 

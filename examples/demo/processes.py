@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from deltasync.demo import supervisor
 from deltasync.errors import DeltaSyncError
+from demo import supervisor
 
 
 def get_json(url: str) -> Any:
@@ -45,7 +45,7 @@ def interrupt_on_sigterm() -> None:
 class Child:
     """One child process in a session of its own. It and all that it started end with the `with` block and with this process.
 
-    `deltasync.demo.supervisor`, a process between the two, sees to that, even on SIGKILL. What a child leaves behind when it
+    `demo.supervisor`, a process between the two, sees to that, even on SIGKILL. What a child leaves behind when it
     ends by itself is ended too. Linux only.
 
     Args:

@@ -14,9 +14,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from deltasync.demo import task as counting
-from deltasync.demo.task import Task
 from deltasync.errors import ConfigError
+from demo import task as counting
+from demo.task import Task
 
 WARMUP_STEPS = 120  # 0.21 nats per answer token; 200 steps give the same, 80 give 0.29
 WARMUP_BATCH_SIZE = 32

@@ -1,7 +1,7 @@
 """The demo: a trainer and a vLLM server that share nothing but a directory, watched and checked from outside.
 
 There are three processes. This one builds the model, starts the other two and watches. The server (`deltasync serve`) knows
-the channel's URL and nothing else. The trainer (`deltasync.demo.train`) publishes to the channel and asks the server for
+the channel's URL and nothing else. The trainer (`demo.train`) publishes to the channel and asks the server for
 completions. A task may have a fourth process, an environment, which the trainer asks for rewards.
 """
 
@@ -21,12 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from deltasync.demo import report
-from deltasync.demo.processes import Child, get_json
-from deltasync.demo.task import TOKEN_VARIABLE, Task
-from deltasync.deploy.serving import check_port, require_vllm
+from deltasync.cli.serve import check_port
 from deltasync.errors import ConfigError, DeltaSyncError
+from demo import report
+from demo.processes import Child, get_json
+from demo.task import Task
 
+EXAMPLES = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
 DIGEST_EVERY = 8  # versions between two proofs of bits while the run goes on
 SERVER_START_S = 240.0
@@ -41,14 +42,15 @@ Say = Callable[[str], None]
 def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, task: str) -> dict[str, Any]:
     """Run the demo, write `summary.json` and `run.png`, and return the summary.
 
-    The options are those of `deltasync demo`; `say` is called with one line at a time.
+    The options are those of `python examples/demo`; `say` is called with one line at a time.
 
     Raises:
         ConfigError: a package is missing, the port is in use, or the directory is not a demo's.
         DeltaSyncError: the server or the trainer ended; quotes the last line of its log.
     """
     began_s = time.monotonic()
-    environ = {**os.environ, **_OFFLINE}
+    paths = (str(EXAMPLES), os.environ.get("PYTHONPATH"))
+    environ = {**os.environ, **_OFFLINE, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     _require_packages()
     port = port or free_port()
     check_port(HOST, port)
@@ -57,18 +59,19 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(Talker(say))
         say("building a tiny Qwen3")
-        from deltasync.demo.model import begin, save_checkpoint  # takes seconds
+        from demo.model import begin, save_checkpoint  # takes seconds
 
         lesson, tokenizer, model = begin(seed, task)
         save_checkpoint(out / "untrained", model, tokenizer)
         server = stack.enter_context(_server(environ, out, channel, port))
         say(f"starting vLLM on port {port}, untrained; it knows only the channel {channel} (log: {out / 'server.log'})")
         _warm_up(out, url, seed, say, lesson, tokenizer, model)
-        train = [sys.executable, "-m", "deltasync.demo.train", "--model", f"{out}/model", "--channel", channel]
+        train = [sys.executable, "-m", "demo.train", "--model", f"{out}/model", "--channel", channel]
         train += ["--server-url", url, "--steps", str(steps), "--seed", str(seed), "--task", task]
         train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
         if lesson.environment is not None:
-            environ |= {TOKEN_VARIABLE: secrets.token_urlsafe(16)}
+            assert lesson.token_variable is not None
+            environ |= {lesson.token_variable: secrets.token_urlsafe(16)}
             train += ["--environment-url", _start_environment(stack, lesson.environment, environ, out)]
             say(f"the environment is up at {train[-1]} (log: {out / 'environment.log'})")
         env = {**environ, "OMP_NUM_THREADS": "1", "DELTASYNC_CODEC": codec}
@@ -122,10 +125,11 @@ class Talker:
 
 
 def _require_packages() -> None:
-    require_vllm()
-    for module, extra in (("trl", "trl"), ("aiohttp", "trl"), ("matplotlib", "demo")):
+    for module in ("vllm", "trl", "aiohttp", "matplotlib"):
         if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"The demo needs {module}. Run: pip install 'deltasync[{extra}]'.")
+            raise ConfigError(
+                f"The demo needs {module}. `make setup` installs it into .venv; run .venv/bin/python examples/demo."
+            )
 
 
 def free_port() -> int:
@@ -154,7 +158,7 @@ def _warm_up(out: Path, url: str, seed: int, say: Say, lesson: Task, tokenizer: 
     """Warm the model up while the server starts; write the checkpoint `model`, from which the trainer starts."""
     import torch
 
-    from deltasync.demo.model import save_checkpoint, warm_up
+    from demo.model import save_checkpoint, warm_up
 
     threads = torch.get_num_threads()
     torch.set_num_threads(len(_cores()[1]))  # the server has the other cores until it is up

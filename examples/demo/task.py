@@ -31,9 +31,6 @@ SKIP_PROBABILITY = 0.6
 LEARNING_RATE = 6e-5  # in 40 steps the reward rises by 0.3; with 4e-5 by 0.2, and a quarter fewer bits change
 MAX_COMPLETION_TOKENS = 3 * NUMBER_COUNT + 4  # two digits and a separator each, and some room for surplus
 
-TOKEN_VARIABLE = "DELTASYNC_ENVIRONMENT_TOKEN"
-"""Environment variable that gives an environment's server and the trainer its bearer token."""
-
 _NUMBER = re.compile(r"\d+")
 
 
@@ -47,6 +44,7 @@ class Task:
         warmup_steps: Steps of the warm-up.
         training: Returns options of TRL's `AsyncGRPOConfig` and arguments of its trainer, for a seed and environment URL.
         environment: Module that runs as the environment's server (`--host`, `--port`, GET /health); None without one.
+        token_variable: Environment variable with the bearer token of that server and of the trainer.
     """
 
     build_tokenizer: Callable[[], PreTrainedTokenizerFast]
@@ -54,6 +52,7 @@ class Task:
     warmup_steps: int
     training: Callable[[int, str | None], tuple[dict[str, Any], dict[str, Any]]]
     environment: str | None = None
+    token_variable: str | None = None
 
 
 def prompt_text(start: int) -> str:

@@ -1,4 +1,4 @@
-"""A process that runs one command for `deltasync.demo.processes.Child`, and ends all processes that the command started:
+"""A process that runs one command for `demo.processes.Child`, and ends all processes that the command started:
 
     python -IS supervisor.py < request
 

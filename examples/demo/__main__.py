@@ -1,4 +1,7 @@
-"""`deltasync demo`: a trainer and a server on one machine, and a proof of bits at the end."""
+"""Train a tiny model with TRL while a real vLLM server follows its weights, and prove at the end that the bits are equal.
+
+make demo, or python examples/demo --out demo-out
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,14 @@ from pathlib import Path
 import click
 
 from deltasync.cli.output import echo, echo_json, field
+from deltasync.cli.program import Program
 from deltasync.config import AUTO, CODECS
 from deltasync.errors import ConfigError
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-@click.command("demo")
+
+@click.command("demo", cls=Program)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -29,10 +35,10 @@ from deltasync.errors import ConfigError
     "--task",
     default="counting",
     metavar="NAME",
-    help="What the model learns: counting, or wordle if examples/wordle is installed.",
+    help="What the model learns: counting or wordle.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of a table.")
-def demo(out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_json: bool) -> None:
+def main(out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_json: bool) -> None:
     """Train a tiny model with TRL while a real vLLM follows it.
 
     This builds a tiny Qwen3, starts a real vLLM server that knows only the channel's URL, trains with TRL's
@@ -40,9 +46,9 @@ def demo(out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("The demo needs Linux, as vLLM does.")
-    from deltasync.demo import report
-    from deltasync.demo.processes import interrupt_on_sigterm
-    from deltasync.demo.run import run
+    from demo import report
+    from demo.processes import interrupt_on_sigterm
+    from demo.run import run
 
     began_s = time.monotonic()
 
@@ -61,3 +67,7 @@ def demo(out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_
     if not summary["bit_exact"]:
         echo("deltasync: the live weights are NOT the published ones", err=True)
         sys.exit(9)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,26 +1,35 @@
-"""Make a bucket and Spaces, or bring them up to date, by calls to huggingface_hub.
+#!/usr/bin/env python
+"""Create Spaces on the Hugging Face Hub, or update them: replicas of a channel, and the Wordle environment.
 
-The calls are planned as data and then made in order, so that a dry run shows exactly what would be done. Each may be
-repeated. Variables and secrets of a Space are set before its files are uploaded, because the upload starts its build.
+    make dist
+    python deploy/space.py vllm user/replica-1 --package dist/deltasync-0.1.0-py3-none-any.whl --channel URL --model MODEL
+
+The calls to huggingface_hub are planned as data and then made in order, so that a dry run shows exactly what would be done.
+Each may be repeated. Variables and secrets of a Space are set before its files are uploaded, which starts its build.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from deltasync.channel.signing import Trusted
+from deltasync.cli.output import echo, echo_json
+from deltasync.cli.program import HELP_OPTIONS, ProgramGroup, complete_help
 from deltasync.errors import ConfigError, StoreError
 from deltasync.stores import open_store
 from deltasync.stores.hub import bucket_of
 
-_FILES = Path(__file__).with_name("spaces") / "vllm"
+_HERE = Path(__file__).parent
+_FILES = _HERE / "spaces" / "vllm"
+_WORDLE = _HERE.parent / "examples" / "wordle"
 _NOT_UPLOADED = ("__pycache__/*", "*.egg-info/*")
 _TRUSTED_KEYS = "trusted-keys"
 # The last is httpx's, whichever version of httpx the client uses.
@@ -57,7 +66,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpaceSettings:
-    """What all Spaces of one deployment have in common: the options of `deltasync deploy space`.
+    """What all Spaces of one deployment have in common: the options of this script.
 
     Attributes:
         files: Folder to upload: the Dockerfile and what belongs to it.
@@ -65,7 +74,7 @@ class SpaceSettings:
         secrets: Environment at run time, which the Hub shows to nobody.
         hardware: The Hub's name of it, None to leave it as it is; a new Space has a free CPU.
         sleep_s: The Space stops after so long without requests; only with `hardware`.
-        package: What pip installs, a requirement or the path of a wheel; None for this version of deltasync.
+        package: The requirement that pip installs, or the path of a wheel, which is uploaded.
         trusted_keys: File of public keys, which is uploaded.
 
     Raises:
@@ -73,21 +82,19 @@ class SpaceSettings:
     """
 
     files: Path
+    package: str
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     secrets: Mapping[str, str] = dataclasses.field(default_factory=dict)
     private: bool = False
     hardware: str | None = None
     sleep_s: int | None = None
-    package: str | None = None
     trusted_keys: str | None = None
 
     def __post_init__(self) -> None:
         if not (self.files / "Dockerfile").is_file():
-            raise ConfigError(
-                f"There is no {self.files / 'Dockerfile'}; --files names the folder, such as examples/wordle of a checkout."
-            )
+            raise ConfigError(f"There is no {self.files / 'Dockerfile'}; --files names the folder, such as examples/wordle.")
         if self.wheel is not None and not self.wheel.is_file():
-            raise ConfigError(f"There is no wheel {self.package}.")
+            raise ConfigError(f"There is no wheel {self.package}; `make dist` builds one into dist/.")
         if self.trusted_keys is not None:
             Trusted(path=Path(self.trusted_keys))
         if self.sleep_s is not None and self.hardware is None:
@@ -96,7 +103,7 @@ class SpaceSettings:
     @property
     def wheel(self) -> Path | None:
         """The package, if it is a wheel."""
-        return Path(self.package) if self.package is not None and self.package.endswith(".whl") else None
+        return Path(self.package) if self.package.endswith(".whl") and "://" not in self.package else None
 
 
 def replica_settings(
@@ -154,9 +161,7 @@ def _space(space: str, settings: SpaceSettings) -> Iterator[Call]:
     variables, package, extra = dict(settings.variables), settings.package, ""
     if settings.trusted_keys is not None:
         variables["DELTASYNC_TRUSTED_KEYS"], extra = f"/app/{_TRUSTED_KEYS}", "[signing]"
-    if package is None:
-        package = f"deltasync{extra}=={importlib.metadata.version('deltasync')}"
-    elif settings.wheel is not None:
+    if settings.wheel is not None:
         package = f"./{settings.wheel.name}{extra}"
     for key, value in {"PACKAGE": package, **variables}.items():
         yield Call("add_space_variable", {"repo_id": space, "key": key, "value": value})
@@ -171,3 +176,138 @@ def _space(space: str, settings: SpaceSettings) -> Iterator[Call]:
         yield Call("upload_file", {**of_space, "path_or_fileobj": settings.package, "path_in_repo": wheel.name})
     yield Call("upload_folder", {**of_space, "folder_path": str(settings.files), "ignore_patterns": [*_NOT_UPLOADED]})
     yield Call("space_info", {"repo_id": space})
+
+
+def _variables(ctx: click.Context, param: click.Parameter, given: Sequence[str]) -> dict[str, str]:
+    values = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"A variable is given as NAME=VALUE, not {text!r}.")
+        values[name] = value
+    return values
+
+
+def _secrets(ctx: click.Context, param: click.Parameter, names: Sequence[str]) -> dict[str, str]:
+    for name in names:
+        if not os.environ.get(name):
+            raise ConfigError(f"The value of the secret {name} is taken from the environment, where {name} is not set.")
+    return {name: os.environ[name] for name in names}
+
+
+_COMMON = (
+    click.argument("spaces", nargs=-1, required=True, metavar="USER/NAME..."),
+    click.option(
+        "--variable",
+        "variables",
+        multiple=True,
+        callback=_variables,
+        metavar="NAME=VALUE",
+        help="A variable of the Space; repeatable.",
+    ),
+    click.option(
+        "--secret",
+        "secrets",
+        multiple=True,
+        callback=_secrets,
+        metavar="NAME",
+        help="A secret of the Space. Its value is that of the environment variable NAME; repeatable.",
+    ),
+    click.option("--hardware", metavar="NAME", help="The Hub's name of the hardware, such as l4x1. Default: unchanged."),
+    click.option(
+        "--sleep-after", "sleep_s", type=int, metavar="SECONDS", help="Stop the Space after this time without requests."
+    ),
+    click.option("--private", is_flag=True, help="Make the Space private: requests then need a token of the Hub."),
+    click.option(
+        "--package",
+        required=True,
+        metavar="WHEEL",
+        help="What pip installs in the image: a wheel, such as `make dist` builds, or any requirement that it can reach.",
+    ),
+    click.option("--dry-run", is_flag=True, help="Print the calls to the Hub, and make none."),
+    click.option("--json", "as_json", is_flag=True, help="Print the calls and the addresses of the Spaces as JSON."),
+)
+
+
+def _with_common_options(command: Callable[..., None]) -> Callable[..., None]:
+    for add in reversed(_COMMON):
+        command = add(command)
+    return command
+
+
+@click.group("space.py", cls=ProgramGroup, context_settings=HELP_OPTIONS)
+def main() -> None:
+    """Create Spaces on the Hugging Face Hub, or update them: run the same command again, or with other options."""
+
+
+@main.command("vllm")
+@click.option("--channel", metavar="URL", required=True, help="The channel to follow. Its bucket is created.")
+@click.option("--model", required=True, help="The model that the trainer starts from.")
+@click.option(
+    "--vllm-arguments", default="", show_default=False, metavar="TEXT", help="More arguments of vLLM, in one string."
+)
+@click.option(
+    "--trusted-keys",
+    metavar="FILE",
+    help="File of public keys, which is uploaded. Replicas accept only what one of them has signed.",
+)
+@_with_common_options
+def vllm(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Serve MODEL with vLLM in each of the Spaces USER/NAME, as a replica of the channel.
+
+    This needs the secret DELTASYNC_HTTP_TOKEN, which requests must present, and HF_TOKEN for a bucket of the Hub:
+
+    \b
+      export HF_TOKEN=... DELTASYNC_HTTP_TOKEN=...
+      make dist
+      python deploy/space.py vllm user/replica-1 user/replica-2 --channel hf://buckets/user/run/a \\
+        --package dist/deltasync-0.1.0-py3-none-any.whl --model Qwen/Qwen3-0.6B --hardware l4x1 \\
+        --secret HF_TOKEN --secret DELTASYNC_HTTP_TOKEN
+    """
+    _deploy(spaces, replica_settings(**options), dry_run, as_json)
+
+
+@main.command("wordle")
+@click.option(
+    "--files",
+    type=click.Path(path_type=Path),
+    default=_WORDLE,
+    show_default="examples/wordle",
+    help="The environment's folder.",
+)
+@_with_common_options
+def wordle(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Serve the Wordle environment in each of the Spaces USER/NAME.
+
+    This needs the secret DELTASYNC_ENVIRONMENT_TOKEN, which requests must present:
+
+    \b
+      export DELTASYNC_ENVIRONMENT_TOKEN=...
+      make dist
+      python deploy/space.py wordle user/wordle --package dist/deltasync-0.1.0-py3-none-any.whl \\
+        --secret DELTASYNC_ENVIRONMENT_TOKEN --variable WORDS=full
+    """
+    _deploy(spaces, environment_settings(**options), dry_run, as_json)
+
+
+def _deploy(spaces: Sequence[str], settings: SpaceSettings, dry_run: bool, as_json: bool) -> None:
+    calls, hosts, api = plan(spaces, settings), {}, HfApi(library_name="deltasync")
+    for call in calls:
+        if not as_json:
+            echo(str(call))
+        if not dry_run:
+            result = call.make(api)
+            if call.method == "space_info":
+                hosts[call.arguments["repo_id"]] = result.host
+    if as_json:
+        shown = [{"method": call.method, "arguments": call.shown} for call in calls]
+        echo_json({"dry_run": dry_run, "calls": shown, "hosts": hosts})
+        return
+    for name, host in hosts.items():
+        echo(f"{name} is being built, and will answer at {host}")
+
+
+complete_help(main)
+
+if __name__ == "__main__":
+    main()

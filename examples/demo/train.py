@@ -1,6 +1,6 @@
 """The demo's trainer process: TRL's `AsyncGRPOTrainer` on a task, its weights published by deltasync.
 
-Run: python -m deltasync.demo.train --model DIR --channel URL --server-url URL --steps N --metrics FILE --published FILE
+Run: python -m demo.train --model DIR --channel URL --server-url URL --steps N --metrics FILE --published FILE
 
 A task such as Wordle plays against the server at --environment-url, whose token is in DELTASYNC_ENVIRONMENT_TOKEN;
 SSL_CERT_FILE names the authority of its certificate, if not a public one. The process's environment should contain
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from deltasync.demo import trl_on_cpu
-from deltasync.demo.model import load_task
+from demo import trl_on_cpu
+from demo.model import load_task
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -144,7 +144,7 @@ def build_trainer(
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line of this module; `argv` is None for that of the process."""
-    parser = argparse.ArgumentParser(prog="python -m deltasync.demo.train", description="Train the demo's model.")
+    parser = argparse.ArgumentParser(prog="python -m demo.train", description="Train the demo's model.")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint to start from")
     parser.add_argument("--channel", required=True, metavar="URL", help="channel to publish the weights to")
     parser.add_argument("--server-url", required=True, metavar="URL", help="the vLLM server that follows the channel")
