@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results
-from deltasync.demo import report
+from examples.demo import report
 from tests.docs.pages import PAGES
 
 FILES = sorted(results.RESULTS.glob("*.json"))
