@@ -6,6 +6,7 @@ python -m tests.pictures docs/images/dashboard.png
 from __future__ import annotations
 
 import math
+import os
 import sys
 import tempfile
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from deltasync import Publisher, Retention, open_store
-from deltasync.channel import heartbeat
+from deltasync.channel import heartbeat, keys
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.dashboard import Observer, page
 from tests.browser import browse
@@ -77,6 +78,8 @@ def main(out: Path) -> None:
             beat("gpu-west-0", 55, "staging")
             beat("gpu-west-1", 41, "failed", ERROR)
             beat("laptop", 23, age_s=2400)
+            silent_s = time.time() - 2400  # a replica is live by the time at which its heartbeat was stored
+            os.utime(f"{folder}/run/{keys.REPLICAS}laptop.json", (silent_s, silent_s))
         observer.refresh()
         observer.read_headers(VERSIONS)
         document = page(observer.snapshot()).replace(store.url.encode(), SHOWN.encode())

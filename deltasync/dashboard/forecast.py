@@ -121,8 +121,8 @@ class _Channel:
         self.anchors = 0
         self._params, self._changed_fraction, self._base = params, changed_fraction, 1
 
-    def publish(self, version: int, delta_bytes: float, full_bytes: float, keep_last: int | None) -> None:
-        """Add a version, and a compaction or an anchor if the budget allows it."""
+    def publish(self, version: int, delta_bytes: float, full_bytes: float, kept: int | None) -> None:
+        """Add a version, and a compaction or an anchor if the budget allows it. At most `kept` versions are not forgotten."""
         self.budget.earn(delta_bytes)
         self.held += delta_bytes
         span = version - self._base
@@ -140,8 +140,8 @@ class _Channel:
             self.anchors, self._base, self.compacted_bytes = self.anchors + 1, version, 0.0
             self.held += full_bytes
             self.budget.end(version, full_bytes)
-        if keep_last is not None:
-            tail = max(keep_last + max(_GC_EVERY, keep_last // 2), version - self.budget.compacted)
+        if kept is not None:
+            tail = max(kept, version - self.budget.compacted)
             base_bytes = full_bytes if self.anchors else self._first_bytes
             self.bounded = max(self.bounded, min(self.held, base_bytes + self.compacted_bytes + tail * delta_bytes))
 
@@ -154,6 +154,7 @@ def forecast(
     days: float = 7.0,
     replicas: int = 4,
     keep_last: int | None = None,
+    grace_s: float = 3600.0,
     by_reference: bool = True,
     item_bytes: int = 2,
     bits_per_changed: float | None = None,
@@ -168,6 +169,7 @@ def forecast(
         days: Duration of the run; ignored if `versions` is given.
         replicas: Number of replicas, which fetch every version.
         keep_last: See `Retention.keep_last`.
+        grace_s: See `Retention.prune_grace_s`.
         by_reference: Whether the channel begins with a reference to a checkpoint; otherwise version 1 has full weights.
         item_bytes: Size of an element.
         bits_per_changed: Bits of a delta per changed element, if known; otherwise computed.
@@ -177,10 +179,11 @@ def forecast(
     full_bytes, bits = params * item_bytes, bits_per_changed or delta_bits(changed_fraction)
     delta_bytes = params * changed_fraction * bits / 8 + _RECORD_BYTES
     rates = RATES["s3"]
+    kept = None if keep_last is None else keep_last + max(_GC_EVERY, keep_last // 2) + math.ceil(grace_s / every_s)
     channel = _Channel(params, changed_fraction, 0.0 if by_reference else full_bytes)
     byte_s = 0.0
     for version in range(2, count + 2):
-        channel.publish(version, delta_bytes, full_bytes, keep_last)
+        channel.publish(version, delta_bytes, full_bytes, kept)
         byte_s += (channel.held if keep_last is None else min(channel.held, channel.bounded)) * every_s
     compactions, anchors = channel.compactions, channel.anchors
     parts = max(0, math.ceil(params * changed_fraction / PART_CHANGED) - 1) if delta_bytes > 4 << 20 else 0

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from deltasync.demo import report
 
 from benchmarks import results
+from demo import report
 from tests.docs.pages import PAGES
 
 FILES = sorted(results.RESULTS.glob("*.json"))

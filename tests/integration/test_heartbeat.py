@@ -226,7 +226,7 @@ def test_a_thousand_replicas_and_one_straggler_are_a_listing_and_a_few_reads_a_l
     for number in range(1000):
         beat(store.inner, f"replica-{number:04d}", 1 if number == 500 else 2)
     known = heartbeat.Heartbeats(store, RUN)
-    counts, again, look = list[Counter[str]](), iter(range(1000)), known.look
+    counts, again, look = list[Counter[str]](), iter(range(1000)), known.refresh
 
     def counted(*arguments: Any) -> list[Heartbeat]:
         store.calls.clear()
@@ -236,7 +236,7 @@ def test_a_thousand_replicas_and_one_straggler_are_a_listing_and_a_few_reads_a_l
             beat(store.inner, f"replica-{number:04d}", 1 if number == 500 else 2)
         return found
 
-    monkeypatch.setattr(known, "look", counted)
+    monkeypatch.setattr(known, "refresh", counted)
     with pytest.raises(AckTimeoutError, match=r"lag: replica-0500 \(serves version 1 [^;]*$"):
         heartbeat.wait_for(store, RUN, 2, PUBLISHED, "all", 6.0, known=known)
     assert counts[0] == {"list": 1, "read": 1000}

@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import storage
-from deltasync import Publisher, Replica, open_store
+from deltasync import Publisher, Replica, Retention, open_store
 from deltasync.channel import keys, requests
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
@@ -50,6 +50,21 @@ def test_what_is_computed_is_what_a_run_stores() -> None:
     printed = json.loads(shown.stdout)
     assert printed["versions"] == 2880 and printed["delta_bytes"] == computed.delta_bytes
     assert printed["stored_per_delta"] <= 1.34
+
+
+def test_what_is_kept_is_bounded_as_computed(memory_url: str) -> None:
+    """A publisher that keeps the last 20 versions, and deletes the others at once."""
+    random, weights, store = np.random.default_rng(6), storage.model(1_000_000), open_store(memory_url)
+    most_bytes = 0
+    with Publisher(store, retention=Retention(keep_last=20, prune_grace_s=0.0)) as publisher:
+        for _ in range(100):
+            publisher.publish(weights).wait(60)
+            storage.move(random, weights, 0.01)
+            most_bytes = max(most_bytes, sum(info.bytes for info in store.list("")))
+    computed = forecast(1_000_000, 0.01, 30.0, versions=99, keep_last=20, grace_s=0.0, by_reference=False)
+    assert computed.bounded_bytes is not None
+    assert most_bytes < computed.held_bytes * 0.95
+    assert most_bytes == pytest.approx(computed.bounded_bytes, rel=0.15)
 
 
 def test_the_week_in_the_manual_is_what_the_command_prints() -> None:
