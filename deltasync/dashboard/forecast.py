@@ -122,7 +122,7 @@ class _Channel:
         self._params, self._changed_fraction, self._base = params, changed_fraction, 1
 
     def publish(self, version: int, delta_bytes: float, full_bytes: float, kept: int | None) -> None:
-        """Add a version, and a compaction or an anchor if the budget allows it. At most `kept` versions are not forgotten."""
+        """Add a version, and a compaction or an anchor if the budget allows it. Other than `kept` versions are forgotten."""
         self.budget.earn(delta_bytes)
         self.held += delta_bytes
         span = version - self._base
