@@ -93,7 +93,7 @@ def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def plot(out: Path, status: dict[str, Any], target: Path) -> None:
+def plot(out: Path, status: dict[str, Any], target: Path, title: str) -> None:
     """Draw reward, payload, changes, lag, pause and the age of trained tokens over versions, to the file `target`."""
     import matplotlib
 
@@ -129,6 +129,6 @@ def plot(out: Path, status: dict[str, Any], target: Path) -> None:
     axes[1][2].legend(fontsize=8)
     for axis in axes[1]:
         axis.set_xlabel("version")
-    figure.suptitle("deltasync demo: AsyncGRPOTrainer -> directory -> vLLM", fontsize=11)
+    figure.suptitle(title, fontsize=11)
     figure.savefig(target, dpi=110)
     pyplot.close(figure)

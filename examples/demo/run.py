@@ -86,7 +86,7 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
         say("training done; the server serves the last version")
     summary = report.summarize(out, status, proofs, wall_s=time.monotonic() - began_s)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    report.plot(out, status, out / "run.png")
+    report.plot(out, status, out / "run.png", f"{task}: AsyncGRPOTrainer -> directory -> vLLM")
     return summary
 
 
