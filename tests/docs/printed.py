@@ -206,7 +206,7 @@ def _pip(words: tuple[str, ...]) -> None:
 
 @functools.cache
 def _options_of(path: Path) -> set[str]:
-    """Options of a program of this tree: literals in its file or folder; with a parser of dataclasses, the fields of these."""
+    """Options of a program of this tree: literals in its file or folder; fields of what its parser takes."""
     files = path.rglob("*.py") if path.is_dir() else [path]
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     if re.search(r"(Trl|HfArgument)Parser\(", text):
