@@ -28,7 +28,7 @@ from trl_callback import DeltaSyncConfig
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 QUICK = {("README.md", "Ten lines of Python"), ("docs/quickstart.md", "A channel, in a minute")}
 PACKAGES = ("deltasync", "vllm_plugin", "sglang_plugin", "mlx_plugin", "trl_callback")
-SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+SOURCES = [path for package in (*PACKAGES, "examples") for path in (ROOT / package).rglob("*.py")]
 # With the pieces of long messages joined.
 CODE = re.sub(r'"\s+f?"', "", "".join(path.read_text(encoding="utf-8") for path in SOURCES))
 SETTINGS = {
