@@ -1,6 +1,9 @@
 """Train a tiny model with TRL while a real vLLM server follows its weights, and prove at the end that the bits are equal.
 
-make demo, or python examples/demo --out demo-out
+    make demo
+    python examples/demo --out demo-out     # the same, in the environment of make setup
+
+The trainer and the server share a directory and nothing else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One run that four engines follow at once, with equal bits: vLLM, SGLang, MLX and a torch module.
 
-    make demo-engines, or python examples/demo_engines --out demo-engines-out
+    make demo-engines
+    python examples/demo_engines --out demo-engines-out     # the same, in the environment of make setup
 
 TRL's AsyncGRPOTrainer trains a tiny Qwen3 and publishes 50 versions to a directory; its rollouts come from vLLM. Each
 engine was started by its own command with untrained weights and the channel's URL. At several versions the sha256 of each

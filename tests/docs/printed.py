@@ -11,11 +11,8 @@ import ast
 import dataclasses
 import functools
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
@@ -109,10 +106,12 @@ def _commands(text: str) -> Iterator[tuple[str, ...]]:
     joined = re.sub(r"\\\n\s*", " ", text)
     joined = re.sub(r"\bsh -c ", "", joined)
     for line in joined.splitlines():
-        for piece in re.split(
-            r"\s*(?:&&|\|\||;|\s\|\s|\s&(?=\s|$))\s*", re.sub(r"(^|\s)#\s.*", "", line.strip().removeprefix("$ "))
-        ):
-            piece = re.sub(r"\s\d?>>?\s*\S+", "", re.sub(r"\[(?=-)|(?<=\S)\](?=\s|$)(?<!\w'\])", "", piece))
+        bare = re.sub(r"(^|\s)#\s.*", "", line.strip().removeprefix("$ "))
+        for piece in re.split(r"\s*(?:&&|\|\||;|,\s(?:and|or)\s|\s\|\s|\s&(?=\s|$))\s*", bare):
+            piece = re.sub(r"(?<=\S)\s{2,}\S.*", "", piece)  # in a second column: what it does
+            piece = re.sub(r"\s\d?>>?\s*\S+", "", piece)
+            piece = re.sub(r"(?<=\s)\[[a-z][^\]]*\s[^\]]*\]", "...", piece)  # [any option of vLLM]
+            piece = re.sub(r"(?<=\s)\[([^\]]*)\]", r"\1", piece)
             try:
                 words = shlex.split(piece)
             except ValueError:
@@ -121,8 +120,7 @@ def _commands(text: str) -> Iterator[tuple[str, ...]]:
                 del words[0]
             if words and words[0].startswith(".venv/bin/"):
                 words[0] = words[0].removeprefix(".venv/bin/")
-            is_table = re.match(r"\S+\s\s+\S", piece.strip()) is not None  # a name and what it is
-            if len(words) > 1 and _start(tuple(words)) is not None and not is_table:
+            if len(words) > 1 and _start(tuple(words)) is not None:
                 yield tuple(words)
 
 
@@ -208,16 +206,15 @@ def _pip(words: tuple[str, ...]) -> None:
 
 @functools.cache
 def _options_of(path: Path) -> set[str]:
-    """Options of a program of this tree: literals in its file or folder; what it prints, with TRL's parser."""
+    """Options of a program of this tree: literals in its file or folder; fields of what its parser takes."""
     files = path.rglob("*.py") if path.is_dir() else [path]
     text = "".join(file.read_text(encoding="utf-8") for file in files)
-    if "TrlParser(" in text:
-        command = [sys.executable, "-W", "ignore", path, "--help"]
-        environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "TRL_EXPERIMENTAL_SILENCE": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr[-500:]
-        text += done.stdout
-    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text.replace("_", "-")))
+    if re.search(r"(Trl|HfArgument)Parser\(", text):
+        trl, transformers = (Path(str(importlib.util.find_spec(name).origin)).parent for name in ("trl", "transformers"))  # type: ignore[union-attr]
+        configs = [ROOT / "trl_callback/config.py", transformers / "training_args.py", *trl.rglob("*config*.py"), path]
+        fields = re.findall(r"(?m)^    (\w+): ", "".join(file.read_text(encoding="utf-8") for file in configs))
+        text += " ".join(f"--{field}" for field in fields)
+    return set(_OPTIONS.findall(text.replace("_", "-")))
 
 
 def _program(words: tuple[str, ...]) -> str | None:
@@ -246,8 +243,8 @@ def _python(words: tuple[str, ...]) -> None:
         return _vllm(("vllm", "serve", words[model], *words[3 : model - 1], *words[model + 1 :]))
     if not _is_ours(program):
         top = program.split(".")[0]
-        known = importlib.util.find_spec(top) is not None or top in _extras()
-        assert known or "/" in program, f"there is no module {program}"
+        elsewhere = re.search(rf"\b{top}\b", (ROOT / "Makefile").read_text(encoding="utf-8"))  # in an environment of its own
+        assert importlib.util.find_spec(top) is not None or elsewhere or "/" in program, f"there is no module {program}"
         return None
     path = ROOT / program
     if words[1] == "-m":
@@ -257,12 +254,6 @@ def _python(words: tuple[str, ...]) -> None:
     given = set(_OPTIONS.findall(" ".join(words).replace("_", "-"))) - {"--help"}
     assert not given - _options_of(path), f"{program} does not know {given - _options_of(path)}"
     return None
-
-
-@functools.cache
-def _extras() -> set[str]:
-    """Modules of engines that have an environment of their own."""
-    return {"sglang", "mlx_plugin", "mlx_lm"}
 
 
 def _files(words: tuple[str, ...]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -58,6 +60,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / name).write_bytes((ROOT / name).read_bytes())
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", out, source, cwd=out)
     return next(out.glob("deltasync-*.whl"))
+
+
+def test_the_two_files_of_a_release_are_complete(wheel: Path) -> None:
+    """The sdist has licence, pages, tests, and every file of the packages."""
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(wheel.parent)!r})"
+    run(sys.executable, "-c", code, cwd=wheel.parent / "source")
+    (sdist,) = wheel.parent.glob("deltasync-*.tar.gz")
+    incomplete = runpy.run_path(str(ROOT / "requirements/release.py"))["incomplete"]
+    assert incomplete(wheel, sdist) == []
+    assert "the sdist has no docs/index.md" in incomplete(wheel, _without_pages(sdist))
+
+
+def _without_pages(sdist: Path) -> Path:
+    smaller = sdist.with_name("smaller.tar.gz")
+    with tarfile.open(sdist) as whole, tarfile.open(smaller, "w:gz") as left:
+        for member in whole.getmembers():
+            if "/docs/" not in member.name:
+                left.addfile(member, whole.extractfile(member) if member.isfile() else None)
+    return smaller
 
 
 def installed(needs: Distribution, seen: set[str], extras: tuple[str, ...] = ()) -> Iterator[Path]:
