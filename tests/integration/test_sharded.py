@@ -198,9 +198,10 @@ def test_ranks_that_resume_with_another_adapter_config_publish_full_weights_with
 
 def test_messages_between_ranks_are_kilobytes(ranks: tuple[int, Path]) -> None:
     size, folder = ranks[0], ranks[1] / "messages"
-    first, delta = prove(folder, size)
+    first, every, _, few = prove(folder, size)  # the third has an anchor beside it, as it is smaller than the deltas
     assert 0 < first["moved_bytes"] < 60_000
-    assert 0 < delta["moved_bytes"] < 3_000
+    assert 0 < every["moved_bytes"] < 3_000  # 308 of 310 tensors changed
+    assert 0 < few["moved_bytes"] < 200  # 4 did
 
 
 @pytest.mark.slow
