@@ -14,11 +14,7 @@ from click.testing import CliRunner, Result
 from deltasync import __version__
 from deltasync.cli import main
 from deltasync.deploy import space
-from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
-
-hub_server = fixtures.hub_server
-hub = fixtures.hub
 
 TOKEN = "token-of-these-spaces"
 FILES = Path(space.__file__).with_name("spaces")

@@ -21,13 +21,9 @@ from deltasync.demo.processes import Child
 from deltasync.demo.run import free_port
 from deltasync.stores.hub import HubStore
 from deltasync.tensors.bits import bits_of
-from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
 from tests.integration.vllm_server import serving
 from tests.servers.haproxy import require_haproxy
-
-hub_server = fixtures.hub_server
-hub = fixtures.hub
 
 ROOT = Path(__file__).parents[2]
 

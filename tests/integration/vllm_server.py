@@ -33,6 +33,7 @@ from deltasync.demo.run import free_port
 from deltasync.kernels.cpu import threads
 from deltasync.stores import Store, open_store
 from deltasync.tensors.bits import bits_of, cast
+from tests.builders import finish_maintenance
 
 Weights = dict[str, torch.Tensor]
 
@@ -219,7 +220,7 @@ class Server:
     def settle(self) -> None:
         """Wait for what follows a version in the background: its anchor, if one is due."""
         assert self.publisher is not None
-        self.publisher._uploader._keeper._workers.submit(int).result(PATIENCE_S)
+        finish_maintenance(self.publisher)
 
     def assert_serves(self, version: int) -> None:
         self.wait(lambda status: status["version"] == version)
