@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -31,35 +31,10 @@ from deltasync.tensors import Delta as TensorDelta
 from deltasync.tensors import Layout, Sparse, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, spec_of, tensor_of
 from deltasync.tensors.delta import joined
+from tests.builders import Weights, trained, weights
 
-Weights = Mapping[str, torch.Tensor]
 EPOCH = "000001-00000001"
 RUN = "run"
-
-
-def weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    """A small model in bfloat16, with an empty, a scalar and an integer tensor."""
-    random = torch.Generator().manual_seed(seed)
-    return {
-        "embed": torch.randn(40, 30, generator=random).to(torch.bfloat16),
-        "layer.weight": torch.randn(30, 30, generator=random).to(torch.bfloat16),
-        "norm": torch.ones(30, dtype=torch.bfloat16),
-        "scale": torch.tensor(0.5, dtype=torch.bfloat16),
-        "empty": torch.empty(0, 4, dtype=torch.bfloat16),
-        "ids": torch.arange(7),
-    }
-
-
-def trained(before: Weights, seed: int, fraction: float = 0.02) -> dict[str, torch.Tensor]:
-    """Some elements moved by a ulp or two; at least one changes."""
-    random = torch.Generator().manual_seed(seed)
-    after = {name: tensor.clone() for name, tensor in before.items()}
-    for tensor in after.values():
-        if tensor.dtype == torch.bfloat16:
-            mask = torch.rand(tensor.shape, generator=random) < fraction
-            tensor.view(torch.int16).add_(mask * torch.randint(-2, 3, tensor.shape, generator=random, dtype=torch.int16))
-    after["ids"][0] += 1
-    return after
 
 
 @dataclasses.dataclass

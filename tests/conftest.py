@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import uuid
@@ -22,6 +23,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}", f"{ROOT}/exa
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs that tests start would compile deltasync anew, each of them
 for _variable in [name for name in os.environ if name.startswith("DELTASYNC_")]:
     del os.environ[_variable]
+
+# Fixtures that many files use. Environments of one engine have no S3 server.
+pytest_plugins = ["tests.hub.fixtures", "tests.servers.clouds"]
+if importlib.util.find_spec("moto") is not None:
+    pytest_plugins += ["tests.servers.s3", "tests.servers.services"]
+pytest_plugins += ["tests.writers"]
 
 # No deadline: the first call of a numba kernel compiles it.
 settings.register_profile("deltasync", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])

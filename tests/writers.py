@@ -1,6 +1,6 @@
 """Writers of a channel for tests of the protocol: small records, stores that misbehave, and a journal of every key.
 
-A test module takes the fixtures by assigning them: `memory = writers.memory`. Some need those of S3 and of the Hub too.
+A plugin of pytest: tests/conftest.py names it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from deltasync.errors import FormatError, MissingVersionError
 from deltasync.publish.acquire import open_channel
 from deltasync.publish.log import Lease, Log
 from deltasync.stores import Store
+from tests.builders import wait_for_head
 from tests.faults import FaultyStore
 from tests.hub import fixtures
 
@@ -191,11 +192,6 @@ def history(store: Store) -> list[VersionId]:
 def head(store: Store) -> Head | None:
     """Head, as a new reader finds it."""
     return ChannelReader(store).head()
-
-
-def wait_for_head(log: Log) -> None:
-    """Wait until head names what it should."""
-    log._head.submit(int).result(60)
 
 
 def snapshot(store: Store) -> dict[str, bytes]:

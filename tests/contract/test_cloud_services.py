@@ -13,8 +13,6 @@ from tests.contract.store_contract import DecidingSharedContract, RefusingContra
 from tests.servers import clouds
 from tests.servers.clouds import Service
 
-azurite, fake_gcs = clouds.azurite, clouds.fake_gcs
-
 
 class TestAzurite(StoreContract, DecidingSharedContract, RefusingContract):
     service: Service

@@ -29,11 +29,8 @@ from deltasync.stores.retries import retried
 from deltasync.stores.xet import CONFIG
 from tests.contract.store_contract import RefusingContract, SharedContract, StoreContract
 from tests.http_faults import FaultProxy
-from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
 from tests.hub.hub import EXPIRED, READ, WRITE
-
-hub_server, hub, hub_url, hub_channel = fixtures.hub_server, fixtures.hub, fixtures.hub_url, fixtures.hub_channel
 
 FOREVER = 1000
 SMALL, LARGE = b"small", os.urandom(300_000)

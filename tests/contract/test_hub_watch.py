@@ -10,11 +10,8 @@ import pytest
 
 from deltasync.stores import ObjectInfo
 from deltasync.stores.hub import HubStore
-from tests.hub import fixtures
 from tests.hub.fixtures import HubServer, wait_until
 from tests.hub.hub import EXPIRED
-
-hub_server, hub, hub_url, hub_channel = fixtures.hub_server, fixtures.hub, fixtures.hub_url, fixtures.hub_channel
 
 HEAD = "head.json"
 

@@ -14,13 +14,11 @@ from deltasync.stores import Store
 from deltasync.stores.probe import decides
 from tests.contract.store_contract import DecidingSharedContract, RefusingContract, StoreContract
 from tests.http_faults import FaultProxy, ignored
-from tests.servers import s3
 from tests.servers.s3 import KEYS, RGW_VARIABLE, S3Server
 
 if RGW_VARIABLE not in os.environ:
     pytest.skip(f"{RGW_VARIABLE} is not set; see make test-radosgw", allow_module_level=True)
 
-rgw_server, rgw_bucket, s3_env = s3.rgw_server, s3.rgw_bucket, s3.s3_env
 
 pytestmark = pytest.mark.radosgw
 

@@ -25,12 +25,9 @@ from deltasync.stores import Store, cloud, object
 from deltasync.stores.probe import decides
 from tests.contract.store_contract import DecidingSharedContract, RefusingContract, StoreContract
 from tests.http_faults import FaultProxy, empty, flipped, ignored, late, reset, s3_error, shortened, slow, status, truncated
-from tests.servers import s3
 from tests.servers.endless import Endless
 from tests.servers.reverse_proxy import Action, Reply
 from tests.servers.s3 import KEYS, MotoServer
-
-s3_server, s3_env, s3_bucket = s3.s3_server, s3.s3_env, s3.s3_bucket
 
 FOREVER = 1000
 

@@ -19,13 +19,8 @@ from deltasync import Publisher, Replica, follow
 from deltasync.cli import main
 from deltasync.errors import ConfigError, DeltaSyncError, TransientStoreError
 from deltasync.stores.environment import check_cloud
-from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
-from tests.servers import s3
 from tests.servers.s3 import KEYS, MotoServer
-
-s3_server, s3_env, s3_bucket = s3.s3_server, s3.s3_env, s3.s3_bucket
-hub_server, hub, hub_url, hub_channel = fixtures.hub_server, fixtures.hub, fixtures.hub_url, fixtures.hub_channel
 
 _S3 = {**KEYS, "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
 _AZ = {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_ACCOUNT_KEY": "a2V5"}

@@ -11,6 +11,7 @@ from deltasync.channel import documents, keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import FencedError, MissingVersionError, NotPublishedError, RunMismatchError
 from deltasync.stores import Store
+from tests.builders import in_parts
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 from tests.faults_matrix.matrix import (
@@ -26,7 +27,6 @@ from tests.faults_matrix.matrix import (
     weights,
     wrong_promise,
 )
-from tests.integration.test_store_faults import in_parts
 
 
 @dataclasses.dataclass

@@ -15,9 +15,9 @@ from deltasync.channel.heartbeat import Heartbeat
 from deltasync.config import Retention
 from deltasync.errors import AckTimeoutError, DeltaSyncError
 from deltasync.stores import Store
+from tests.builders import in_parts
 from tests.faults_matrix.matrix import Seen, assert_holds, expecting, listening, publish, row, timed
 from tests.faults_matrix.places import DECIDING, PLACES, Open, everywhere
-from tests.integration.test_store_faults import in_parts
 
 _FOLDED = 20  # versions: further than a replica follows the log without looking for compactions
 

@@ -20,11 +20,11 @@ from deltasync.channel.documents import sha256_hex
 from deltasync.stores.cache import CachedStore
 from deltasync.stores.local import LocalStore
 from deltasync.tensors.bits import bits_of
+from tests.builders import in_parts
 from tests.faults_matrix import steps
 from tests.faults_matrix.matrix import REPEATS, Lab, Seen, publish, row, weights, wrong_promise
 from tests.integration import test_kill_publisher as publishing
 from tests.integration.test_kill_publisher import Warned
-from tests.integration.test_store_faults import in_parts
 from tests.processes import in_a_process
 
 _CACHE_BYTES = 1 << 20

@@ -23,6 +23,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import PublishLostError, PublishPendingError, StageError
 from deltasync.stores.cache import CachedStore
+from tests.builders import in_parts
 from tests.conftest import assert_same_bits
 from tests.faults_matrix import steps
 from tests.faults_matrix.matrix import (
@@ -36,7 +37,6 @@ from tests.faults_matrix.matrix import (
     row,
     timed,
 )
-from tests.integration.test_store_faults import in_parts
 from tests.processes import in_a_process
 
 _DISK_BYTES = 1 << 20

@@ -21,9 +21,9 @@ import torch
 from deltasync import Publisher, Replica
 from deltasync.channel.documents import Record
 from deltasync.publish.upload import Uploader
+from tests.builders import settle
 from tests.conftest import assert_same_bits
 from tests.integration.test_kill_publisher import Warned
-from tests.integration.test_store_faults import settle
 from tests.processes import PATIENCE_S
 
 Weights = dict[str, torch.Tensor]

@@ -9,11 +9,6 @@ import pytest
 
 from tests.faults_matrix import channel, damage, kills, machine, servers, stores, successors, table
 from tests.faults_matrix.matrix import ROWS, Lab, Row
-from tests.hub import fixtures
-from tests.servers import s3, services
-
-hub_server, hub, hub_url = fixtures.hub_server, fixtures.hub, fixtures.hub_url
-s3_server, s3_env, s3_bucket, s3_service = s3.s3_server, s3.s3_env, s3.s3_bucket, services.s3_service
 
 supervised = servers.supervised
 

@@ -15,10 +15,7 @@ from deltasync.stores import open_store
 from tests.hosts.authority import Authority
 from tests.hub import fixtures
 from tests.hub.hub import WRITE
-from tests.servers import s3
 from tests.servers.s3 import S3Server
-
-s3_env = s3.s3_env
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,7 @@ from click.testing import CliRunner, Result
 
 from deltasync.cli import main
 from deploy import space
-from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
-
-hub_server = fixtures.hub_server
-hub = fixtures.hub
 
 PACKAGE = "deltasync @ https://example.com/deltasync-9-py3-none-any.whl"
 TOKEN = "token-of-these-spaces"

@@ -34,7 +34,8 @@ from deltasync.errors import (
 from deltasync.stores import Store
 from deltasync.stores.base import ObjectInfo
 from deltasync.stores.cache import CachedStore
-from tests.channels import EPOCH, Made, Weights, trained, weights
+from tests.builders import Weights, trained, weights
+from tests.channels import EPOCH, Made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -330,21 +331,6 @@ def test_a_forged_compaction_costs_a_detour(channel: Channel) -> None:
             assert channel.never_wrong(objects, at)
 
 
-class Ranged(FaultyStore):
-    """Counts the bytes that are read of compactions."""
-
-    read_bytes = 0
-
-    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
-        data = super().read(key, most_bytes, known)
-        self.read_bytes += len(data) * key.startswith(keys.COMPACTIONS)
-        return data
-
-    def read_range(self, key: str, start: int, end: int) -> bytes:
-        self.read_bytes += end - start
-        return super().read_range(key, start, end)
-
-
 def test_a_large_compaction_is_not_read_before_its_document_is_found_to_be_ours(channel: Channel) -> None:
     """A compaction may be as large as the model takes; anybody can store one of that size."""
     store, _ = channel.replica(channel.objects)
@@ -352,12 +338,12 @@ def test_a_large_compaction_is_not_read_before_its_document_is_found_to_be_ours(
     claim = channel.objects[keys.compaction(1, NEWEST, SECOND)]
     for large in (bytes(6 << 20), bytes(6 << 20) + claim, bytes(6 << 20) + struct.pack("<Q", (6 << 20) - 100)):
         store.put(key, large)
-        ranged = Ranged(store)
+        ranged = FaultyStore(store)
         reader = ChannelReader(ranged, channel.keys / "ours.pub")
         (info,) = (info for _, info in reader.compactions() if info.key == key)
         with pytest.raises(CorruptDataError):
             reader.stored(key, known=info)
-        assert 0 < ranged.read_bytes < 1 << 20
+        assert 0 < sum(size for _, key, size in ranged.bytes_read if key.startswith(keys.COMPACTIONS)) < 1 << 20
         for at in (1, 2):
             assert channel.never_wrong(channel.objects | {key: large}, at)
 
@@ -540,14 +526,9 @@ def test_several_objects_altered_at_random(channel: Channel, data: st.DataObject
 
 def test_a_flood_of_records_hides_no_version_from_who_runs(channel: Channel) -> None:
     flood = [ObjectInfo(keys.slot(1 + at, "999999-ffffffff"), 5 << 20, time.time()) for at in range(3_000)]
-
-    class Flooded(FaultyStore):
-        def list(self, prefix: str) -> Iterator[ObjectInfo]:
-            yield from super().list(prefix)
-            yield from (info for info in flood if info.key.startswith(prefix))
-
     store, _ = channel.replica(channel.objects)
-    flooded = Flooded(store)
+    flooded = FaultyStore(store)
+    flooded.flood(flood)
     replica = Replica(flooded, trusted_keys=channel.keys / "ours.pub")
     assert replica.sync() == NEWEST  # head leads there
     store.delete(keys.HEAD)

@@ -19,14 +19,12 @@ from deltasync.errors import DeltaSyncError, NotPublishedError, TransientStoreEr
 from deltasync.following import Poll
 from deltasync.following.status import HeartbeatWriter, Status
 from deltasync.stores.hub import HubStore
+from tests.builders import in_parts
 from tests.conftest import assert_same_bits
 from tests.contract import test_hub_watch
 from tests.contract.test_hub_watch import Told
-from tests.hub import fixtures
 from tests.hub.fixtures import LEASE, ROOT, HubServer, running_server, wait_until
-from tests.integration.test_store_faults import in_parts
 
-hub_server, hub, hub_url, hub_channel = fixtures.hub_server, fixtures.hub, fixtures.hub_url, fixtures.hub_channel
 store = test_hub_watch.store
 
 

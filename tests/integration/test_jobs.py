@@ -22,13 +22,9 @@ from deltasync.tensors.bits import bits_of
 from demo.model import build_checkpoint
 from demo.processes import Child
 from demo.run import free_port
-from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
 from tests.integration.vllm_server import serving
 from tests.servers.haproxy import require_haproxy
-
-hub_server = fixtures.hub_server
-hub = fixtures.hub
 
 ROOT = Path(__file__).parents[2]
 

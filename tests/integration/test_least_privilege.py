@@ -21,7 +21,6 @@ from deltasync.errors import StoreError
 from deltasync.stores import Store
 from tests.servers import s3
 
-s3_server = s3.s3_server
 PAGE = Path(__file__).parents[2] / "docs/security.md"
 
 

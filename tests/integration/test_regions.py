@@ -9,13 +9,10 @@ from deltasync import Publisher, Replica
 from deltasync.channel.reading import ChannelReader
 from deltasync.maintenance import Relay
 from deltasync.stores import open_store
-from tests.channels import trained, weights
+from tests.builders import trained, weights
 from tests.conftest import assert_same_bits
 from tests.http_faults import late, s3_error
-from tests.servers import s3, services
 from tests.servers.services import Service
-
-s3_server, s3_env, s3_bucket, s3_service = s3.s3_server, s3.s3_env, s3.s3_bucket, services.s3_service
 
 VERSIONS, REPLICAS = 8, 3
 _ANSWER_BYTES = 1_200  # headers of a request and of its reply

@@ -18,7 +18,7 @@ from deltasync import Publisher, Replica, maintenance, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import FencedError, PublishPendingError, StoreError, TransientStoreError
-from tests.channels import trained, weights
+from tests.builders import trained, weights
 from tests.conftest import assert_same_bits
 from tests.servers import clouds
 from tests.servers.clouds import Azurite, FakeGcs, Service
@@ -30,7 +30,7 @@ AWAY_S = 30.0
 _PUBLISHER = """
 import sys
 from deltasync import Publisher
-from tests.channels import trained, weights
+from tests.builders import trained, weights
 with Publisher(sys.argv[1]) as publisher:
     model = weights()
     for seed in range(1000):

@@ -10,10 +10,8 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
-import torch
 
 from deltasync import Publisher, Receipt, Replica, maintenance, open_store
 from deltasync.channel import keys
@@ -30,23 +28,14 @@ from deltasync.errors import (
 )
 from deltasync.stores import Store
 from tests import http_faults as faults
+from tests.builders import Weights, in_parts, settle, trained, weights
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, FlakyStore
 from tests.http_faults import Fault
-from tests.servers import clouds, s3, services
 from tests.servers.reverse_proxy import Action
 from tests.servers.services import SERVICES, Service
-from tests.writers import wait_for_head
-
-s3_server, s3_env, s3_bucket, s3_service = s3.s3_server, s3.s3_env, s3.s3_bucket, services.s3_service
-rgw_server, rgw_bucket, rgw_service = s3.rgw_server, s3.rgw_bucket, services.rgw_service
-azurite, fake_gcs = clouds.azurite, clouds.fake_gcs
-azurite_service, fake_gcs_service = services.azurite_service, services.fake_gcs_service
-service = services.service
 
 FOREVER = 10_000
-
-Weights = dict[str, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,25 +63,6 @@ class Case:
     visible: int = 2
 
 
-def _weights() -> Weights:
-    random = torch.Generator().manual_seed(0)
-    return {"w": torch.randn(40, 30, generator=random).to(torch.bfloat16), "ids": torch.arange(7)}
-
-
-def _trained(weights: Weights, seed: int) -> Weights:
-    random = torch.Generator().manual_seed(seed)
-    moved = {name: tensor.clone() for name, tensor in weights.items()}
-    mask = torch.rand(moved["w"].shape, generator=random) < 0.05
-    moved["w"].view(torch.int16).add_(mask.to(torch.int16))
-    moved["ids"][seed % 7] += 1
-    return moved
-
-
-def in_parts() -> contextlib.AbstractContextManager[object]:
-    """While this lasts, no payload goes into its record."""
-    return mock.patch("deltasync.publish.encode.INLINE_BYTES", 0)
-
-
 class Run:
     """A publisher and a replica on one channel, the first version published and followed.
 
@@ -105,13 +75,13 @@ class Run:
         self.publisher = Publisher(service.url, retries=3, retry_delay_s=0.001, anchor_every=3)
         self.replica = Replica(service.url)
         self.published: dict[int, Weights] = {}
-        self._state = _weights()
+        self._state = weights()
         self.publish()
         assert self.replica.sync() == 1
 
     def publish(self) -> Receipt:
         """Publish the next state, wait for all that follows it; kept in `published` unless it is said to be lost."""
-        self._state = _trained(self._state, len(self.published) + 1)
+        self._state = trained(self._state, len(self.published) + 1)
         receipt = self.publisher.publish(self._state.items())
         self.published[receipt.version] = self._state
         try:
@@ -141,13 +111,6 @@ class Run:
         for version in versions:
             witness.sync(version)
             assert_same_bits(witness.state_dict(), self.published[version])
-
-
-def settle(publisher: Publisher) -> None:
-    """Wait for all that follows a version: head, anchors, compactions."""
-    assert publisher._log is not None
-    publisher._uploader.maintenance._workers.submit(int).result(60)  # type: ignore[union-attr]
-    wait_for_head(publisher._log)
 
 
 def _strike(service: Service, case: Case) -> Fault:
@@ -411,17 +374,17 @@ class TestResume:
     def test_the_publisher_that_opens_the_channel_is_the_one_that_writes(self, service: Service) -> None:
         run = Run(service)
         other = Publisher(service.direct, resume=True)
-        receipts = [run.publisher.publish(_trained(_weights(), 5).items()), other.publish(_weights().items())]
+        receipts = [run.publisher.publish(trained(weights(), 5).items()), other.publish(weights().items())]
         with pytest.raises(FencedError, match="Another publisher opened the channel"):
             receipts[0].wait(60)
         receipts[1].wait(60)
-        run.published[2] = _weights()
+        run.published[2] = weights()
         with pytest.raises(FencedError):
             run.publisher.close()
         other.close()
         assert run.check_visible() == 2
         assert run.replica.sync() == 2
-        assert_same_bits(run.replica.state_dict(), _weights())
+        assert_same_bits(run.replica.state_dict(), weights())
 
 
 RANDOM_ACTIONS = [
@@ -495,11 +458,11 @@ def _publishes_through_chance(kind: str, request: pytest.FixtureRequest, count: 
         direct = open_store(f"memory://{folder.name}-{os.getpid()}" if kind == "memory" else f"file://{folder}/channel")
         ends = (FlakyStore(direct, rate, 1), FlakyStore(direct, rate, 2))
     noting = _Noting(ends[0])
-    state, states = _weights(), dict[int, Weights]()
+    state, states = weights(), dict[int, Weights]()
     publisher, replica = Publisher(noting, retry_delay_s=0.001, anchor_every=20), Replica(ends[1])
     refusals = 0
     for number in range(1, count + 1):
-        state = _trained(state, number)
+        state = trained(state, number)
         with in_parts() if number % 3 == 0 else contextlib.nullcontext():
             receipt = publisher.publish(state.items(), step=number).wait(60)
         assert receipt.version == number

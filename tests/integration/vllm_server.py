@@ -33,6 +33,7 @@ from deltasync.tensors.bits import bits_of, cast
 from demo import model as demo_model
 from demo.processes import Child, get_json
 from demo.run import free_port
+from tests.builders import finish_maintenance
 
 Weights = dict[str, torch.Tensor]
 
@@ -219,7 +220,7 @@ class Server:
     def settle(self) -> None:
         """Wait for what follows a version in the background: its anchor, if one is due."""
         assert self.publisher is not None
-        self.publisher._uploader.maintenance._workers.submit(int).result(PATIENCE_S)
+        finish_maintenance(self.publisher)
 
     def assert_serves(self, version: int) -> None:
         self.wait(lambda status: status["version"] == version)

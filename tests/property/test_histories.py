@@ -17,7 +17,8 @@ from deltasync.errors import DeltaSyncError, ObjectMissingError
 from deltasync.following import Replica
 from deltasync.stores import open_store
 from deltasync.tensors.bits import bits_of
-from tests.channels import Made, made, trained
+from tests.builders import trained
+from tests.channels import Made, made
 from tests.conftest import assert_same_bits
 
 _LOG = (keys.VERSIONS, keys.PARTS, keys.COMPACTIONS, keys.ANNOUNCEMENTS, keys.ANCHORS)

@@ -14,13 +14,8 @@ from deltasync.stores import cloud, replies
 from deltasync.stores.hub import HubStore
 from deltasync.stores.replies import Meaning, meaning
 from tests.http_faults import FaultProxy, status
-from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
-from tests.servers import s3
 from tests.servers.s3 import MotoServer
-
-s3_server, s3_env, s3_bucket = s3.s3_server, s3.s3_env, s3.s3_bucket
-hub_server, hub, hub_url, hub_channel = fixtures.hub_server, fixtures.hub, fixtures.hub_url, fixtures.hub_channel
 
 LASTING = {StoreError, TransientStoreError}
 ALLOWED = {

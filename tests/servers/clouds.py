@@ -1,6 +1,6 @@
 """Azurite and fake-gcs-server: services that others wrote, for `az://` and `gs://`. `make services` installs both.
 
-A test module takes the fixtures by assigning them: `azurite = clouds.azurite` and so on; without the programs it is skipped.
+A plugin of pytest: tests/conftest.py names it. Without the programs, tests that use these fixtures are skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""S3 for tests. A test module takes the fixtures by assigning them: `s3_server = s3.s3_server` and so on."""
+"""S3 for tests. A plugin of pytest: tests/conftest.py names it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.following import Pin, Replica
 from deltasync.stores import open_store
 from tests import driving
-from tests.channels import EPOCH, Made, Weights, trained, weights
+from tests.builders import Weights, trained, weights
+from tests.channels import EPOCH, Made
 from tests.conftest import assert_same_bits
 from tests.driving import Engine, Trainer, following
 from tests.faults import FaultyStore

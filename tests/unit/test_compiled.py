@@ -71,15 +71,15 @@ def test_an_index_names_nothing_that_is_not_there_yet(tmp_path: Path, monkeypatc
 def test_processes_that_compile_at_once_and_their_successors_agree(tmp_path: Path) -> None:
     script = (
         "import numpy as np; from deltasync.kernels import cpu; "
-        "print([hex(cpu.fingerprint(7, np.arange(999, dtype=kind))) for kind in ('u1', 'u2', 'u4', 'u8')])"
+        "print([hex(cpu.fingerprint(7, np.arange(999, dtype=kind))) for kind in ('u1', 'u8')])"
     )
     environ = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     printed = set()
-    for _ in range(2):
+    for count in (2, 1):
         command = [sys.executable, "-c", script]
-        running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) for _ in range(2)]
+        running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) for _ in range(count)]
         printed |= {child.communicate(timeout=300)[0] for child in running}
-        assert [child.returncode for child in running] == [0, 0]
+        assert [child.returncode for child in running] == [0] * count
     assert len(printed) == 1 and "0x" in printed.pop()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
 import io
 import json
@@ -30,7 +29,8 @@ from deltasync.dashboard.costs import RATES, estimate
 from deltasync.dashboard.heat import layer_of
 from deltasync.errors import ConfigError, NotPublishedError, TransientStoreError
 from deltasync.maintenance import KeepPolicy
-from deltasync.stores import ObjectInfo, Store
+from deltasync.stores import ObjectInfo
+from tests.builders import finish_maintenance
 from tests.channels import EPOCH, RUN, filled, states_of
 from tests.faults import FOREVER, FaultyStore
 
@@ -44,33 +44,10 @@ SHAPES = {
 LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
 
 
-class RangeStore(FaultyStore):
-    """Also counts the bytes of headers that were read.
-
-    Attributes:
-        stored_s: When some objects were stored, if not when they were.
-    """
-
-    payload_bytes = 0
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__(inner)
-        self.stored_s: dict[str, float] = {}
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        for info in super().list(prefix):
-            yield dataclasses.replace(info, modified_s=self.stored_s.get(info.key, info.modified_s))
-
-    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
-        assert not key.startswith(("parts/", "anchors/"))
-        return super().read(key, most_bytes, known)
-
-    def read_range(self, key: str, start: int, end: int) -> bytes:
-        self.payload_bytes += end - start
-        data = super().read_range(key, start, end)
-        for prefix, change in self._tampering:
-            data = change(data) if key.startswith(prefix) else data
-        return data
+def ranges(store: FaultyStore) -> int:
+    """Bytes of headers that were read. No payload or weights were read as a whole."""
+    assert not any(key.startswith(("parts/", "anchors/")) for operation, key, _ in store.bytes_read if operation == "read")
+    return sum(size for operation, _, size in store.bytes_read if operation == "read_range")
 
 
 @pytest.fixture
@@ -86,8 +63,8 @@ def publisher(memory_url: str) -> Iterator[Publisher]:
 
 
 @pytest.fixture
-def store(memory_url: str) -> RangeStore:
-    return RangeStore(open_store(memory_url))
+def store(memory_url: str) -> FaultyStore:
+    return FaultyStore(open_store(memory_url))
 
 
 def publish(publisher: Publisher, weights: dict[str, torch.Tensor], count: int) -> None:
@@ -96,11 +73,11 @@ def publish(publisher: Publisher, weights: dict[str, torch.Tensor], count: int) 
         for position, tensor in enumerate(weights.values()):
             tensor.view(torch.int16)[torch.rand(tensor.shape, generator=random) < 0.02 * position] += 1
         publisher.publish(weights.items(), step=10 * (publisher.version + 1)).wait(60)
-        publisher._uploader.maintenance._workers.submit(int).result(60)  # type: ignore[union-attr]
+        finish_maintenance(publisher)
 
 
 def beat(
-    store: RangeStore,
+    store: FaultyStore,
     run_id: str | None,
     name: str,
     version: int | None,
@@ -112,7 +89,8 @@ def beat(
     """A heartbeat; `stored_s` is the store's time of it."""
     heartbeat.write(store, Heartbeat(replica_id=name, run_id=run_id, version=version, state=state, **more))  # type: ignore[arg-type]
     if stored_s is not None:
-        store.stored_s[keys.replica(name)] = stored_s
+        (info,) = store.list(keys.replica(name))
+        store.age(info.modified_s - stored_s, keys.replica(name))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +114,7 @@ def records(store: FaultyStore) -> dict[int, StoredRecord]:
 
 
 def test_versions_and_compactions_are_those_of_the_documents(
-    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
+    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]
 ) -> None:
     publish(publisher, weights, 9)
     publisher.close()
@@ -158,7 +136,7 @@ def test_versions_and_compactions_are_those_of_the_documents(
 
 @pytest.mark.parametrize("parts", [0, 2], ids=["in the record", "in parts"])
 def test_heat_is_what_payloads_say_though_only_headers_are_read(
-    store: RangeStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, parts: int
+    store: FaultyStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, parts: int
 ) -> None:
     states = [weights]
     for seed in range(5):
@@ -179,7 +157,7 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
     monkeypatch.setattr("deltasync.dashboard.heat._FIRST_BYTES", 200)  # shorter than a header
     observer = Observer(store, heat=4)
     observer.refresh()
-    assert store.payload_bytes == 0
+    assert ranges(store) == 0
     assert observer.read_headers(3) == 1
     assert set(observer.snapshot().heat) == {4, 5, 6}
     assert observer.read_headers(3) == 0
@@ -193,14 +171,14 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
         )
         assert fractions[0] == 0 < fractions[-1]
     sizes = [row.delta_bytes or 0 for row in found.versions[-4:]]
-    assert 0 < store.payload_bytes < sum(sizes)
-    read = store.payload_bytes
+    assert 0 < ranges(store) < sum(sizes)
+    read = ranges(store)
     observer.refresh()
     observer.read_headers(100)
-    assert store.payload_bytes == read
+    assert ranges(store) == read
 
 
-def test_a_look_reads_what_is_new_only(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
+def test_a_look_reads_what_is_new_only(publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]) -> None:
     publish(publisher, weights, 4)
     settle(publisher, store)
     observer = Observer(store, last=3)
@@ -217,7 +195,7 @@ def test_a_look_reads_what_is_new_only(publisher: Publisher, store: RangeStore, 
     assert [keys.slot_of(key).version for key in read] == [5]  # type: ignore[union-attr]
 
 
-def settle(publisher: Publisher, store: RangeStore) -> None:
+def settle(publisher: Publisher, store: FaultyStore) -> None:
     """Until head, which nobody waits for, names the newest version."""
     deadline = time.monotonic() + 30
     while (head := ChannelReader(store.inner).head()) is None or head.version != publisher.version:
@@ -226,7 +204,7 @@ def settle(publisher: Publisher, store: RangeStore) -> None:
 
 
 def test_what_is_forgotten_meanwhile(
-    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltasync.dashboard.observe._LIST_EVERY_S", 0.0)
     publish(publisher, weights, 9)
@@ -243,7 +221,7 @@ def test_what_is_forgotten_meanwhile(
     assert Observer(store).refresh().costs.notes[1].startswith("6 more versions")  # type: ignore[union-attr]
 
 
-def test_replicas_by_their_heartbeats(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
+def test_replicas_by_their_heartbeats(publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]) -> None:
     publish(publisher, weights, 5)
     run = publisher.run_id
     beat(store, run, "ahead", 5)
@@ -275,7 +253,7 @@ def test_replicas_by_their_heartbeats(publisher: Publisher, store: RangeStore, w
 
 
 def test_lag_is_known_for_what_happened_while_somebody_looked(
-    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
+    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]
 ) -> None:
     publish(publisher, weights, 3)
     run = publisher.run_id
@@ -294,7 +272,7 @@ def test_lag_is_known_for_what_happened_while_somebody_looked(
 
 
 def test_to_catch_up_and_to_go_back_are_no_lag(
-    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
+    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]
 ) -> None:
     publish(publisher, weights, 4)
     settle(publisher, store)
@@ -319,7 +297,7 @@ def test_to_catch_up_and_to_go_back_are_no_lag(
 
 
 def test_damage_is_told_and_the_rest_shown(
-    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(publisher, weights, 4)
     slots = {slot.version: slot.key for slot, _ in ChannelReader(store.inner).slots()}
@@ -343,7 +321,7 @@ def test_damage_is_told_and_the_rest_shown(
 
 
 def test_an_anchor_that_is_announced_later_and_a_version_of_another_epoch(
-    store: RangeStore, monkeypatch: pytest.MonkeyPatch
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltasync.dashboard.observe._LIST_EVERY_S", 0.0)
     channel, versions = filled(store.inner, states_of(50, 5))
@@ -366,7 +344,7 @@ def test_an_anchor_that_is_announced_later_and_a_version_of_another_epoch(
 
 
 def test_nothing_is_published_and_the_store_is_away(memory_url: str, weights: dict[str, torch.Tensor]) -> None:
-    store = RangeStore(open_store(memory_url))
+    store = FaultyStore(open_store(memory_url))
     observer = Observer(store)
     assert observer.refresh().newest_version is None
     with Publisher(memory_url) as publisher:
@@ -423,7 +401,7 @@ def test_costs_add_up() -> None:
     assert sum(row.requests for row in costs.rows) == 0
 
 
-def test_what_is_stored_counts_what_was_not_read_too(store: RangeStore) -> None:
+def test_what_is_stored_counts_what_was_not_read_too(store: FaultyStore) -> None:
     filled(store.inner, states_of(50, 6), parts=(3, 6), anchors=(4,), compactions=((2, 5),))
     payload = ("versions/", "compactions/", "announcements/", "parts/", "anchors/")
     held = sum(info.bytes for info in store.inner.list("") if info.key.startswith(payload))
@@ -433,7 +411,7 @@ def test_what_is_stored_counts_what_was_not_read_too(store: RangeStore) -> None:
 
 
 def test_a_version_takes_as_many_requests_as_costs_say(memory_url: str, weights: dict[str, torch.Tensor]) -> None:
-    store = RangeStore(open_store(memory_url))
+    store = FaultyStore(open_store(memory_url))
     with Publisher(store) as publisher:
         for _ in range(2):
             publish(publisher, weights, 1)
@@ -444,7 +422,7 @@ def test_a_version_takes_as_many_requests_as_costs_say(memory_url: str, weights:
         assert len(store.calls) == RATES["s3"].publish.requests  # the record; head is read and replaced behind it
 
 
-def test_watch_prints_a_line_per_change(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
+def test_watch_prints_a_line_per_change(publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]) -> None:
     url = store.url
     waiting = CliRunner().invoke(watch.watch, [url, "--once", "--json"])
     assert isinstance(waiting.exception, NotPublishedError)
@@ -469,7 +447,7 @@ def test_watch_prints_a_line_per_change(publisher: Publisher, store: RangeStore,
     ]
 
 
-def test_watch_tells_only_what_is_new(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
+def test_watch_tells_only_what_is_new(publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]) -> None:
     publish(publisher, weights, 2)
     observer = Observer(store)
     first = observer.refresh()
@@ -487,7 +465,7 @@ def test_watch_tells_only_what_is_new(publisher: Publisher, store: RangeStore, w
 
 
 def test_the_terminal_shows_versions_replicas_and_cost(
-    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
+    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]
 ) -> None:
     publish(publisher, weights, 5)
     publisher.close()
@@ -507,7 +485,7 @@ def test_the_terminal_shows_versions_replicas_and_cost(
     assert watch.sparkline([0, 0]) == "▁▁"
 
 
-def test_no_name_ends_the_script(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
+def test_no_name_ends_the_script(publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]) -> None:
     publish(publisher, weights, 1)
     beat(store, publisher.run_id, "a", 1, error="</script><script>alert(1)</script>")
     document = page(Observer(store).refresh()).decode()
@@ -518,7 +496,7 @@ def test_no_name_ends_the_script(publisher: Publisher, store: RangeStore, weight
 
 
 def test_the_server_answers_this_machine_only(
-    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
+    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]
 ) -> None:
     publish(publisher, weights, 3)
     with PageServer(Observer(store, heat=9), 0, 0.05) as server:

@@ -16,7 +16,8 @@ from deltasync.errors import CorruptDataError, MissingVersionError, NotPublished
 from deltasync.following import Replica
 from deltasync.following.cursor import ChannelCursor
 from deltasync.stores import Store, open_store
-from tests.channels import Made, made, trained, weights
+from tests.builders import trained, weights
+from tests.channels import Made, made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 

@@ -29,10 +29,11 @@ from deltasync.channel.reading import MOST_DAMAGED, ChannelReader
 from deltasync.codec.base import FORMAT, Encoded
 from deltasync.errors import CorruptDataError, DeltaSyncError, FormatError, MissingVersionError, StageError
 from deltasync.live import LiveMemory
-from deltasync.stores.base import ObjectInfo, Store
+from deltasync.stores.base import ObjectInfo
 from deltasync.tensors import Delta as TensorDelta
 from deltasync.tensors import Layout, Sparse, TensorSpec
-from tests.channels import EPOCH, RUN, Made, made, trained
+from tests.builders import trained
+from tests.channels import EPOCH, RUN, Made, made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -127,22 +128,6 @@ def test_a_copy_reads_no_more_than_the_tensors_can_take(channel: Made, memory_ur
     assert not {part.key, opening.key, keys.slot(2, EPOCH)} & {info.key for info in target.list("")}
 
 
-class _Endless(FaultyStore):
-    """Says that each object that is asked for is a terabyte, and sends as much of it as is asked for."""
-
-    def __init__(self, inner: Store, key: str) -> None:
-        super().__init__(inner)
-        self.key = key
-        self.asked: list[int] = []
-
-    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
-        if key != self.key:
-            return super().read(key, most_bytes, known)
-        assert most_bytes is not None
-        self.asked.append(most_bytes)
-        raise CorruptDataError(f"{key} is larger than the {most_bytes} bytes that it may have.")
-
-
 def test_every_object_is_asked_for_with_a_bound(memory_url: str) -> None:
     channel = made(open_store(memory_url), 3, compactions=[(1, 3)])
     channel.announce(channel.tip)
@@ -155,14 +140,15 @@ def test_every_object_is_asked_for_with_a_bound(memory_url: str) -> None:
         keys.announcement(3, EPOCH): record.most_bytes(keys.announcement(3, EPOCH), specs),
     }
     for key, bound in bounds.items():
-        store = _Endless(channel.store, key)
+        store = FaultyStore(channel.store)
+        store.endless(key)
         reader = ChannelReader(store)
         with contextlib.suppress(DeltaSyncError):
             reader.head()
             reader.newest()
             reader.stored(keys.compaction(1, 3, EPOCH))
             reader.stored(keys.announcement(3, EPOCH))
-        assert store.asked and set(store.asked) == {bound}
+        assert store.bounds and set(store.bounds) == {bound}
         assert bound < 8 << 20 or key == keys.CHANNEL
     store = FaultyStore(channel.store)
     store.put(keys.HEAD, bytes(120 << 20))
@@ -177,13 +163,8 @@ def test_a_listing_of_100_000_strange_keys_costs_a_bounded_number_of_reads(memor
     assert replica.sync(2) == 2
     flood = [ObjectInfo(keys.slot(1 + at, "999999-ffffffff"), 5 << 20, time.time()) for at in range(50_000)]
     flood += [ObjectInfo(keys.announcement(3, f"000000-{at:08x}"), 1, time.time()) for at in range(50_000)]
-
-    class Flooded(FaultyStore):
-        def list(self, prefix: str) -> Iterator[ObjectInfo]:
-            yield from super().list(prefix)
-            yield from (info for info in flood if info.key.startswith(prefix))
-
-    store = Flooded(channel.store)
+    store = FaultyStore(channel.store)
+    store.flood(flood)
     reader = ChannelReader(store)
     assert reader.newest() is None
     with pytest.raises(MissingVersionError):

@@ -24,15 +24,9 @@ from deltasync.errors import (
 )
 from deltasync.publish import log as log_module
 from deltasync.publish.log import Lease
-from tests import writers
+from tests.builders import wait_for_head
 from tests.faults import flipped
-from tests.hub import fixtures
-from tests.servers import s3
-from tests.writers import TENSORS, Place, Script, head, history, snapshot, wait_for_head
-
-s3_server, s3_env, s3_bucket = s3.s3_server, s3.s3_env, s3.s3_bucket
-hub_server, hub, hub_url, hub_channel = fixtures.hub_server, fixtures.hub, fixtures.hub_url, fixtures.hub_channel
-anywhere, deciding, quick, memory, leased = writers.anywhere, writers.deciding, writers.quick, writers.memory, writers.leased
+from tests.writers import TENSORS, Place, Script, head, history, snapshot
 
 
 def verb(place: Place) -> str:

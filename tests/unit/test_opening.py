@@ -32,15 +32,8 @@ from deltasync.errors import (
 from deltasync.publish.acquire import open_channel
 from deltasync.publish.log import Lease
 from deltasync.stores import Store
-from tests import writers
 from tests.faults import flipped
-from tests.hub import fixtures
-from tests.servers import s3
 from tests.writers import QUICK, Place, Script, WriterStore, head, history, restore, snapshot
-
-s3_server, s3_env, s3_bucket = s3.s3_server, s3.s3_env, s3.s3_bucket
-hub_server, hub, hub_url, hub_channel = fixtures.hub_server, fixtures.hub, fixtures.hub_url, fixtures.hub_channel
-anywhere, deciding, quick, memory, leased = writers.anywhere, writers.deciding, writers.quick, writers.memory, writers.leased
 
 
 def test_the_next_writer_goes_on_and_the_one_before_stops(anywhere: Place) -> None:

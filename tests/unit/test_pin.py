@@ -17,7 +17,8 @@ from deltasync.errors import AckTimeoutError, ConfigError, MissingVersionError, 
 from deltasync.following import NEWEST, ChannelCursor, Pin, Replica
 from deltasync.stores import Store, open_store
 from tests import driving
-from tests.channels import made, trained
+from tests.builders import trained
+from tests.channels import made
 from tests.conftest import assert_same_bits
 from tests.driving import Engine, Trainer, following, serving
 from tests.faults import FaultyStore

@@ -24,6 +24,7 @@ from deltasync.publish.upload import PUTS
 from deltasync.stores import Store
 from deltasync.tensors import Delta, Sparse
 from deltasync.tensors.bits import bits_of
+from tests.builders import finish_maintenance
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -287,7 +288,7 @@ def test_an_anchor_that_cannot_be_stored_is_tried_again_with_the_next_version(st
     with Publisher(store, anchor_every=2) as publisher:
         for weights in versions:
             publisher.publish(weights.items()).wait(60)
-            publisher._uploader.maintenance._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
+            finish_maintenance(publisher)
     assert fault.hits == 1
     assert [span.version for span, _ in ChannelReader(store).announcements()] == [4]
     assert_holds(store, 5, versions[-1])

@@ -14,7 +14,8 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.errors import MissingVersionError
 from deltasync.following import ChannelCursor, cursor
 from deltasync.stores import Store
-from tests.channels import Made, made, trained
+from tests.builders import trained
+from tests.channels import Made, made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped
 

@@ -14,7 +14,8 @@ from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Replica
 from deltasync.stores import open_store
-from tests.channels import EPOCH, Made, made, trained
+from tests.builders import trained
+from tests.channels import EPOCH, Made, made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 

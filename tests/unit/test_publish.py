@@ -37,42 +37,11 @@ from deltasync.publish.job import Job
 from deltasync.publish.upload import Uploader
 from deltasync.stores import Store
 from deltasync.tensors import SAFETENSORS_DTYPES, Delta
+from tests import builders
+from tests.builders import Weights
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
 from tests.hub.fixtures import wait_until
-
-Weights = dict[str, torch.Tensor]
-
-
-def _weights() -> Weights:
-    random = torch.Generator().manual_seed(0)
-    return {
-        "embed": torch.randn(40, 30, generator=random, dtype=torch.float32).to(torch.bfloat16),
-        "layer.weight": torch.randn(30, 30, generator=random).to(torch.bfloat16),
-        "norm": torch.ones(30, dtype=torch.bfloat16),
-        "scale": torch.tensor(0.5, dtype=torch.bfloat16),
-        "empty": torch.empty(0, 4, dtype=torch.bfloat16),
-        "ids": torch.arange(7),
-    }
-
-
-def _trained(weights: Weights, seed: int, fraction: float = 0.02) -> Weights:
-    """Each float moved by a step or two of its bit pattern in `fraction` of the elements; at least one changes."""
-    random = torch.Generator().manual_seed(seed)
-    moved = {}
-    for name, tensor in weights.items():
-        bits = tensor.clone()
-        if tensor.dtype == torch.bfloat16:
-            view = bits.view(torch.int16)
-            mask = torch.rand(tensor.shape, generator=random) < fraction
-            view += mask * torch.randint(-2, 3, tensor.shape, generator=random, dtype=torch.int16)
-        moved[name] = bits
-    moved["ids"][0] += 1
-    return moved
-
-
-def _publish(publisher: Publisher, weights: Weights, step: int | None = None) -> Receipt:
-    return publisher.publish(weights.items(), step=step).wait(60)
 
 
 def _record(store: Store, version: int) -> Record:
@@ -96,15 +65,15 @@ def store(memory_url: str) -> FaultyStore:
 @pytest.mark.parametrize("placement", ["host", "device"])
 @pytest.mark.parametrize("codec", ["packed", "context", "raw"])
 def test_every_version_has_exactly_the_published_bits(channel_url: str, codec: str, placement: str) -> None:
-    states = [_weights()]
-    states += [_trained(states[-1], 1)]
-    states += [_trained(states[-1], 2)]
+    states = [builders.weights()]
+    states += [builders.trained(states[-1], 1)]
+    states += [builders.trained(states[-1], 2)]
     states += [states[-1]]  # nothing changed
-    states += [_trained(states[-1], 3, fraction=1.0)]  # dense
-    states += [_trained(states[-1], 4)]
+    states += [builders.trained(states[-1], 3, fraction=1.0)]  # dense
+    states += [builders.trained(states[-1], 4)]
     weight_bytes = sum(tensor.nbytes for tensor in states[0].values())
     with Publisher(channel_url, codec=codec, shadow_placement=placement) as publisher:
-        receipts = [_publish(publisher, state, step=10 * step) for step, state in enumerate(states)]
+        receipts = [builders.publish(publisher, state, step=10 * step) for step, state in enumerate(states)]
         assert publisher.version == len(states)
         # What is on the device here is on this machine's torch device too, the CPU, but by the same code.
         assert publisher.shadow_bytes == {"host": weight_bytes, "device": weight_bytes if placement == "device" else 0}
@@ -132,9 +101,9 @@ def test_every_version_has_exactly_the_published_bits(channel_url: str, codec: s
 
 
 def test_a_publish_that_fails_half_way_leaves_the_shadow_as_it_was(memory_url: str) -> None:
-    states = [_weights()]
+    states = [builders.weights()]
     for seed in range(3):
-        states.append(_trained(states[-1], seed))
+        states.append(builders.trained(states[-1], seed))
 
     def broken(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         yield from itertools.islice(weights.items(), 3)
@@ -143,11 +112,11 @@ def test_a_publish_that_fails_half_way_leaves_the_shadow_as_it_was(memory_url: s
     for placement in ("host", "device"):
         url = f"{memory_url}-{placement}"
         with Publisher(url, shadow_placement=placement) as publisher:
-            _publish(publisher, states[0])
-            _publish(publisher, states[1])
+            builders.publish(publisher, states[0])
+            builders.publish(publisher, states[1])
             with pytest.raises(RuntimeError, match="the stream broke"):
                 publisher.publish(broken(states[2]))
-            _publish(publisher, states[3])
+            builders.publish(publisher, states[3])
         replica = Replica(url)
         assert replica.sync() == 3
         assert_same_bits(replica.state_dict(), states[3])
@@ -158,8 +127,8 @@ def test_receipts_count_what_changed(memory_url: str) -> None:
     second = {"w": torch.zeros(1000, dtype=torch.bfloat16)}
     second["w"][[3, 500]] = torch.tensor([1.0, -0.0], dtype=torch.bfloat16)
     with Publisher(memory_url) as publisher:
-        _publish(publisher, first)
-        receipt = _publish(publisher, second, step=9)
+        builders.publish(publisher, first)
+        receipt = builders.publish(publisher, second, step=9)
     assert (receipt.changed, receipt.total, receipt.step) == (2, 1000, 9)
     assert receipt.changed_fraction == 0.002
     assert receipt.bits_per_changed == 8 * receipt.payload_bytes / 2
@@ -171,7 +140,7 @@ def test_a_delta_in_which_every_tensor_goes_dense(channel_url: str) -> None:
     states = [{"w": torch.randint(-(1 << 15), 1 << 15, (50,), generator=random, dtype=torch.int16)} for _ in range(2)]
     with Publisher(channel_url) as publisher:
         for state in states:
-            _publish(publisher, state)
+            builders.publish(publisher, state)
     replica = Replica(channel_url)
     replica.sync(1)
     replica.sync(2)
@@ -182,9 +151,9 @@ def test_tied_tensors_are_carried_under_both_names(channel_url: str) -> None:
     shared = torch.zeros(8, 4, dtype=torch.bfloat16)
     weights = {"embed": shared, "head": shared, "transposed": shared.T}
     with Publisher(channel_url) as publisher:
-        _publish(publisher, weights)
+        builders.publish(publisher, weights)
         shared[3, 1] = 2.0
-        receipt = _publish(publisher, weights)
+        receipt = builders.publish(publisher, weights)
     assert receipt.changed == 3
     replica = Replica(channel_url)
     replica.sync()
@@ -199,7 +168,7 @@ def test_floats_are_rounded_to_the_served_dtype_and_everything_else_is_kept(memo
         "flags": torch.tensor([True, False]),
     }
     with Publisher(memory_url) as publisher:
-        _publish(publisher, weights)
+        builders.publish(publisher, weights)
     replica = Replica(memory_url)
     replica.sync()
     served = {name: tensor.detach().to(torch.bfloat16) for name, tensor in weights.items() if name in ("single", "half")}
@@ -211,7 +180,7 @@ def test_floats_are_rounded_to_the_served_dtype_and_everything_else_is_kept(memo
 def test_the_served_dtype_is_a_setting(memory_url: str, dtype: str) -> None:
     weights = {"w": torch.tensor([1.0, 2.5], dtype=torch.float64)}
     with Publisher(memory_url, dtype=dtype) as publisher:
-        _publish(publisher, weights)
+        builders.publish(publisher, weights)
     replica = Replica(memory_url)
     replica.sync()
     expected = weights["w"] if dtype == "keep" else weights["w"].to(getattr(torch, dtype))
@@ -231,7 +200,7 @@ def test_tensors_have_dtypes_by_pattern(memory_url: str, initial: bool, tmp_path
     rule = "bfloat16,*.router.*=float32,*.scale=keep"
     served = weights | {"layers.0.up.weight": weights["layers.0.up.weight"].to(torch.bfloat16)}
     with Publisher(memory_url, dtype=rule, initial=tmp_path if initial else None) as publisher:
-        _publish(publisher, weights)
+        builders.publish(publisher, weights)
         replica = Replica(memory_url)
         replica.sync()
         assert_same_bits(replica.state_dict(), served)
@@ -239,13 +208,13 @@ def test_tensors_have_dtypes_by_pattern(memory_url: str, initial: bool, tmp_path
         for name in ("layers.0.router.weight", "layers.0.up.weight"):
             weights[name].view(torch.int32)[0, 0] ^= 1
         served["layers.0.up.weight"] = weights["layers.0.up.weight"].to(torch.bfloat16)
-        assert _publish(publisher, weights).changed == 1
+        assert builders.publish(publisher, weights).changed == 1
     replica.sync()
     assert_same_bits(replica.state_dict(), served | {"layers.0.router.weight": weights["layers.0.router.weight"]})
     with pytest.raises(ChannelInUseError, match="published in bfloat16,"):
         Publisher(memory_url, resume=True)
     with Publisher(memory_url, resume=True, dtype=rule) as publisher:
-        assert _publish(publisher, weights).changed == 0
+        assert builders.publish(publisher, weights).changed == 0
 
 
 @pytest.mark.parametrize(
@@ -258,7 +227,7 @@ def test_a_rule_of_dtypes_that_says_nothing_is_refused(memory_url: str, dtype: s
 
 def test_tensors_may_change_as_soon_as_publish_returns(store: FaultyStore) -> None:
     gate = store.hold_at("put", keys.ANCHORS)
-    weights = _weights()
+    weights = builders.weights()
     expected = {name: tensor.clone() for name, tensor in weights.items()}
     with Publisher(store) as publisher:
         publisher.publish(weights.items())
@@ -271,11 +240,11 @@ def test_tensors_may_change_as_soon_as_publish_returns(store: FaultyStore) -> No
 
 
 def test_anchor_every_counts_versions(memory_url: str) -> None:
-    weights = _weights()
+    weights = builders.weights()
     with Publisher(memory_url, anchor_every=3) as publisher:
         receipts = []
         for seed in range(7):
-            receipts.append(_publish(publisher, weights := _trained(weights, seed)))
+            receipts.append(builders.publish(publisher, weights := builders.trained(weights, seed)))
             _wait_for_maintenance(publisher)
     assert [receipt.kind for receipt in receipts] == ["anchor"] + ["delta"] * 6
     assert [receipt.anchor_bytes > 0 for receipt in receipts] == [True] + [False] * 6
@@ -290,14 +259,14 @@ def _wait_for_maintenance(publisher: Publisher) -> None:
 
 def test_a_used_channel_is_refused_without_resume(channel_url: str) -> None:
     with Publisher(channel_url) as publisher:
-        _publish(publisher, _weights())
+        builders.publish(publisher, builders.weights())
     with pytest.raises(ChannelInUseError, match=publisher.run_id):
         Publisher(channel_url)
 
 
 def test_resume_with_another_dtype_is_refused(channel_url: str) -> None:
     with Publisher(channel_url) as publisher:
-        _publish(publisher, _weights())
+        builders.publish(publisher, builders.weights())
     with pytest.raises(ChannelInUseError):
         Publisher(channel_url, dtype="float16", resume=True)
 
@@ -305,20 +274,20 @@ def test_resume_with_another_dtype_is_refused(channel_url: str) -> None:
 def test_resume_of_an_empty_channel_is_a_fresh_start(channel_url: str) -> None:
     with Publisher(channel_url, resume=True) as publisher:
         assert publisher.run_id is None
-        assert _publish(publisher, _weights()).version == 1
+        assert builders.publish(publisher, builders.weights()).version == 1
 
 
 def test_resume_goes_on_with_the_next_version_as_a_delta(channel_url: str) -> None:
-    states = [_weights()]
-    states += [_trained(states[-1], 1)]
-    states += [_trained(states[-1], 2)]
+    states = [builders.weights()]
+    states += [builders.trained(states[-1], 1)]
+    states += [builders.trained(states[-1], 2)]
     with Publisher(channel_url) as publisher:
-        _publish(publisher, states[0])
-        _publish(publisher, states[1])
+        builders.publish(publisher, states[0])
+        builders.publish(publisher, states[1])
     with Publisher(channel_url, resume=True) as resumed:
         assert resumed.run_id == publisher.run_id
         assert resumed.version == 2
-        receipt = _publish(resumed, states[2])
+        receipt = builders.publish(resumed, states[2])
     assert (receipt.version, receipt.kind) == (3, "delta")
     assert receipt.changed < receipt.total / 10
     replica = Replica(channel_url)
@@ -327,27 +296,27 @@ def test_resume_goes_on_with_the_next_version_as_a_delta(channel_url: str) -> No
 
 
 def test_resume_counts_the_chain_it_continues(memory_url: str) -> None:
-    weights = _weights()
+    weights = builders.weights()
     for seed in range(7):
         with Publisher(memory_url, anchor_every=3, resume=True) as publisher:
-            _publish(publisher, weights := _trained(weights, seed))
+            builders.publish(publisher, weights := builders.trained(weights, seed))
     assert _anchors(open_store(memory_url)) == [4, 7]
 
 
 @pytest.mark.parametrize("died_at", [1, 2], ids=["first version", "second version"])
 def test_a_version_whose_answer_is_lost_is_settled_by_the_next_publish(store: FaultyStore, died_at: int) -> None:
-    states = [_weights()]
-    states += [_trained(states[-1], 1)]
-    states += [_trained(states[-1], 2)]
+    states = [builders.weights()]
+    states += [builders.trained(states[-1], 1)]
+    states += [builders.trained(states[-1], 2)]
     publisher = Publisher(store, retries=1, retry_delay_s=0.001)
     for state in states[: died_at - 1]:
-        _publish(publisher, state)
+        builders.publish(publisher, state)
     store.fail_at("create", keys.VERSIONS, times=2)
     receipt = publisher.publish(states[died_at - 1].items())
     with pytest.raises(PublishPendingError):
         receipt.wait(60)
     assert publisher.version == died_at
-    assert _publish(publisher, states[died_at]).version == died_at + 1
+    assert builders.publish(publisher, states[died_at]).version == died_at + 1
     publisher.close()
     replica = Replica(store)
     for version in range(1, died_at + 2):
@@ -358,11 +327,11 @@ def test_a_version_whose_answer_is_lost_is_settled_by_the_next_publish(store: Fa
 
 
 def test_what_waits_behind_a_version_without_an_answer_is_in_the_next_one(store: FaultyStore) -> None:
-    states = [_weights()]
+    states = [builders.weights()]
     for seed in range(4):
-        states += [_trained(states[-1], seed)]
+        states += [builders.trained(states[-1], seed)]
     publisher = Publisher(store, retries=0)
-    _publish(publisher, states[0])
+    builders.publish(publisher, states[0])
     gate = store.hold_at("create", keys.VERSIONS)
     store.fail_at("create", keys.VERSIONS, times=2)
     first = publisher.publish(states[1].items())
@@ -373,7 +342,7 @@ def test_what_waits_behind_a_version_without_an_answer_is_in_the_next_one(store:
         with pytest.raises(PublishPendingError):
             receipt.wait(60)
     assert (first.version, waiting.version) == (2, 3)
-    assert (_publish(publisher, states[3]).version, _record(store, 3).coalesced) == (3, 2)
+    assert (builders.publish(publisher, states[3]).version, _record(store, 3).coalesced) == (3, 2)
     publisher.close()
     replica = Replica(store)
     for version, state in ((1, states[0]), (2, states[1]), (3, states[3])):
@@ -388,10 +357,10 @@ def test_a_publisher_that_died_before_the_first_record_leaves_a_channel_that_res
     publisher = Publisher(store, retries=0)
     store.fail_at("create" if prefix == "channel.json" else "put", prefix, after=True, error=StoreError)
     with pytest.raises(PublishLostError):
-        _publish(publisher, _weights())
-    weights = _trained(_weights(), 1)
+        builders.publish(publisher, builders.weights())
+    weights = builders.trained(builders.weights(), 1)
     with Publisher(store, resume=True) as resumed:
-        assert _publish(resumed, weights).version == 1
+        assert builders.publish(resumed, weights).version == 1
     replica = Replica(store)
     assert replica.sync() == 1
     assert_same_bits(replica.state_dict(), weights)
@@ -399,22 +368,22 @@ def test_a_publisher_that_died_before_the_first_record_leaves_a_channel_that_res
 
 def test_of_two_publishers_one_wins_and_nothing_of_the_other_is_visible(channel_url: str) -> None:
     first = Publisher(channel_url)
-    _publish(first, _weights())
+    builders.publish(first, builders.weights())
     second = Publisher(channel_url, resume=True)
-    ours, theirs = _trained(_weights(), 1), _trained(_weights(), 2)
-    _publish(second, theirs)
+    ours, theirs = builders.trained(builders.weights(), 1), builders.trained(builders.weights(), 2)
+    builders.publish(second, theirs)
     before = _visible(open_store(channel_url))
     with pytest.raises(FencedError):
-        _publish(first, ours)
+        builders.publish(first, ours)
     assert _visible(open_store(channel_url)) == before
     with pytest.raises(FencedError):  # it stays so
-        first.publish(_weights().items())
+        first.publish(builders.weights().items())
     with pytest.raises(FencedError):
         first.close()
     replica = Replica(channel_url)
     assert replica.sync() == 2
     assert_same_bits(replica.state_dict(), theirs)
-    assert _publish(second, ours).version == 3
+    assert builders.publish(second, ours).version == 3
     replica.sync()
     assert_same_bits(replica.state_dict(), ours)
     second.close()
@@ -428,9 +397,9 @@ def _visible(store: Store) -> dict[str, bytes]:
 
 def test_of_two_publishers_of_a_new_channel_one_wins(channel_url: str) -> None:
     first, second = Publisher(channel_url), Publisher(channel_url)
-    _publish(first, _weights())
+    builders.publish(first, builders.weights())
     with pytest.raises(FencedError):
-        _publish(second, _weights())
+        builders.publish(second, builders.weights())
     replica = Replica(channel_url)
     assert replica.sync() == 1
     assert open_store(channel_url).read(keys.CHANNEL, 1 << 30).count(str(first.run_id).encode()) == 1
@@ -438,12 +407,12 @@ def test_of_two_publishers_of_a_new_channel_one_wins(channel_url: str) -> None:
 
 @pytest.mark.parametrize("codec", ["packed", "context"])
 def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore, codec: str) -> None:
-    states = [_weights()]
-    states += [_trained(states[-1], seed) for seed in range(1, 7)]
+    states = [builders.weights()]
+    states += [builders.trained(states[-1], seed) for seed in range(1, 7)]
     for number in range(2, 7):
-        states[number] = _trained(states[number - 1], number)
+        states[number] = builders.trained(states[number - 1], number)
     publisher = Publisher(store, codec=codec)
-    _publish(publisher, states[0])
+    builders.publish(publisher, states[0])
     gate = store.hold_at("create", keys.VERSIONS)
     receipts = [publisher.publish(states[1].items(), step=1)]
     assert gate.entered.wait(60)
@@ -467,11 +436,11 @@ def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore, c
 
 
 def test_what_waits_when_the_process_ends_is_stored(store: FaultyStore) -> None:
-    states = [_weights()]
+    states = [builders.weights()]
     for seed in (1, 2):
-        states.append(_trained(states[-1], seed))
+        states.append(builders.trained(states[-1], seed))
     publisher = Publisher(store)
-    _publish(publisher, states[0])
+    builders.publish(publisher, states[0])
     gate = store.hold_at("create", keys.VERSIONS)
     running = publisher.publish(states[1].items())
     assert gate.entered.wait(60)
@@ -486,30 +455,30 @@ def test_what_waits_when_the_process_ends_is_stored(store: FaultyStore) -> None:
 
 def test_coalescing_what_cancels_out_gives_a_version_without_changes(store: FaultyStore) -> None:
     publisher = Publisher(store)
-    _publish(publisher, _weights())
+    builders.publish(publisher, builders.weights())
     gate = store.hold_at("create", keys.VERSIONS)
-    publisher.publish(_weights().items())  # occupies the uploader
+    publisher.publish(builders.weights().items())  # occupies the uploader
     gate.entered.wait(60)
-    publisher.publish(_trained(_weights(), 1).items())
-    receipt = publisher.publish(_weights().items())
+    publisher.publish(builders.trained(builders.weights(), 1).items())
+    receipt = publisher.publish(builders.weights().items())
     gate.opened.set()
     publisher.close()
     assert receipt.changed == 0
     replica = Replica(store)
     assert replica.sync() == 3
-    assert_same_bits(replica.state_dict(), _weights())
+    assert_same_bits(replica.state_dict(), builders.weights())
 
 
 def test_the_first_version_coalesces_too(store: FaultyStore) -> None:
     gate = store.hold_at("create", keys.VERSIONS)
     publisher = Publisher(store)
     for seed in range(3):
-        publisher.publish(_trained(_weights(), seed).items())
+        publisher.publish(builders.trained(builders.weights(), seed).items())
     gate.opened.set()
     publisher.close()
     replica = Replica(store)
     replica.sync()
-    assert_same_bits(replica.state_dict(), _trained(_weights(), 2))
+    assert_same_bits(replica.state_dict(), builders.trained(builders.weights(), 2))
 
 
 def _midway(weights: Weights, failure: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -544,15 +513,16 @@ _FAILURES = {
 
 @pytest.mark.parametrize("failure", _FAILURES)
 def test_a_stream_that_fails_publishes_nothing_and_the_next_one_is_right(memory_url: str, failure: str) -> None:
-    first, wrong, second = _weights(), _trained(_weights(), 1), _trained(_weights(), 2)
+    first = builders.weights()
+    wrong, second = (builders.trained(first, seed) for seed in (1, 2))
     with Publisher(memory_url) as publisher:
-        _publish(publisher, first)
+        builders.publish(publisher, first)
         with pytest.raises(_FAILURES[failure]):
             publisher.publish(_midway(wrong, failure))
         assert publisher.version == 1
-        unchanged = _publish(publisher, first)
+        unchanged = builders.publish(publisher, first)
         assert (unchanged.version, unchanged.changed) == (2, 0)
-        _publish(publisher, second)
+        builders.publish(publisher, second)
     assert _versions(open_store(memory_url)) == [1, 2, 3]
     replica = Replica(memory_url)
     replica.sync()
@@ -563,9 +533,9 @@ def test_a_stream_that_fails_publishes_nothing_and_the_next_one_is_right(memory_
 def test_a_first_stream_that_fails_leaves_the_channel_unused(memory_url: str, failure: str) -> None:
     with Publisher(memory_url) as publisher:
         with pytest.raises(_FAILURES[failure]):
-            publisher.publish(_midway(_weights(), failure))
+            publisher.publish(_midway(builders.weights(), failure))
         assert publisher.run_id is None
-        _publish(publisher, {"other": torch.ones(3)})
+        builders.publish(publisher, {"other": torch.ones(3)})
     replica = Replica(memory_url)
     replica.sync()
     assert replica.state_dict().keys() == {"other"}
@@ -579,10 +549,10 @@ def test_an_empty_stream_is_refused(memory_url: str) -> None:
 @pytest.mark.parametrize("waits", [False, True], ids=["live", "waiting"])
 def test_an_encoder_that_fails_publishes_nothing(store: FaultyStore, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     publisher = Publisher(store)
-    _publish(publisher, _weights())
+    builders.publish(publisher, builders.weights())
     gate = store.hold_at("create", keys.VERSIONS)
     if waits:
-        publisher.publish(_weights().items())
+        publisher.publish(builders.weights().items())
         assert gate.entered.wait(60)
     else:
         gate.opened.set()
@@ -592,14 +562,14 @@ def test_an_encoder_that_fails_publishes_nothing(store: FaultyStore, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(BlockEncoder, "finish", fail)
-        receipt = publisher.publish(_trained(_weights(), 1).items())
+        receipt = publisher.publish(builders.trained(builders.weights(), 1).items())
         gate.opened.set()
         with pytest.raises(PublishLostError):
             receipt.wait(60)
         with pytest.raises(PublishLostError):
             _ = receipt.payload_bytes
-    weights = _trained(_weights(), 2)
-    receipt = _publish(publisher, weights)
+    weights = builders.trained(builders.weights(), 2)
+    receipt = builders.publish(publisher, weights)
     assert (receipt.version, receipt.kind) == (2 + waits, "anchor")
     replica = Replica(store)
     replica.sync()
@@ -621,11 +591,11 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "reply lost"])
 @pytest.mark.usefixtures("in_parts")
 def test_a_passing_store_error_is_retried_and_leaves_no_trace(store: FaultyStore, verb: str, step: str, after: bool) -> None:
-    weights = _trained(_weights(), 1)
+    weights = builders.trained(builders.weights(), 1)
     with Publisher(store, retries=3, retry_delay_s=0.001) as publisher:
-        _publish(publisher, _weights())
+        builders.publish(publisher, builders.weights())
         fault = store.fail_at(verb, step, times=2, after=after)
-        receipt = _publish(publisher, weights)
+        receipt = builders.publish(publisher, weights)
     assert fault.hits == 2
     assert (receipt.version, receipt.kind) == (2, "delta")
     assert _versions(store) == [1, 2]
@@ -643,23 +613,23 @@ def test_after_a_lost_upload_the_next_version_is_an_anchor_that_replicas_reach(
 ) -> None:
     replica = Replica(store)
     publisher = Publisher(store, retries=1, retry_delay_s=0.001)
-    _publish(publisher, _weights())
+    builders.publish(publisher, builders.weights())
     replica.sync()
     store.fail_at("put", keys.PARTS, times=FOREVER, after=after, error=error)
-    receipt = publisher.publish(_trained(_weights(), 1).items())
+    receipt = publisher.publish(builders.trained(builders.weights(), 1).items())
     with pytest.raises(PublishLostError):
         receipt.wait(60)
     assert replica.sync() == 1
     store.heal()
-    weights = _trained(_weights(), 2)
-    receipt = _publish(publisher, weights)
+    weights = builders.trained(builders.weights(), 2)
+    receipt = builders.publish(publisher, weights)
     assert (receipt.version, receipt.kind) == (2, "anchor")
     assert _record(store, 2).anchor.directory.endswith(".1")  # the next attempt
     for each in (replica, Replica(store)):
         assert each.sync() == receipt.version
         assert_same_bits(each.state_dict(), weights)
-    more = _trained(weights, 3)
-    assert _publish(publisher, more).kind == "delta"
+    more = builders.trained(weights, 3)
+    assert builders.publish(publisher, more).kind == "delta"
     replica.sync()
     assert_same_bits(replica.state_dict(), more)
     publisher.close()
@@ -667,15 +637,15 @@ def test_after_a_lost_upload_the_next_version_is_an_anchor_that_replicas_reach(
 
 @pytest.mark.usefixtures("in_parts")
 def test_receipts_keep_no_weights(store: FaultyStore) -> None:
-    def publish() -> tuple[list[Receipt], weakref.ref[object]]:
+    def ended() -> tuple[list[Receipt], weakref.ref[object]]:
         publisher = Publisher(store, retries=0)
-        receipts = [_publish(publisher, _weights())]
+        receipts = [builders.publish(publisher, builders.weights())]
         store.fail_at("put", keys.PARTS, times=FOREVER, error=StoreError)
-        receipts.append(publisher.publish(_trained(_weights(), 1).items()))
+        receipts.append(publisher.publish(builders.trained(builders.weights(), 1).items()))
         publisher._uploader.close()
         return receipts, weakref.ref(publisher._shadow)
 
-    receipts, shadow = publish()
+    receipts, shadow = ended()
     gc.collect()
     assert shadow() is None
     with pytest.raises(PublishLostError, match="was not published"):
@@ -685,18 +655,18 @@ def test_receipts_keep_no_weights(store: FaultyStore) -> None:
 @pytest.mark.usefixtures("in_parts")
 def test_what_waits_behind_a_lost_upload_is_lost_with_it_and_said_so(store: FaultyStore) -> None:
     publisher = Publisher(store, retries=0)
-    _publish(publisher, _weights())
+    builders.publish(publisher, builders.weights())
     gate = store.hold_at("put", keys.PARTS)
-    lost = publisher.publish(_trained(_weights(), 1).items())
+    lost = publisher.publish(builders.trained(builders.weights(), 1).items())
     assert gate.entered.wait(60)
-    waiting = publisher.publish(_trained(_weights(), 2).items())
+    waiting = publisher.publish(builders.trained(builders.weights(), 2).items())
     store.fail_at("put", keys.PARTS, error=StoreError)
     gate.opened.set()
     for receipt in (lost, waiting):
         with pytest.raises(PublishLostError):
             receipt.wait(60)
-    weights = _trained(_weights(), 3)
-    receipt = _publish(publisher, weights)
+    weights = builders.trained(builders.weights(), 3)
+    receipt = builders.publish(publisher, weights)
     assert (receipt.version, receipt.kind) == (2, "anchor")
     replica = Replica(store)
     replica.sync()
@@ -708,13 +678,13 @@ def test_what_waits_behind_a_lost_upload_is_lost_with_it_and_said_so(store: Faul
 def test_publishing_from_the_very_moment_of_a_loss_never_builds_on_it(store: FaultyStore) -> None:
     # The next publish runs as soon as the loss is known, before the uploader's thread takes the version that waited.
     publisher = Publisher(store, retries=0)
-    _publish(publisher, _weights())
+    builders.publish(publisher, builders.weights())
     gate = store.hold_at("put", keys.PARTS)
-    lost = publisher.publish(_trained(_weights(), 1).items())
+    lost = publisher.publish(builders.trained(builders.weights(), 1).items())
     assert gate.entered.wait(60)
-    publisher.publish(_trained(_weights(), 2).items())
+    publisher.publish(builders.trained(builders.weights(), 2).items())
     store.fail_at("put", keys.PARTS, error=StoreError)
-    weights = _trained(_weights(), 3)
+    weights = builders.trained(builders.weights(), 3)
     found: list[Receipt] = []
     published = threading.Event()
 
@@ -737,9 +707,9 @@ def test_publishing_from_the_very_moment_of_a_loss_never_builds_on_it(store: Fau
 @pytest.mark.usefixtures("in_parts")
 def test_objects_are_written_parts_first_then_the_record_and_head_last(store: FaultyStore) -> None:
     with Publisher(store, anchor_every=1) as publisher:
-        _publish(publisher, _weights())
+        builders.publish(publisher, builders.weights())
         store.calls.clear()
-        _publish(publisher, _trained(_weights(), 1))
+        builders.publish(publisher, builders.trained(builders.weights(), 1))
     written = [key.split("/")[0] for operation, key in store.calls if operation in ("put", "create")]
     assert written.index("versions") > max(at for at, key in enumerate(written) if key == "parts")
     assert written[-1] == "head.json"
@@ -752,25 +722,25 @@ def test_a_closed_publisher_refuses(memory_url: str) -> None:
     publisher.close()
     publisher.close()
     with pytest.raises(ConfigError):
-        publisher.publish(_weights().items())
+        publisher.publish(builders.weights().items())
 
 
 def test_an_error_in_the_with_block_is_not_hidden_by_a_lost_upload(store: FaultyStore) -> None:
     store.fail_at("create", "channel.json", error=StoreError)
     with pytest.raises(ZeroDivisionError), Publisher(store) as publisher:
-        publisher.publish(_weights().items())
+        publisher.publish(builders.weights().items())
         raise ZeroDivisionError
 
 
 def test_a_lost_upload_comes_out_of_the_with_block(store: FaultyStore) -> None:
     store.fail_at("create", "channel.json", error=StoreError)
     with pytest.raises(PublishLostError), Publisher(store) as publisher:
-        publisher.publish(_weights().items())
+        publisher.publish(builders.weights().items())
 
 
 def test_a_version_beyond_head_is_missing(memory_url: str) -> None:
     with Publisher(memory_url) as publisher:
-        _publish(publisher, _weights())
+        builders.publish(publisher, builders.weights())
     with pytest.raises(MissingVersionError):
         Replica(memory_url).sync(2)
 
@@ -827,17 +797,17 @@ def test_what_is_compiled_ahead_is_a_change_of_each_dtype(
 def test_a_channel_that_was_emptied_is_described_again_and_gets_full_weights(
     memory_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, model = open_store(memory_url), _weights()
+    store, model = open_store(memory_url), builders.weights()
     with Publisher(memory_url) as publisher:
         for seed in range(2):
             publisher.publish(model.items()).wait(60)
-            model = _trained(model, seed)
+            model = builders.trained(model, seed)
         wait_until(lambda: any(store.list(keys.HEAD)))
         store.delete(*(info.key for info in store.list("")))
         for seed in range(2, 5):
             publisher.publish(model.items()).wait(60)
             wait_until(lambda: any(store.list(keys.HEAD)))
-            published, model = model, _trained(model, seed)
+            published, model = model, builders.trained(model, seed)
     assert "somebody emptied the channel" in caplog.text
     late = Replica(memory_url)
     assert late.sync() == 5
@@ -845,14 +815,14 @@ def test_a_channel_that_was_emptied_is_described_again_and_gets_full_weights(
 
 
 def test_nothing_is_published_if_nothing_changed_and_that_is_asked_for(memory_url: str) -> None:
-    weights = _weights()
+    weights = builders.weights()
     with Publisher(memory_url) as publisher:
         first = publisher.publish(weights.items(), if_changed=True)
         first.wait(60)
         assert publisher.publish(weights.items(), step=9, if_changed=True) is first
-        second = publisher.publish(_trained(weights, 0).items(), if_changed=True)
+        second = publisher.publish(builders.trained(weights, 0).items(), if_changed=True)
         assert second.wait(60).version == 2
-        assert publisher.publish(_trained(weights, 0).items()).wait(60).version == 3  # else it is a version of its own
+        assert publisher.publish(builders.trained(weights, 0).items()).wait(60).version == 3  # else one of its own
     assert Replica(memory_url).sync() == 3
 
 
@@ -866,11 +836,11 @@ def test_the_users_own_exception_is_the_one_that_is_raised(memory_url: str, capl
 def test_a_record_that_is_refused_is_a_publish_error(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
     with Publisher(store) as publisher:
-        publisher.publish(_weights().items()).wait(60)
+        publisher.publish(builders.weights().items()).wait(60)
         store.fail_at("create", times=1, error=StoreError)
         with pytest.raises(PublishPendingError, match="the next publish puts it again"):
-            publisher.publish(_trained(_weights(), 0).items()).wait(60)
-        assert publisher.publish(_trained(_weights(), 1).items()).wait(60).version == 3
+            publisher.publish(builders.trained(builders.weights(), 0).items()).wait(60)
+        assert publisher.publish(builders.trained(builders.weights(), 1).items()).wait(60).version == 3
     assert Replica(memory_url).sync() == 3
 
 

@@ -34,7 +34,8 @@ from deltasync.errors import (
     StaleChannelError,
 )
 from deltasync.stores import Store
-from tests.channels import EPOCH, Made, trained, weights
+from tests.builders import trained, weights
+from tests.channels import EPOCH, Made
 from tests.conftest import assert_same_bits
 
 SAMPLE = Channel(
