@@ -37,6 +37,7 @@ __all__ = [
     "Repair",
     "Report",
     "attempt",
+    "budget",
     "check",
     "copy",
     "digests",
