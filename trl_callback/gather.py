@@ -25,9 +25,8 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from deltasync.channel import adapter_base, anchors
 from deltasync.channel.adapter_base import AdapterBase
 from deltasync.errors import ConfigError
-from deltasync.publish.stream import QUANTIZATION
 from deltasync.publish.shards import TensorRange, is_range, part_of, range_of
-from deltasync.publish.stream import by_rows, module_tensors, unwrapped
+from deltasync.publish.stream import QUANTIZATION, by_rows, module_tensors, unwrapped
 from trl_callback import adapter
 
 logger = logging.getLogger(__name__)
