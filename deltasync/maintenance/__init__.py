@@ -36,6 +36,7 @@ __all__ = [
     "Relay",
     "Repair",
     "Report",
+    "budget",
     "check",
     "copy",
     "digests",

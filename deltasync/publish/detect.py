@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from deltasync.publish.shards import pieces
 from deltasync.publish.stream import Stream, TensorRange, Tensors, fp8_blocks, pair_of, range_of, tensors_of
 from deltasync.tensors import ITEM_BYTES, Delta, Layout, Sparse, TensorSpec, Vector, check_specs
 from deltasync.tensors.bits import cast, nan_bounds, served_name, tensor_of
-
-if TYPE_CHECKING:
-    from deltasync.publish.shadow import Shadow
 
 _DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 _BATCH = 1 << 26  # elements that are compared by one call
@@ -53,6 +50,20 @@ class VectorMemory:
         self.address_T = np.array([bits[name].ctypes.data for name in vector.names], np.int64)
         self.zero_T = self.address_T - (vector.first_T[:-1] + self.start_T) * vector.width
         self.bound_T2 = np.array([nan_bounds(spec) for spec in vector.specs], np.uint64)
+
+
+class Held(NamedTuple):
+    """Where the bits of a shadow are.
+
+    Attributes:
+        layout: The whole tensors.
+        ranges: The range that is held of each.
+        memory: Where these are, by width.
+    """
+
+    layout: Layout
+    ranges: Mapping[str, tuple[int, int]]
+    memory: Mapping[int, VectorMemory]
 
 
 class Step:
@@ -121,7 +132,7 @@ class _Table:
     """Tensors of a stream on the host that were checked and found to be those of the shadow."""
 
     def __init__(
-        self, shadow: Shadow, parts: Sequence[tuple[str, TensorRange]], tensors: Tensors, dtype: str, rank: int
+        self, held: Held, parts: Sequence[tuple[str, TensorRange]], tensors: Tensors, dtype: str, rank: int
     ) -> None:
         # All that was checked about plain tensors, but their addresses. Others are checked each time.
         self._read_as: tuple[str, int] | None = None
@@ -129,14 +140,13 @@ class _Table:
         if all(part.held is tensor for (_, part), (_, tensor) in zip(parts, tensors, strict=True)):
             self._read_as = dtype, rank
             self._known = [
-                (name, type(held), held.dtype, held.shape, held.is_contiguous())
+                (name, type(new), new.dtype, new.shape, new.is_contiguous())
                 for (name, _), (_, part) in zip(tensors, parts, strict=True)
-                for held in (part.held,)
+                for new in (part.held,)
             ]
-        self._shadow = shadow
-        self._dtypes = [shadow.specs[name].dtype for name, _ in parts]
+        self._dtypes = [held.layout.specs[name].dtype for name, _ in parts]
         count_S = np.array([part.held.numel() for _, part in parts], np.int64)
-        place_S2 = np.array([shadow.layout.places[name] for name, _ in parts], np.int64).reshape(-1, 2)
+        place_S2 = np.array([held.layout.places[name] for name, _ in parts], np.int64).reshape(-1, 2)
         is_cast = [
             not part.held.is_contiguous() or part.held.dtype is not _DTYPES[dtype]
             for (_, part), dtype in zip(parts, self._dtypes, strict=True)
@@ -145,13 +155,13 @@ class _Table:
         self._large = [at for at, cast_ in enumerate(is_cast) if cast_ and count_S[at] > _COPIED]
         is_large_S = np.zeros(len(parts), bool)
         is_large_S[self._large] = True
-        self._places = place_S2
+        self._places, self._memory = place_S2, held.memory
         copied_S = np.cumsum(np.where(is_cast, count_S, 0) * ~is_large_S)
         edges = np.flatnonzero(np.diff(copied_S // _COPIED, prepend=0)).tolist()
         self._launches = []
         for low, high in itertools.pairwise([*dict.fromkeys((0, *edges)), len(parts)]):
             rows = {}
-            for width, memory in shadow.memory.items():
+            for width, memory in held.memory.items():
                 at_R = np.flatnonzero((place_S2[low:high, 0] == width) & ~is_large_S[low:high])
                 at_R = at_R[np.argsort(place_S2[low:high, 1][at_R])]
                 tensor_R, count_R = place_S2[low:high, 1][at_R], count_S[low:high][at_R]
@@ -201,7 +211,7 @@ class _Table:
                     yield width, row_RF
         for at in self._large:
             width, number = self._places[at].tolist()
-            memory = self._shadow.memory[width]
+            memory = self._memory[width]
             start, address = int(memory.start_T[number]), int(memory.address_T[number])
             for first, piece in pieces(held[at]):
                 copy = cast(piece, self._dtypes[at]).contiguous()
@@ -212,9 +222,9 @@ class _Table:
 class Detector:
     """Compares streams with a shadow's bits."""
 
-    def __init__(self, shadow: Shadow) -> None:
-        self.copies = DeviceCopies(shadow.bits)
-        self._shadow = shadow
+    def __init__(self, held: Held, bits: dict[str, np.ndarray]) -> None:
+        self.copies = DeviceCopies(bits)
+        self._shadow = held
         self._table: _Table | None = None
         # Of tensors that come one by one and wait for a launch: rows without addresses of the shadow, and the tensors.
         self._rows: dict[int, list[tuple[int, int, int, int]]] = {}
@@ -239,17 +249,17 @@ class Detector:
                 return
         self.copies.begin(placement)
         seen: dict[str, TensorSpec] = {}
-        parts = self._known(parts_of(tensors, dtype, rank, seen, self._shadow.specs), seen)
+        parts = self._known(parts_of(tensors, dtype, rank, seen, self._shadow.layout.specs), seen)
         if on_host and lasting:
             listed = list(parts)
             if all(part.held.is_cpu for _, part in listed):
-                check_specs(self._shadow.specs, seen, "The published model")
+                check_specs(self._shadow.layout.specs, seen, "The published model")
                 self._table = _Table(self._shadow, listed, tensors, dtype, rank)
                 yield from self._together(self._table, [part.held for _, part in listed])
                 return
             parts = iter(listed)
         for name, part in parts:
-            spec = self._shadow.specs[name]
+            spec = self._shadow.layout.specs[name]
             if on_host and part.held.is_cpu:
                 self.copies.forget(name)
                 yield from self._add(name, part.held, spec, lasting)
@@ -257,7 +267,7 @@ class Detector:
                 yield from self._different(self.copies.differences(name, part.held, spec.dtype, placement, lasting))
         yield from self._different(self.copies.rest())
         yield from self._flush()
-        check_specs(self._shadow.specs, seen, "The published model")
+        check_specs(self._shadow.layout.specs, seen, "The published model")
 
     def _known(
         self, parts: Iterable[tuple[str, TensorRange]], seen: Mapping[str, TensorSpec]
@@ -265,7 +275,7 @@ class Detector:
         """Yield the parts of tensors that are the shadow's. `check_specs` refuses the others, once the stream was read."""
         shadow = self._shadow
         for name, part in parts:
-            if seen[name] is not shadow.specs.get(name):
+            if seen[name] is not shadow.layout.specs.get(name):
                 continue
             if shadow.ranges[name] != (part.start, part.stop):
                 raise ModelMismatchError(
@@ -314,7 +324,7 @@ class Detector:
         """Add what `DeviceCopies` found: where ranges differ and by which steps, or their new bits."""
         for name, at_K, data in differences:
             if at_K is None:
-                spec = self._shadow.specs[name]
+                spec = self._shadow.layout.specs[name]
                 self._copied_bytes += data.nbytes
                 yield from self._add(name, tensor_of(data, TensorSpec(name, spec.dtype, (data.size,))), spec, lasting=True)
             elif at_K.size:

@@ -15,7 +15,7 @@ from deltasync import kernels
 from deltasync.channel import payloads
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, get_logger
 from deltasync.live import LiveMemory, Segment
-from deltasync.publish.detect import Detector, Step, VectorMemory, parts_of, served_tensors
+from deltasync.publish.detect import Detector, Held, Step, VectorMemory, parts_of, served_tensors
 from deltasync.publish.stream import Stream, TensorRange
 from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, cast, has_nan, signed_view, spec_of, tensor_of
@@ -42,7 +42,6 @@ class Shadow:
         layout: The whole tensors.
         ranges: The range that is held of each.
         bits: Unsigned bit patterns of each range.
-        memory: Where these are, by width.
         lock: Held while the bits change.
         with_nan: Tensors with a NaN in what was taken last, until `warn_of_nan`.
     """
@@ -52,10 +51,10 @@ class Shadow:
         self.ranges = dict(ranges)
         self.bits = dict(bits)
         self.with_nan: list[str] = []
-        self.memory = {w: VectorMemory(vector, self.bits, self.ranges) for w, vector in self.layout.vectors.items()}
+        memory = {w: VectorMemory(vector, self.bits, self.ranges) for w, vector in self.layout.vectors.items()}
         self.lock = threading.RLock()
         self._snapshots: list[Snapshot] = []
-        self._detector = Detector(self)
+        self._detector = Detector(Held(self.layout, self.ranges, memory), self.bits)
         self._steps: list[Step] = []
         self._before: Fingerprints | None = None
         self._lost: str | None = None  # the tensor that `retreat` could not restore

@@ -63,7 +63,7 @@ class Uploader:
         self.settings = settings
         self._log = log
         self.maintenance = maintenance
-        self._signals = signals
+        self._signals = signals if signals.others else None  # of a sharded trainer
         self._choice = Choice(settings.codec, None if signals.others else log.store)
         self._lock = threading.RLock()
         self._waiting: list[Job] = []
@@ -190,7 +190,7 @@ class Uploader:
                 raise PublishLostError(f"Version {job.version} builds on one that was lost.")
             stored = self._store_full(job) if job.full else self._store_delta(job)
         except Exception as error:  # noqa: BLE001 - likewise
-            if isinstance(problem, PublishPendingError) and not self._signals.others:
+            if isinstance(problem, PublishPendingError) and self._signals is None:
                 self._keep(job, problem)
             else:
                 self._fail(job, error)
@@ -209,7 +209,8 @@ class Uploader:
         payload_bytes = 0 if error is not None else job.encoded.result()[0]
         with self._lock:
             self._running = None
-        self._signals.end(job.serial, error, digest, payload_bytes)
+        if self._signals is not None:
+            self._signals.end(job.serial, error, digest, payload_bytes)
         if error is None:
             job.succeed(digest, payload_bytes)
         else:
@@ -266,25 +267,24 @@ class Uploader:
         """
         log, maintenance = self._log, self.maintenance
         folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))
-        self._signals.begin(job.serial, folder)
+        if self._signals is not None:
+            self._signals.begin(job.serial, folder)
         encoded = encode_groups(
             job,
             self._choice,
             lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
         )
-        wanted = (
-            maintenance.wanted(job.version, job.shadow)
-            if not self._signals.others
-            else None
-            if job.weights is None
-            else "due"
-        )
-        sample = None
-        if wanted is not None and not self._signals.others:  # else they were collected from all ranks
-            job.weights = Weights.of(job.shadow, self.settings)
-            sample = Sample(job.shadow.bits) if wanted != "compaction" else None
-        job.released.set()
-        others = self._signals.collect(job.serial)
+        sample, others = None, list[File]()
+        if self._signals is not None:
+            wanted = None if job.weights is None else "due"  # they were collected from all ranks
+            job.released.set()
+            others = self._signals.collect(job.serial)
+        else:
+            wanted = maintenance.wanted(job.version, job.shadow)
+            if wanted is not None:
+                job.weights = Weights.of(job.shadow, self.settings)
+                sample = Sample(job.shadow.bits) if wanted != "compaction" else None
+            job.released.set()
         payload_bytes = encoded.bytes + sum(file.bytes for file in others)
         parts = [future.result() for future in encoded.files] + others
         job.end_encoding(payload_bytes)
@@ -307,7 +307,7 @@ class Uploader:
         if job.reference is None:
             requires = requires_of(self.settings)
             job.weights = job.weights or Weights.of(job.shadow, self.settings)
-        sample = None if self._signals.others else Sample(job.shadow.bits)
+        sample = Sample(job.shadow.bits) if self._signals is None else None
         job.released.set()
         if log.channel is None:
             log.create_channel(job.channel)

@@ -245,7 +245,7 @@ def test_an_anchor_that_reads_a_tensor_holds_no_publish_and_has_the_bits_of_its_
     take = kernels.cpu.take
 
     def gated(*arguments: Any) -> int:
-        if not threading.current_thread().name.startswith("deltasync-keep"):
+        if not threading.current_thread().name.startswith("deltasync-maintenance"):
             return take(*arguments)
         found = take(*arguments) if held == "after" else None
         entered.set()
