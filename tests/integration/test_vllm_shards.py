@@ -74,7 +74,7 @@ def test_both_workers_decode_their_tiles(server: Server) -> None:
     assert [cut[f"{name}_proj.weight"] for name in ("gate", "up", "down")] == [[2, 2]] * 3  # by rows, by rows, by columns
     assert cut["model.embed_tokens.weight"] == [1, 2]  # of which each worker has a part
     log = (Path(server.channel.removeprefix("file://")).parent / "server.log").read_text(errors="replace")
-    assert log.count("each worker keeps 1 tensors whole on the host, 0.3 MB, such as model.embed_tokens.weight") == 1
+    assert log.count("each process keeps 1 tensors whole on the host, 0.3 MB, such as model.embed_tokens.weight") == 1
     commits = server.status()["commits"]
     assert [commit["version"] for commit in commits[-3:]] == [version - 2, version - 1, version]
     assert not any(commit["anchor"] for commit in commits[-3:])
