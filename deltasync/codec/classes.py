@@ -1,7 +1,7 @@
 """The classes of a group of blocks and their tables.
 
-The class of an element follows from a field of its old bits, (bits >> shift) & mask (`_FIELDS`): the exponent. A class is the
-elements whose field is from `first` to `last`; its level q says that about one in 2**(q / 8) changes. In bytes:
+The class of an element follows from a field of its old bits, (bits >> shift) & mask (`_FIELDS`): the exponent. A class is
+the elements whose field is from `first` to `last`; its level q says that about one in 2**(q / 8) changes. In bytes:
 
     number of classes less one
     first, last and level of each class, ascending and without overlap; an element of no class does not change

@@ -126,7 +126,9 @@ class TiledReader:
             sizes: Elements of a tile and of a block.
         """
         self._payload, self._vector = payload, vector
-        flags = read_flags(payload, f".{vector.width}.tiled", number_T.size)
+        key, flags = f".{vector.width}.tiled", np.ones(number_T.size, np.bool_)
+        if key in payload.arrays:
+            flags = read_flags(payload, key, number_T.size)
         self._cuts = dict(zip(number_T[flags].tolist(), self._cut(number_T[flags], *sizes), strict=True))
         self._block_T = bounds(np.array([cut.count for cut in self._cuts.values()], np.int64))
         count = int(self._block_T[-1])

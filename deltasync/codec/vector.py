@@ -11,8 +11,9 @@ bytes of which elements changed, a payload has
     .W.tables        uint8[bytes]         for each group the table of gaps, then that of steps (`tables`)
     .W.words         int32[words]         the streams of all blocks, in order; bit patterns of unsigned 32-bit words
 
-(the last three only if there are blocks) and its metadata `vectors` is JSON: {"W": {"tensor": first tensor of the bitmap, "tensors": T, "block": first block,
-"blocks": B, "groups": the first block of each group, from 0 on, ascending, "planes": sizes or null}}. A block has
+and its metadata `vectors` is JSON: {"W": {"tensor": first tensor of the bitmap, "tensors": T, "block": first block,
+"blocks": B, "groups": the first block of each group, from 0 on, ascending, "planes": sizes or null}}. If nothing is coded
+so, the last three entries and all from "block" on are absent. A block has
 `block_elements` positions (metadata, decimal; 1 to 2**30); the last one of a vector has what is left. A block without
 changes has no words. If there are `planes`, `.W.blocks` is uint8: the differences from row to row (of the first row, from
 0), column by column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into planes of these sizes (`dense`).
@@ -30,7 +31,8 @@ size of the group).
 With `context`, tensors of which enough changes are cut into blocks of their own, which are decoded with their old bits. If
 there are any, the row of the vector has "tiles": {"groups": as above, "planes": as above}, and the payload has
 
-    .W.tiled         uint8[ceil(n / 8)]   a bit for each of the n changed tensors: is it coded so?
+    .W.tiled         uint8[ceil(n / 8)]   a bit for each of the n changed tensors: is it coded so? Absent if
+                                          all are
     .W.ranges        int64[m, 2]          of each of these m tensors the elements that the payload has; absent if it has all
     .W.tiles         as `.W.blocks`       of their blocks (`tiles`; metadata `tile_elements`, decimal, 1 to 2**30)
     .W.tile_tables   uint8[bytes]         classes and tables of each group (`classes`)
@@ -123,8 +125,9 @@ class VectorCodec:
             if cuts:
                 found_entries, row["tiles"] = tiled.encode(vector, cuts, by_class, new)
                 entries |= found_entries
-                flag_T = np.isin(changed_T, list(cuts))
-                entries["tiled"] = torch.from_numpy(np.packbits(flag_T, bitorder="little"))
+                if len(cuts) < changed_T.size:
+                    tiled_T = np.isin(changed_T, list(cuts))
+                    entries["tiled"] = torch.from_numpy(np.packbits(tiled_T, bitorder="little"))
             entries["counts"] = torch.from_numpy(count_T[changed_T].astype(vector.index_dtype))
             entries["fingerprints"] = torch.from_numpy(digest_T.view(np.int64))
             arrays |= {f".{width}.{entry}": array for entry, array in entries.items()}
@@ -203,7 +206,7 @@ def _encode(vector: Vector, steps: Sparse) -> tuple[dict[str, torch.Tensor], dic
     """Return the entries of blocks, and their metadata."""
     at_K, step_K = steps
     if not at_K.size:
-        return {}, {"block": 0, "blocks": 0, "groups": [], "planes": None}
+        return {}, {}
     first, last = int(at_K[0]) // BLOCK, int(at_K[-1]) // BLOCK + 1
     bound_B = np.searchsorted(at_K, np.arange(first, last + 1) * BLOCK).astype(np.int64)
     blocks = Blocks.of(vector.element_count, BLOCK, bound_B, first)
@@ -354,6 +357,7 @@ def _rows(payload: Payload, layout: Layout, block: int) -> list[tuple[int, dict[
     for width, row in _object(payload, "vectors").items():
         if width not in map(str, layout.vectors) or not isinstance(row, dict):
             raise CorruptDataError(f"Payload has elements of {width!r:.40} bytes, which the channel does not have.")
+        row = {"block": 0, "blocks": 0} | row
         numbers: list[Any] = [row.get(key) for key in ("tensor", "tensors", "block", "blocks")]
         vector = layout.vectors[int(width)]
         most = len(vector.specs), -(-vector.element_count // block)
@@ -384,14 +388,14 @@ class _Reader:
     def __init__(self, payload: Payload, vector: Vector, row: Mapping[str, Any], block: int) -> None:
         self._payload, self._vector, self._row, self._block = payload, vector, row, block
         self._first = row["block"]
-        key = f".{vector.width}.blocks"
-        self._row_B2 = (
-            read_rows(payload, key, row["blocks"], row.get("planes")) if row["blocks"] else np.empty((0, 2), np.int32)
-        )
+        self._row_B2, self._words = np.empty((0, 2), np.int32), np.empty(0, np.uint32)
+        if row["blocks"]:
+            self._row_B2 = read_rows(payload, f".{vector.width}.blocks", row["blocks"], row.get("planes"))
         self._bound_B, self._word_B = bounds(self._row_B2[:, 0]), bounds(self._row_B2[:, 1])
         if (self._row_B2[:, 0] > self._blocks().size_BC[:, 0]).any():
             raise CorruptDataError("Payload has a block with more changes than elements.")
-        self._words = self._take("words", "int32", int(self._word_B[-1])) if row["blocks"] else np.empty(0, np.uint32)
+        if row["blocks"]:
+            self._words = self._take("words", "int32", int(self._word_B[-1]))
         self.number_T, index = self._numbers(), vector.index_dtype
         self.count_T = self._take("counts", index.name, self.number_T.size).view(index).astype(np.int64)
         self.digest_T = self._take("fingerprints", "int64", self.number_T.size)

@@ -1,7 +1,7 @@
 """The classes of the elements of blocks (`context`): their places by class and back, in numba.
 
-A block is rows of a matrix, or one row. Its elements are numbered by row; of each class they are numbered alone. A table has a
-row for each block: address of its first element, columns, elements from row to row, rows, position of its first element in
+A block is rows of a matrix, or one row. Its elements are numbered by row; of each class they are numbered alone. A table has
+a row for each block: address of its first element, columns, elements from row to row, rows, position of its first element in
 the vector, shift and mask of the field that an element's class follows from. Callers keep that memory alive.
 
 Shapes: B blocks, F fields, K changed elements, C classes, E values of the field (256), G bands of blocks, R runs of blocks.

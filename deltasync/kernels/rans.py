@@ -1,13 +1,13 @@
 """The streams of the entropy coder. `coder` writes and reads them, and so does `tests/coder_reference.py` in plain Python.
 
-The changes of a block are one rANS stream (Duda, "Asymmetric numeral systems", arXiv:1311.2540). To decode a symbol that owns
-the slots [start, start + freq) of 2**bits from the state x:
+The changes of a block are one rANS stream (Duda, "Asymmetric numeral systems", arXiv:1311.2540). To decode a symbol that
+owns the slots [start, start + freq) of 2**bits from the state x:
 
     slot = x mod 2**bits;  x = freq * (x >> bits) + slot - start;  if x < 2**32 and a word is left: x = x << 32 | next word
 
-The words of a stream are the initial state, its low half first (a state below 2**32 is one word), then the further words in
-the order of reading. After the last symbol x is 1 and no word is left, which a reader checks. Encoding does the inverse, from
-the last symbol to the first.
+The words of a stream are the initial state, its low half first (a state below 2**32 is one word), then the further words
+in the order of reading. After the last symbol x is 1 and no word is left, which a reader checks. Encoding does the inverse,
+from the last symbol to the first.
 
 A number (a gap or a step) is coded as a symbol by a static table of 2**12 slots, which gives its leading bits, and extra
 bits, each group of which is a uniform symbol. `docs/format.md`, section 10, is normative.
