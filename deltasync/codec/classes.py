@@ -56,7 +56,6 @@ class Model:
         """
         changed_E = step_ES.sum(axis=1)
         element_E = np.maximum(element_E, changed_E)
-        step_ES = step_ES[:, step_ES.any(axis=0)]
         value_C = np.flatnonzero(changed_E)
         spans = [(int(value), int(value)) for value in value_C]
         steps = list(step_ES[value_C])
@@ -106,6 +105,8 @@ def groups(run_R: np.ndarray, element_RE: np.ndarray, step_RES: np.ndarray) -> t
     Runs of blocks are joined as long as common tables take fewer bits. Arguments are those and the results of
     `kernels.classes.survey`.
     """
+    used_S = np.flatnonzero(np.bitwise_or.reduce(step_RES.reshape(-1, step_RES.shape[2])))
+    step_RES = step_RES[:, :, used_S].astype(np.int64)
     firsts, found = [0], [(element_RE[0], step_RES[0])]
     last_bits = _all_bits(*found[0])
     for first, *counts in zip(run_R[1:-1].tolist(), element_RE[1:], step_RES[1:], strict=True):

@@ -57,19 +57,21 @@ def _fields(row_F, like):
 
 
 @njit
-def _ahead(field, count, low_C, span_C, ahead_CW, size_C):
-    """Count the elements of each class before each 64 elements, and in all."""
-    words = field.size // _LANES
+def _ahead(field, count, low_C, span_C, size_BC, b):
+    """Return the elements of each class before each 64 elements, int32[C, words + 1], and count those of all."""
+    ahead_CW = np.empty((low_C.size, field.size // _LANES + 1), np.int32)
+    valid = _ALL >> np.uint64(field.size - count)  # of the last 64
     for c in range(low_C.size):
-        size_C[c] = 0
-        ahead_CW[c, 0] = 0
-    for w in range(words):
-        valid = _ALL
-        if w == words - 1 and count % _LANES:
-            valid = (_U1 << np.uint64(count % _LANES)) - _U1
-        for c in range(low_C.size):
-            size_C[c] += np.int64(popcount(lanes_between(field, w * _LANES, low_C[c], span_C[c]) & valid))
-            ahead_CW[c, w + 1] = size_C[c]
+        low, span, total = low_C[c], span_C[c], np.int64(0)
+        ahead_W = ahead_CW[c]
+        for w in range(ahead_W.size - 2):
+            ahead_W[w] = total
+            total += np.int64(popcount(lanes_between(field, w * _LANES, low, span)))
+        ahead_W[ahead_W.size - 2] = total
+        total += np.int64(popcount(lanes_between(field, field.size - _LANES, low, span) & valid))
+        ahead_W[ahead_W.size - 1] = total
+        size_BC[b, c] = total
+    return ahead_CW
 
 
 @kernel
@@ -94,8 +96,7 @@ def _ranks(row_BF, like, class_E, classes, bound_B, at_K, step_K, size_BC, rank_
             field[np.uint64(place)] = of
             place_C[k - low] = place
             next_C[np.int64(class_E[of]) + 1] += 1
-        ahead_CW = np.empty((low_C.size, field.size // _LANES + 1), np.int32)
-        _ahead(field, columns * row_F[3], low_C, span_C, ahead_CW, size_BC[b])
+        ahead_CW = _ahead(field, columns * row_F[3], low_C, span_C, size_BC, b)
         for c in range(low_C.size):
             next_C[c + 1] += next_C[c]
         for k in range(low, high):
@@ -105,7 +106,9 @@ def _ranks(row_BF, like, class_E, classes, bound_B, at_K, step_K, size_BC, rank_
             below = (_U1 << np.uint64(place % _LANES)) - _U1
             to = low + next_C[c]
             next_C[c] += 1
-            rank = ahead_CW[c, w] + np.int64(popcount(lanes_between(field, w * _LANES, low_C[c], span_C[c]) & below))
+            rank = ahead_CW[np.uint64(c), np.uint64(w)] + np.int64(
+                popcount(lanes_between(field, w * _LANES, low_C[c], span_C[c]) & below)
+            )
             rank_K[to], class_K[to], to_step_K[to] = rank, c, step_K[k]
 
 
@@ -118,14 +121,14 @@ def _place(row_F, field, low_C, span_C, ahead_CW, low, high, rank_K, class_K, at
         c, rank = np.int64(class_K[np.uint64(k)]), np.int64(rank_K[np.uint64(k)])
         if c != before:
             before, w = c, np.int64(0)
-        while ahead_CW[c, w + 1] <= rank:
+        while ahead_CW[np.uint64(c), np.uint64(w + 1)] <= rank:
             w += 1
         lanes = lanes_between(field, w * _LANES, low_C[c], span_C[c])
-        for _ in range(rank - ahead_CW[c, w]):
+        for _ in range(rank - ahead_CW[np.uint64(c), np.uint64(w)]):
             lanes &= lanes - _U1
         below = (lanes - _U1) & ~lanes
-        marks[w] |= below + _U1
-        step_E[w * _LANES + np.int64(popcount(below))] = step_K[np.uint64(k)]
+        marks[np.uint64(w)] |= below + _U1
+        step_E[np.uint64(w * _LANES) + popcount(below)] = step_K[np.uint64(k)]
     columns, k, end, jump = row_F[1], low, row_F[1], row_F[4]
     for w in range(marks.size):
         lanes = marks[w]
@@ -136,7 +139,7 @@ def _place(row_F, field, low_C, span_C, ahead_CW, low, high, rank_K, class_K, at
                 end += columns
                 jump += row_F[2] - columns
             at_K[np.uint64(k)] = jump + place
-            step_K[np.uint64(k)] = step_E[place]
+            step_K[np.uint64(k)] = step_E[np.uint64(place)]
             k += 1
 
 
@@ -147,13 +150,11 @@ def _decode(row_BF, like, classes, words, word_B2, blocks, tables, limit, rank_K
     for pair in prange((word_B2.shape[0] + 1) // 2):
         a, b = 2 * pair, min(2 * pair + 1, word_B2.shape[0] - 1)
         _, field_a = _fields(row_BF[a], like)
-        ahead_a = np.empty((low_C.size, field_a.size // _LANES + 1), np.int32)
-        _ahead(field_a, row_BF[a, 1] * row_BF[a, 3], low_C, span_C, ahead_a, size_BC[a])
+        ahead_a = _ahead(field_a, row_BF[a, 1] * row_BF[a, 3], low_C, span_C, size_BC, a)
         field_b, ahead_b = field_a, ahead_a
         if a != b:
             _, field_b = _fields(row_BF[b], like)
-            ahead_b = np.empty((low_C.size, field_b.size // _LANES + 1), np.int32)
-            _ahead(field_b, row_BF[b, 1] * row_BF[b, 3], low_C, span_C, ahead_b, size_BC[b])
+            ahead_b = _ahead(field_b, row_BF[b, 1] * row_BF[b, 3], low_C, span_C, size_BC, b)
         decode_pair(words, word_B2, blocks, a, b, tables, limit, rank_K, class_K, step_K, good_B)
         if good_B[a]:
             low, high = bound_B[a], bound_B[a + 1]
@@ -236,11 +237,11 @@ def survey(
 
     Returns:
         Estimates for the elements, by their new bits, which hardly differ, float64[R, 256]; and the symbols of the steps of
-        changed elements by their old bits, exact, int64[R, 256, 256].
+        changed elements by their old bits, exact, uint32[R, 256, 256].
     """
     size_R = np.add.reduceat(row_BF[:, 1] * row_BF[:, 3], run_R[:-1])
     period_R = np.clip(size_R // most, 1, 64) | 1  # an odd period does not meet the same columns in every row
-    element_RE, step_RES = np.zeros((run_R.size - 1, 256), np.int64), np.zeros((run_R.size - 1, 256, 256), np.int64)
+    element_RE, step_RES = np.zeros((run_R.size - 1, 256), np.int64), np.zeros((run_R.size - 1, 256, 256), np.uint32)
     like = np.empty(0, step_K.dtype)
     with threads(run_R.size - 1):
         _survey(run_R, row_BF, like, bound_B, at_K, step_K, top_of(step_K), period_R, element_RE, step_RES)

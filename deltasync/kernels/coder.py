@@ -100,10 +100,10 @@ def _pull(words, at, end, x):
 
 
 @njit(forceinline=True)
-def _pull_number(words, at, end, x, symbol_L, freq_S, start_S):
+def _pull_number(words, at, end, x, table, symbol_TL, freq_TS, start_TS):
     slot = x & ((_U1 << _TABLE_BITS) - _U1)
-    symbol = np.uint64(symbol_L[slot])
-    x = np.uint64(freq_S[symbol]) * (x >> _TABLE_BITS) + slot - np.uint64(start_S[symbol])
+    symbol = np.uint64(symbol_TL[table, slot])
+    x = np.uint64(freq_TS[table, symbol]) * (x >> _TABLE_BITS) + slot - np.uint64(start_TS[table, symbol])
     at, x = _pull(words, at, end, x)
     if symbol < _U16:
         return at, x, symbol
@@ -122,7 +122,7 @@ def _pull_number(words, at, end, x, symbol_L, freq_S, start_S):
 def _push_change(out, at, x, b, k, blocks, at_K, class_K, step_K, top, freq_TS, start_TS, inverse_TS, ratio_CC):
     """Write change `k`. Indices are unsigned, so that numba omits checks for negative ones."""
     base_B, size_BC, bound_B = blocks
-    table, gap = gap_before(np.uint64(k), bound_B[b], base_B[b], size_BC[b], at_K, class_K, ratio_CC)
+    table, gap = gap_before(np.uint64(k), bound_B[b], base_B[b], size_BC, b, at_K, class_K, ratio_CC)
     of = np.uint64(2 * class_K[np.uint64(k)] + 1)
     at, x = _push_number(out, at, x, zigzag(step_K[np.uint64(k)], top), of, freq_TS, start_TS, inverse_TS)
     return _push_number(out, at, x, np.uint64(gap), np.uint64(2 * table), freq_TS, start_TS, inverse_TS)
@@ -170,12 +170,12 @@ def _open(words, word_B2, bound_B, b):
 
 
 @njit
-def _cross(c, gap, size_C, ratio_CC):
+def _cross(c, gap, size_BC, b, ratio_CC):
     """Return the class and the place in it that a gap leads to beyond the end of class `c`; -1 if there is none."""
     rest = np.int64(gap)
-    for to in range(c + 1, size_C.size):
+    for to in range(c + 1, size_BC.shape[1]):
         ratio = ratio_CC[c, to]
-        span = (size_C[to] * ratio) >> _RATIO_BITS
+        span = (size_BC[b, to] * ratio) >> _RATIO_BITS
         if rest < span:
             wanted = (rest + 1) << _RATIO_BITS
             place = (wanted + ratio - 1) // ratio
@@ -185,22 +185,22 @@ def _cross(c, gap, size_C, ratio_CC):
 
 
 @njit(forceinline=True)
-def _pull_change(words, at, end, x, k, end_k, c, place, base, size_C, tables, limit, at_K, class_K, step_K):
+def _pull_change(words, at, end, x, k, end_k, c, place, base, b, size_BC, tables, limit, at_K, class_K, step_K):
     """Read change `k`, the next one after `place` of class `c`. The `k` returned is beyond the last if it is malformed."""
     freq_TS, start_TS, symbol_TL, ratio_CC = tables
     table = np.uint64(2 * c)
-    at, x, gap = _pull_number(words, at, end, x, symbol_TL[table], freq_TS[table], start_TS[table])
-    left = size_C[np.uint64(c)] - place - 1
+    at, x, gap = _pull_number(words, at, end, x, table, symbol_TL, freq_TS, start_TS)
+    left = size_BC[np.uint64(b), np.uint64(c)] - place - 1
     if gap < np.uint64(left):
         place += 1 + np.int64(gap)
     else:
         if gap >> _U56:
             return at, x, end_k + 1, c, place
-        c, place = _cross(c, gap - np.uint64(left), size_C, ratio_CC)
+        c, place = _cross(c, gap - np.uint64(left), size_BC, b, ratio_CC)
         if place < 0:
             return at, x, end_k + 1, c, place
     table = np.uint64(2 * c + 1)
-    at, x, step = _pull_number(words, at, end, x, symbol_TL[table], freq_TS[table], start_TS[table])
+    at, x, step = _pull_number(words, at, end, x, table, symbol_TL, freq_TS, start_TS)
     if step > limit:
         return at, x, end_k + 1, c, place
     at_K[np.uint64(k)] = base + place
@@ -209,25 +209,25 @@ def _pull_change(words, at, end, x, k, end_k, c, place, base, size_C, tables, li
     return at, x, k + 1, c, place
 
 
-@njit(inline="always")
+@njit
 def decode_pair(words, word_B2, blocks, a, b, tables, limit, at_K, class_K, step_K, good_B):
     """Decode two blocks at a time, as `_encode`; one if `a` is `b`."""
     base_B, size_BC, bound_B = blocks
     at_a, x_a, k_a = _open(words, word_B2, bound_B, a)
     at_b, x_b, k_b = _open(words, word_B2, bound_B, b)
     high_a, high_b, end_a, end_b = bound_B[a + 1], bound_B[b + 1], word_B2[a, 1], word_B2[b, 1]
-    c_a, c_b, place_a, place_b = first_class(size_BC[a]), first_class(size_BC[b]), np.int64(-1), np.int64(-1)
-    base_a, base_b, size_a, size_b = base_B[a], base_B[b], size_BC[a], size_BC[b]
+    c_a, c_b, place_a, place_b = first_class(size_BC, a), first_class(size_BC, b), np.int64(-1), np.int64(-1)
+    base_a, base_b = base_B[a], base_B[b]
     if a == b:
         k_b = high_b
     while k_a < high_a or k_b < high_b:
         if k_a < high_a:
             at_a, x_a, k_a, c_a, place_a = _pull_change(
-                words, at_a, end_a, x_a, k_a, high_a, c_a, place_a, base_a, size_a, tables, limit, at_K, class_K, step_K
+                words, at_a, end_a, x_a, k_a, high_a, c_a, place_a, base_a, a, size_BC, tables, limit, at_K, class_K, step_K
             )
         if k_b < high_b:
             at_b, x_b, k_b, c_b, place_b = _pull_change(
-                words, at_b, end_b, x_b, k_b, high_b, c_b, place_b, base_b, size_b, tables, limit, at_K, class_K, step_K
+                words, at_b, end_b, x_b, k_b, high_b, c_b, place_b, base_b, b, size_BC, tables, limit, at_K, class_K, step_K
             )
     if a != b:
         good_B[b] = k_b == high_b and at_b == end_b and x_b == _U1

@@ -36,28 +36,28 @@ def zigzag(step, top):
 
 
 @njit(forceinline=True)
-def first_class(size_C):
-    """Return the first class of a block that has an element."""
+def first_class(size_BC, b):
+    """Return the first class of a block that has an element, or the last of all."""
     c = np.int64(0)
-    while c < size_C.size - 1 and size_C[np.uint64(c)] == 0:
+    while c < size_BC.shape[1] - 1 and size_BC[b, c] == 0:
         c += 1
     return c
 
 
 @njit(forceinline=True)
-def gap_before(k, low, base, size_C, at_K, class_K, ratio_CC):
+def gap_before(k, low, base, size_BC, b, at_K, class_K, ratio_CC):
     """Return the class in which the gap before change `k` of a block begins, and the gap; the block begins with `low`."""
     c, place = np.int64(class_K[k]), np.int64(at_K[k]) - base
     begin, before = np.int64(0), np.int64(-1)
     if k > np.uint64(low):
         begin, before = np.int64(class_K[k - _U1]), np.int64(at_K[k - _U1]) - base
     else:
-        begin = first_class(size_C)
+        begin = first_class(size_BC, b)
     if begin == c:
         return begin, place - before - 1
-    gap = size_C[begin] - before - 1
+    gap = size_BC[b, begin] - before - 1
     for to in range(begin + 1, c):
-        gap += (size_C[to] * ratio_CC[begin, to]) >> RATIO_BITS
+        gap += (size_BC[b, to] * ratio_CC[begin, to]) >> RATIO_BITS
     return begin, gap + (((place + 1) * ratio_CC[begin, c]) >> RATIO_BITS) - 1
 
 
@@ -67,9 +67,9 @@ def _count(part_P, blocks, at_K, class_K, step_K, top, ratio_CC, count_PTS):
     for p in prange(part_P.size - 1):
         count_TS = count_PTS[p]
         for b in range(part_P[p], part_P[p + 1]):
-            low, base, size_C = bound_B[b], base_B[b], size_BC[b]
+            low, base = bound_B[b], base_B[b]
             for k in range(np.uint64(low), np.uint64(bound_B[b + 1])):
-                table, number = gap_before(k, low, base, size_C, at_K, class_K, ratio_CC)
+                table, number = gap_before(k, low, base, size_BC, b, at_K, class_K, ratio_CC)
                 gap, _ = bucket(np.uint64(number))
                 step, _ = bucket(zigzag(step_K[k], top))
                 count_TS[np.uint64(2 * table), gap] += 1

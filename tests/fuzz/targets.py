@@ -60,8 +60,6 @@ SPECS = {
     )
 }
 LAYOUT = Layout(SPECS)
-if numba.config.DISABLE_JIT:
-    coder.prefetch = lambda *_: None  # an instruction of the processor, which Python has no word for
 
 _TRUSTED = Trusted(["1" * 64])
 _TIME = "2025-01-01T00:00:00+00:00"

@@ -319,6 +319,21 @@ def test_other_channels_cover_the_format() -> None:
     ]
 
 
+def test_example_of_classes_of_the_page_holds() -> None:
+    page = (TESTS.parent / "docs/format.md").read_text(encoding="utf-8")
+    example = re.search(
+        r"classes and tables are `(\w+)`.*?`([\w ]+)` and three.*?`(\w+)`, and becomes `([\w ]+)`", page, re.DOTALL
+    )
+    assert example is not None
+    data, (old, new) = bytes.fromhex(example[1]), ([int(bits, 16) for bits in example[at].split()] for at in (2, 4))
+    classes, at = independent_reader.class_tables(data, 0)
+    stream = independent_reader.Stream([int(example[3], 16)])
+    for index, step in independent_reader.class_block(stream, classes, [bits >> 7 & 255 for bits in old], 3, 16):
+        old[index] = (old[index] + step) % 2**16
+    stream.end()
+    assert (at, old) == (len(data), new)
+
+
 def test_fingerprint_example_of_the_page_holds() -> None:
     page = (TESTS.parent / "docs/format.md").read_text(encoding="utf-8")
     example = re.search(r'`name = "(\w+)"`.*\(bits ([0-9A-Fx, ]+)\): `([0-9a-f]{16})`', page)
