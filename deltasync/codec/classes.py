@@ -54,6 +54,7 @@ class Model:
             element_E: Elements with each value of the field; estimates.
             step_ES: Symbols of the steps of changed elements, by the value.
         """
+        step_ES = step_ES[:, step_ES.any(axis=0)]
         changed_E = step_ES.sum(axis=1)
         element_E = np.maximum(element_E, changed_E)
         value_C = np.flatnonzero(changed_E)
@@ -105,6 +106,8 @@ def groups(run_R: np.ndarray, element_RE: np.ndarray, step_RES: np.ndarray) -> t
     Runs of blocks are joined as long as common tables take fewer bits. Arguments are those and the results of
     `kernels.classes.survey`.
     """
+    if run_R.size == 2:
+        return [0], [Model.fit(element_RE[0], step_RES[0].astype(np.int64))]
     used_S = np.flatnonzero(np.bitwise_or.reduce(step_RES.reshape(-1, step_RES.shape[2])))
     step_RES = step_RES[:, :, used_S].astype(np.int64)
     firsts, found = [0], [(element_RE[0], step_RES[0])]

@@ -22,9 +22,9 @@ from deltasync.kernels.intrinsics import field_bytes, lanes_between, pointer, po
 from deltasync.kernels.rans import Blocks, Tables
 
 FIELDS = 7
-_U0, _U1 = np.uint64(0), np.uint64(1)
-_ALL = ~_U0
+_U1 = np.uint64(1)
 _LANES = 64
+_CHUNK = 4 * _LANES  # elements that are counted together
 _AHEAD = 8  # prefetch distance, in rows of a tile; hardware does not predict where they lie
 _CHANGES_AHEAD = 64
 _SAMPLE = 32  # consecutive elements of a sample
@@ -39,11 +39,12 @@ class Classes(NamedTuple):
 
 @njit
 def _fields(row_F, like):
-    """Return the fields of a block's elements, uint8[E], E rounded up to lanes, and its elements."""
+    """Return the elements of a block, and their fields, uint8[E], filled up with 0 to whole chunks."""
     columns, stride, rows = row_F[1], row_F[2], row_F[3]
     bits = carray(pointer(row_F[0], like), (rows - 1) * stride + columns)
     shift, mask = np.uint64(row_F[5]), np.uint64(row_F[6])
-    field = np.empty((rows * columns + _LANES - 1) // _LANES * _LANES, np.uint8)
+    field = np.empty((rows * columns + _CHUNK - 1) // _CHUNK * _CHUNK, np.uint8)
+    field[rows * columns :] = 0
     whole = columns // _LANES * _LANES
     for row in range(rows):
         start, to = row * stride, row * columns
@@ -56,20 +57,28 @@ def _fields(row_F, like):
     return bits, field
 
 
+@njit(forceinline=True)
+def _members(field, at, low, span):
+    """Return how many of the 64 elements from `at` on are of a class."""
+    return np.int64(popcount(lanes_between(field, at, low, span)))
+
+
 @njit
 def _ahead(field, count, low_C, span_C, size_BC, b):
-    """Return the elements of each class before each 64 elements, int32[C, words + 1], and count those of all."""
-    ahead_CW = np.empty((low_C.size, field.size // _LANES + 1), np.int32)
-    valid = _ALL >> np.uint64(field.size - count)  # of the last 64
+    """Return the elements of each class before each chunk, and in all, int32[C, chunks + 1]; `size_BC` gets the latter."""
+    chunks = field.size // _CHUNK
+    ahead_CW = np.empty((low_C.size, chunks + 1), np.int32)
     for c in range(low_C.size):
         low, span, total = low_C[c], span_C[c], np.int64(0)
         ahead_W = ahead_CW[c]
-        for w in range(ahead_W.size - 2):
+        for w in range(chunks):
             ahead_W[w] = total
-            total += np.int64(popcount(lanes_between(field, w * _LANES, low, span)))
-        ahead_W[ahead_W.size - 2] = total
-        total += np.int64(popcount(lanes_between(field, field.size - _LANES, low, span) & valid))
-        ahead_W[ahead_W.size - 1] = total
+            at = w * _CHUNK
+            half = _members(field, at, low, span) + _members(field, at + _LANES, low, span)
+            total += half + _members(field, at + 2 * _LANES, low, span) + _members(field, at + 3 * _LANES, low, span)
+        if low == 0:
+            total -= field.size - count
+        ahead_W[chunks] = total
         size_BC[b, c] = total
     return ahead_CW
 
@@ -101,14 +110,15 @@ def _ranks(row_BF, like, class_E, classes, bound_B, at_K, step_K, size_BC, rank_
             next_C[c + 1] += next_C[c]
         for k in range(low, high):
             place = place_C[k - low]
-            w = place // _LANES
             c = np.int64(class_E[field[np.uint64(place)]])
-            below = (_U1 << np.uint64(place % _LANES)) - _U1
+            at, below = place // _CHUNK * _CHUNK, (_U1 << np.uint64(place % _LANES)) - _U1
+            rank = np.int64(ahead_CW[np.uint64(c), np.uint64(at // _CHUNK)])
+            while at + _LANES <= place:
+                rank += _members(field, at, low_C[c], span_C[c])
+                at += _LANES
+            rank += np.int64(popcount(lanes_between(field, at, low_C[c], span_C[c]) & below))
             to = low + next_C[c]
             next_C[c] += 1
-            rank = ahead_CW[np.uint64(c), np.uint64(w)] + np.int64(
-                popcount(lanes_between(field, w * _LANES, low_C[c], span_C[c]) & below)
-            )
             rank_K[to], class_K[to], to_step_K[to] = rank, c, step_K[k]
 
 
@@ -123,12 +133,19 @@ def _place(row_F, field, low_C, span_C, ahead_CW, low, high, rank_K, class_K, at
             before, w = c, np.int64(0)
         while ahead_CW[np.uint64(c), np.uint64(w + 1)] <= rank:
             w += 1
-        lanes = lanes_between(field, w * _LANES, low_C[c], span_C[c])
-        for _ in range(rank - ahead_CW[np.uint64(c), np.uint64(w)]):
+        at, left = w * _CHUNK, rank - ahead_CW[np.uint64(c), np.uint64(w)]
+        lanes = lanes_between(field, at, low_C[c], span_C[c])
+        found = np.int64(popcount(lanes))
+        while found <= left:
+            left -= found
+            at += _LANES
+            lanes = lanes_between(field, at, low_C[c], span_C[c])
+            found = np.int64(popcount(lanes))
+        for _ in range(left):
             lanes &= lanes - _U1
         below = (lanes - _U1) & ~lanes
-        marks[np.uint64(w)] |= below + _U1
-        step_E[np.uint64(w * _LANES) + popcount(below)] = step_K[np.uint64(k)]
+        marks[np.uint64(at // _LANES)] |= below + _U1
+        step_E[np.uint64(at) + popcount(below)] = step_K[np.uint64(k)]
     columns, k, end, jump = row_F[1], low, row_F[1], row_F[4]
     for w in range(marks.size):
         lanes = marks[w]

@@ -94,7 +94,7 @@ def _push_state(out, at, x, any_change):
 @njit(forceinline=True)
 def _pull(words, at, end, x):
     """Renormalise without a branch, which would often be mispredicted; behind the last word of the block not at all."""
-    short = x < _STATE_MIN and at < end
+    short = (x < _STATE_MIN) & (at < end)
     word = np.uint64(words[np.uint64(min(at, words.size - 1))])
     return at + np.int64(short), (x << _U32) | word if short else x
 
