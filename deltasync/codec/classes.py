@@ -60,7 +60,7 @@ class Model:
         value_C = np.flatnonzero(changed_E)
         spans = [(int(value), int(value)) for value in value_C]
         steps = list(step_ES[value_C])
-        bits = [_bits(element_E[value], steps[c]) for c, value in enumerate(value_C)]
+        bits = [float(_bits(element_E[value], steps[c])) for c, value in enumerate(value_C)]
 
         def join(c: int) -> tuple[float, float]:
             (first, _), (_, last) = spans[c : c + 2]

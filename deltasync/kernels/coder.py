@@ -119,9 +119,10 @@ def _pull_number(words, at, end, x, table, symbol_TL, freq_TS, start_TS):
 
 
 @njit(forceinline=True)
-def _push_change(out, at, x, b, k, blocks, at_K, class_K, step_K, top, freq_TS, start_TS, inverse_TS, ratio_CC):
+def _push_change(
+    out, at, x, b, k, base_B, size_BC, bound_B, at_K, class_K, step_K, top, freq_TS, start_TS, inverse_TS, ratio_CC
+):
     """Write change `k`. Indices are unsigned, so that numba omits checks for negative ones."""
-    base_B, size_BC, bound_B = blocks
     table, gap = gap_before(np.uint64(k), bound_B[b], base_B[b], size_BC, b, at_K, class_K, ratio_CC)
     of = np.uint64(2 * class_K[np.uint64(k)] + 1)
     at, x = _push_number(out, at, x, zigzag(step_K[np.uint64(k)], top), of, freq_TS, start_TS, inverse_TS)
@@ -131,8 +132,7 @@ def _push_change(out, at, x, b, k, blocks, at_K, class_K, step_K, top, freq_TS, 
 @kernel
 def _encode(blocks, at_K, class_K, step_K, top, freq_TS, start_TS, inverse_TS, ratio_CC, room_B, out, first_B):
     """Encode two blocks at a time, because each symbol of a block waits for the symbol before."""
-    bound_B = blocks[2]
-    tables = freq_TS, start_TS, inverse_TS, ratio_CC
+    base_B, size_BC, bound_B = blocks
     for pair in prange(bound_B.size // 2):
         a, b = 2 * pair, min(2 * pair + 1, bound_B.size - 2)
         low_a, low_b = bound_B[a], bound_B[b]
@@ -144,10 +144,16 @@ def _encode(blocks, at_K, class_K, step_K, top, freq_TS, start_TS, inverse_TS, r
         x_a, x_b = _U1, _U1
         while k_a >= low_a or k_b >= low_b:
             if k_a >= low_a:
-                at_a, x_a = _push_change(out, at_a, x_a, a, k_a, blocks, at_K, class_K, step_K, top, *tables)
+                at_a, x_a = _push_change(
+                    out, at_a, x_a, a, k_a, base_B, size_BC, bound_B, at_K, class_K, step_K, top,
+                    freq_TS, start_TS, inverse_TS, ratio_CC,
+                )  # fmt: skip
                 k_a -= 1
             if k_b >= low_b:
-                at_b, x_b = _push_change(out, at_b, x_b, b, k_b, blocks, at_K, class_K, step_K, top, *tables)
+                at_b, x_b = _push_change(
+                    out, at_b, x_b, b, k_b, base_B, size_BC, bound_B, at_K, class_K, step_K, top,
+                    freq_TS, start_TS, inverse_TS, ratio_CC,
+                )  # fmt: skip
                 k_b -= 1
         first_B[a] = _push_state(out, at_a, x_a, any_a)
         if a != b:
@@ -169,7 +175,7 @@ def _open(words, word_B2, bound_B, b):
     return at + 2, x, k if x >= _STATE_MIN else end_k + 1
 
 
-@njit
+@njit(error_model="numpy")
 def _cross(c, gap, size_BC, b, ratio_CC):
     """Return the class and the place in it that a gap leads to beyond the end of class `c`; -1 if there is none."""
     rest = np.int64(gap)
@@ -185,9 +191,11 @@ def _cross(c, gap, size_BC, b, ratio_CC):
 
 
 @njit(forceinline=True)
-def _pull_change(words, at, end, x, k, end_k, c, place, base, b, size_BC, tables, limit, at_K, class_K, step_K):
+def _pull_change(
+    words, at, end, x, k, end_k, c, place, base, b, size_BC, freq_TS, start_TS, symbol_TL, ratio_CC, limit,
+    at_K, class_K, step_K,
+):  # fmt: skip
     """Read change `k`, the next one after `place` of class `c`. The `k` returned is beyond the last if it is malformed."""
-    freq_TS, start_TS, symbol_TL, ratio_CC = tables
     table = np.uint64(2 * c)
     at, x, gap = _pull_number(words, at, end, x, table, symbol_TL, freq_TS, start_TS)
     left = size_BC[np.uint64(b), np.uint64(c)] - place - 1
@@ -212,7 +220,9 @@ def _pull_change(words, at, end, x, k, end_k, c, place, base, b, size_BC, tables
 @njit
 def decode_pair(words, word_B2, blocks, a, b, tables, limit, at_K, class_K, step_K, good_B):
     """Decode two blocks at a time, as `_encode`; one if `a` is `b`."""
+    # Tuples are taken apart here: the elements of one are counted as used each time that happens, which takes long.
     base_B, size_BC, bound_B = blocks
+    freq_TS, start_TS, symbol_TL, ratio_CC = tables
     at_a, x_a, k_a = _open(words, word_B2, bound_B, a)
     at_b, x_b, k_b = _open(words, word_B2, bound_B, b)
     high_a, high_b, end_a, end_b = bound_B[a + 1], bound_B[b + 1], word_B2[a, 1], word_B2[b, 1]
@@ -223,12 +233,14 @@ def decode_pair(words, word_B2, blocks, a, b, tables, limit, at_K, class_K, step
     while k_a < high_a or k_b < high_b:
         if k_a < high_a:
             at_a, x_a, k_a, c_a, place_a = _pull_change(
-                words, at_a, end_a, x_a, k_a, high_a, c_a, place_a, base_a, a, size_BC, tables, limit, at_K, class_K, step_K
-            )
+                words, at_a, end_a, x_a, k_a, high_a, c_a, place_a, base_a, a, size_BC,
+                freq_TS, start_TS, symbol_TL, ratio_CC, limit, at_K, class_K, step_K,
+            )  # fmt: skip
         if k_b < high_b:
             at_b, x_b, k_b, c_b, place_b = _pull_change(
-                words, at_b, end_b, x_b, k_b, high_b, c_b, place_b, base_b, b, size_BC, tables, limit, at_K, class_K, step_K
-            )
+                words, at_b, end_b, x_b, k_b, high_b, c_b, place_b, base_b, b, size_BC,
+                freq_TS, start_TS, symbol_TL, ratio_CC, limit, at_K, class_K, step_K,
+            )  # fmt: skip
     if a != b:
         good_B[b] = k_b == high_b and at_b == end_b and x_b == _U1
     good_B[a] = k_a == high_a and at_a == end_a and x_a == _U1
