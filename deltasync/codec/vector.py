@@ -431,13 +431,16 @@ class _Reader:
         """Return the changes of blocks with wanted elements."""
         by_class = [] if self._tiled is None else self._tiled.decode(old)
         number_T = self.number_T if self._tiled is None else np.setdiff1d(self.number_T, self._tiled.tensors)
-        found = [*by_class, *self._decode(None if wanted is None else _spans(self._vector, number_T, wanted))]
+        by_gaps = self._decode(None if wanted is None else _spans(self._vector, number_T, wanted))
+        if self._tiled is not None and any(self._vector.count(part.at_K)[self._tiled.tensors].any() for part in by_gaps):
+            raise CorruptDataError("Payload changes a tensor by gaps and by classes.")
+        found = [*by_class, *by_gaps]
         if not found:
             return Sparse(np.empty(0, self._vector.index_dtype), np.empty(0, self._vector.bits_dtype))
         if len(found) == 1:
             return found[0]
         at_K, step_K = (np.concatenate(each) for each in zip(*found, strict=True))
-        if by_class and len(found) > len(by_class):  # gaps lie between the others
+        if by_class and by_gaps:  # they lie between each other
             order = np.argsort(at_K, kind="stable")
             return Sparse(at_K[order], step_K[order])
         return Sparse(at_K, step_K)
