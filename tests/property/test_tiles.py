@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync import codec
-from deltasync.codec import tiled, tiles
+from deltasync.codec import tiles
 from deltasync.codec.base import Encoded, Payload
 from deltasync.codec.tiles import Grid
 from deltasync.errors import CorruptDataError, ShareError, StageError
@@ -235,19 +235,6 @@ def test_small_tensors_and_few_changes_are_coded_for_every_shard(
     delta = decoded(payload, spec, memory.gather, memory.held)
     delta.apply("w", old_N)
     np.testing.assert_array_equal(old_N[7:107], new_N[7:107])
-
-
-def test_tiles_in_which_more_changes_have_tables_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "TILE", 1 << 12)
-    monkeypatch.setattr(tiled, "GROUP_CHANGED", 100)
-    spec = TensorSpec("w", "bfloat16", (256, 256))
-    (old_N, few_N), (_, many_N) = changed(spec, 0.01), changed(spec, 0.2)
-    new_N = np.where(np.arange(old_N.size) < old_N.size // 4, many_N, few_N)
-    payload = encoded(spec, old_N, new_N)
-    delta = decoded(payload, spec, lambda _: old_N)
-    np.testing.assert_array_equal(delta.of("w")[0].at_K, np.flatnonzero(old_N != new_N))
-    assert tiles_of(payload)["groups"] == [0, 4]
-    assert tiles_of(encoded(spec, old_N, few_N))["groups"] == [0]
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "x", "", "1e3", str(1 << 31), "9" * 40])
