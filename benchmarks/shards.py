@@ -18,6 +18,7 @@ import numpy as np
 from benchmarks import common
 from benchmarks.codec import simulate
 from deltasync import codec
+from deltasync.codec import tiles, vector
 from deltasync.kernels import cpu_diff
 from deltasync.live import LiveMemory, Segment
 from deltasync.tensors import Delta, Layout, Sparse, TensorSpec
@@ -39,9 +40,10 @@ def measure(shape: tuple[int, int]) -> dict[str, Any]:
         delta = Delta(Layout({"w": spec}), {spec.item_bytes: Sparse(index_K, step_K)})
         return codec.get(name).encode(delta, lambda _: (new_N, 0), {"w": _FINGERPRINT}, 2, 1).to_bytes()
 
-    vector = TensorSpec("w", "bfloat16", (spec.element_count,))
-    bodies = {"packed": encoded("packed", spec), "whole": encoded("context", vector), "tiles": encoded("context", spec)}
+    flat = TensorSpec("w", "bfloat16", (spec.element_count,))
+    bodies = {"packed": encoded("packed", spec), "whole": encoded("context", flat), "tiles": encoded("context", spec)}
     payload = codec.open_payload(bodies["tiles"])
+    cut = tiles.worth(spec, 0, spec.element_count, index_K.size, vector.BLOCK)
     workers = []
     for dim, ways in ((dim, ways) for ways in WAYS for dim in (0, 1) if ways > 1 or dim == 0):
         size = shape[dim] // ways
@@ -59,7 +61,7 @@ def measure(shape: tuple[int, int]) -> dict[str, Any]:
         workers.append({"by": "rows" if dim == 0 else "columns", "ways": ways, "share": share, "s": common.best_s(decode)})
     return {
         "shape": shape,
-        "ways": payload.patches["w"]["tiles"],
+        "ways": () if cut is None or cut.grid is None else cut.grid.ways,
         "bits": {name: 8 * len(body) / index_K.size for name, body in bodies.items()},
         "workers": workers,
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from deltasync.kernels.rans import SEGMENT_BITS, SEGMENTS, STATE_MIN, TABLE_BITS, TIME_BITS, TIME_END, TIME_START
+from deltasync.kernels.rans import RATIO, STATE_MIN, TABLE_BITS
 
 
 def bucket(value: int) -> tuple[int, int, int]:
@@ -29,15 +29,6 @@ def unzigzag(value: int, width: int) -> int:
     return magnitude if value & 1 else (1 << width) - magnitude
 
 
-def time_slot(time: int) -> int:
-    """Slots of the time distribution below `time`, 0 <= time <= TIME_END."""
-    segment = time >> SEGMENT_BITS
-    if segment == SEGMENTS:
-        return int(TIME_START[segment])
-    inside = time & (1 << SEGMENT_BITS) - 1
-    return int(TIME_START[segment]) + (inside * int(TIME_START[segment + 1] - TIME_START[segment]) >> SEGMENT_BITS)
-
-
 class Writer:
     """Collects (start, freq, bits) symbols in decoding order; `words` encodes them."""
 
@@ -53,35 +44,29 @@ class Writer:
             extra -= bits
             self._symbols.append((low >> extra & (1 << bits) - 1, 1, bits))
 
-    def moment(self, time: int, hazard: int) -> None:
-        """A change in an element of this hazard, `time` after the last one."""
-        while time >= TIME_END:
-            start = time_slot(TIME_END)
-            self._symbols.append((start, (1 << TIME_BITS) - start, TIME_BITS))
-            time -= TIME_END
-        start = time_slot(time)
-        self._symbols.append((start, time_slot(min(time + hazard, TIME_END)) - start, TIME_BITS))
-
     def words(self) -> np.ndarray:
         """The stream, uint32."""
         words: list[int] = []
-        x = STATE_MIN
+        x = 1
         for start, freq, bits in reversed(self._symbols):
             if x >> (64 - bits) >= freq:
                 words.append(x & 0xFFFFFFFF)
                 x >>= 32
             x = (x // freq << bits) + x % freq + start
-        return np.array([*reversed([*words, x >> 32, x & 0xFFFFFFFF])], np.uint32)
+        state = [x & 0xFFFFFFFF] if x < STATE_MIN else [x >> 32, x & 0xFFFFFFFF]
+        return np.array([*reversed([*words, *state])], np.uint32)
 
 
 class Reader:
     """Reads a stream. Raises ValueError where it is malformed."""
 
     def __init__(self, words: np.ndarray) -> None:
-        self._words: Iterator[int] = iter(words.tolist())
-        self._x = self._next() | self._next() << 32
-        if self._x < STATE_MIN:
+        if not words.size:
+            raise ValueError("no state")
+        self._x = words[0].item() | (words[1].item() << 32 if words.size > 1 else 0)
+        if self._x < STATE_MIN and words.size > 1:
             raise ValueError("state too small")
+        self._words: Iterator[int] = iter(words[2:].tolist())
 
     def number(self, freq: np.ndarray) -> int:
         """A number by the table `freq`, int[256]."""
@@ -100,39 +85,15 @@ class Reader:
             self._take(low, 1, bits)
         return value
 
-    def moment(self, hazard_R: np.ndarray) -> int:
-        """Which of the elements since the last change, of these hazards, is the next to change."""
-        origin = 0
-        while (slot := self._x & (1 << TIME_BITS) - 1) >= time_slot(TIME_END):
-            start = time_slot(TIME_END)
-            self._take(start, (1 << TIME_BITS) - start, TIME_BITS)
-            origin += TIME_END
-        begin = -origin
-        for index, hazard in enumerate(hazard_R.tolist()):
-            if begin + hazard > 0 and time_slot(min(begin + hazard, TIME_END)) > slot:
-                if begin < 0:
-                    raise ValueError("change in an element that the time has passed")
-                start = time_slot(begin)
-                self._take(start, time_slot(min(begin + hazard, TIME_END)) - start, TIME_BITS)
-                return index
-            begin += hazard
-        raise ValueError("change behind the last element")
-
     def finish(self) -> None:
         """Check that nothing is left."""
-        if self._x != STATE_MIN or next(self._words, None) is not None:
+        if self._x != 1 or next(self._words, None) is not None:
             raise ValueError("stream does not end where its symbols do")
 
     def _take(self, start: int, freq: int, bits: int) -> None:
         self._x = freq * (self._x >> bits) + (self._x & (1 << bits) - 1) - start
-        if self._x < STATE_MIN:
-            self._x = self._x << 32 | self._next()
-
-    def _next(self) -> int:
-        word = next(self._words, None)
-        if word is None:
-            raise ValueError("stream too short")
-        return word
+        if self._x < STATE_MIN and (word := next(self._words, None)) is not None:
+            self._x = self._x << 32 | word
 
 
 def encode_packed(index_K: np.ndarray, step_K: np.ndarray, gap_freq: np.ndarray, step_freq: np.ndarray) -> np.ndarray:
@@ -163,40 +124,72 @@ def decode_packed(
     return index_K, step_K
 
 
+def members(field_R: np.ndarray, rows: list[tuple[int, int, int]]) -> list[list[int]]:
+    """The elements of a block that are of each class (first and last value of the field, level)."""
+    return [np.flatnonzero((field_R >= first) & (field_R <= last)).tolist() for first, last, _ in rows]
+
+
 def encode_context(
-    class_R: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, hazard_C: np.ndarray, freq_C: np.ndarray
+    field_R: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, rows: list[tuple[int, int, int]], freq_TS: np.ndarray
 ) -> np.ndarray:
     """Words of one block.
 
     Args:
-        class_R: Class of the old value of each element of the block.
+        field_R: Field of the old value of each element of the block.
         index_K: Indices of the changes, counted from the block's start.
         step_K: Their steps.
-        hazard_C: Hazard of each class in this block.
-        freq_C: Step table of each class, shape [C, 256].
+        rows: The classes by descending level.
+        freq_TS: The table of gaps and that of steps of each class.
     """
-    writer, after = Writer(), 0
-    for index, step in zip(index_K.tolist(), step_K.tolist(), strict=True):
-        writer.moment(int(hazard_C[class_R[after:index]].sum()), int(hazard_C[class_R[index]]))
-        writer.number(zigzag(step, 8 * step_K.itemsize), freq_C[class_R[index]])
-        after = index + 1
+    held = members(field_R, rows)
+    step = dict(zip(index_K.tolist(), step_K.tolist(), strict=True))
+    writer = Writer()
+    c = next((c for c, member in enumerate(held) if member), len(held) - 1)
+    after = 0
+    for to, member in enumerate(held):
+        for at, index in enumerate(member):
+            if index not in step:
+                continue
+            gap = at - after
+            if to != c:
+                between = sum(len(held[d]) * int(RATIO[rows[c][2] - rows[d][2]]) // 256 for d in range(c + 1, to))
+                gap = len(held[c]) - after + between + (at + 1) * int(RATIO[rows[c][2] - rows[to][2]]) // 256 - 1
+            writer.number(gap, freq_TS[2 * c])
+            writer.number(zigzag(step[index], 8 * step_K.itemsize), freq_TS[2 * to + 1])
+            c, after = to, at + 1
     return writer.words()
 
 
 def decode_context(
-    words: np.ndarray, count: int, dtype: np.dtype, class_R: np.ndarray, hazard_C: np.ndarray, freq_C: np.ndarray
+    words: np.ndarray,
+    count: int,
+    dtype: np.dtype,
+    field_R: np.ndarray,
+    rows: list[tuple[int, int, int]],
+    freq_TS: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inverse of `encode_context`.
+    """Inverse of `encode_context`: ascending indices, and steps.
 
     Raises:
         ValueError: malformed.
     """
-    reader, after = Reader(words), 0
-    index_K, step_K = np.empty(count, np.int64), np.empty(count, dtype)
-    for k in range(count):
-        index = after + reader.moment(hazard_C[class_R[after:]])
-        index_K[k] = index
-        step_K[k] = unzigzag(reader.number(freq_C[class_R[index]]), 8 * dtype.itemsize)
-        after = index + 1
+    held = members(field_R, rows)
+    reader, found = Reader(words), {}
+    c = next((c for c, member in enumerate(held) if member), len(held) - 1)
+    after = 0
+    for _ in range(count):
+        gap = reader.number(freq_TS[2 * c])
+        ends = [(c, after + gap)] if gap < len(held[c]) - after else []
+        gap -= len(held[c]) - after
+        for d in range(c + 1, len(held)):  # obvious, and slow: every element says which gap leads to it
+            ratio = int(RATIO[rows[c][2] - rows[d][2]])
+            ends += [(d, x) for x in range(len(held[d])) if (x + 1) * ratio // 256 - 1 == gap]
+            gap -= len(held[d]) * ratio // 256
+        if len(ends) != 1:
+            raise ValueError("a gap that leads to no element")
+        ((c, at),) = ends
+        after = at + 1
+        found[held[c][at]] = unzigzag(reader.number(freq_TS[2 * c + 1]), 8 * dtype.itemsize)
     reader.finish()
-    return index_K, step_K
+    index_K = np.array(sorted(found), np.int64)
+    return index_K, np.array([found[index] for index in index_K.tolist()], dtype)

@@ -6,7 +6,9 @@ It is slow and made to be compared with the page, section by section.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import re
 import struct
 from pathlib import Path
@@ -35,7 +37,8 @@ DTYPES = {
 Model = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
 Record = dict[str, Any]
 Decoded = tuple[dict[str, np.ndarray], dict[str, str]]  # bits of each changed tensor, and its fingerprint
-VECTOR_ENTRIES = ("counts", "fingerprints", "blocks", "tables", "words")
+BLOCK_ENTRIES = ("blocks", "tables", "words")
+TILE_ENTRIES = ("tiles", "tile_tables", "tile_words")
 Entry = tuple[str, tuple[int, ...], bytes]
 
 
@@ -310,7 +313,7 @@ class Channel:
             check(metadata["version"] == str(record["version"]), "payload version")
             check(metadata["base_version"] == str(record["base"]["version"]), "payload base")
             check(delta["codec"] in ("raw", "packed", "context"), delta["codec"])
-            decode = {"raw": self.raw, "packed": self.vectors, "context": self.blocks}[delta["codec"]]
+            decode = {"raw": self.raw, "packed": self.vectors, "context": self.vectors}[delta["codec"]]
             found, digests = decode(before, metadata, entries)
             check(found.keys() == digests.keys(), "tensors")
             here_count = 0
@@ -355,7 +358,7 @@ class Channel:
         for width, row in json.loads(metadata["vectors"]).items():
             names = [name for name, (dtype, _) in self.table.items() if DTYPES[dtype][0] == 8 * int(width)]
             old = np.concatenate([model[name][2] for name in names])
-            part = {entry: entries.pop(f".{width}.{entry}") for entry in VECTOR_ENTRIES}
+            part = {entry: entries.pop(f".{width}.{entry}") for entry in ("counts", "fingerprints")}
             first, count = row["tensor"], row["tensors"]
             flags = np.ones(count, np.uint8)
             if f".{width}.tensors" in entries:
@@ -367,7 +370,18 @@ class Channel:
             counts = array(part["counts"], "int32" if len(old) < 2**31 else "int64", (len(changed),))
             said |= {name: int(value) for name, value in zip(changed, counts, strict=True)}
             digests |= {name: f"{int(value):016x}" for name, value in zip(changed, after, strict=True)}
-            flat[width] = self.vector(old, row, part, block_elements, int(width))
+            flat[width] = old.copy()
+            if "blocks" in row:
+                part = {entry: entries.pop(f".{width}.{entry}") for entry in BLOCK_ENTRIES}
+                flat[width] = self.vector(old, row, part, block_elements, int(width))
+            if "tiles" in row:
+                part = {entry: entries.pop(f".{width}.{entry}") for entry in TILE_ENTRIES}
+                part |= {entry: entries.pop(f".{width}.{entry}", None) for entry in ("tiled", "ranges")}
+                sizes = int(metadata["tile_elements"]), block_elements
+                for name, new in self.tiles(model, changed, row["tiles"], part, sizes, said).items():
+                    at = sum(len(model[other][2]) for other in names[: names.index(name)])
+                    check((flat[width][at : at + len(new)] == old[at : at + len(new)]).all(), name, "twice")
+                    flat[width][at : at + len(new)] = new
             at = 0
             for name in names:
                 size = len(model[name][2])
@@ -419,74 +433,75 @@ class Channel:
         check(not words and not groups and at == len(tables), "words, groups or tables left")
         return new
 
-    def blocks(self, model: Model, metadata: dict[str, str], entries: dict) -> Decoded:
-        patches = json.loads(metadata["patches"])
-        block_elements = int(metadata["block_elements"])
-        check(1 <= block_elements <= 2**30, "block_elements")
-        dense = {name for name in patches if patches[name].get("dense")}
-        check(not dense & {".words", ".blocks", ".tables", ".record", "__metadata__"}, "name of a dense tensor")
-        found = {}
-        for name in dense:
-            mark, dtype, shape = patches[name]["dense"], *model[name][:2]
-            found[name] = array(entries[name], dtype, shape) if mark is True else planes(entries[name], mark, dtype, shape)
-        check(entries.keys() == dense | {".words", ".blocks", ".tables"}, "entries")
-        words = array(entries[".words"], "int32", (-1,)).tolist()
-        blocks = {name: places(patches[name], model[name][1], block_elements) for name in patches if name not in dense}
-        shape = (sum(map(len, blocks.values())), 3)
-        rows = block_rows(entries[".blocks"], metadata.get("block_planes"), shape).tolist()
-        tables = array(entries[".tables"], "uint8", (-1,)).tobytes()
-        groups, at = [], 0
-        while at < len(tables):
-            group, at = context_tables(tables, at)
-            groups.append(group)
-        for name in patches:
-            if name in dense:
-                continue
+    def tiles(
+        self, model: Model, changed: list[str], row: dict, part: dict, sizes: tuple[int, int], said: dict[str, int]
+    ) -> dict[str, np.ndarray]:
+        check(all(1 <= size <= 2**30 for size in sizes), "size of a tile or block")
+        flags = np.ones(len(changed), np.uint8)
+        if part["tiled"] is not None:
+            flags = np.unpackbits(array(part["tiled"], "uint8", (-(-len(changed) // 8),)), bitorder="little")
+        check(not flags[len(changed) :].any(), "bitmap of tiles")
+        names = [changed[at] for at in np.flatnonzero(flags)]
+        ranges = [[0, elements(self.table[name][1])] for name in names]
+        if part["ranges"] is not None:
+            ranges = array(part["ranges"], "int64", (len(names), 2)).astype(np.int64).tolist()
+        blocks = [places(self.table[name][1], *span, *sizes) for name, span in zip(names, ranges, strict=True)]
+        shape = (sum(map(len, blocks)), 2)
+        rows = block_rows(part["tiles"], None if row["planes"] is None else json.dumps(row["planes"]), shape).tolist()
+        words = array(part["tile_words"], "int32", (-1,)).tolist()
+        tables, at = array(part["tile_tables"], "uint8", (-1,)).tobytes(), 0
+        groups = list(row["groups"])
+        check(groups == sorted(set(groups)) and groups[:1] == [0] and groups[-1] < len(rows), "groups")
+        found, number = {}, 0
+        for name, cut in zip(names, blocks, strict=True):
             dtype, _, old = model[name]
-            new, left = old.copy(), patches[name]["changed"]
-            for at in blocks[name]:
-                block = old[at].tolist()
-                changed, used, *level = rows.pop(0)
-                check(0 <= changed <= len(block) and 0 <= used <= len(words), "block")
-                left -= changed
-                if not changed:
+            width, _, shift, mask = DTYPES[dtype]
+            found[name], left = old.copy(), said[name]
+            for block in cut:
+                if groups[:1] == [number]:
+                    groups.pop(0)
+                    classes, at = class_tables(tables, at)
+                changes, used = rows[number]
+                number += 1
+                check(0 <= changes <= len(block) and 0 <= used <= len(words), "block")
+                left -= changes
+                if not changes:
                     check(used == 0, "words of a block without changes")
                     continue
                 stream = Stream(words[:used])
                 del words[:used]
-                group = groups[patches[name]["group"]]
-                by_gaps = isinstance(group, list)
-                decode = packed_block if by_gaps else context_block
-                kind = [DTYPES[dtype][0]] if by_gaps else [dtype, *level]
-                for index, step in decode(stream, group, block, changed, *kind):
-                    check(index < len(block), "index outside its block")
-                    new[at[index]] = (block[index] + step) % 2 ** DTYPES[dtype][0]
+                held = (old[block] >> np.asarray(shift, old.dtype)) & np.asarray(mask, old.dtype)
+                for index, step in class_block(stream, classes, held.tolist(), changes, width):
+                    found[name][block[index]] = (int(old[block[index]]) + step) % 2**width
                 stream.end()
             check(left == 0, name, "changed")
-            found[name] = new
-        check(not rows and not words, "blocks or words left")
-        return found, {name: patch["fingerprint"] for name, patch in patches.items()}
+        check(not words and not groups and at == len(tables), "words, groups or tables left")
+        return found
 
 
-def places(patch: dict, shape: tuple[int, ...], block_elements: int) -> list[np.ndarray]:
-    """The elements of each block that a payload has of a tensor."""
-    count = elements(shape)
-    low, high = patch.get("range", [0, count])
-    check(0 <= low <= high <= count and not {"range", "blocks"} <= patch.keys(), "range")
-    if "tiles" not in patch:
-        edges = [*range(low, high, block_elements), high]
-        start, stop = patch.get("blocks", [0, len(edges) - 1])
-        check(0 <= start <= stop < len(edges), "blocks")
-        return [np.arange(edges[b], edges[b + 1]) for b in range(start, stop)]
-    check("blocks" not in patch and len(shape) >= 2 and low < high, "tiles")
-    down, across = patch["tiles"]
+def places(shape: tuple[int, ...], start: int, stop: int, tile: int, block: int) -> list[np.ndarray]:
+    """The elements of each block of a range of a tensor."""
+    check(0 <= start < stop <= elements(shape), "range")
+    rows_of_blocks = [np.arange(first, min(first + block, stop)) for first in range(start, stop, block)]
+    if len(shape) < 2:
+        return rows_of_blocks
     rows, columns = shape[-2:]
-    height = min(rows, (high - low) // columns)
+    height = min(rows, (stop - start) // columns)
     # all of one matrix or more, or some rows of one
-    check(low % columns == 0 and height > 0 and (high - low) % (height * columns) == 0, "range of tiles")
-    check(low // columns % rows + height <= rows, "range of tiles")
-    check(1 <= down <= 16 and 1 <= across <= 16 and height % down == 0 and columns % across == 0, "tiles")
-    found = np.arange(low, high).reshape(-1, down, height // down, across, columns // across)
+    if start % columns or not height or (stop - start) % (height * columns) or start // columns % rows + height > rows:
+        return rows_of_blocks
+    w = next((w for w in (16, 8, 4) if rows * columns >= tile * w**2), 2)
+    down, across = math.gcd(w, rows), math.gcd(w, columns)
+    band, first = rows // down, start // columns % rows
+    if first % band == 0 and height % band == 0:
+        down = height // band
+    elif first // band == (first + height - 1) // band:
+        down = 1
+    else:
+        return rows_of_blocks
+    if down * across == 1:
+        return rows_of_blocks
+    found = np.arange(start, stop).reshape(-1, down, height // down, across, columns // across)
     return list(found.swapaxes(2, 3).reshape(-1, height * columns // (down * across)))
 
 
@@ -638,13 +653,13 @@ def symbol_table(data: bytes, at: int) -> tuple[SymbolTable, int]:
 
 class Stream:
     def __init__(self, words: list[int]) -> None:
-        check(len(words) >= 2, "stream without a state")
-        self.x = words[0] | words[1] << 32
-        check(self.x >= 2**32, "state")
+        check(len(words) >= 1, "stream without a state")
+        self.x = words[0] + sum(word << 32 for word in words[1:2])
+        check(self.x >= 2**32 or len(words) == 1, "state")
         self.words = words[2:][::-1]
 
     def end(self) -> None:
-        check(self.x == 2**32 and not self.words, "end of a stream")
+        check(self.x == 1 and not self.words, "end of a stream")
 
     def slot(self, n: int) -> int:
         return self.x % 2**n
@@ -652,8 +667,7 @@ class Stream:
     def take(self, n: int, start: int, freq: int) -> None:
         check(start <= self.slot(n) < start + freq, "slot")
         self.x = freq * (self.x >> n) + self.slot(n) - start
-        if self.x < 2**32:
-            check(bool(self.words), "stream too short")
+        if self.x < 2**32 and self.words:
             self.x = self.x << 32 | self.words.pop()
 
     def number(self, table: SymbolTable) -> int:
@@ -710,67 +724,44 @@ def integer_root(value: int, degree: int) -> int:
     return low
 
 
-R = [integer_root(2 ** (448 - i), 16) for i in range(16)]
-KNOTS = [2**28 - (R[j % 16] >> (j // 16)) for j in range(65)]
-HAZARDS = [integer_root(2**q, 8) for q in range(177)]
-END = 2**22
+RATIOS = [integer_root(2 ** (64 + j), 8) for j in range(161)]
+Class = tuple[int, int, int, SymbolTable, SymbolTable]  # first and last value, level, gaps, steps
 
 
-def survival(t: int) -> int:
-    """S(t)"""
-    j = t >> 16
-    return KNOTS[j] if t == j << 16 else KNOTS[j] + (((t - (j << 16)) * (KNOTS[j + 1] - KNOTS[j])) >> 16)
+def class_tables(data: bytes, at: int) -> tuple[list[Class], int]:
+    count = data[at] + 1
+    rows = [tuple(data[at + 1 + 3 * c : at + 4 + 3 * c]) for c in range(count)]
+    check(all(first <= last and level <= 160 for first, last, level in rows), "class")
+    check(all(one[1] < other[0] for one, other in itertools.pairwise(rows)), "order of classes")
+    at += 1 + 3 * count
+    found = []
+    for row in sorted(rows, key=lambda row: -row[2]):
+        gaps, at = symbol_table(data, at)
+        steps, at = symbol_table(data, at)
+        found.append((*row, gaps, steps))
+    return found, at
 
 
-ByClass = tuple[dict[int, int], dict[int, int], list[SymbolTable]]
-
-
-def context_tables(data: bytes, at: int) -> tuple[ByClass | list[SymbolTable], int]:
-    if data[at : at + 2] == b"\xff\xff":
-        return packed_tables(data, at + 2)
-    first, classes = data[at], range(data[at], data[at] + data[at + 1] + 1)
-    check(classes[-1] <= 255, "class", first)
-    at += 2
-    levels = dict(zip(classes, data[at : at + len(classes)], strict=True))
-    at += len(classes)
-    count, at = data[at], at + 1
-    numbers = dict(zip(classes, data[at : at + len(classes)], strict=True))
-    at += len(classes)
-    check(max(levels.values()) <= 176 and 1 <= count <= 64 and max(numbers.values()) < count, "group")
-    steps = []
-    for _ in range(count):
-        table, at = symbol_table(data, at)
-        steps.append(table)
-    return (levels, numbers, steps), at
-
-
-def context_block(
-    stream: Stream,
-    group: ByClass,
-    old: list[int],
-    changed: int,
-    dtype: str,
-    block_level: int,
-) -> list[tuple[int, int]]:
-    levels, numbers, steps = group
-    _, _, shift, mask = DTYPES[dtype]
-    found, index = [], 0
-    for _ in range(changed):
-        t = 0  # when element `index` begins
-        slot = stream.slot(28)
-        while True:
-            check(index < len(old), "no element owns the slot")
-            c = (old[index] >> shift) & mask
-            h = HAZARDS[min(max(levels.get(c, 0) + block_level, 0), 176)]
-            if slot >= survival(END):
-                # the next change is not before END: every element's time is that much less
-                stream.take(28, survival(END), 2**28 - survival(END))
-                slot, t = stream.slot(28), t - END
-            elif 0 <= t < END and survival(t) <= slot < survival(min(t + h, END)):
-                stream.take(28, survival(t), survival(min(t + h, END)) - survival(t))
-                break
-            else:
-                index, t = index + 1, t + h
-        found.append((index, stream.step(steps[numbers.get(c, 0)], DTYPES[dtype][0])))
-        index += 1
+def class_block(stream: Stream, classes: list[Class], held: list[int], changes: int, bits: int) -> list[tuple[int, int]]:
+    """Index and step of each change of a block whose elements have these fields."""
+    members = [[index for index, value in enumerate(held) if first <= value <= last] for first, last, *_ in classes]
+    c = next((c for c, member in enumerate(members) if member), len(classes) - 1)
+    found, after = [], 0  # elements of class c from `after` on may be next
+    for _ in range(changes):
+        gap, begun = stream.number(classes[c][3]), c
+        if gap < len(members[c]) - after:
+            at = after + gap
+        else:
+            gap -= len(members[c]) - after
+            while True:
+                c += 1
+                check(c < len(classes), "gap beyond the last class")
+                ratio = RATIOS[classes[begun][2] - classes[c][2]]
+                if gap < len(members[c]) * ratio >> 8:
+                    break
+                gap -= len(members[c]) * ratio >> 8
+            at = next(x for x in range(len(members[c])) if (x + 1) * ratio >> 8 > gap)
+            check((at + 1) * ratio >> 8 == gap + 1, "gap between two elements")
+        after = at + 1
+        found.append((members[c][at], stream.step(classes[c][4], bits)))
     return found

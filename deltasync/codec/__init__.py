@@ -12,24 +12,22 @@ from deltasync.codec.base import OldBits, Wanted, open_payload
 from deltasync.errors import UnsupportedFormatError
 
 if TYPE_CHECKING:
-    from deltasync.codec.blocks import BlockCodec
     from deltasync.codec.raw import RawCodec
     from deltasync.codec.vector import VectorCodec
 
-    Codec: TypeAlias = VectorCodec | BlockCodec | RawCodec
+    Codec: TypeAlias = VectorCodec | RawCodec
 
 __all__ = ["OldBits", "Wanted", "base", "dense", "get", "open_payload"]
 
 
 @functools.cache
 def _codecs() -> dict[str, Codec]:
-    from deltasync.codec.blocks import BlockCodec
     from deltasync.codec.raw import RawCodec
     from deltasync.codec.vector import VectorCodec
 
     return {
-        "packed": VectorCodec(),
-        "context": BlockCodec(),
+        "packed": VectorCodec("packed", needs_old=False),
+        "context": VectorCodec("context", needs_old=True),
         "raw": RawCodec(),
     }
 

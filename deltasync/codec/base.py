@@ -7,9 +7,9 @@ The `__metadata__` of a payload holds strings only:
     version, base_version   decimal
     changed       decimal: number of changed elements
 
-A codec adds metadata of its own. `raw` and `context` add
+A codec adds metadata of its own. `raw` adds
 
-    patches       JSON: {tensor name: {"changed": K, "fingerprint": 16 hex digits after the delta, ...codec's own fields}}
+    patches       JSON: {tensor name: {"changed": K, "fingerprint": 16 hex digits after the delta}}
 
 Tensors that did not change are not named. No payload has an entry `.record`: a record that
 contains a payload keeps its document there (`channel.record`).
@@ -36,8 +36,6 @@ from deltasync.tensors.delta import joined, of_tensor
 if TYPE_CHECKING:
     import torch
 
-    from deltasync.kernels.rans import Blocks
-
 FORMAT = "deltasync/2"
 
 RECORD = ".record"
@@ -54,36 +52,6 @@ _ITEM_BYTES = {entry: ITEM_BYTES[name] for name, entry in SAFETENSORS_DTYPES.ite
 OldBits = Callable[[str], np.ndarray]  # flat bits of a tensor before the delta, by its name
 NewBits = Callable[[str], tuple[np.ndarray, int]]  # the new flat bits of a tensor's range, by its name; its first element
 Wanted = Callable[[str], Sequence[Region] | None]  # the regions of a tensor to decode, by its name; None for all of it
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Change:
-    """The changes in one tensor or in a range of one, and the blocks of that range.
-
-    Attributes:
-        index_K: Flat indices in the tensor, with `context` in the range, ascending in each block; `blocks` counts alike.
-        step_K: New minus old bit patterns, modulo 2**width.
-        new: New bit patterns of the range.
-        fingerprint: Fingerprint of the whole tensor after the delta, 16 hex digits.
-        start: First element of the range.
-        ways: Rows and columns of tiles if the blocks are tiles.
-        by_gaps: Whether it is coded as `packed` does.
-    """
-
-    spec: TensorSpec
-    index_K: np.ndarray
-    step_K: np.ndarray
-    new: np.ndarray
-    fingerprint: str
-    start: int
-    blocks: Blocks
-    ways: tuple[int, int] | None = None
-    by_gaps: bool = False
-
-    @property
-    def whole(self) -> bool:
-        """Whether the range is the whole tensor."""
-        return self.new.size == self.spec.element_count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +100,7 @@ class Payload:
 
     @functools.cached_property
     def patches(self) -> Mapping[str, Mapping[str, Any]]:
-        """The table of patches of `raw` and `context`.
+        """The table of patches of `raw`.
 
         Raises:
             CorruptDataError: it is malformed, or its counts do not add up.

@@ -1,21 +1,22 @@
 """Tiles: `context` cuts matrices so that a worker with an even shard of one decodes it from what it holds.
 
 The last two dimensions of a tensor are a matrix, which is cut into rows of tiles of one shape. Tiles follow each other by
-matrix, then by row of tiles, then from left to right. Each is a block; its elements follow each other by row.
+matrix, then by row of tiles, then from left to right. Each is a block; its elements follow each other by row. The cut
+follows from the shape, the range that a payload has, and the metadata `tile_elements`. What has no tiles is cut into rows
+of `block_elements` elements.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
 import numpy as np
 
-from deltasync.kernels import counts
-from deltasync.kernels.rans import Blocks
-from deltasync.tensors import Region, TensorSpec
+from deltasync.tensors import Region, TensorSpec, region_end, region_size
 
 TILE = 1 << 14
 """Fewest elements of a tile in a matrix of more than four tiles."""
@@ -24,9 +25,81 @@ SMALL = 4 * TILE
 LEAST = 1 << 12
 """Fewest elements of a matrix that has tiles. The smallest matrices have four, however small these are."""
 FEW = 10
-"""With fewer changes per tile, gaps take less: about 7 bits more for each change, without the about 70 bits of a tile."""
+"""With fewer changes per block, gaps take less."""
 
 MOST_WAYS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """The blocks of a range of a tensor.
+
+    Attributes:
+        start, stop: The range: its first element, and the one behind its last.
+        grid: Its tiles, or None: it is cut into rows of `size` elements.
+        size: See `grid`.
+    """
+
+    start: int
+    stop: int
+    grid: Grid | None
+    size: int
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return -(-(self.stop - self.start) // self.size) if self.grid is None else self.grid.count
+
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the table of blocks, int64[B, 4], and of bands of blocks, int64[G, 6]. Neither must be mutated.
+
+        A block: first element, columns, elements from row to row, rows. A band is for `kernels.classes.regroup`, in
+        elements of the tensor.
+        """
+        return _tables(self) if self.count <= _MOST_KEPT else _tables.__wrapped__(self)
+
+    def chosen(self, regions: Sequence[Region], element_count: int) -> np.ndarray | None:
+        """Return the numbers of the blocks to decode for these regions of the tensor, ascending.
+
+        None if that needs old bits outside of them.
+        """
+        if sum(map(region_size, set(regions))) in (0, element_count):
+            first_B, columns_B, stride_B, rows_B = self.tables()[0].T
+            end_B = first_B + (rows_B - 1) * stride_B + columns_B
+            range_R2 = np.array([(region[0], region_end(region)) for region in regions], np.int64).reshape(-1, 2)
+            low_RB, high_RB = (np.clip(range_R2[:, side, None], first_B, end_B) for side in (0, 1))
+            return np.flatnonzero(np.any(high_RB > low_RB, axis=0))
+        return None if self.grid is None else self.grid.held(regions)
+
+
+_MOST_KEPT = 1 << 12  # blocks of a cut whose tables are kept
+
+
+@functools.lru_cache(maxsize=256)
+def _tables(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
+    if cut.grid is not None:
+        return cut.grid.tables()
+    first_B = np.arange(cut.start, cut.stop, cut.size, dtype=np.int64)
+    size_B, one_B = np.minimum(cut.size, cut.stop - first_B), np.ones_like(first_B)
+    bands = first_B, size_B, size_B, one_B, one_B, np.arange(first_B.size)
+    return np.stack((first_B, size_B, size_B, one_B), axis=1), np.stack(bands, axis=1)
+
+
+@functools.lru_cache(maxsize=4096)
+def cut(shape: tuple[int, ...], start: int, stop: int, tile: int, block: int) -> Cut:
+    """Cut elements `start` to `stop` of a tensor of this shape."""
+    return Cut(start, stop, Grid.fit(shape, start, stop, tile), block)
+
+
+def worth(spec: TensorSpec, start: int, stop: int, changed: int, block: int) -> Cut | None:
+    """Return the cut of a range with so many changes, or None if it is to be coded by gaps."""
+    found = cut(spec.shape, start, stop, TILE, block)
+    if found.grid is None:
+        large = spec.element_count >= SMALL
+    else:
+        _, height, width = found.grid.shape
+        large = height * width >= max(LEAST, 0 if found.grid.square else SMALL)
+    return found if large and changed >= FEW * found.count else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,34 +119,35 @@ class Grid:
     tile: tuple[int, int, int]
 
     @classmethod
-    def cut(cls, spec: TensorSpec, start: int, stop: int, ways: tuple[int, int]) -> Self | None:
+    def cut(cls, shape: tuple[int, ...], start: int, stop: int, ways: tuple[int, int]) -> Self | None:
         """Cut elements `start` to `stop` into `ways`, rows and columns of tiles in each matrix; None if that is not even."""
-        if len(spec.shape) < 2 or start >= stop or not 1 <= min(ways) <= max(ways) <= MOST_WAYS:
+        if len(shape) < 2 or start >= stop:
             return None
-        height, width = spec.shape[-2:]
+        height, width = shape[-2:]
         matrix, row = divmod(start // width, height)
         rows = min(height, (stop - start) // width)
         count = (stop - start) // (rows * width) if rows else 0
         even = start % width == 0 and count * rows * width == stop - start and rows % ways[0] == width % ways[1] == 0
         if not even or row + rows > height:
             return None
-        shape = math.prod(spec.shape[:-2]), height, width
-        return cls(shape, (matrix, row, 0), (count, *ways), (1, rows // ways[0], width // ways[1]))
+        return cls(
+            (math.prod(shape[:-2]), height, width), (matrix, row, 0), (count, *ways), (1, rows // ways[0], width // ways[1])
+        )
 
     @classmethod
-    def fit(cls, spec: TensorSpec, start: int, stop: int) -> Self | None:
-        """Return the tiles into which a writer cuts a range; None if it stays in one piece.
+    def fit(cls, shape: tuple[int, ...], start: int, stop: int, tile: int) -> Self | None:
+        """Return the tiles into which a range is cut; None if it stays in one piece.
 
-        They depend on the shape of the tensor: up to 16 by 16 in a matrix of 4 M elements or more, 8 by 8 from 1 M on. A
-        range has whole rows of them, or a part of one row: a trainer may be sharded in another way than its replicas.
+        A matrix has w by w tiles, w the greatest of 4, 8 and 16 for which each has at least `tile` elements, or 2, as far
+        as w divides the sides. The range has whole rows of tiles, or a part of one row: a trainer may be sharded in another
+        way than its replicas.
         """
-        whole = cls.cut(spec, start, stop, (1, 1))
-        if whole is None or (size := whole.shape[1] * whole.shape[2]) < LEAST:
+        whole = cls.cut(shape, start, stop, (1, 1))
+        if whole is None:
             return None
-        most = min(MOST_WAYS, 1 << max(1, math.isqrt(size // TILE).bit_length() - 1))
+        size = whole.shape[1] * whole.shape[2]
+        most = min(MOST_WAYS, 1 << max(1, math.isqrt(size // tile).bit_length() - 1))
         down, across = (math.gcd(most, side) for side in whole.shape[1:])
-        if size < SMALL and (down, across) != (2, 2):
-            return None  # coded by gaps, which any shard decodes
         band, row, rows = whole.shape[1] // down, whole.first[1], whole.tile[1]
         if row % band == rows % band == 0:
             down = rows // band
@@ -81,7 +155,12 @@ class Grid:
             down = 1
         else:
             return None
-        return cls.cut(spec, start, stop, (down, across)) if down * across > 1 else None
+        return cls.cut(shape, start, stop, (down, across)) if down * across > 1 else None
+
+    @property
+    def square(self) -> bool:
+        """Whether a whole matrix has two tiles in both directions, or more."""
+        return self.shape[1] % 2 == self.shape[2] % 2 == 0
 
     @property
     def ways(self) -> tuple[int, int]:
@@ -98,33 +177,16 @@ class Grid:
         """Number of elements of a tile."""
         return math.prod(self.tile)
 
-    def blocks(self, bound_B: np.ndarray) -> Blocks:
-        """Return the tiles as blocks, in flat indices of the tensor; `bound_B` is as in `Blocks`."""
-        (base_G, width), (_, rows, columns) = self._bands(), self.tile
-        base_B = (base_G[:, None] + np.arange(self.counts[2]) * columns).reshape(-1)
-        return Blocks(base_B, base_B + ((rows - 1) * width + columns), bound_B, columns, width)
-
-    def by_tiles(self, index_K: np.ndarray, step_K: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sort ascending changes of the range by tile; return them and the first one of each tile (`Blocks.bound_B`)."""
-        base_G, width = self._bands()
-        bound_G = np.append(np.searchsorted(index_K, base_G), index_K.size)
-        across, columns = self.counts[2], self.tile[2]
-        index_K, step_K, bound_GC = counts.regroup(bound_G, base_G, across, width, columns, index_K, step_K)
-        return index_K, step_K, np.append(bound_GC, index_K.size)
-
-    def ascending(
-        self, at_B: np.ndarray, bound_B: np.ndarray, index_K: np.ndarray, step_K: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Undo `by_tiles` for the tiles with the numbers `at_B`, ascending; `bound_B` is as in `Blocks`."""
-        base_G, width = self._bands()
-        bound_G = bound_B[np.searchsorted(at_B, np.arange(base_G.size + 1) * self.counts[2])]
-        return counts.regroup(bound_G, base_G, self.tile[1], width, None, index_K, step_K)[:2]
-
-    def _bands(self) -> tuple[np.ndarray, int]:
-        """Return where the rows of tiles begin, as flat indices of the tensor, and the length of a row of the matrix."""
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `Cut.tables`."""
         matrix_M, row_R, _ = (edge_E[:-1] for edge_E in self._edges())
         _, height, width = self.shape
-        return ((matrix_M[:, None] * height + row_R) * width).reshape(-1), width
+        first_G = ((matrix_M[:, None] * height + row_R) * width).reshape(-1)
+        (_, rows, columns), across = self.tile, self.counts[2]
+        first_B = (first_G[:, None] + np.arange(across) * columns).reshape(-1)
+        blocks = np.stack(np.broadcast_arrays(first_B, columns, width, rows), axis=1)
+        number_G = np.arange(first_G.size) * across
+        return blocks, np.stack(np.broadcast_arrays(first_G, width, columns, across, rows, number_G), axis=1)
 
     def held(self, regions: Iterable[Region]) -> np.ndarray | None:
         """Return the numbers of the tiles that these regions cover, ascending.

@@ -1,4 +1,4 @@
-"""`packed`: positions as gaps, and ULP steps, entropy coded block by block over whole vectors; decoding needs no old values.
+"""`packed` and `context`: positions as gaps, and ULP steps, entropy coded block by block over whole vectors.
 
 A *vector* is all elements of one width, in the order of the channel's tensor table (`tensors.layout`). For each width W in
 bytes of which elements changed, a payload has
@@ -12,7 +12,8 @@ bytes of which elements changed, a payload has
     .W.words         int32[words]         the streams of all blocks, in order; bit patterns of unsigned 32-bit words
 
 and its metadata `vectors` is JSON: {"W": {"tensor": first tensor of the bitmap, "tensors": T, "block": first block,
-"blocks": B, "groups": the first block of each group, from 0 on, ascending, "planes": sizes or null}}. A block has
+"blocks": B, "groups": the first block of each group, from 0 on, ascending, "planes": sizes or null}}. If nothing is coded
+so, the last three entries and all from "block" on are absent. A block has
 `block_elements` positions (metadata, decimal; 1 to 2**30); the last one of a vector has what is left. A block without
 changes has no words. If there are `planes`, `.W.blocks` is uint8: the differences from row to row (of the first row, from
 0), column by column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into planes of these sizes (`dense`).
@@ -26,6 +27,23 @@ A number is coded as a bucket, 12 bits of the state by the group's table, and ex
 Bucket s from 16 on holds the numbers from (4 + s % 4) << e to ((5 + s % 4) << e) - 1 with e = s // 4 - 2. Their low e bits
 follow from the top, in groups of 24 and a last one of what is left, each a uniform symbol (start = value, freq = 1, bits =
 size of the group).
+
+With `context`, tensors of which enough changes are cut into blocks of their own, which are decoded with their old bits. If
+there are any, the row of the vector has "tiles": {"groups": as above, "planes": as above}, and the payload has
+
+    .W.tiled         uint8[ceil(n / 8)]   a bit for each of the n changed tensors: is it coded so? Absent if
+                                          all are
+    .W.ranges        int64[m, 2]          of each of these m tensors the elements that the payload has; absent if it has all
+    .W.tiles         as `.W.blocks`       of their blocks (`tiles`; metadata `tile_elements`, decimal, 1 to 2**30)
+    .W.tile_tables   uint8[bytes]         classes and tables of each group (`classes`)
+    .W.tile_words    int32[words]         the streams
+
+Elements of such a block are ordered by class, the one of the highest level first, and then by number. A gap counts elements
+of the class of the changed element before, or, at the start of the block, of the first class that has elements. Beyond the
+end of class c it goes on in the classes that follow. There x elements of class d count floor(x * R(c, d) / 256), with
+R(c, d) = floor(256 * 2**((level of c - level of d) / 8)), and the changed element counts among the x but adds no gap itself:
+the gap of the element with number x (from 0) is what was left of c, floor(n * R / 256) for the n elements of each class
+between, and floor((x + 1) * R / 256) - 1. Gaps are coded by the table of c, a step by that of its element's class.
 
 A tensor whose changes would be larger than itself is *dense*: the entry `{name}` is the tensor in its dtype and shape, or
 its planes (`dense`). The metadata `dense` is JSON: {name: true, or the sizes of the planes}.
@@ -42,27 +60,32 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltasync.codec import dense, tables
+from deltasync.codec import dense, tables, tiled, tiles
 from deltasync.codec.base import RECORD, Encoded, NewBits, OldBits, Payload, Wanted, delta_of, take
 from deltasync.codec.tables import Cursor
-from deltasync.errors import CorruptDataError
+from deltasync.codec.tiled import GROUP_CHANGED, TiledReader, bounds, read_flags, read_groups, read_rows, read_tables
+from deltasync.codec.tiles import Cut
+from deltasync.errors import CorruptDataError, ShareError
 from deltasync.kernels import coder, counts
-from deltasync.kernels.rans import Blocks, Tables
-from deltasync.tensors import Delta, Layout, Sparse, TensorSpec, Vector, region_end, region_size
+from deltasync.kernels.rans import Blocks, Tables, ratios
+from deltasync.tensors import Delta, Layout, Sparse, Vector, region_end, region_size
 from deltasync.tensors.bits import tensor_of
 
 BLOCK = 1 << 19
-GROUP_CHANGED = 1 << 15
-"""Changed elements that are worth tables of their own."""
-
-_MOST_ROWS = 1 << 24  # of a table of blocks in planes: small planes could ask for any amount of memory
+_ONE_CLASS = ratios(np.zeros(1, np.int64))
 
 
 class VectorCodec:
-    """The codec `packed`."""
+    """The codecs `packed` and `context`.
 
-    name = "packed"
-    needs_old = False
+    Attributes:
+        name: Its name.
+        needs_old: Whether tensors are coded by the classes of their old bits.
+    """
+
+    def __init__(self, name: str, needs_old: bool) -> None:
+        self.name = name
+        self.needs_old = needs_old
 
     def encode(
         self, delta: Delta, new: NewBits, fingerprints: Mapping[str, int], version: int, base_version: int
@@ -88,20 +111,30 @@ class VectorCodec:
                     whole[name], arrays[name] = found
                     low, high = np.searchsorted(steps.at_K, vector.first_T[t : t + 2])
                     steps = Sparse(np.delete(steps.at_K, slice(low, high)), np.delete(steps.data_K, slice(low, high)))
+            cuts = _cuts(vector, count_T, whole, new) if self.needs_old else {}
             changed_T = np.flatnonzero(count_T)
             first = int(changed_T[0])
             flag_T = np.zeros(int(changed_T[-1]) + 1 - first, np.bool_)
             flag_T[changed_T - first] = True
             digest_T = np.array([fingerprints[vector.names[t]] for t in changed_T.tolist()], np.uint64)
-            row = {"tensor": first, "tensors": flag_T.size}
-            entries, more = _encode(vector, steps)
+            row: dict[str, Any] = {"tensor": first, "tensors": flag_T.size}
             if not flag_T.all():
-                entries["tensors"] = torch.from_numpy(np.packbits(flag_T, bitorder="little"))
+                arrays[f".{width}.tensors"] = torch.from_numpy(np.packbits(flag_T, bitorder="little"))
+            by_class, steps = _split(vector, steps, list(cuts))
+            entries, more = _encode(vector, steps)
+            if cuts:
+                found_entries, row["tiles"] = tiled.encode(vector, cuts, by_class, new)
+                entries |= found_entries
+                if len(cuts) < changed_T.size:
+                    tiled_T = np.isin(changed_T, list(cuts))
+                    entries["tiled"] = torch.from_numpy(np.packbits(tiled_T, bitorder="little"))
             entries["counts"] = torch.from_numpy(count_T[changed_T].astype(vector.index_dtype))
             entries["fingerprints"] = torch.from_numpy(digest_T.view(np.int64))
             arrays |= {f".{width}.{entry}": array for entry, array in entries.items()}
             vectors[str(width)] = row | more
         extra = {"block_elements": str(BLOCK), "vectors": json.dumps(vectors, separators=(",", ":"))}
+        if any("tiles" in row for row in vectors.values()):
+            extra["tile_elements"] = str(tiles.TILE)
         if whole:
             extra["dense"] = json.dumps(whole, separators=(",", ":"))
         return Encoded.of(self.name, version, base_version, delta.changed, arrays, extra)
@@ -114,30 +147,35 @@ class VectorCodec:
         Args:
             payload: An opened payload of this codec.
             layout: The channel's tensors.
-            old: Not used: see `context`.
+            old: Returns the bits of a tensor before the delta, flat and unsigned; elements that are not wanted may have any
+                bits. Only `context` needs it.
             wanted: Returns the regions of a tensor that the caller holds, or None for the whole tensor. Blocks without a
                 wanted element are not decoded; other changes outside may be included.
 
         Raises:
+            StageError: the payload needs `old`.
+            ShareError: it needs more of some tensors than the caller holds: whole tiles, or all where there are none.
             CorruptDataError: the payload contradicts itself or the tensor table.
         """
         steps: dict[int, Sparse] = {}
         patches: list[tuple[str, None, np.ndarray, bool]] = []  # dense tensors
         fingerprints: dict[str, int] = {}
         counted, lacking = 0, set[str]()
-        size = block_elements(payload)
+        size = _elements(payload, "block_elements")
         rows = _rows(payload, layout, size)
         readers = {width: _Reader(payload, layout.vectors[width], row, size) for width, row in rows}
+        if wanted is not None and (names := [name for reader in readers.values() for name in reader.choose(wanted)]):
+            raise ShareError(f"Decoding needs more than is held of {len(names)} tensors, such as {names[0]}.", names)
         whole = _object(payload, "dense")
         coded = sum(reader.changed for reader in readers.values())
         if coded > payload.changed or (coded < payload.changed and not whole):
             raise CorruptDataError(f"Payload has blocks with {coded} changes, and should have {payload.changed}.")
         for width, reader in readers.items():
             vector = layout.vectors[width]
-            number_T, count_T, digest_T = reader.changed_tensors()
+            number_T, count_T, digest_T = reader.number_T, reader.count_T, reader.digest_T
             counted += int(count_T.sum(dtype=np.uint64))
             fingerprints |= dict(zip((vector.names[t] for t in number_T.tolist()), digest_T.tolist(), strict=True))
-            found = reader.decode(None if wanted is None else _spans(vector, number_T, wanted))
+            found = reader.decode(wanted, old)
             if found.at_K.size:
                 steps[width] = found
             found_T = vector.count(found.at_K)
@@ -167,19 +205,22 @@ class VectorCodec:
 def _encode(vector: Vector, steps: Sparse) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the entries of blocks, and their metadata."""
     at_K, step_K = steps
-    first, last = (int(at_K[0]) // BLOCK, int(at_K[-1]) // BLOCK + 1) if at_K.size else (0, 0)
+    if not at_K.size:
+        return {}, {}
+    first, last = int(at_K[0]) // BLOCK, int(at_K[-1]) // BLOCK + 1
     bound_B = np.searchsorted(at_K, np.arange(first, last + 1) * BLOCK).astype(np.int64)
     blocks = Blocks.of(vector.element_count, BLOCK, bound_B, first)
-    group_G, count_GTS = _groups(blocks, steps)
+    class_K = np.zeros(at_K.size, np.uint8)
+    group_G, count_GTS = _groups(blocks, steps, class_K)
     words, tables_ = [np.empty(0, np.uint32)], bytearray()
     row_B2 = np.stack((np.diff(bound_B), np.zeros(last - first, np.int64)), axis=1).astype(np.int32)
     for (low, high), count_TS in zip(itertools.pairwise([*group_G, last - first]), count_GTS, strict=True):
         part, held = _part(blocks, low, high)
         freq_TS = np.stack([tables.fit(count_S) for count_S in count_TS])
-        coded, row_B2[low:high, 1] = coder.encode(part, at_K[held], step_K[held], Tables.of(freq_TS), None)
+        coded, row_B2[low:high, 1] = coder.encode(part, at_K[held], class_K[held], step_K[held], Tables.of(freq_TS))
         words.append(coded)
         tables_ += b"".join(map(tables.to_bytes, freq_TS))
-    blocks_entry, planes = rows_entry(row_B2)
+    blocks_entry, planes = tiled.rows_entry(row_B2)
     entries = {
         "blocks": blocks_entry,
         "tables": torch.from_numpy(np.frombuffer(tables_, np.uint8)),
@@ -191,24 +232,22 @@ def _encode(vector: Vector, steps: Sparse) -> tuple[dict[str, torch.Tensor], dic
 def _part(blocks: Blocks, low: int, high: int) -> tuple[Blocks, slice]:
     """Return blocks from number `low` on and below `high`, and which changes they have."""
     bound_B = blocks.bound_B[low : high + 1]
-    part = blocks._replace(base_B=blocks.base_B[low:high], end_B=blocks.end_B[low:high], bound_B=bound_B - bound_B[0])
+    part = Blocks(blocks.base_B[low:high], blocks.size_BC[low:high], bound_B - bound_B[0])
     return part, slice(int(bound_B[0]), int(bound_B[-1]))
 
 
-def _groups(blocks: Blocks, steps: Sparse) -> tuple[list[int], list[np.ndarray]]:
+def _groups(blocks: Blocks, steps: Sparse, class_K: np.ndarray) -> tuple[list[int], list[np.ndarray]]:
     """Return the first block of each group, and the symbols that it has, int64[2, 256].
 
     Runs of blocks with about `GROUP_CHANGED` changes are joined as long as common tables take fewer bits than two of them.
     """
     bound_B = blocks.bound_B
-    if bound_B.size < 2:
-        return [], []
     run_B = bound_B[:-1] // GROUP_CHANGED
     starts = np.append(0, np.flatnonzero(run_B[1:] != run_B[:-1]) + 1).tolist()
     groups, found = list[int](), list[np.ndarray]()
     for low, high in itertools.pairwise([*starts, bound_B.size - 1]):
         part, held = _part(blocks, low, high)
-        count_TS = counts.count_packed(part, steps.at_K[held], steps.data_K[held])
+        count_TS = counts.count(part, steps.at_K[held], class_K[held], steps.data_K[held], _ONE_CLASS)
         if found and _table_bits(found[-1] + count_TS) <= _table_bits(found[-1]) + _table_bits(count_TS):
             found[-1] = found[-1] + count_TS
         else:
@@ -224,6 +263,33 @@ def _table_bits(count_TS: np.ndarray) -> float:
         some = count_S[count_S > 0]
         bits += float(some.sum() * np.log2(max(int(some.sum()), 1)) - (some * np.log2(some)).sum()) + 12 * some.size
     return bits
+
+
+def _cuts(vector: Vector, count_T: np.ndarray, whole: Mapping[str, object], new: NewBits) -> dict[int, Cut]:
+    """Return the blocks of each tensor that is coded by classes."""
+    found = {}
+    for t in np.flatnonzero(count_T).tolist():
+        spec = vector.specs[t]
+        if spec.name not in whole and count_T[t] >= tiles.FEW:
+            bits_N, start = new(spec.name)
+            cut = tiles.worth(spec, start, start + bits_N.size, int(count_T[t]), BLOCK)
+            if cut is not None:
+                found[t] = cut
+    return found
+
+
+def _split(vector: Vector, steps: Sparse, tensors: list[int]) -> tuple[Sparse, Sparse]:
+    """Return the changes of these tensors, and the others."""
+    if not tensors:
+        return Sparse(steps.at_K[:0], steps.data_K[:0]), steps
+    low_T, high_T = (np.searchsorted(steps.at_K, vector.first_T[np.array(tensors) + side]) for side in (0, 1))
+    if (high_T - low_T).sum() == steps.at_K.size:
+        return steps, Sparse(steps.at_K[:0], steps.data_K[:0])
+    edge_K = np.zeros(steps.at_K.size + 1, np.int8)
+    edge_K[low_T] += 1  # every one of them has changes
+    edge_K[high_T] -= 1
+    inside_K = np.cumsum(edge_K[:-1], dtype=np.int8).view(np.bool_)
+    return Sparse(steps.at_K[inside_K], steps.data_K[inside_K]), Sparse(steps.at_K[~inside_K], steps.data_K[~inside_K])
 
 
 def _candidates(vector: Vector, steps: Sparse, count_T: np.ndarray) -> list[int]:
@@ -263,35 +329,6 @@ def _dense(vector: Vector, t: int, steps: Sparse, new: NewBits) -> tuple[object,
     return (True, tensor_of(bits_N.copy(), spec)) if sparse_bytes >= bits_N.nbytes else None
 
 
-def rows_entry(row_BF: np.ndarray) -> tuple[torch.Tensor, list[int] | None]:
-    """Return the entry of a table of blocks, and the sizes of its planes."""
-    more_BF = np.diff(row_BF, axis=0, prepend=np.zeros_like(row_BF[:1]))
-    found = dense.compress(np.ascontiguousarray(((more_BF << 1) ^ (more_BF >> 31)).T).view(np.uint32).reshape(-1))
-    if found is None or len(row_BF) > _MOST_ROWS:
-        return torch.from_numpy(row_BF), None
-    return found[1], found[0]
-
-
-def read_rows(payload: Payload, key: str, count: int, fields: int, planes: object) -> np.ndarray:
-    """Return a table of blocks, int32[count, fields], from its entry and the sizes of its planes, None for no planes.
-
-    Raises:
-        CorruptDataError: the entry has another shape or dtype, or a row has a negative number of changes or words.
-    """
-    entry = payload.arrays.get(key)
-    if planes is not None and count <= _MOST_ROWS:
-        number_N = dense.decompress(entry, planes, TensorSpec(key, "int32", (fields, count)))
-        more_FB = ((number_N >> 1) ^ (0 - (number_N & 1))).view(np.int32).reshape(fields, count)
-        row_BF = np.cumsum(more_FB, axis=1, dtype=np.int32).T
-    elif entry is not None and entry.dtype == torch.int32 and entry.shape == (count, fields):
-        row_BF = entry.numpy()
-    else:
-        raise CorruptDataError(f"Payload has no table of blocks {key!r}, int32[{count}, {fields}].")
-    if (row_BF[:, :2] < 0).any():
-        raise CorruptDataError("Payload has a block with a negative number of changes or words.")
-    return row_BF
-
-
 def _object(payload: Payload, key: str) -> dict[str, Any]:
     try:
         found = json.loads(payload.metadata.get(key, "{}"))
@@ -302,15 +339,15 @@ def _object(payload: Payload, key: str) -> dict[str, Any]:
     return found
 
 
-def block_elements(payload: Payload) -> int:
-    """Return the size of a block.
+def _elements(payload: Payload, key: str) -> int:
+    """Return the size of a block or of a tile.
 
     Raises:
-        CorruptDataError: there is none, or one that no block has.
+        CorruptDataError: there is none, or one that it cannot have.
     """
-    declared = payload.metadata.get("block_elements", "")
+    declared = payload.metadata.get(key, "")
     if not re.fullmatch("[0-9]{1,10}", declared) or not 1 <= int(declared) <= 1 << 30:
-        raise CorruptDataError(f"Payload has blocks of {declared!r} elements instead of 1 to 2**30.")
+        raise CorruptDataError(f"Payload has {key} {declared!r} instead of 1 to 2**30.")
     return int(declared)
 
 
@@ -320,6 +357,7 @@ def _rows(payload: Payload, layout: Layout, block: int) -> list[tuple[int, dict[
     for width, row in _object(payload, "vectors").items():
         if width not in map(str, layout.vectors) or not isinstance(row, dict):
             raise CorruptDataError(f"Payload has elements of {width!r:.40} bytes, which the channel does not have.")
+        row = {"block": 0, "blocks": 0} | row
         numbers: list[Any] = [row.get(key) for key in ("tensor", "tensors", "block", "blocks")]
         vector = layout.vectors[int(width)]
         most = len(vector.specs), -(-vector.element_count // block)
@@ -350,18 +388,32 @@ class _Reader:
     def __init__(self, payload: Payload, vector: Vector, row: Mapping[str, Any], block: int) -> None:
         self._payload, self._vector, self._row, self._block = payload, vector, row, block
         self._first = row["block"]
-        self._row_B2 = read_rows(payload, f".{vector.width}.blocks", row["blocks"], 2, row.get("planes"))
-        self._bound_B = _bounds(self._row_B2[:, 0])
-        self._word_B = _bounds(self._row_B2[:, 1])
-        blocks = self._blocks()
-        if (self._row_B2[:, 0] > blocks.end_B - blocks.base_B).any():
+        self._row_B2, self._words = np.empty((0, 2), np.int32), np.empty(0, np.uint32)
+        if row["blocks"]:
+            self._row_B2 = read_rows(payload, f".{vector.width}.blocks", row["blocks"], row.get("planes"))
+        self._bound_B, self._word_B = bounds(self._row_B2[:, 0]), bounds(self._row_B2[:, 1])
+        if (self._row_B2[:, 0] > self._blocks().size_BC[:, 0]).any():
             raise CorruptDataError("Payload has a block with more changes than elements.")
-        self._words = self._take("words", "int32", int(self._word_B[-1]))
+        if row["blocks"]:
+            self._words = self._take("words", "int32", int(self._word_B[-1]))
+        self.number_T, index = self._numbers(), vector.index_dtype
+        self.count_T = self._take("counts", index.name, self.number_T.size).view(index).astype(np.int64)
+        self.digest_T = self._take("fingerprints", "int64", self.number_T.size)
+        self._tiled = None
+        if "tiles" in row:
+            if not isinstance(row["tiles"], dict):
+                raise CorruptDataError(f"Payload has tiles {row['tiles']!r:.100}.")
+            sizes = _elements(payload, "tile_elements"), block
+            self._tiled = TiledReader(payload, vector, row["tiles"], self.number_T, self.count_T, sizes)
 
     @property
     def changed(self) -> int:
         """Number of changes in its blocks."""
-        return int(self._bound_B[-1])
+        return int(self._bound_B[-1]) + (0 if self._tiled is None else self._tiled.changed)
+
+    def choose(self, wanted: Wanted) -> list[str]:
+        """See `TiledReader.choose`."""
+        return [] if self._tiled is None else self._tiled.choose(wanted)
 
     def _take(self, entry: str, dtype: str, size: int) -> np.ndarray:
         return take(self._payload, f".{self._vector.width}.{entry}", dtype, size)
@@ -369,24 +421,35 @@ class _Reader:
     def _blocks(self) -> Blocks:
         return Blocks.of(self._vector.element_count, self._block, self._bound_B, self._first)
 
-    def changed_tensors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the numbers of the changed tensors, how many elements change, and their fingerprints then, uint64."""
-        number_T, index = self._numbers(), self._vector.index_dtype
-        count_T = self._take("counts", index.name, number_T.size).view(index)
-        return number_T, count_T.astype(np.int64), self._take("fingerprints", "int64", number_T.size)
-
     def _numbers(self) -> np.ndarray:
         count = self._row["tensors"]
         if f".{self._vector.width}.tensors" not in self._payload.arrays:
             return np.arange(count) + self._row["tensor"]
-        flags = np.unpackbits(self._take("tensors", "uint8", -(-count // 8)), bitorder="little")
-        if flags[count:].any():
-            raise CorruptDataError("Payload names tensors that the channel does not have.")
-        return np.flatnonzero(flags) + self._row["tensor"]
+        return np.flatnonzero(read_flags(self._payload, f".{self._vector.width}.tensors", count)) + self._row["tensor"]
 
-    def decode(self, span_R2: np.ndarray | None) -> Sparse:
-        """Decode the blocks that overlap any of these spans of positions; all for None."""
-        blocks, vector = self._blocks(), self._vector
+    def decode(self, wanted: Wanted | None, old: OldBits | None) -> Sparse:
+        """Return the changes of blocks with wanted elements."""
+        by_class = [] if self._tiled is None else self._tiled.decode(old)
+        number_T = self.number_T if self._tiled is None else np.setdiff1d(self.number_T, self._tiled.tensors)
+        by_gaps = self._decode(None if wanted is None else _spans(self._vector, number_T, wanted))
+        if self._tiled is not None and any(self._vector.count(part.at_K)[self._tiled.tensors].any() for part in by_gaps):
+            raise CorruptDataError("Payload changes a tensor by gaps and by classes.")
+        found = [*by_class, *by_gaps]
+        if not found:
+            return Sparse(np.empty(0, self._vector.index_dtype), np.empty(0, self._vector.bits_dtype))
+        if len(found) == 1:
+            return found[0]
+        at_K, step_K = (np.concatenate(each) for each in zip(*found, strict=True))
+        if by_class and by_gaps:  # they lie between each other
+            order = np.argsort(at_K, kind="stable")
+            return Sparse(at_K[order], step_K[order])
+        return Sparse(at_K, step_K)
+
+    def _decode(self, span_R2: np.ndarray | None) -> list[Sparse]:
+        """Decode the blocks of gaps that overlap any of these spans of positions; all for None."""
+        if not len(self._row_B2):
+            return []
+        blocks = self._blocks()
         keep_B = np.ones(len(self._row_B2), np.bool_)
         if span_R2 is not None:
             first_R = np.clip(span_R2[:, 0] // self._block - self._first, 0, keep_B.size)
@@ -395,48 +458,24 @@ class _Reader:
             np.add.at(edges, first_R, 1)
             np.add.at(edges, last_R, -1)
             keep_B = np.cumsum(edges[:-1]) > 0
-        groups = self._groups()
-        cursor = Cursor(self._take_tables())
+        groups = read_groups(self._row, len(self._row_B2))
+        cursor = Cursor(read_tables(self._payload.arrays.get(f".{self._vector.width}.tables")))
         pieces: list[Sparse] = []
         for low, high in itertools.pairwise([*groups, keep_B.size]):
             freq_TS = np.stack([cursor.table(), cursor.table()])
             at_B = np.flatnonzero(keep_B[low:high]) + low
             if not at_B.size or not self._row_B2[at_B, 0].any():
                 continue
-            pieces.append(self._decode(blocks, at_B, Tables.of(freq_TS)))
+            pieces.append(self._decode_group(blocks, at_B, Tables.of(freq_TS)))
         if cursor.at != len(cursor.data):
             raise CorruptDataError("Payload has more tables than groups.")
-        if not pieces:
-            return Sparse(np.empty(0, vector.index_dtype), np.empty(0, vector.bits_dtype))
-        return pieces[0] if len(pieces) == 1 else Sparse(*(np.concatenate(each) for each in zip(*pieces, strict=True)))
+        return pieces
 
-    def _decode(self, blocks: Blocks, at_B: np.ndarray, tables_: Tables) -> Sparse:
-        row_B2, words, vector = self._row_B2[at_B], self._words, self._vector
-        word_B = self._word_B[at_B[0] :][: at_B.size + 1]
-        if at_B.size != at_B[-1] + 1 - at_B[0]:
-            words = np.concatenate([words[self._word_B[b] : self._word_B[b + 1]] for b in at_B])
-            word_B = _bounds(row_B2[:, 1])
-        part = Blocks(blocks.base_B[at_B], blocks.end_B[at_B], _bounds(row_B2[:, 0]))
+    def _decode_group(self, blocks: Blocks, at_B: np.ndarray, tables_: Tables) -> Sparse:
+        vector = self._vector
+        part = Blocks(blocks.base_B[at_B], blocks.size_BC[at_B], bounds(self._row_B2[at_B, 0]))
+        word_B2 = np.stack((self._word_B[at_B], self._word_B[at_B + 1]), axis=1)
         at_K, step_K = np.empty(part.bound_B[-1], vector.index_dtype), np.empty(part.bound_B[-1], vector.bits_dtype)
-        if not coder.decode(part, words, word_B, tables_, None, at_K, step_K):
+        if not coder.decode(part, self._words, word_B2, tables_, at_K, step_K):
             raise CorruptDataError(f"Payload has a malformed block of elements of {vector.width} bytes.")
         return Sparse(at_K, step_K)
-
-    def _groups(self) -> list[int]:
-        match self._row.get("groups"):
-            case [] if not len(self._row_B2):
-                return []
-            case [0, *_] as groups if all(type(block) is int for block in groups):
-                if all(one < other for one, other in itertools.pairwise([*groups, len(self._row_B2)])):
-                    return groups
-        raise CorruptDataError("Payload has groups that are not ascending blocks.")
-
-    def _take_tables(self) -> bytes:
-        entry = self._payload.arrays.get(f".{self._vector.width}.tables")
-        if entry is None or entry.dtype != torch.uint8:
-            raise CorruptDataError("Payload has no uint8 tables.")
-        return entry.numpy().tobytes()
-
-
-def _bounds(count_B: np.ndarray) -> np.ndarray:
-    return np.concatenate(([0], np.cumsum(count_B, dtype=np.int64)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
 from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
@@ -65,74 +68,81 @@ def differing_lanes(_context, _left, _right, _at):
     return types.uint64(_left, _right, types.int64), generate
 
 
-WINDOW = 32
-"""Consecutive classes whose hazards `lanes_time` holds in registers."""
-
-
-@intrinsic(prefer_literal=True)
-def lanes_time(_context, bits, at, count, most, shift, mask, first, hazard_W):
-    """Sum the hazards of `count` elements from `at` on. Their classes are (bits >> shift) & mask.
-
-    `count` is at most `most`, a literal: 16, 32 or 64. `hazard_W` has the hazards, int32, of the `WINDOW` classes from
-    `first` on. Returns -1 if a class is none of these, or if this CPU has no AVX-512.
-    """
-    lanes, i32, i64 = most.literal_value, ir.IntType(32), ir.IntType(64)
-
-    def constant(values):
-        return ir.Constant(ir.VectorType(i32, len(values)), list(values))
+@intrinsic
+def field_bytes(_context, bits, at, shift, mask, out, to):
+    """Write (bits >> shift) & mask of the 64 elements from `at` on as bytes into `out`, from `to` on."""
 
     def generate(context, builder, signature, arguments):
-        if "+avx512f" not in context.codegen().magic_tuple()[2].split(","):
-            return i64(-1)
-        bits, at, count, _, shift, mask, first, hazard_W = arguments
-        bits, hazard_W = (context.make_array(signature.args[n])(context, builder, arguments[n]) for n in (0, 7))
-        time = cgutils.alloca_once_value(builder, i64(-1))
+        bits, at, shift, mask, out, to = arguments
+        bits, out = (
+            context.make_array(type_)(context, builder, array).data
+            for type_, array in ((signature.args[0], bits), (signature.args[4], out))
+        )
+        kind = context.get_value_type(signature.args[0].dtype)
+        lanes = builder.load(builder.bitcast(builder.gep(bits, [at]), ir.VectorType(kind, 64).as_pointer()))
+        lanes.align = kind.width // 8
+        shift, mask = (_all_lanes(builder, _narrow(builder, value, kind)) for value in (shift, mask))
+        lanes = builder.and_(builder.lshr(lanes, shift), mask)
+        bytes_ = ir.VectorType(ir.IntType(8), 64)
+        store = builder.store(
+            builder.trunc(lanes, bytes_) if kind.width > 8 else lanes,
+            builder.bitcast(builder.gep(out, [to]), bytes_.as_pointer()),
+        )
+        store.align = 1
+        return context.get_dummy_value()
 
-        def all_lanes(value):
-            lane = builder.insert_element(ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined), value, i32(0))
-            return builder.shuffle_vector(lane, lane, constant([0] * lanes))
+    return types.void(bits, types.int64, types.uint64, types.uint64, out, types.int64), generate
 
-        def call(name, kind, *operands):
-            function = ir.FunctionType(kind, [operand.type for operand in operands])
-            return builder.call(cgutils.get_or_insert_function(builder.module, function, name), operands)
 
-        width, patterns = shift.type.width, ir.VectorType(shift.type, lanes)
-        wanted = builder.icmp_signed("<", constant(range(lanes)), all_lanes(builder.trunc(count, i32)))
-        memory = builder.bitcast(builder.gep(bits.data, [at]), patterns.as_pointer())
-        zeros = ir.Constant(patterns, [0] * lanes)
-        pattern = call(f"llvm.masked.load.v{lanes}i{width}.p0", patterns, memory, i32(width // 8), wanted, zeros)
-        place = builder.and_(builder.lshr(pattern, all_lanes(shift)), all_lanes(mask))
-        if width != 32:
-            place = (builder.zext if width < 32 else builder.trunc)(place, ir.VectorType(i32, lanes))
-        place = builder.sub(place, all_lanes(builder.trunc(first, i32)))
-        outside = builder.and_(wanted, builder.icmp_unsigned(">=", place, constant([WINDOW] * lanes)))
-        flags = ir.IntType(lanes)
-        with builder.if_then(builder.icmp_unsigned("==", builder.bitcast(outside, flags), flags(0)), likely=True):
-            half = WINDOW // 2
-            register = ir.VectorType(i32, half)
-            rows = builder.bitcast(hazard_W.data, register.as_pointer())
-            low, high = (builder.load(builder.gep(rows, [i32(n)])) for n in range(2))
-            low.align = high.align = 4
-            total = ir.Constant(register, [0] * half)
-            for begin in range(0, lanes, half):
-                part = constant(range(begin, begin + half))
-                place_P, wanted_P = (builder.shuffle_vector(each, each, part) for each in (place, wanted))
-                hazard = call("llvm.x86.avx512.vpermi2var.d.512", register, low, place_P, high)
-                total = builder.add(total, builder.select(wanted_P, hazard, constant([0] * half)))
-            builder.store(builder.zext(call("llvm.vector.reduce.add.v16i32", i32, total), i64), time)
-        return builder.load(time)
+def _narrow(builder, value, kind):
+    return builder.trunc(value, kind) if kind.width < 64 else value
 
-    kinds = bits, types.int64, types.int64, most, bits.dtype, bits.dtype, types.int64, hazard_W
-    return types.int64(*kinds), generate
+
+def _all_lanes(builder, value):
+    lane = builder.insert_element(ir.Constant(ir.VectorType(value.type, 64), ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64))
+
+
+@intrinsic
+def lanes_between(_context, field, at, low, span):
+    """Return which of the 64 bytes from `at` on lie from `low` to `low + span`: a bit each, the lowest for byte `at`."""
+
+    def generate(context, builder, signature, arguments):
+        field, at, low, span = arguments
+        data = builder.gep(context.make_array(signature.args[0])(context, builder, field).data, [at])
+        lanes = builder.load(builder.bitcast(data, ir.VectorType(ir.IntType(8), 64).as_pointer()))
+        lanes.align = 1
+        lanes = builder.sub(lanes, _all_lanes(builder, low))
+        return builder.bitcast(builder.icmp_unsigned("<=", lanes, _all_lanes(builder, span)), ir.IntType(64))
+
+    return types.uint64(field, types.int64, types.uint8, types.uint8), generate
+
+
+@intrinsic
+def popcount(_context, _value):
+    """Return the number of ones in 64 bits."""
+    return types.uint64(types.uint64), lambda _c, builder, _s, arguments: builder.ctpop(arguments[0])
 
 
 if config.DISABLE_JIT:  # the kernels run as Python, for fuzzing
+
+    def pointer(address, like):
+        """Return an address as a pointer to elements of the type of the array `like`."""
+        return ctypes.cast(int(address), ctypes.POINTER(np.ctypeslib.as_ctypes_type(like.dtype)))
 
     def prefetch(array, at):
         """Do nothing."""
 
     prefetch_to_write = prefetch
 
-    def lanes_time(bits, at, count, most, shift, mask, first, hazard_W):
-        """Return -1: the caller then sums by itself."""
-        return -1
+    def field_bytes(bits, at, shift, mask, out, to):
+        """Write (bits >> shift) & mask of the 64 elements from `at` on as bytes into `out`, from `to` on."""
+        out[to : to + 64] = (bits[at : at + 64].astype(np.uint64) >> shift) & mask
+
+    def lanes_between(field, at, low, span):
+        """Return which of the 64 bytes from `at` on lie from `low` to `low + span`, as 64 bits."""
+        return np.packbits(field[at : at + 64] - low <= span, bitorder="little").view(np.uint64)[0]
+
+    def popcount(value):
+        """Return the number of ones in 64 bits."""
+        return int(value).bit_count()

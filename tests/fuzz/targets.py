@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import numba
 import numpy as np
 import pytest
 from obstore.store import MemoryStore
@@ -37,7 +36,6 @@ from deltasync.cli import watch
 from deltasync.dashboard import Observer, Snapshot, page
 from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError, printable
 from deltasync.following import Replica
-from deltasync.kernels import coder
 from deltasync.stores import Store
 from deltasync.stores.base import check_key
 from deltasync.stores.events import _events
@@ -60,8 +58,6 @@ SPECS = {
     )
 }
 LAYOUT = Layout(SPECS)
-if numba.config.DISABLE_JIT:
-    coder.prefetch = lambda *_: None  # an instruction of the processor, which Python has no word for
 
 _TRUSTED = Trusted(["1" * 64])
 _TIME = "2025-01-01T00:00:00+00:00"

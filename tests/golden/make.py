@@ -102,7 +102,7 @@ def versions() -> list[Weights]:
     second["scalar"] = torch.tensor(-0.0, dtype=torch.bfloat16)
     third = second  # nothing changes
     fourth = moved(third, 4, 0.02)
-    fourth = moved(fourth, 44, 0.4, ("model.embed",))  # enough for two step tables
+    fourth = moved(fourth, 44, 0.4, ("model.embed",))  # enough for two classes
     # -0, +0 and NaNs of several payloads, infinities
     view(fourth["model.norm.weight"])[:5] = torch.tensor([-0x8000, 0, 0x7FC1, -0x3F, 0x7F81], dtype=torch.int16)
     view(fourth["single"])[:3] = torch.tensor([0x7FC00001, -0x800000, -0x80000000], dtype=torch.int32)
@@ -404,7 +404,6 @@ def main(folder: Path = GOLDEN) -> None:
             shutil.rmtree(path)
     with (
         mock.patch("deltasync.channel.documents.now", return_value="2026-01-01T00:00:00.000+00:00"),
-        mock.patch("deltasync.codec.blocks.BLOCK", BLOCK),
         mock.patch("deltasync.codec.vector.BLOCK", BLOCK),
         mock.patch.multiple("deltasync.codec.tiles", TILE=TILE, SMALL=SMALL, LEAST=LEAST, FEW=FEW),
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from transformers import Qwen2Config
 from deltasync import Publisher, codec
 from deltasync.channel import keys, payloads
 from deltasync.channel.reading import ChannelReader
+from deltasync.codec import tiles, vector
 from demo.processes import get_json
 from tests.integration.vllm_server import Server, complete, digests, save_model, serving
 
@@ -69,10 +72,14 @@ def test_both_workers_decode_their_tiles(server: Server) -> None:
     reader = ChannelReader(server.store)
     (data,) = [data for _, data in payloads.fetch(reader, reader.numbered(version))]
     payload = codec.open_payload(data)
-    cut = {name.removeprefix("model.layers.0.mlp."): row.get("tiles") for name, row in payload.patches.items()}
     assert payload.codec == "context"
-    assert [cut[f"{name}_proj.weight"] for name in ("gate", "up", "down")] == [[2, 2]] * 3  # by rows, by rows, by columns
-    assert cut["model.embed_tokens.weight"] == [1, 2]  # of which each worker has a part
+    rows = json.loads(payload.metadata["vectors"])
+    assert rows.keys() == {"2"} and "tiles" in rows["2"]
+    shapes = {name.removeprefix("model.layers.0.mlp."): spec.shape for name, spec in reader.specs.items()}
+    cut = {name: tiles.cut(shape, 0, math.prod(shape), tiles.TILE, vector.BLOCK) for name, shape in shapes.items()}
+    ways = {name: found.grid.ways for name, found in cut.items() if found.grid is not None}
+    assert [ways[f"{name}_proj.weight"] for name in ("gate", "up", "down")] == [(2, 2)] * 3  # by rows, by rows, by columns
+    assert ways["model.embed_tokens.weight"] == (1, 2)  # of which each worker has a part
     log = (Path(server.channel.removeprefix("file://")).parent / "server.log").read_text(errors="replace")
     assert log.count("each process keeps 1 tensors whole on the host, 0.3 MB, such as model.embed_tokens.weight") == 1
     commits = server.status()["commits"]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from deltasync import codec
-from deltasync.codec import blocks, dense, tiles, vector
+from deltasync.codec import classes, dense, tiled, tiles, vector
 from deltasync.codec.base import Encoded, body
-from deltasync.codec.context import ContextModel, classes_of
 from deltasync.codec.tables import Cursor
 from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
-from deltasync.kernels import rans, reference
 from deltasync.tensors import Delta, Layout, Region, Sparse, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
 from deltasync.tensors.delta import joined
@@ -33,10 +31,9 @@ BLOCK_CODECS = pytest.mark.parametrize("codec_name", ["packed", "context"])
 @pytest.fixture(params=[1, 7, 64, 1 << 20], ids="block={}".format, scope="module")
 def block_elements(request: pytest.FixtureRequest) -> Iterator[int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK", request.param)
-        patch.setattr(blocks, "OWN_GROUP", 100)
         patch.setattr(vector, "BLOCK", request.param)
         patch.setattr(vector, "GROUP_CHANGED", 100)
+        patch.setattr(tiled, "GROUP_CHANGED", 100)
         _small(patch, request.param)
         yield request.param
 
@@ -45,7 +42,7 @@ def _small(patch: pytest.MonkeyPatch, tile_elements: int) -> None:
     """Tiles of few elements and few changes, so that small matrices have some, and no tensor is coded by gaps instead."""
     patch.setattr(tiles, "TILE", tile_elements)
     patch.setattr(tiles, "SMALL", 0)
-    patch.setattr(tiles, "LEAST", 4 * tile_elements)
+    patch.setattr(tiles, "LEAST", 0)
     patch.setattr(tiles, "FEW", 0)
 
 
@@ -154,18 +151,10 @@ def test_a_block_of_packed_decodes_alone_by_the_reference(model: Model) -> None:
     rows = json.loads(payload.metadata["vectors"])
     assert list(rows) == [str(width) for width in steps]
     for width, (at_K, step_K) in steps.items():
-        row, arrays = (
-            rows[str(width)],
-            {key[3:]: payload.arrays[key].numpy() for key in payload.arrays if key[1] == str(width)},
-        )
-        held, fields = Layout(specs).vectors[width], arrays["blocks"]
-        if row["planes"] is None:
-            row_B2 = fields
-        else:
-            number_N = dense.decompress(
-                payload.arrays[f".{width}.blocks"], row["planes"], TensorSpec("", "int32", (2 * row["blocks"],))
-            ).astype(np.int64)
-            row_B2 = np.cumsum(np.where(number_N % 2, -(number_N + 1) // 2, number_N // 2).reshape(2, -1), axis=1).T
+        row = rows[str(width)]
+        arrays = {key[3:]: payload.arrays[key].numpy() for key in payload.arrays if key[1] == str(width)}
+        held = Layout(specs).vectors[width]
+        row_B2 = _rows(payload.arrays, f".{width}.blocks", row["planes"], row["blocks"])
         names = [held.names[t] for t in range(row["tensor"], row["tensor"] + row["tensors"])]
         flags = np.unpackbits(arrays["tensors"], bitorder="little") if "tensors" in arrays else np.ones(len(names), np.uint8)
         assert not flags[len(names) :].any()
@@ -194,44 +183,55 @@ def test_a_block_of_packed_decodes_alone_by_the_reference(model: Model) -> None:
         assert (at, cursor.at) == (words.size, arrays["tables"].size)
 
 
+def _rows(arrays: Mapping[str, torch.Tensor], key: str, planes: list[int] | None, count: int) -> np.ndarray:
+    if planes is None:
+        return arrays[key].numpy()
+    number_N = dense.decompress(arrays[key], planes, TensorSpec("", "int32", (2 * count,))).astype(np.int64)
+    return np.cumsum(np.where(number_N % 2, -(number_N + 1) // 2, number_N // 2).reshape(2, -1), axis=1).T
+
+
+@pytest.mark.parametrize("tile", [4, 1 << 20])
 @given(model=our.model_pairs())
-def test_a_block_of_context_decodes_alone_by_the_reference(model: Model) -> None:
+def test_a_block_of_context_decodes_alone_by_the_reference(tile: int, model: Model) -> None:
     specs, old, new = model
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK", 100)
-        _small(patch, 1 << 20)
+        patch.setattr(vector, "BLOCK", 100)
+        patch.setattr(vector, "_candidates", lambda *_: [])  # no tensor goes dense
+        patch.setattr(tiled, "GROUP_CHANGED", 50)
+        _small(patch, tile)
         payload = codec.open_payload(_encode("context", model))
-    arrays = {key: value.numpy() for key, value in payload.arrays.items() if key.startswith(".")}
-    words = arrays[".words"].view(np.uint32)
-    count = sum(-(-specs[name].element_count // 100) for name, row in payload.patches.items() if not row.get("dense"))
-    row_BF = blocks.rows_of(payload, count, 3)
-    word_B = np.concatenate(([0], np.cumsum(row_BF[:, 1])))
-    block = 0
-    for name, row in payload.patches.items():
-        if row.get("dense"):
-            continue
-        spec = specs[name]
-        index_K, step_K = reference.diff(old[name], new[name])
-        for start in range(0, spec.element_count, 100):
-            count, _, *level = row_BF[block].tolist()
-            stream = words[word_B[block] : word_B[block + 1]]
-            block += 1
-            low, high = np.searchsorted(index_K, (start, start + 100))
-            assert count == high - low
-            assert (stream.size == 0) == (count == 0)
-            if count == 0:
-                continue
-            cursor = Cursor(arrays[".tables"].tobytes())
-            context = [ContextModel.read(cursor) for _ in range(row["group"] + 1)][-1]
-            classes = classes_of(spec)
-            class_R = ((old[name][start : start + 100] >> classes.shift) & classes.mask).astype(int)
-            coding = (rans.hazards(context.level_C, np.array(level))[0], context.tables.freq_TS[context.table_C])
-            found = coder_reference.decode_context(stream, count, spec.bits_dtype, class_R, *coding)
-            again = coder_reference.encode_context(class_R, *found, *coding)
-            np.testing.assert_array_equal(found[0] + start, index_K[low:high])
-            np.testing.assert_array_equal(found[1], step_K[low:high])
-            np.testing.assert_array_equal(again, stream)
-    assert block == len(row_BF)
+    for width, (at_K, step_K) in deltas.between(Layout(specs), old, new).steps.items():
+        row, held = json.loads(payload.metadata["vectors"])[str(width)], Layout(specs).vectors[width]
+        assert "blocks" not in row  # all of it is in tiles or rows
+        cuts = {}
+        for t in np.flatnonzero(held.count(at_K)).tolist():
+            cuts[t] = tiles.cut(held.specs[t].shape, 0, held.specs[t].element_count, tile, 100)
+        count = sum(cut.count for cut in cuts.values())
+        row_B2 = _rows(payload.arrays, f".{width}.tiles", row["tiles"]["planes"], count)
+        words, word, block = payload.arrays[f".{width}.tile_words"].numpy().view(np.uint32), 0, 0
+        cursor = Cursor(payload.arrays[f".{width}.tile_tables"].numpy().tobytes())
+        for t, cut in cuts.items():
+            spec, (shift, mask) = held.specs[t], classes.field(held.specs[t].dtype)
+            field_N = (old[spec.name].astype(np.uint64) >> np.uint64(shift)) & np.uint64(mask)
+            for first, columns, stride, rows in cut.tables()[0].tolist():
+                if block in row["tiles"]["groups"]:
+                    model_, freq_TS = classes.Model.read(cursor)
+                    low_C, span_C = (each.tolist() for each in model_.classes)
+                    levels = sorted(model_._rows[:, 2].tolist(), reverse=True)
+                    coding = [*zip(low_C, np.add(low_C, span_C).tolist(), levels, strict=True)], freq_TS
+                here = (first + np.arange(rows)[:, None] * stride + np.arange(columns)).reshape(-1)
+                inside = np.isin(at_K, here + held.first_T[t])
+                changed, size = row_B2[block].tolist()
+                block += 1
+                assert (changed, size == 0) == (inside.sum(), changed == 0)
+                if changed:
+                    stream, word = words[word : word + size], word + size
+                    found = coder_reference.decode_context(stream, changed, held.bits_dtype, field_N[here], *coding)
+                    np.testing.assert_array_equal(here[found[0]] + held.first_T[t], at_K[inside])
+                    np.testing.assert_array_equal(found[1], step_K[inside])
+                    again = coder_reference.encode_context(field_N[here], *found, *coding)
+                    np.testing.assert_array_equal(again, stream)
+        assert (block, word, cursor.at) == (count, words.size, len(cursor.data))
 
 
 @BLOCK_CODECS
@@ -239,7 +239,6 @@ def test_a_block_of_context_decodes_alone_by_the_reference(model: Model) -> None
 def test_damaged_streams_never_crash(codec_name: str, seed: int) -> None:
     model = _like_training("bfloat16", 3000, 0.2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK", 500)
         patch.setattr(vector, "BLOCK", 500)
         _small(patch, 1 << 20)
         data = _encode(codec_name, model)
@@ -427,7 +426,7 @@ def test_safetensors_opens_every_payload(codec_name: str, model: Model) -> None:
             assert (metadata["version"], metadata["base_version"]) == ("8", "7")
             for key in opened.keys():  # noqa: SIM118 (not a mapping)
                 opened.get_tensor(key)
-    if codec_name == "packed":
+    if codec_name != "raw":
         return
     specs, old, new = model
     rows = json.loads(metadata["patches"])

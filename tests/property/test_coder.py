@@ -38,11 +38,9 @@ def test_zigzag_of_the_smallest_steps() -> None:
     assert [coder_reference.zigzag(step & 0xFFFF, 16) for step in (-1, 1, -2, 2)] == [0, 1, 2, 3]
 
 
-def test_time_is_strictly_monotone_and_halves() -> None:
-    assert (np.diff(rans.TIME_START) >= 1 << rans.SEGMENT_BITS).all()
-    slots = [coder_reference.time_slot(time) for time in (0, 1 << 20, 1 << 21, 1 << 22)]
-    assert slots == [0, 1 << 27, 3 << 26, 15 << 24]
-    assert rans.HAZARD[[0, 8, 80, 176]].tolist() == [1, 2, 1 << 10, 1 << 22]
+def test_ratios_double_each_eight_levels() -> None:
+    assert (np.diff(rans.RATIO) > 0).all()
+    assert rans.RATIO[[0, 4, 8, 80, 160]].tolist() == [256, 362, 512, 256 << 10, 256 << 20]
 
 
 @given(st.lists(st.integers(0, 1 << 40) | st.just(0), max_size=256))

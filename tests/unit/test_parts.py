@@ -108,17 +108,6 @@ def test_blocks_that_a_vector_does_not_have_are_refused(block: object, blocks: o
         codec.get("packed").decode(damaged, LAYOUT)
 
 
-@pytest.mark.parametrize("wrong", [[50], [50, 49], [50, 101], [-1, 50], ["50", "100"], None, [50.0, 100.0]])
-def test_ranges_that_a_tensor_does_not_have_are_refused(wrong: object) -> None:
-    payload = codec.open_payload(encode("context", np.array([99], np.int32), np.ones(50, np.uint16), 50).to_bytes())
-    rows = json.loads(payload.metadata["patches"])
-    assert rows["w"]["range"] == [50, 100]
-    patches = json.dumps({"w": {**rows["w"], "range": wrong}})
-    damaged = dataclasses.replace(payload, metadata={**payload.metadata, "patches": patches})
-    with pytest.raises(CorruptDataError):
-        codec.get("context").decode(damaged, LAYOUT, lambda _: np.zeros(100, np.uint16))
-
-
 def test_closing_what_is_read_ahead_waits_for_no_thread() -> None:
     """The collector closes what was dropped, maybe where the end of a thread needs a lock that is held: never wait there."""
     go_on, entered, asked = threading.Event(), threading.Event(), []

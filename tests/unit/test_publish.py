@@ -18,7 +18,7 @@ from deltasync import Publisher, Receipt, Replica, open_store
 from deltasync.channel import keys
 from deltasync.channel.documents import Record
 from deltasync.channel.reading import ChannelReader
-from deltasync.codec.blocks import BlockEncoder
+from deltasync.codec.vector import VectorCodec
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
@@ -561,7 +561,7 @@ def test_an_encoder_that_fails_publishes_nothing(store: FaultyStore, monkeypatch
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(BlockEncoder, "finish", fail)
+        patch.setattr(VectorCodec, "encode", fail)
         receipt = publisher.publish(builders.trained(builders.weights(), 1).items())
         gate.opened.set()
         with pytest.raises(PublishLostError):

@@ -1,0 +1,324 @@
+"""The tensors of a vector that `context` codes by the classes of their old bits, block by block (`tiles`, `classes`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from deltasync.codec import classes, dense, tables, tiles
+from deltasync.codec.base import NewBits, OldBits, Payload, Wanted, take
+from deltasync.codec.classes import Model
+from deltasync.codec.tables import Cursor
+from deltasync.codec.tiles import Cut
+from deltasync.errors import CorruptDataError, StageError
+from deltasync.kernels import classes as kernels
+from deltasync.kernels import coder, counts
+from deltasync.tensors import Sparse, TensorSpec, Vector
+
+GROUP_CHANGED = 1 << 15
+"""Changed elements that are worth tables of their own."""
+
+_MOST_RUNS = 64  # of which tables are counted before they are joined
+_SAMPLED = 1 << 16  # elements of a run whose classes are counted
+_BATCH = 1 << 26  # elements whose old bits are wanted at once
+_MOST_ROWS = 1 << 24  # of a table of blocks in planes: small planes could ask for any amount of memory
+
+
+def encode(
+    vector: Vector, cuts: Mapping[int, Cut], steps: Sparse, new: NewBits
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the entries of tensors that are coded by classes, and their metadata.
+
+    Args:
+        vector: The vector.
+        cuts: The blocks of each of these tensors, by its number, ascending; at least one.
+        steps: Their changes.
+        new: See `VectorCodec.encode`.
+    """
+    held = [new(vector.names[t]) for t in cuts]
+    bits = [(bits_N.ctypes.data - start * vector.width, bits_N) for bits_N, start in held]
+    row_BF, band_GF = _table(vector, cuts, [address for address, _ in bits])
+    bound_G = np.append(np.searchsorted(steps.at_K, band_GF[:, 0]), steps.at_K.size)
+    at_K, step_K, count_B = kernels.regroup(bound_G, band_GF, True, *steps, len(row_BF))
+    bound_B = bounds(count_B)
+    run_B = bound_B[:-1] // max(GROUP_CHANGED, at_K.size // _MOST_RUNS)
+    run_R = np.concatenate(([0], np.flatnonzero(run_B[1:] != run_B[:-1]) + 1, [count_B.size]))
+    firsts, models = classes.groups(run_R, *kernels.survey(run_R, row_BF, bound_B, at_K, step_K, _SAMPLED))
+    words, tables_, word_count_B = [], bytearray(), np.zeros_like(count_B)
+    for (low, high), model in zip(itertools.pairwise([*firsts, count_B.size]), models, strict=True):
+        part = slice(int(bound_B[low]), int(bound_B[high]))
+        part_B = bound_B[low : high + 1] - bound_B[low]
+        ranked = kernels.rank(row_BF[low:high], part_B, at_K[part], step_K[part], model.classes)
+        count_TS = counts.count(*ranked, model.ratio_CC)
+        freq_TS = np.stack([tables.fit(count_S) for count_S in count_TS])
+        coded, word_count_B[low:high] = coder.encode(*ranked, model.tables(freq_TS))
+        words.append(coded)
+        tables_ += model.to_bytes(freq_TS)
+    rows, planes = rows_entry(np.stack((count_B, word_count_B), axis=1).astype(np.int32))
+    entries = {
+        "tiles": rows,
+        "tile_tables": torch.from_numpy(np.frombuffer(tables_, np.uint8)),
+        "tile_words": torch.from_numpy(np.concatenate(words).view(np.int32)),
+    }
+    size_T = np.diff(vector.first_T)
+    if any((cut.start, cut.stop) != (0, size_T[t]) for t, cut in cuts.items()):
+        ranges = np.array([(cut.start, cut.stop) for cut in cuts.values()], np.int64)
+        entries["ranges"] = torch.from_numpy(ranges)
+    return entries, {"groups": firsts, "planes": planes}
+
+
+def _table(vector: Vector, cuts: Mapping[int, Cut], addresses: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the table of blocks (`kernels.classes`) and that of bands, of tensors whose bits begin at these addresses."""
+    blocks, bands = zip(*(cut.tables() for cut in cuts.values()), strict=True)
+    block_T, band_T = list(map(len, blocks)), list(map(len, bands))
+    row_BF = np.empty((sum(block_T), kernels.FIELDS), np.int64)
+    band_GF = np.concatenate(bands)
+    row_BF[:, :4] = np.concatenate(blocks)
+    first_T = vector.first_T[list(cuts)]
+    row_BF[:, 4] = row_BF[:, 0] + np.repeat(first_T, block_T)
+    row_BF[:, 0] = row_BF[:, 0] * vector.width + np.repeat(np.array(addresses, np.int64), block_T)
+    row_BF[:, 5:] = np.repeat([classes.field(vector.specs[t].dtype) for t in cuts], block_T, axis=0)
+    band_GF[:, 0] += np.repeat(first_T, band_T)
+    band_GF[:, 5] += np.repeat(np.cumsum([0, *block_T[:-1]]), band_T)
+    return row_BF, band_GF
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Batch:
+    """Tensors whose old bits are wanted at once.
+
+    Attributes:
+        tensors: Their numbers.
+        at_B: Numbers of the blocks to decode, ascending.
+        inside_B: The same, counted in these tensors alone.
+    """
+
+    tensors: list[int]
+    at_B: np.ndarray
+    inside_B: np.ndarray
+
+
+class TiledReader:
+    """Reads the part of a payload that changes one vector by classes."""
+
+    def __init__(
+        self,
+        payload: Payload,
+        vector: Vector,
+        row: Mapping[str, Any],
+        number_T: np.ndarray,
+        count_T: np.ndarray,
+        sizes: tuple[int, int],
+    ) -> None:
+        """Read what it needs before it decodes.
+
+        Args:
+            payload: The payload.
+            vector: The vector.
+            row: What the metadata says of these tensors.
+            number_T: Numbers of the changed tensors.
+            count_T: Number of changes of each of them.
+            sizes: Elements of a tile and of a block.
+        """
+        self._payload, self._vector = payload, vector
+        key, flags = f".{vector.width}.tiled", np.ones(number_T.size, np.bool_)
+        if key in payload.arrays:
+            flags = read_flags(payload, key, number_T.size)
+        self._cuts = dict(zip(number_T[flags].tolist(), self._cut(number_T[flags], *sizes), strict=True))
+        self._block_T = bounds(np.array([cut.count for cut in self._cuts.values()], np.int64))
+        count = int(self._block_T[-1])
+        self._row_B2 = read_rows(payload, f".{vector.width}.tiles", count, row.get("planes"))
+        self._bound_B, self._word_B = bounds(self._row_B2[:, 0]), bounds(self._row_B2[:, 1])
+        self._groups = read_groups(row, count)
+        self._words = take(payload, f".{vector.width}.tile_words", "int32", int(self._word_B[-1]))
+        if (np.diff(self._bound_B[self._block_T]) != count_T[flags]).any():
+            raise CorruptDataError("Payload counts the changes of its tensors wrong.")
+        self._chosen: dict[int, np.ndarray | None] = dict.fromkeys(self._cuts)
+
+    @property
+    def tensors(self) -> list[int]:
+        """Numbers of its tensors."""
+        return list(self._cuts)
+
+    @property
+    def changed(self) -> int:
+        """Number of changes in its blocks."""
+        return int(self._bound_B[-1])
+
+    def _cut(self, number_T: np.ndarray, tile: int, block: int) -> Iterator[Cut]:
+        size_T = np.diff(self._vector.first_T)[number_T]
+        key = f".{self._vector.width}.ranges"
+        range_T2 = np.stack((np.zeros_like(size_T), size_T), axis=1)
+        if key in self._payload.arrays:
+            range_T2 = take(self._payload, key, "int64", 2 * size_T.size).view(np.int64).reshape(-1, 2)
+        if ((range_T2[:, 0] < 0) | (range_T2[:, 0] >= range_T2[:, 1]) | (range_T2[:, 1] > size_T)).any():
+            raise CorruptDataError("Payload has ranges that are not inside their tensors.")
+        for t, (start, stop) in zip(number_T.tolist(), range_T2.tolist(), strict=True):
+            yield tiles.cut(self._vector.specs[t].shape, start, stop, tile, block)
+
+    def choose(self, wanted: Wanted) -> list[str]:
+        """Decode only blocks with wanted elements. Return the tensors of which that needs more old bits than are wanted."""
+        lacking = []
+        for t, cut in self._cuts.items():
+            spec = self._vector.specs[t]
+            regions = wanted(spec.name)
+            self._chosen[t] = None if regions is None else cut.chosen(regions, spec.element_count)
+            if regions is not None and self._chosen[t] is None:
+                lacking.append(spec.name)
+        return lacking
+
+    def decode(self, old: OldBits | None) -> list[Sparse]:
+        """Return the changes of its tensors, in pieces that are ascending together.
+
+        Raises:
+            StageError: there are no old bits, or those of a tensor have another size or dtype.
+        """
+        if old is None:
+            raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
+        entry = self._payload.arrays.get(f".{self._vector.width}.tile_tables")
+        cursor = Cursor(read_tables(entry))
+        ends = [*self._groups[1:], len(self._row_B2)]
+        group, found = -1, list[Sparse]()
+        for batch in self._batches():
+            held = [self._old(old, t) for t in batch.tensors]
+            cuts = {t: self._cuts[t] for t in batch.tensors}
+            row_BF, band_GF = _table(self._vector, cuts, [bits_N.ctypes.data for bits_N in held])
+            at_B, row_BF = batch.at_B, row_BF[batch.inside_B]
+            row_B2 = self._row_B2[at_B]
+            if (row_B2[:, 0] > row_BF[:, 1] * row_BF[:, 3]).any():
+                raise CorruptDataError("Payload has a block with more changes than elements.")
+            bound_B = bounds(row_B2[:, 0])
+            word_B2 = np.stack((self._word_B[at_B], self._word_B[at_B + 1]), axis=1)
+            at_K = np.empty(bound_B[-1], self._vector.index_dtype)
+            step_K = np.empty(bound_B[-1], self._vector.bits_dtype)
+            low = 0
+            while low < at_B.size:
+                while at_B[low] >= (ends[group] if group >= 0 else 0):
+                    model, freq_TS = Model.read(cursor)
+                    group += 1
+                high = int(np.searchsorted(at_B, ends[group]))
+                part = slice(int(bound_B[low]), int(bound_B[high]))
+                if part.start < part.stop and not kernels.decode(
+                    row_BF[low:high],
+                    bound_B[low : high + 1] - bound_B[low],
+                    self._words,
+                    word_B2[low:high],
+                    model.classes,
+                    model.tables(freq_TS),
+                    at_K[part],
+                    step_K[part],
+                ):
+                    raise CorruptDataError(f"Payload has a malformed block of elements of {self._vector.width} bytes.")
+                low = high
+            edge_G = np.append(band_GF[:, 5], band_GF[-1, 5] + band_GF[-1, 3])
+            bound_G = bound_B[np.searchsorted(batch.inside_B, edge_G)]
+            found.append(Sparse(*kernels.regroup(bound_G, band_GF, False, at_K, step_K, 0)[:2]))
+        while group + 1 < len(self._groups):
+            Model.read(cursor)
+            group += 1
+        if cursor.at != len(cursor.data):
+            raise CorruptDataError("Payload has more tables than groups.")
+        return found
+
+    def _old(self, old: OldBits, t: int) -> np.ndarray:
+        spec = self._vector.specs[t]
+        bits_N = np.ascontiguousarray(old(spec.name)).reshape(-1)
+        if bits_N.size != spec.element_count or bits_N.dtype != self._vector.bits_dtype:
+            raise StageError(f"The old bits of {spec} are {bits_N.dtype}[{bits_N.size}].")
+        return bits_N
+
+    def _batches(self) -> Iterator[_Batch]:
+        tensors, blocks, inside, elements, before = list[int](), list[np.ndarray](), list[np.ndarray](), 0, 0
+        for (t, cut), first in zip(self._cuts.items(), self._block_T.tolist(), strict=False):
+            chosen_B = self._chosen[t]
+            if chosen_B is None:
+                chosen_B = np.arange(cut.count)
+            if not chosen_B.size:
+                continue
+            tensors.append(t)
+            blocks.append(first + chosen_B)
+            inside.append(before + chosen_B)
+            before += cut.count
+            elements += self._vector.specs[t].element_count
+            if elements >= _BATCH:
+                yield _Batch(tensors, np.concatenate(blocks), np.concatenate(inside))
+                tensors, blocks, inside, elements, before = [], [], [], 0, 0
+        if tensors:
+            yield _Batch(tensors, np.concatenate(blocks), np.concatenate(inside))
+
+
+def rows_entry(row_B2: np.ndarray) -> tuple[torch.Tensor, list[int] | None]:
+    """Return the entry of a table of blocks, and the sizes of its planes."""
+    more_B2 = np.diff(row_B2, axis=0, prepend=np.zeros_like(row_B2[:1]))
+    found = dense.compress(np.ascontiguousarray(((more_B2 << 1) ^ (more_B2 >> 31)).T).view(np.uint32).reshape(-1))
+    if found is None or len(row_B2) > _MOST_ROWS:
+        return torch.from_numpy(row_B2), None
+    return found[1], found[0]
+
+
+def read_rows(payload: Payload, key: str, count: int, planes: object) -> np.ndarray:
+    """Return a table of blocks, int32[count, 2], from its entry and the sizes of its planes, None for no planes.
+
+    Raises:
+        CorruptDataError: the entry has another shape or dtype, or a row has a negative number of changes or words.
+    """
+    entry = payload.arrays.get(key)
+    if planes is not None and count <= _MOST_ROWS:
+        number_N = dense.decompress(entry, planes, TensorSpec(key, "int32", (2, count)))
+        more_2B = ((number_N >> 1) ^ (0 - (number_N & 1))).view(np.int32).reshape(2, count)
+        row_B2 = np.cumsum(more_2B, axis=1, dtype=np.int32).T
+    elif entry is not None and entry.dtype == torch.int32 and entry.shape == (count, 2):
+        row_B2 = entry.numpy()
+    else:
+        raise CorruptDataError(f"Payload has no table of blocks {key!r}, int32[{count}, 2].")
+    if (row_B2 < 0).any():
+        raise CorruptDataError("Payload has a block with a negative number of changes or words.")
+    return row_B2
+
+
+def read_groups(row: Mapping[str, Any], count: int) -> list[int]:
+    """Return the first block of each group of `count` blocks.
+
+    Raises:
+        CorruptDataError: they are not ascending from 0.
+    """
+    match row.get("groups"):
+        case [] if not count:
+            return []
+        case [0, *_] as groups if all(type(block) is int for block in groups):
+            if all(one < other for one, other in itertools.pairwise([*groups, count])):
+                return groups
+    raise CorruptDataError("Payload has groups that are not ascending blocks.")
+
+
+def read_flags(payload: Payload, key: str, count: int) -> np.ndarray:
+    """Return `count` bits, bool.
+
+    Raises:
+        CorruptDataError: the entry has another size, or more bits.
+    """
+    flags = np.unpackbits(take(payload, key, "uint8", -(-count // 8)), bitorder="little").view(np.bool_)
+    if flags[count:].any():
+        raise CorruptDataError("Payload names tensors that the channel does not have.")
+    return flags[:count]
+
+
+def read_tables(entry: torch.Tensor | None) -> bytes:
+    """Return the bytes of tables.
+
+    Raises:
+        CorruptDataError: there are none.
+    """
+    if entry is None or entry.dtype != torch.uint8:
+        raise CorruptDataError("Payload has no uint8 tables.")
+    return entry.numpy().tobytes()
+
+
+def bounds(count_B: np.ndarray) -> np.ndarray:
+    """Return the sum of the counts before each, and of all."""
+    return np.concatenate(([0], np.cumsum(count_B, dtype=np.int64)))
