@@ -681,10 +681,10 @@ def test_ready_ends_where_the_server_falls_behind_or_sleeps(
             newest = driver.cursor.newest
             assert newest is not None
             for behind, ready in ((1, True), (2, False)):
-                driver.cursor.newest = dataclasses.replace(newest, version=newest.version + behind)
+                driver.cursor._tip.newest = dataclasses.replace(newest, version=newest.version + behind)
                 assert (driver.not_ready is None) is ready
             assert "2 behind version 3" in (driver.not_ready or "")
-            driver.cursor.newest = newest
+            driver.cursor._tip.newest = newest
 
     asyncio.run(body())
 
