@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, object]] = {
         **{"tokenizer_worker_num": 1, "smg_grpc_mode": False},
     },
 }
-"""What options do, and the only value of each with which a server follows."""
+"""The effect of options, and the only value of each with which a server follows."""
 
 
 def check(server_args: Any) -> None:

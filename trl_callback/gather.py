@@ -1,4 +1,5 @@
-"""What a checkpoint of a model holds: the tensors, named and shaped as `save_pretrained` writes them, and the other files.
+"""The contents of a checkpoint of a model: the tensors, named and shaped as `save_pretrained` writes them, and the other
+files.
 
 A checkpoint may hold tensors under other names or in other shapes than memory does, the experts of a mixture for example.
 transformers converts them when it loads a model and converts them back when it saves one; here that is done for shards, too.

@@ -1,11 +1,12 @@
-"""What the engine's process caches by content, kept apart by version: no request uses what other weights computed.
+"""Caches of the engine's process, kept apart by version: no request uses values that other weights computed.
 
 vLLM finds cached blocks by a hash that covers a request's `cache_salt`, and an encoder's outputs, such as an image's
 features, by the `identifier` of the input. In the engine's process each request gets the salt of the version that is live
 when its first token is computed, whatever route it came by, combined with a salt of its own; its inputs' identifiers get
 that version's salt too. Running requests are not touched, so they keep their blocks and their features over a commit. Every
 change of the weight version starts a new salt, also a change back to an older version: what a request computed that spanned
-a commit is never found again. What nobody finds any more is evicted first, as vLLM's caches evict the least recently used.
+a commit is never found again. An entry that no request finds any more is evicted first, as vLLM's caches evict the least
+recently used.
 
 A request that names a session keeps the salt of the version that its conversation began with. So its prefix is found
 although the weights have changed, as a running request keeps its blocks.

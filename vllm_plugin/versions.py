@@ -4,7 +4,7 @@ Also the header `x-deltasync-session` of requests, by which a conversation keeps
 that it began with (`vllm_plugin.salt`).
 
 Nothing here goes by routes: a reply is one that has called the engine client, `generate` or `encode`. So whatever route
-vLLM gets, it has the headers, waits for the first version, and takes a session. What is pooled (embeddings, scores) is made
+vLLM gets, it has the headers, waits for the first version, and takes a session. A pooled reply (embeddings, scores) is made
 by one version in each reply: a commit waits for it, and it for a commit.
 """
 
@@ -49,7 +49,7 @@ class _Reply:
         session: The version that its request names, if any.
         mark: When it first called the engine, if a version was live then (`LiveVersions.mark`).
         refused: Why it may not call the engine, in one sentence.
-        choices: What it holds of generated tokens.
+        choices: The generated tokens in the reply.
     """
 
     def __init__(self, session: str | None = None) -> None:

@@ -82,7 +82,7 @@ class FailoverStore(WrappedStore):
         return None  # it would watch one store while another one is read
 
     def _ask_failover(self, action: Callable[[Store], _Result]) -> _Result:
-        """Read from the nearest store; if it fails, from the next one.
+        """Read from the fastest store; if it fails, from the next one.
 
         Raises:
             ConfigError: the stores hold different runs.

@@ -54,7 +54,7 @@ def cheapest(start: int, target: int, edges: Iterable[Edge]) -> list[Edge] | Non
 
     It may also begin at 0, because full weights can be loaded at any time.
     """
-    # Hops only lead forward, so in ascending order the cost of every base is known first.
+    # Edges only lead forward, so in ascending order the cost of every base is known first.
     cost: dict[int, float] = {0: 0, start: 0}
     last: dict[int, Edge] = {}
     for edge in sorted((edge for edge in edges if edge.version <= target), key=lambda edge: (edge.version, edge.base)):

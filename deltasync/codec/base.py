@@ -45,7 +45,7 @@ MOST_HEADER_BYTES = 100_000_000
 """Largest header that the safetensors library reads."""
 
 LIBRARY_ERRORS = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError)
-"""What the safetensors library, or torch below it, raises for a malformed file."""
+"""Errors that the safetensors library, or torch below it, raises for a malformed file."""
 
 _ITEM_BYTES = {entry: ITEM_BYTES[name] for name, entry in SAFETENSORS_DTYPES.items()}
 

@@ -120,7 +120,7 @@ class TiledReader:
         Args:
             payload: The payload.
             vector: The vector.
-            row: What the metadata says of these tensors.
+            row: The metadata of these tensors.
             number_T: Numbers of the changed tensors.
             count_T: Number of changes of each of them.
             sizes: Elements of a tile and of a block.

@@ -2,8 +2,8 @@
 
 The last two dimensions of a tensor are a matrix, which is cut into rows of tiles of one shape. Tiles follow each other by
 matrix, then by row of tiles, then from left to right. Each is a block; its elements follow each other by row. The cut
-follows from the shape, the range that a payload has, and the metadata `tile_elements`. What has no tiles is cut into rows
-of `block_elements` elements.
+follows from the shape, the range that a payload has, and the metadata `tile_elements`. A range without tiles is cut into
+rows of `block_elements` elements.
 """
 
 from __future__ import annotations

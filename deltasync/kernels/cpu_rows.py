@@ -230,7 +230,7 @@ def advance(taken: Taken, key_T: np.ndarray, bound_T2: np.ndarray, bits: np.dtyp
         bits: dtype of the bit patterns.
 
     Returns:
-        What this adds to each tensor's fingerprint, uint64[T], and how many new bit patterns exceed the bound, int64[T].
+        The gain of each tensor's fingerprint, uint64[T], and how many new bit patterns exceed the bound, int64[T].
     """
     offset_RP, step_RP, value_RP = scratch(bits)
     gain_R, above_R = np.empty(len(taken.chunk_RF), np.uint64), np.empty(len(taken.chunk_RF), np.int64)

@@ -46,7 +46,7 @@ class Blocks(NamedTuple):
     """Blocks and their changes.
 
     Attributes:
-        base_B: What the first element of each block is numbered.
+        base_B: The number of the first element of each block.
         size_BC: Elements of each class in each block, int64. Classes are in the order of descending levels.
         bound_B: Number of the first change of each block, and the number of all changes; shape B + 1.
     """

@@ -41,8 +41,8 @@ class HostSwap:
 
     Args:
         table: See `kernels.cpu.swap_by`.
-        arrays: What the table has addresses of beside live memory: positions and new values, which are mutated.
-        gains: What the first exchange adds to fingerprints.
+        arrays: Positions and new values, to which the table has addresses. The values are mutated.
+        gains: Gains of the fingerprints by the first exchange.
         check: What `found` returns after the first exchange, unless live memory was written since this was staged.
         changed: Number of elements.
     """

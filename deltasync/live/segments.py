@@ -34,7 +34,7 @@ class Segment:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """What two segments of the same elements in the same memory have in common."""
+        """A key that is equal for two segments of the same elements in the same memory."""
         return self.live.data_ptr(), self.live.shape, self.live.stride(), self.stride, self.offset
 
     def region(self) -> Region:

@@ -45,7 +45,7 @@ class Staged:
     """One version, ready to commit; from the commit on, what undoes it.
 
     Attributes:
-        swaps, copies: What to write; after the commit, the old values.
+        swaps, copies: Values to write; after the commit, the old values.
         readouts: Each returns the fingerprints of copied segments.
         fingerprints: The fingerprint that each tensor of the version must have after the commit; None where only the
             model's is known.

@@ -1,4 +1,4 @@
-"""What compactions and anchors may cost.
+"""The budget of a publisher for compactions and anchors.
 
 They are paid from a budget, `SHARE` of the bytes of deltas, so that they stay a small part of what is stored at any rate of
 change: the next compaction is written once it fits. Full weights take a compaction's place where it is no longer small.
@@ -19,7 +19,7 @@ LEAST_COMPACTED = 16
 
 
 class Budget:
-    """What compactions and anchors may cost, and which of them is next. `deltasync cost` computes with it, too."""
+    """Decides when the next compaction or anchor is affordable. `deltasync cost` uses it, too."""
 
     def __init__(self, compacted: int = 0) -> None:
         self.compacted = compacted  # the version where the newest compaction ends, or that has the full weights

@@ -67,7 +67,7 @@ class Held(NamedTuple):
 
 
 class Step:
-    """What happens to the bits of one vector: a launch of `cpu_rows.advance`, or steps that are known already."""
+    """A change of the bits of one vector: a launch of `cpu_rows.advance`, or steps that are known already."""
 
     def __init__(self, layout: Layout, memory: VectorMemory, taken: Taken | None, steps: Sparse | None = None) -> None:
         self.memory = memory

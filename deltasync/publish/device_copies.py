@@ -159,7 +159,7 @@ def room_bytes(device: torch.device) -> int:
     """Return the bytes of a CUDA device's memory that copies may take.
 
     They are the free bytes and those in the allocator's cache, less what this process needed at its peak, less `LEFT_FREE`.
-    What training needs between two publishes, for activations, is free during a publish and is needed again afterwards.
+    Memory for activations, which training needs between two publishes, is free during a publish and needed again afterwards.
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     needed_bytes = max(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))

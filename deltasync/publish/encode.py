@@ -40,7 +40,7 @@ _PROBES, _PROBE_EVERY = 3, 50  # other codecs are tried in the first 3 versions,
 
 
 class Cost(NamedTuple):
-    """What encoding one group cost."""
+    """The cost of encoding one group."""
 
     changed: int
     bytes: int
@@ -107,7 +107,7 @@ GROUP_CHANGED = 1 << 20
 
 
 class Payloads(NamedTuple):
-    """What one rank encoded of a version."""
+    """The payloads that one rank encoded for a version."""
 
     files: list[Future[File]]  # parts, which are being stored
     inline: Encoded | None  # the payload that goes into the record

@@ -234,7 +234,7 @@ class Losses:
                 if cause == self._cause:
                     self._cause = None
                     raise PublishLostError(
-                        f"Two versions were lost for one cause, so this is not passing: {error.__cause__} Mend it; the next "
+                        f"Two versions were lost for one cause, so it will not pass: {error.__cause__} Remove it; the next "
                         "publish tries again, with full weights."
                     )
                 self._cause = cause

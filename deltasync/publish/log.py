@@ -147,7 +147,7 @@ class Log:
         return self._attempts.get(version, 0)
 
     def give_up(self, version: int) -> None:
-        """Give up the files of a version. Whatever is put for it from now on has other keys."""
+        """Give up the files of a version. Files that are put for it from now on have other keys."""
         self._attempts[version] = self.attempt(version) + 1
 
     def put_file(self, folder: str, name: str, data: bytes | memoryview) -> File:
@@ -164,7 +164,7 @@ class Log:
         """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call repeats it.
 
         Returns:
-            What is stored, always that of the first call, with `run_id`, `epoch` and `fencing` filled in.
+            The stored document, always that of the first call, with `run_id`, `epoch` and `fencing` filled in.
 
         Raises:
             FencedError: another publisher created it.
@@ -239,7 +239,7 @@ class Log:
         return stored
 
     def compaction(self, version: VersionId, fingerprint: str, payload: Encoded | None, **fields: Any) -> StoredRecord:
-        """Store another way to a version, from `base` by `delta`, which are fields of its record. Raises as `announce`."""
+        """Store a compaction to a version; its `base` and `delta` are fields of its record. Raises as `announce`."""
         self._check()
         document = Record(
             run_id=self.run_id,

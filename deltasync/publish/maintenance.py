@@ -1,6 +1,6 @@
 """Maintenance of a channel while it is written: anchors beside the log, compactions, forgetting and pruning.
 
-It happens in a thread that neither training nor uploads wait for, and no version depends on it. What fails is logged, and
+It happens in a thread that neither training nor uploads wait for, and no version depends on it. A failure is logged, and
 tried again with a later version.
 
 A late joiner takes the newest full weights (an anchor, or the reference), the newest compaction from them, and the deltas
@@ -35,7 +35,7 @@ from deltasync.publish.shadow import Shadow, Snapshot
 logger = get_logger(__name__)
 
 _LEAST_BETWEEN = 16
-"""Versions from one sweep to the next, which reads all records."""
+"""Versions from one garbage collection to the next, which reads all records."""
 
 _LOOK_S = 15.0
 """From one look for a request to the next, at least."""
@@ -53,7 +53,7 @@ class Maintenance:
     """Looks after one channel as `retention` says. `model_files`, by name, are stored beside the weights of an anchor.
 
     Attributes:
-        chain: What a late joiner fetches.
+        chain: The objects that a late joiner fetches.
         storing: Whether an anchor or a compaction is being stored.
         failed: Whether the last anchor could not be stored, or the one that a compaction needs cannot be read.
         asked: The newest version when somebody asked for an anchor, 0 if nobody did.
@@ -139,7 +139,7 @@ class Maintenance:
     def announce(
         self, stored: StoredRecord, weights: Weights, requires: list[str], sample: Sample | None, *, paid: bool
     ) -> None:
-        """Store the weights of a version and announce them as another way to it; returns at once.
+        """Store the weights of a version as an anchor and announce it. Returns at once.
 
         `sample` and `paid` are as in `Chain.begin`.
         """

@@ -20,7 +20,7 @@ _Pairs = Iterable[tuple[str, Tensor]]
 
 
 class _Held(NamedTuple):
-    """What a rank holds of a tensor."""
+    """The part of a tensor that a rank holds."""
 
     dtype: str  # as it is served
     shape: tuple[int, ...]

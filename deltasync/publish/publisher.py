@@ -46,7 +46,7 @@ _Value = TypeVar("_Value")
 
 
 class _Base(NamedTuple):
-    """What the next version is and builds on; the same at all ranks."""
+    """The next version and its base; the same at all ranks."""
 
     version: int  # its number
     full: bool  # whether it has full weights
@@ -296,7 +296,7 @@ class Publisher:
     def close(self) -> None:
         """Finish the uploads and end. Later calls of `publish` are refused.
 
-        Whatever is not closed when the process ends finishes its uploads, as long as the store takes them.
+        A publisher that is not closed when the process ends finishes its uploads, as long as the store takes them.
 
         Raises:
             PublishError: the last version did not become visible.

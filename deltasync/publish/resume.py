@@ -87,7 +87,7 @@ class Given(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What the first rank found in a channel, for all ranks."""
+    """The state of a channel as the first rank found it, for all ranks."""
 
     options: dict[str, str | int | float | None]  # the settings
     channel: Channel | None
@@ -176,7 +176,7 @@ def prove_writes(peers: Peers, store: Store, settings: PublisherSettings, token:
 
 
 class Begun(NamedTuple):
-    """What the first stream holds."""
+    """The contents of the first stream."""
 
     channel: Channel
     held: Sequence[Mapping[str, Range]]  # the ranges of each rank
@@ -195,7 +195,7 @@ class FirstStream:
         peers: The ranks.
         owned: Tells which of them publishes what.
         reader: The channel's.
-        start: What the channel holds.
+        start: The state of the channel.
         initial: The checkpoint for a new channel. Every rank loads it; the first one decides which commit it is.
 
     Raises:

@@ -181,7 +181,7 @@ class Shadow:
             snapshot.note(delta)
 
     def retreat(self) -> None:
-        """Undo the last `advance`, whether it raised or not. What an interrupt left half-way is noted in `_lost`."""
+        """Undo the last `advance`, whether it raised or not. `_lost` names a tensor that an interrupt left half-way."""
         touched, undone = list[str](), list[Step]()
         with self.lock:
             while self._steps:

@@ -214,7 +214,7 @@ _KEPT = re.compile(r"(^|\.)(embed_tokens|wte|lm_head|gate|router)\.weight$")  # 
 def fp8_blocks(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Quantize the weights of linear layers; embeddings, the output layer, routers and norms become bfloat16.
 
-    What servers keep exactly is kept, see `dtype_for`.
+    Tensors that servers keep exactly are kept, see `dtype_for`.
 
     Args:
         named_tensors: Whole tensors of a checkpoint; experts one by one.

@@ -55,7 +55,7 @@ class Uploader:
 
     Attributes:
         full: Whether the next version needs full weights, because there is no base whose bits are known.
-        maintenance: What happens to the channel beside its versions.
+        maintenance: Compactions, anchors and garbage collection.
     """
 
     def __init__(self, log: Log, maintenance: Maintenance, settings: PublisherSettings, signals: Signals) -> None:

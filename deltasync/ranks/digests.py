@@ -35,7 +35,7 @@ class Digests:
         """Exchange this rank's shares of the fingerprints.
 
         Args:
-            error: What has failed at this rank.
+            error: The error at this rank, None if there is none.
             number: Is added up over the ranks, too.
             shares: This rank's share by tensor; empty if `error` is set.
             everything: Whether all tensors' fingerprints are wanted, not only those of the tensors held here.

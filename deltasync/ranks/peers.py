@@ -1,6 +1,6 @@
 """Messages between the ranks of one sharded trainer, within `publish` (`Peers`) and about uploads (`Signals`).
 
-`publish` runs on all ranks at the same time. What they say, a few kilobytes, goes through the key-value store of
+`publish` runs on all ranks at the same time. Their messages, a few kilobytes, go through the key-value store of
 torch.distributed to the first rank and back (`mailbox`), as does what the threads say that upload. Only the weights of an
 anchor are collected by the first rank through gloo, tensor by tensor.
 """
@@ -266,7 +266,7 @@ class Signals:
     when it begins, and answer with its files. So a job that still waits can be replaced on all ranks at once.
 
     Args:
-        mailbox: What all ranks share; None for a single rank.
+        mailbox: The mailbox of all ranks; None for a single rank.
         rank: This process's rank.
         size: Number of ranks.
     """

@@ -108,11 +108,11 @@ class Delta:
 
 
 class Changed(NamedTuple):
-    """What a version, or several of them, did.
+    """The changes of one version, or of several merged ones.
 
     Attributes:
         delta: The changes.
-        fingerprints: What the fingerprints of changed tensors become; None where only the model's is known.
+        fingerprints: The new fingerprints of changed tensors; None where only the model's is known.
     """
 
     delta: Delta

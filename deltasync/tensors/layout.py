@@ -1,7 +1,7 @@
 """One model as a few vectors: the tensors of one element width lie one after the other, in the order of the channel's table.
 
-A *position* is an index into such a vector. A tensor's elements are row-major, from its first position on. What works on all
-changed elements of a model works on ascending positions, whatever the number of tensors.
+A *position* is an index into such a vector. A tensor's elements are row-major, from its first position on. Code that works
+on all changed elements of a model works on ascending positions, whatever the number of tensors.
 
 Shape suffixes: T tensors of one width, K changed elements.
 """

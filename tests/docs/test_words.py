@@ -76,3 +76,15 @@ def test_a_page_of_operations_is_short(page: Path) -> None:
     assert len(text.split()) <= 2500
     cells = [cell for line in text.splitlines() if line.startswith("| ") for cell in line.strip("| ").split(" | ")]
     assert [cell for cell in cells if len(cell.split()) > 40] == []
+
+
+PACKAGES = ("deltasync", "vllm_plugin", "sglang_plugin", "mlx_plugin", "trl_callback")
+CODE = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_words_that_left_are_not_in_code(path: Path) -> None:
+    """Nor does a sentence of a docstring or a comment begin with `What` or `Whatever`."""
+    text = re.sub(r'overflow, no_wrap = "fold"', "", path.read_text(encoding="utf-8"))  # rich's word
+    assert [*found_in(text)] == []
+    assert re.findall(r'(?:"""|# |[.:;] )(?:What|Whatever) [a-z][^?\n]*', text) == []
