@@ -125,7 +125,11 @@ def _ranks(row_BF, like, class_E, classes, bound_B, at_K, step_K, size_BC, rank_
 @njit
 def _place(row_F, field, low_C, span_C, ahead_CW, low, high, rank_K, class_K, at_K, step_K):
     """Turn the decoded places by class of a block into ascending positions."""
-    marks, step_E = np.zeros(field.size // _LANES, np.uint64), np.empty(field.size, step_K.dtype)
+    marks, place_C, step_C = (
+        np.zeros(field.size // _LANES, np.uint64),
+        np.empty(high - low, np.int64),
+        step_K[low:high].copy(),
+    )
     before, w = np.int64(-1), np.int64(0)
     for k in range(low, high):
         c, rank = np.int64(class_K[np.uint64(k)]), np.int64(rank_K[np.uint64(k)])
@@ -145,19 +149,19 @@ def _place(row_F, field, low_C, span_C, ahead_CW, low, high, rank_K, class_K, at
             lanes &= lanes - _U1
         below = (lanes - _U1) & ~lanes
         marks[np.uint64(at // _LANES)] |= below + _U1
-        step_E[np.uint64(at) + popcount(below)] = step_K[np.uint64(k)]
-    columns, k, end, jump = row_F[1], low, row_F[1], row_F[4]
+        place_C[k - low] = at + np.int64(popcount(below))
+    to_W, to = np.empty(marks.size, np.int64), low
     for w in range(marks.size):
-        lanes = marks[w]
-        while lanes:
-            place = w * _LANES + np.int64(popcount((lanes - _U1) & ~lanes))
-            lanes &= lanes - _U1
-            while place >= end:
-                end += columns
-                jump += row_F[2] - columns
-            at_K[np.uint64(k)] = jump + place
-            step_K[np.uint64(k)] = step_E[np.uint64(place)]
-            k += 1
+        to_W[w] = to
+        to += np.int64(popcount(marks[w]))
+    columns, row_part = row_F[1], 1.0 / row_F[1]  # as in `_regroup`
+    for k in range(place_C.size):
+        place = place_C[k]
+        below = (_U1 << np.uint64(place % _LANES)) - _U1
+        to = to_W[place // _LANES] + np.int64(popcount(marks[place // _LANES] & below))
+        row = np.int64((place + 0.5) * row_part)
+        at_K[np.uint64(to)] = row_F[4] + row * row_F[2] + place - row * columns
+        step_K[np.uint64(to)] = step_C[k]
 
 
 @kernel

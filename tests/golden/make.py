@@ -406,6 +406,7 @@ def main(folder: Path = GOLDEN) -> None:
         mock.patch("deltasync.channel.documents.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.codec.vector.BLOCK", BLOCK),
         mock.patch.multiple("deltasync.codec.tiles", TILE=TILE, SMALL=SMALL, LEAST=LEAST, FEW=FEW),
+        mock.patch.multiple("deltasync.codec.classes", _GAP_TABLE_BITS=0, _SYMBOL_BITS=1),
     ):
         for codec_name in CODECS:
             by_codec(folder, codec_name)

@@ -230,7 +230,7 @@ def test_a_payload_with_more_classes_than_groups_is_corrupt(channel: Made, caplo
     group = bytes([0, 0, 255, 0]) + _ONE * 2
     arrays = {
         **{f".2.{entry}": encoded.arrays[f".2.{entry}"] for entry in ("tensors", "counts", "fingerprints")},
-        ".2.tiles": torch.tensor([[1, 1]], dtype=torch.int32),
+        ".2.tiles": torch.tensor([[1, 1], [0, 0], [0, 0], [0, 0]], dtype=torch.int32),
         ".2.tile_tables": torch.frombuffer(bytearray(group * 100_000), dtype=torch.uint8),
         ".2.tile_words": torch.ones(1, dtype=torch.int32),
     }
