@@ -444,7 +444,7 @@ class Channel:
         names = [changed[at] for at in np.flatnonzero(flags)]
         ranges = [[0, elements(self.table[name][1])] for name in names]
         if part["ranges"] is not None:
-            ranges = array(part["ranges"], "int64", (len(names), 2)).astype(np.int64).tolist()
+            ranges = array(part["ranges"], "int64", (len(names), 2)).astype(np.int64).reshape(-1, 2).tolist()
         blocks = [places(self.table[name][1], *span, *sizes) for name, span in zip(names, ranges, strict=True)]
         shape = (sum(map(len, blocks)), 2)
         rows = block_rows(part["tiles"], None if row["planes"] is None else json.dumps(row["planes"]), shape).tolist()
