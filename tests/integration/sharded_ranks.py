@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from deltasync import Publisher, Receipt, open_store
 from deltasync.channel import keys, signing
-from deltasync.codec import blocks
+from deltasync.codec import vector
 from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishError, PublishLostError, StoreError
 from deltasync.publish import encode
 from deltasync.publish.stream import TensorRange
@@ -360,7 +360,7 @@ def messages() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    blocks.BLOCK = 1 << 10  # so that ranks have other blocks of a tensor
+    vector.BLOCK = 1 << 10  # so that ranks have other blocks of a tensor
     encode.INLINE_BYTES = 0  # so that the first rank has parts too
     dist.init_process_group("gloo")
     train()

@@ -226,7 +226,7 @@ FOLLOWING = [
     Case("a missing head is done without", "get head", _MISSING),
     Case("a store that stays away is said", "get record", _BUSY, FOREVER, error=TransientStoreError, said="503"),
     Case("a server that is gone is said", "any", _RESET, FOREVER, error=TransientStoreError, said="Connection reset"),
-    Case("an expired token is said", "get record", _EXPIRED, error=StoreError, said=_RENEW),
+    Case("an expired token is said", "get record", _EXPIRED, FOREVER, error=StoreError, said=_RENEW),
     Case("an expired token at a part is said", "get part", _EXPIRED, error=StoreError, said=_RENEW),
     Case("half a record is not followed", "get record", _HALF, FOREVER, error=DeltaSyncError),
     Case("an empty record is not followed", "get record", _EMPTY, FOREVER, error=DeltaSyncError),
