@@ -87,7 +87,7 @@ def log(reader: ChannelReader, last: int | None, as_json: bool) -> None:
         shown.add_row(
             f"{each['base_version']}-{each['version']}" if is_compaction else str(each["version"]),
             (each["sha256"] or "")[:12] if is_version else "",
-            each["kind"] if is_version or is_compaction else "anchor",
+            each["kind"] if is_version else "compact" if is_compaction else "anchor",
             text_of(each["step"]),
             cell(each["created_at"][time].replace("T", " ")),
             "" if each["delta_bytes"] is None else f"{each['changed_fraction']:.3%}",

@@ -25,7 +25,7 @@ GROUP_CHANGED = 1 << 15
 
 _MOST_RUNS = 64  # of which tables are counted before they are joined
 _SAMPLED = 1 << 16  # elements of a run whose classes are counted
-_BATCH = 1 << 26  # elements whose old bits are wanted at once
+_BATCH = 1 << 24  # elements whose old bits are wanted at once
 _MOST_ROWS = 1 << 24  # of a table of blocks in planes: small planes could ask for any amount of memory
 
 

@@ -1,8 +1,8 @@
 """The loops over elements: diff, fingerprint, scatter and its two halves, prepare and swap. Each module has some of them.
 
 `reference` is plain numpy and defines the results; property tests compare all other modules with it. `cpu`, `cpu_diff` and
-`cpu_rows` are numba, compiled once per machine (the cache lies beside the module), and release the GIL. `gpu_segments` and
-`gpu_diff` are Triton.
+`cpu_rows` are numba, compiled once per machine (the cache lies beside the module), and release the GIL; so is `classes`.
+`gpu_segments` and `gpu_diff` are Triton.
 `torch_ops` serves all other devices.
 """
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from deltasync.kernels import classes as classes
     from deltasync.kernels import cpu as cpu
     from deltasync.kernels import cpu_diff as cpu_diff
     from deltasync.kernels import cpu_rows as cpu_rows
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> object:
     """Import a module with numba when it is first used as `kernels.cpu`: what runs on a GPU alone needs no numba."""
-    if name not in ("cpu", "cpu_diff", "cpu_rows"):
+    if name not in ("classes", "cpu", "cpu_diff", "cpu_rows"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
 
@@ -88,6 +89,7 @@ __all__ = [
     "ACCELERATORS",
     "DeviceDiff",
     "SegmentKernels",
+    "classes",
     "coder",
     "compiled",
     "counts",

@@ -79,7 +79,7 @@ def test_log_takes_a_line_of_80_columns_for_each_row(tmp_path: Path) -> None:
     assert done.returncode == 0 and heads in [line.split() for line in lines]
     rows = lines[[line.split() for line in lines].index(heads) + 1 :]
     kinds = [line.split()[2 if re.match(r"\d+ +[0-9a-f]{12} ", line) else 1] for line in rows[:15]]
-    assert kinds == ["anchor", *["delta"] * 6, "anchor", *["delta"] * 3, "compaction", *["delta"] * 2, "compaction"]
+    assert kinds == ["anchor", *["delta"] * 6, "anchor", *["delta"] * 3, "compact", *["delta"] * 2, "compact"]
     assert len(rows) == 15 + 1 and rows[15].startswith("11 deltas ")
     assert max(map(len, lines)) <= 80 and "\N{HORIZONTAL ELLIPSIS}" not in "".join(lines)
     assert all(re.search(r" \d\d:\d\d:\d\d ", line + " ") for line in rows[:15])

@@ -101,13 +101,13 @@ def _turns(fleet: Fleet, tokenizer: PreTrainedTokenizerFast) -> Callable[..., tu
 def test_each_turn_has_its_own_version(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"file://{tmp_path}/channel"
     taken: list[Any] = []
-    take = TokenAges.take
+    add = TokenAges.add_batch
 
     def note(self: TokenAges, samples: Any) -> None:
         taken.extend(samples := list(samples))
-        take(self, samples)
+        add(self, samples)
 
-    monkeypatch.setattr(TokenAges, "take", note)
+    monkeypatch.setattr(TokenAges, "add_batch", note)
     sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=60, max_behind=0, max_token_lag=0)
     tokenizer = letters_tokenizer()
     with Fleet(url, "replica") as fleet, Completions(fleet.replicas["replica"], _turns(fleet, tokenizer)) as server:

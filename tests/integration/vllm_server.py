@@ -210,12 +210,12 @@ class Server:
         if self.publisher is None:
             self.assert_serves(self.publish())
         assert self.publisher is not None
-        uploader, settings = self.publisher._uploader, self.publisher.settings
-        uploader.settings = dataclasses.replace(settings, anchor_every=1)
+        maintenance = self.publisher._uploader.maintenance  # type: ignore[union-attr]
+        every, maintenance._anchor_every = maintenance._anchor_every, 1
         self.step()
         self.assert_serves(self.publish())
         self.settle()
-        uploader.settings = settings
+        maintenance._anchor_every = every
 
     def settle(self) -> None:
         """Wait for what follows a version in the background: its anchor, if one is due."""

@@ -551,10 +551,12 @@ def test_rotten_memory_under_a_delta_is_noticed_and_loaded_anew(scene: Scene) ->
 
 
 def test_a_context_delta_on_rotten_memory_is_loaded_anew(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "SMALL", 0)  # a tensor as small as this one would be coded by gaps
+    # A tensor as small as this one would be coded by gaps.
+    for name, size in {"TILE": 100, "SMALL": 160, "LEAST": 400, "FEW": 1}.items():
+        monkeypatch.setattr(tiles, name, size)
     scene = _scene(memory_url, "context")
-    # So many elements of another exponent that the delta's positions make no sense any more.
-    scene.replica.state_dict()["a.weight"].view(torch.int16)[:2] = 0
+    # So many elements of another exponent, the changed one among them, that the delta makes no sense any more.
+    scene.replica.state_dict()["a.weight"].view(torch.int16)[:3] = 0
     assert scene.replica.sync() == 2
     scene.assert_at(2)
 

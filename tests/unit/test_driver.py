@@ -27,6 +27,7 @@ from deltasync.following import Commit, Follow, Pin, routes
 from deltasync.following.metrics import Metrics
 from deltasync.following.requests import token_matches
 from deltasync.following.shards import Failure
+from deltasync.following.waits import Waits
 from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
@@ -443,7 +444,7 @@ def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
                 asyncio.get_running_loop().call_later(0.2, pin, self, Pin(2))
 
         monkeypatch.setattr(Follow, "set_pin", overtaken)
-        monkeypatch.setattr(Follow, "_was_caught_up_since", lambda *_: False)
+        monkeypatch.setattr(Waits, "caught_up", lambda *_: None)
         late = client.post("/deltasync/pin", json={"pin": "1", "timeout_s": 30})
         assert late.status_code == 409 and late.json()["error"] == "The pin of this replica was changed meanwhile to: 2."
 

@@ -17,6 +17,7 @@ import torch
 from deltasync import Publisher, Replica, codec, kernels, open_store
 from deltasync.channel import anchors, documents, keys, payloads
 from deltasync.channel.reading import ChannelReader
+from deltasync.codec import tiled
 from deltasync.codec.base import Encoded, NewBits
 from deltasync.errors import PublishLostError
 from deltasync.publish import encode
@@ -296,6 +297,7 @@ def test_an_anchor_that_cannot_be_stored_is_tried_again_with_the_next_version(st
 
 def test_no_second_copy_of_the_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.cpu_diff, "_PIECE", 1 << 16)  # what steps are cut out of, by default more than this model
+    monkeypatch.setattr(tiled, "_BATCH", 1 << 19)  # the same for old bits
     versions = states(4, elements=1 << 20, fraction=0.01)  # 2 MiB each
     weight_bytes = sum(tensor.nbytes for tensor in versions[0].values())
     with Publisher(f"file://{tmp_path}", anchor_every=2, shard_bytes=1) as publisher:

@@ -82,7 +82,7 @@ def test_parts_are_asked_for_when_they_are_due_and_only_so_often(memory_url: str
     names = [file.key for file in last.record.payload_files]
     data = {key: store.read(key, 1 << 20) for key in (*names, last.key)}
     store.delete(*data)
-    prefetch = replica._follow.cursor._prefetch
+    prefetch = replica._follow.cursor._tip._prefetch
     assert prefetch is not None
 
     def asked(at_s: float) -> list[int]:
