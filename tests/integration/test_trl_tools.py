@@ -101,11 +101,11 @@ def _turns(fleet: Fleet, tokenizer: PreTrainedTokenizerFast) -> Callable[..., tu
 def test_each_turn_has_its_own_version(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"file://{tmp_path}/channel"
     taken: list[Any] = []
-    add = TokenAges.add_batch
+    add_batch = TokenAges.add_batch
 
     def note(self: TokenAges, samples: Any) -> None:
         taken.extend(samples := list(samples))
-        add(self, samples)
+        add_batch(self, samples)
 
     monkeypatch.setattr(TokenAges, "add_batch", note)
     sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=60, max_behind=0, max_token_lag=0)
