@@ -23,7 +23,7 @@ def engine() -> Iterator[object]:
 def test_the_configured_channel_wins_over_what_a_caller_sends(monkeypatch: pytest.MonkeyPatch, engine: object) -> None:
     monkeypatch.setenv("DELTASYNC_CHANNEL", "memory://configured")
     for asked in ("memory://other", "s3://bucket/run?endpoint=http://internal"):
-        with pytest.raises(ConfigError, match="[Cc]aller"):
+        with pytest.raises(ConfigError, match=r"[Cc]aller"):
             engine._choose(asked)  # type: ignore[attr-defined]
         assert engine._follow is None  # type: ignore[attr-defined]
     engine._choose(None)  # type: ignore[attr-defined]
