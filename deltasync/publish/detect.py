@@ -21,7 +21,7 @@ from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import cpu_rows
 from deltasync.kernels.cpu_rows import Taken
 from deltasync.publish.device_copies import DeviceCopies, Difference
-from deltasync.publish.shards import pieces
+from deltasync.publish.shards import is_marked, pieces
 from deltasync.publish.stream import Stream, TensorRange, Tensors, fp8_blocks, pair_of, range_of, tensors_of
 from deltasync.tensors import ITEM_BYTES, Delta, Layout, Sparse, TensorSpec, Vector, check_specs
 from deltasync.tensors.bits import cast, nan_bounds, served_name, tensor_of
@@ -129,7 +129,11 @@ class _Launch(NamedTuple):
 
 
 class _Table:
-    """Tensors of a stream on the host that were checked and found to be those of the shadow."""
+    """Tensors of a stream on the host that were checked and found to be those of the shadow.
+
+    Attributes:
+        large: Place in the stream and name of large tensors that have to be copied first; `rows` leaves them out.
+    """
 
     def __init__(
         self, held: Held, parts: Sequence[tuple[str, TensorRange]], tensors: Tensors, dtype: str, rank: int
@@ -151,11 +155,8 @@ class _Table:
             not part.held.is_contiguous() or part.held.dtype is not _DTYPES[dtype]
             for (_, part), dtype in zip(parts, self._dtypes, strict=True)
         ]
-        # Large ones are copied and compared piece by piece, so that copies take little memory.
-        self._large = [at for at, cast_ in enumerate(is_cast) if cast_ and count_S[at] > _COPIED]
-        is_large_S = np.zeros(len(parts), bool)
-        is_large_S[self._large] = True
-        self._places, self._memory = place_S2, held.memory
+        is_large_S = np.array(is_cast, bool) & (count_S > _COPIED)
+        self.large = [(at, parts[at][0]) for at in np.flatnonzero(is_large_S).tolist()]
         copied_S = np.cumsum(np.where(is_cast, count_S, 0) * ~is_large_S)
         edges = np.flatnonzero(np.diff(copied_S // _COPIED, prepend=0)).tolist()
         self._launches = []
@@ -173,8 +174,7 @@ class _Table:
     def held(self, tensors: Collection[Any], dtype: str, rank: int) -> list[torch.Tensor] | None:
         """Return the tensors of a stream if they differ from those of the table in their addresses and bits alone.
 
-        The attributes are those with which DeepSpeed and FSDP1 mark shards; see `part_of`. No object is made and kept for a
-        tensor, because thousands of new objects set off the garbage collector.
+        No object is made and kept for a tensor, because thousands of new objects set off the garbage collector.
         """
         found: list[torch.Tensor] = []
         if self._read_as != (dtype, rank) or len(tensors) != len(self._known):
@@ -190,9 +190,7 @@ class _Table:
                 or tensor.shape != shape
                 or tensor.is_contiguous() is not contiguous
                 or not tensor.is_cpu
-                or hasattr(tensor, "ds_id")
-                or hasattr(tensor, "_is_flat_param")
-                or hasattr(tensor, "_fsdp_flattened")
+                or is_marked(tensor)
             ):
                 return None
             found.append(tensor)
@@ -209,14 +207,6 @@ class _Table:
                 if at_R.size:
                     row_RF[:, 4] = address_S[at_R]
                     yield width, row_RF
-        for at in self._large:
-            width, number = self._places[at].tolist()
-            memory = self._memory[width]
-            start, address = int(memory.start_T[number]), int(memory.address_T[number])
-            for first, piece in pieces(held[at]):
-                copy = cast(piece, self._dtypes[at]).contiguous()
-                row = number, start + first, copy.numel(), address + first * width, copy.data_ptr()
-                yield width, np.array([row], np.int64)
 
 
 class Detector:
@@ -240,21 +230,21 @@ class Detector:
         """
         self._clear()
         tensors, dtype = served_tensors(stream, dtype)
-        lasting = isinstance(tensors, ItemsView | Sequence)
+        lasting = tensors if isinstance(tensors, ItemsView | Sequence) else None
         on_host = placement == "host" or (placement == "auto" and "cpu" not in kernels.ACCELERATORS)
-        if on_host and isinstance(tensors, ItemsView | Sequence) and self._table is not None:
-            held = self._table.held(tensors, dtype, rank)
+        if on_host and lasting is not None and self._table is not None:
+            held = self._table.held(lasting, dtype, rank)
             if held is not None:
                 yield from self._together(self._table, held)
                 return
         self.copies.begin(placement)
         seen: dict[str, TensorSpec] = {}
         parts = self._known(parts_of(tensors, dtype, rank, seen, self._shadow.layout.specs), seen)
-        if on_host and lasting:
+        if on_host and lasting is not None:
             listed = list(parts)
             if all(part.held.is_cpu for _, part in listed):
                 check_specs(self._shadow.layout.specs, seen, "The published model")
-                self._table = _Table(self._shadow, listed, tensors, dtype, rank)
+                self._table = _Table(self._shadow, listed, lasting, dtype, rank)
                 yield from self._together(self._table, [part.held for _, part in listed])
                 return
             parts = iter(listed)
@@ -262,9 +252,10 @@ class Detector:
             spec = self._shadow.layout.specs[name]
             if on_host and part.held.is_cpu:
                 self.copies.forget(name)
-                yield from self._add(name, part.held, spec, lasting)
+                yield from self._add(name, part.held, spec, lasting is not None)
             else:
-                yield from self._different(self.copies.differences(name, part.held, spec.dtype, placement, lasting))
+                is_lasting = lasting is not None
+                yield from self._different(self.copies.differences(name, part.held, spec.dtype, placement, is_lasting))
         yield from self._different(self.copies.rest())
         yield from self._flush()
         check_specs(self._shadow.layout.specs, seen, "The published model")
@@ -288,6 +279,9 @@ class Detector:
         self.copies.clear()  # which would be left behind
         for width, row_RF in table.rows(held):
             yield from self._launch(width, row_RF)
+        for at, name in table.large:  # piece by piece, so that copies take little memory
+            yield from self._add(name, held[at], self._shadow.layout.specs[name], lasting=True)
+        yield from self._flush()
 
     def _launch(self, width: int, row_RF: np.ndarray) -> Iterator[Step]:
         memory = self._shadow.memory[width]

@@ -34,6 +34,11 @@ class TensorRange:
         return self.start + self.held.numel()
 
 
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Whether DeepSpeed or FSDP1 has marked a tensor, so that `part_of` may find a shard though its type is a plain one."""
+    return hasattr(tensor, "ds_id") or hasattr(tensor, "_is_flat_param") or hasattr(tensor, "_fsdp_flattened")
+
+
 def part_of(name: str, tensor: torch.Tensor | TensorRange) -> TensorRange | None:
     """Return the range of a tensor that this process holds as a shard; None if it holds the tensor whole.
 
