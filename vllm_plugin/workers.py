@@ -52,10 +52,7 @@ class Workers(Shards):
     @property
     def reasons(self) -> list[Reason]:
         """Why tensors take the fallback."""
-        by_reason: dict[str, list[str]] = {}
-        for name, why in self.reloaded.items():
-            by_reason.setdefault(why, []).append(name)
-        return [Reason(printable(why), len(names), printable(names[0])) for why, names in by_reason.items()]
+        return [Reason(printable(why), len(names), printable(names[0])) for why, names in self.by_reason().items()]
 
     def replies(self, kind: Any, method: str, *args: Any) -> list[Any]:
         """As `Shards.replies`. The workers' steps go on meanwhile, if the call takes long."""

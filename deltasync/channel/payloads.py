@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -90,7 +91,9 @@ def ranges_of_weights(reader: ChannelReader, stored: StoredRecord, wanted: range
     missing = dict(specs)
     for file in record.payload_files:
         with _naming(file.key):
-            for found in ranges.read_weights(ranges.RangedFile.stored(reader.store, file), specs, wanted):
+            for found in ranges.read_weights(
+                ranges.RangedFile(file.bytes, functools.partial(reader.read_range, file)), specs, wanted
+            ):
                 if not isinstance(found, str):
                     yield found
                 elif missing.pop(found, None) is None:

@@ -15,11 +15,10 @@ import numpy as np
 import zstandard
 
 from deltasync.channel.anchors import planes_of
-from deltasync.channel.documents import File
 from deltasync.channel.threads import ahead
 from deltasync.codec.base import MOST_HEADER_BYTES, entries
-from deltasync.errors import CorruptDataError, MissingVersionError, ObjectMissingError
-from deltasync.stores import Store
+from deltasync.codec.dense import MOST_WINDOW_BYTES
+from deltasync.errors import CorruptDataError
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
 
 PIECE_BYTES = 4 << 20
@@ -28,7 +27,6 @@ PIECE_BYTES = 4 << 20
 _GAP_BYTES = 1 << 17  # unwanted bytes that cost less than another request
 _AHEAD = 2  # requests under way while a piece is used
 _HEADER_BYTES = 1 << 16  # most headers are smaller
-_MOST_WINDOW_BYTES = 8 << 20  # of a plane; see `codec.dense`
 
 Ranges = Mapping[str, tuple[int, int]]
 """The elements to read of each tensor: flat index of the first one, and of the one behind the last."""
@@ -47,18 +45,6 @@ class RangedFile(NamedTuple):
 
     size: int
     read: Callable[[int, int], bytes]
-
-    @classmethod
-    def stored(cls, store: Store, file: File) -> RangedFile:
-        """Return a file of a store. Reading raises MissingVersionError if it is not there."""
-
-        def read(first: int, last: int) -> bytes:
-            try:
-                return store.read_range(file.key, first, last)
-            except ObjectMissingError:
-                raise MissingVersionError(f"{file.key} is named by a record but is not in {store.url}.") from None
-
-        return cls(file.bytes, read)
 
     @classmethod
     def local(cls, path: Path) -> RangedFile:
@@ -184,7 +170,7 @@ class _Plane:
 
     def __init__(self, file: RangedFile, first: int, last: int, spec: TensorSpec) -> None:
         self._name = spec.name
-        most = max(_MOST_WINDOW_BYTES, spec.element_count)
+        most = max(MOST_WINDOW_BYTES, spec.element_count)
         self._stream = zstandard.ZstdDecompressor(max_window_size=most).stream_reader(
             io.BufferedReader(_Bytes(file, first, last), 1 << 16)
         )

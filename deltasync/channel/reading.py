@@ -255,13 +255,28 @@ class ChannelReader:
         held = self.held.pop(file.key, None)
         if held is not None and sha256_hex(data := held.result()) == file.sha256:
             return data
-        try:
+        with self._is_named(file):
             data = self._read_known(file.key, file.sha256, file.bytes, file.bytes)
-        except ObjectMissingError:
-            raise MissingVersionError(f"{file.key} is named by a record but is not in {self.store.url}.") from None
         if len(data) != file.bytes:
             raise CorruptDataError(f"{file.key} has {len(data)} bytes, its record says {file.bytes}.")
         return data
+
+    def read_range(self, file: File, first: int, last: int) -> bytes:
+        """Read bytes from `first` up to `last` of a file that a document names. They are not checked.
+
+        Raises:
+            MissingVersionError: it is not in the store.
+        """
+        with self._is_named(file):
+            return self.store.read_range(file.key, first, last)
+
+    @contextlib.contextmanager
+    def _is_named(self, file: File) -> Iterator[None]:
+        """Raise MissingVersionError if a file that a document names is missing."""
+        try:
+            yield
+        except ObjectMissingError:
+            raise MissingVersionError(f"{file.key} is named by a record but is not in {self.store.url}.") from None
 
     def fetch_ahead(self, key: str, most_bytes: int) -> int:
         """Read an object before its digest is known, for the node's cache, or else for `fetch`, which waits for it.

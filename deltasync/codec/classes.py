@@ -110,17 +110,11 @@ def groups(run_R: np.ndarray, element_RE: np.ndarray, step_RES: np.ndarray) -> t
         return [0], [Model.fit(element_RE[0], step_RES[0].astype(np.int64))]
     used_S = np.flatnonzero(np.bitwise_or.reduce(step_RES.reshape(-1, step_RES.shape[2])))
     step_RES = step_RES[:, :, used_S].astype(np.int64)
-    firsts, found = [0], [(element_RE[0], step_RES[0])]
-    last_bits = _all_bits(*found[0])
-    for first, *counts in zip(run_R[1:-1].tolist(), element_RE[1:], step_RES[1:], strict=True):
-        both = found[-1][0] + counts[0], found[-1][1] + counts[1]
-        bits, joined = _all_bits(*counts), _all_bits(*both)
-        if joined <= last_bits + bits:
-            found[-1], last_bits = both, joined
-        else:
-            firsts.append(first)
-            found.append((counts[0], counts[1]))
-            last_bits = bits
+    firsts, found = tables.join_runs(
+        zip(run_R[:-1].tolist(), zip(element_RE, step_RES, strict=True), strict=True),
+        lambda one, other: (one[0] + other[0], one[1] + other[1]),
+        lambda run: _all_bits(*run),
+    )
     return firsts, list(itertools.starmap(Model.fit, found))
 
 

@@ -19,7 +19,7 @@ from deltasync.tensors import TensorSpec
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=zstandard.STRATEGY_FAST
 )
-_MOST_WINDOW_BYTES = 8 << 20
+MOST_WINDOW_BYTES = 8 << 20
 """Window that RFC 8878 recommends every decoder to support."""
 
 
@@ -68,7 +68,7 @@ def _plane(frame: memoryview, spec: TensorSpec) -> bytes:
     """Return the bytes of one plane. The frame's header is checked before memory is allocated for them."""
     try:
         header = zstandard.get_frame_parameters(frame)
-        if header.content_size == spec.element_count and header.window_size <= max(_MOST_WINDOW_BYTES, header.content_size):
+        if header.content_size == spec.element_count and header.window_size <= max(MOST_WINDOW_BYTES, header.content_size):
             plane = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
             if len(plane) == spec.element_count:
                 return plane

@@ -54,7 +54,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -244,16 +244,13 @@ def _groups(blocks: Blocks, steps: Sparse, class_K: np.ndarray) -> tuple[list[in
     bound_B = blocks.bound_B
     run_B = bound_B[:-1] // GROUP_CHANGED
     starts = np.append(0, np.flatnonzero(run_B[1:] != run_B[:-1]) + 1).tolist()
-    groups, found = list[int](), list[np.ndarray]()
-    for low, high in itertools.pairwise([*starts, bound_B.size - 1]):
-        part, held = _part(blocks, low, high)
-        count_TS = counts.count(part, steps.at_K[held], class_K[held], steps.data_K[held], _ONE_CLASS)
-        if found and _table_bits(found[-1] + count_TS) <= _table_bits(found[-1]) + _table_bits(count_TS):
-            found[-1] = found[-1] + count_TS
-        else:
-            groups.append(low)
-            found.append(count_TS)
-    return groups, found
+
+    def runs() -> Iterator[tuple[int, np.ndarray]]:
+        for low, high in itertools.pairwise([*starts, bound_B.size - 1]):
+            part, held = _part(blocks, low, high)
+            yield low, counts.count(part, steps.at_K[held], class_K[held], steps.data_K[held], _ONE_CLASS)
+
+    return tables.join_runs(runs(), np.add, _table_bits)
 
 
 def _table_bits(count_TS: np.ndarray) -> float:

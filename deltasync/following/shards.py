@@ -168,13 +168,17 @@ class Shards(ABC):
         missing = sorted({name for names in self.every(list[str], "prove") for name in names})
         self._warn(self.ignored, "are not served: the engine's loader ignores them")
         self._warn(missing, "stay as loaded: the channel has no such tensors. Publish `state_dict()`, buffers included")
-        by_reason: dict[str, list[str]] = {}
-        for name, why in self.reloaded.items():
-            by_reason.setdefault(why, []).append(name)
         patched = len(self.reader.specs) - len(self.reloaded) - len(self.ignored)
         self._log.info("deltasync load plan is proven: patched_in_place=%d reloaded=%d", patched, len(self.reloaded))
-        for why, names in by_reason.items():
+        for why, names in self.by_reason().items():
             self._warn(names, f"take the fallback, because {why}: a commit loads their layers again, which takes longer")
+
+    def by_reason(self) -> dict[str, list[str]]:
+        """Return the tensors that the engine loads again after each change, by the reason."""
+        found: dict[str, list[str]] = {}
+        for name, why in self.reloaded.items():
+            found.setdefault(why, []).append(name)
+        return found
 
     def _warn(self, names: Sequence[str], what: str) -> None:
         if names:
