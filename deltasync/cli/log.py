@@ -128,14 +128,14 @@ def _read(
 
 
 def _totals(rows: Iterable[dict[str, Any]]) -> str:
-    """Return the number and the bytes of the rows of each kind, as text."""
+    """Return the number and the size of the rows of each kind, as text."""
     sizes: dict[str, list[int]] = {"deltas": [], "anchors": [], "compactions": []}
     for each in rows:
         if each["delta_bytes"] is not None:
             sizes["compactions" if each["kind"] == "compaction" else "deltas"].append(each["delta_bytes"])
         if each["anchor_bytes"] is not None:
             sizes["anchors"].append(each["anchor_bytes"])
-    return ", ".join(f"{len(listed)} {kind} {sum(listed):,} bytes" for kind, listed in sizes.items() if listed)
+    return ", ".join(f"{len(listed)} {kind} {size_of(sum(listed))}" for kind, listed in sizes.items() if listed)
 
 
 @channel_command("the document as JSON, with its key and digest")

@@ -189,7 +189,7 @@ class TestQuota:
     def test_little_is_left_for_what_can_wait(self, hub_channel: HubStore, hub: HubServer) -> None:
         hub_channel.put(keys.CHANNEL, b"{}")
         assert not hub_channel.is_scarce
-        hub.set(limits={"api": 12, "resolvers": 100}, window_s=3.0)
+        hub.set(limits={"api": 40, "resolvers": 100}, window_s=4.0)
         writer = HeartbeatWriter(hub_channel, 0.01)
         began = time.monotonic()
         sent = 0

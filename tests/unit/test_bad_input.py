@@ -36,7 +36,7 @@ from deltasync.live import LiveMemory
 from deltasync.tensors import Delta
 from tests.channels import EPOCH, Made
 from tests.conftest import assert_same_bits
-from tests.faults import FaultyStore, flipped, truncated
+from tests.faults import FOREVER, FaultyStore, flipped, truncated
 
 Weights = dict[str, torch.Tensor]
 
@@ -290,10 +290,11 @@ def test_a_required_feature_that_is_unknown_is_refused(scene: Scene) -> None:
 @pytest.mark.parametrize("error", [TransientStoreError, StoreError])
 @pytest.mark.parametrize("prefix", [keys.VERSIONS, keys.PARTS])
 def test_a_store_that_fails_changes_nothing(scene: Scene, prefix: str, error: type[StoreError]) -> None:
-    scene.store.fail_at("read", prefix, error=error)
+    scene.store.fail_at("read", prefix, times=FOREVER, error=error)
     with pytest.raises(error):
         scene.replica.sync()
     scene.assert_at(1)
+    scene.store.heal()
     scene.replica.sync()
     scene.assert_at(2)
 
