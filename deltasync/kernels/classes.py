@@ -22,9 +22,9 @@ from deltasync.kernels.intrinsics import field_bytes, lanes_between, pointer, po
 from deltasync.kernels.rans import Blocks, Tables
 
 FIELDS = 7
-_U1 = np.uint64(1)
+_U0, _U1, _U2, _U4, _U8, _U16, _U32, _U64 = map(np.uint64, (0, 1, 2, 4, 8, 16, 32, 64))
+_MOST = np.int32(2**31 - 1)
 _LANES = 64
-_CHUNK = 4 * _LANES  # elements that are counted together
 _AHEAD = 8  # prefetch distance, in rows of a tile; hardware does not predict where they lie
 _CHANGES_AHEAD = 64
 _SAMPLE = 32  # consecutive elements of a sample
@@ -39,11 +39,11 @@ class Classes(NamedTuple):
 
 @njit
 def _fields(row_F, like):
-    """Return the elements of a block, and their fields, uint8[E], filled up with 0 to whole chunks."""
+    """Return the elements of a block, and their fields, uint8[E], filled up with 0 to a multiple of 64."""
     columns, stride, rows = row_F[1], row_F[2], row_F[3]
     bits = carray(pointer(row_F[0], like), (rows - 1) * stride + columns)
     shift, mask = np.uint64(row_F[5]), np.uint64(row_F[6])
-    field = np.empty((rows * columns + _CHUNK - 1) // _CHUNK * _CHUNK, np.uint8)
+    field = np.empty((rows * columns + _LANES - 1) // _LANES * _LANES, np.uint8)
     field[rows * columns :] = 0
     whole = columns // _LANES * _LANES
     for row in range(rows):
@@ -58,28 +58,36 @@ def _fields(row_F, like):
 
 
 @njit(forceinline=True)
-def _members(field, at, low, span):
-    """Return how many of the 64 elements from `at` on are of a class."""
-    return np.int64(popcount(lanes_between(field, at, low, span)))
+def _nth_lane(lanes, n):
+    """Return the number of the bit that is set after `n` others, without branches, which would often be mispredicted."""
+    lane = _U0
+    for half in (_U32, _U16, _U8, _U4, _U2, _U1):
+        below = popcount(lanes & ((_U1 << half) - _U1))
+        is_above = np.uint64(below <= n)
+        n -= below * is_above
+        lanes >>= half * is_above
+        lane += half * is_above
+    return lane
 
 
 @njit
 def _ahead(field, count, low_C, span_C, size_BC, b):
-    """Return the elements of each class before each chunk, and in all, int32[C, chunks + 1]; `size_BC` gets the latter."""
-    chunks = field.size // _CHUNK
-    ahead_CW = np.empty((low_C.size, chunks + 1), np.int32)
+    """Return how many elements of each class come before each 64 elements; `size_BC` gets how many there are in all.
+
+    The array is int32[C, a power of two]: places beyond the end have the largest number, so that a search stops before them.
+    """
+    words, width = field.size // _LANES, 1
+    while width <= words:
+        width *= 2
+    ahead_CW = np.empty((low_C.size, width), np.int32)
     for c in range(low_C.size):
         low, span, total = low_C[c], span_C[c], np.int64(0)
         ahead_W = ahead_CW[c]
-        for w in range(chunks):
+        for w in range(words):
             ahead_W[w] = total
-            at = w * _CHUNK
-            half = _members(field, at, low, span) + _members(field, at + _LANES, low, span)
-            total += half + _members(field, at + 2 * _LANES, low, span) + _members(field, at + 3 * _LANES, low, span)
-        if low == 0:
-            total -= field.size - count
-        ahead_W[chunks] = total
-        size_BC[b, c] = total
+            total += np.int64(popcount(lanes_between(field, w * _LANES, low, span)))
+        ahead_W[words:] = _MOST
+        size_BC[b, c] = total - (field.size - count if low == 0 else 0)
     return ahead_CW
 
 
@@ -95,12 +103,11 @@ def _ranks(row_BF, like, class_E, classes, bound_B, at_K, step_K, size_BC, rank_
         shift, mask = np.uint64(row_F[5]), np.uint64(row_F[6])
         bits, field = _fields(row_F, like)
         place_C, next_C = np.empty(high - low, np.int64), np.zeros(low_C.size + 1, np.int64)
-        row = np.int64(0)
+        row_part = 1.0 / stride  # as in `_regroup`
         for k in range(low, high):
             offset = np.int64(at_K[np.uint64(k)]) - first
-            while offset >= (row + 1) * stride:
-                row += 1
-            place = row * columns + offset - row * stride
+            row = np.int64((offset + 0.5) * row_part)
+            place = offset - row * (stride - columns)
             of = np.uint8(((np.uint64(bits[np.uint64(offset)]) - np.uint64(step_K[np.uint64(k)])) >> shift) & mask)
             field[np.uint64(place)] = of
             place_C[k - low] = place
@@ -111,12 +118,9 @@ def _ranks(row_BF, like, class_E, classes, bound_B, at_K, step_K, size_BC, rank_
         for k in range(low, high):
             place = place_C[k - low]
             c = np.int64(class_E[field[np.uint64(place)]])
-            at, below = place // _CHUNK * _CHUNK, (_U1 << np.uint64(place % _LANES)) - _U1
-            rank = np.int64(ahead_CW[np.uint64(c), np.uint64(at // _CHUNK)])
-            while at + _LANES <= place:
-                rank += _members(field, at, low_C[c], span_C[c])
-                at += _LANES
-            rank += np.int64(popcount(lanes_between(field, at, low_C[c], span_C[c]) & below))
+            w, below = np.uint64(place) // _U64, (_U1 << (np.uint64(place) % _U64)) - _U1
+            lanes = lanes_between(field, np.int64(w * _U64), low_C[c], span_C[c])
+            rank = np.int64(ahead_CW[np.uint64(c), w]) + np.int64(popcount(lanes & below))
             to = low + next_C[c]
             next_C[c] += 1
             rank_K[to], class_K[to], to_step_K[to] = rank, c, step_K[k]
@@ -125,43 +129,36 @@ def _ranks(row_BF, like, class_E, classes, bound_B, at_K, step_K, size_BC, rank_
 @njit
 def _place(row_F, field, low_C, span_C, ahead_CW, low, high, rank_K, class_K, at_K, step_K):
     """Turn the decoded places by class of a block into ascending positions."""
-    marks, place_C, step_C = (
-        np.zeros(field.size // _LANES, np.uint64),
-        np.empty(high - low, np.int64),
-        step_K[low:high].copy(),
-    )
-    before, w = np.int64(-1), np.int64(0)
-    for k in range(low, high):
-        c, rank = np.int64(class_K[np.uint64(k)]), np.int64(rank_K[np.uint64(k)])
-        if c != before:
-            before, w = c, np.int64(0)
-        while ahead_CW[np.uint64(c), np.uint64(w + 1)] <= rank:
-            w += 1
-        at, left = w * _CHUNK, rank - ahead_CW[np.uint64(c), np.uint64(w)]
-        lanes = lanes_between(field, at, low_C[c], span_C[c])
-        found = np.int64(popcount(lanes))
-        while found <= left:
-            left -= found
-            at += _LANES
-            lanes = lanes_between(field, at, low_C[c], span_C[c])
-            found = np.int64(popcount(lanes))
-        for _ in range(left):
-            lanes &= lanes - _U1
-        below = (lanes - _U1) & ~lanes
-        marks[np.uint64(at // _LANES)] |= below + _U1
-        place_C[k - low] = at + np.int64(popcount(below))
+    count, steps = high - low, _U0
+    place_K, left_K, lanes_K = np.empty(count, np.int64), np.empty(count, np.uint64), np.empty(count, np.uint64)
+    while (_U1 << steps) < np.uint64(ahead_CW.shape[1]):
+        steps += _U1
+    for k in range(count):  # without branches, which would often be mispredicted
+        c, rank = np.uint64(class_K[np.uint64(low + k)]), rank_K[np.uint64(low + k)]
+        w = _U0  # the last 64 elements before which there are at most `rank` of the class
+        for done in range(steps):
+            step = steps - done - _U1
+            w += np.uint64(ahead_CW[c, w + (_U1 << step)] <= rank) << step
+        at = np.int64(w * _U64)
+        left_K[k] = np.uint64(rank - ahead_CW[c, w])
+        place_K[k], lanes_K[k] = at, lanes_between(field, at, low_C[c], span_C[c])
+    for k in range(count):  # a loop of its own, which LLVM vectorizes
+        place_K[k] += np.int64(_nth_lane(lanes_K[k], left_K[k]))
+    marks, step_K_ = np.zeros(field.size // _LANES, np.uint64), step_K[low:high].copy()
+    for k in range(count):
+        marks[np.uint64(place_K[k]) // _U64] |= _U1 << (np.uint64(place_K[k]) % _U64)
     to_W, to = np.empty(marks.size, np.int64), low
     for w in range(marks.size):
         to_W[w] = to
         to += np.int64(popcount(marks[w]))
     columns, row_part = row_F[1], 1.0 / row_F[1]  # as in `_regroup`
-    for k in range(place_C.size):
-        place = place_C[k]
+    for k in range(count):
+        place = place_K[k]
         below = (_U1 << np.uint64(place % _LANES)) - _U1
         to = to_W[place // _LANES] + np.int64(popcount(marks[place // _LANES] & below))
         row = np.int64((place + 0.5) * row_part)
         at_K[np.uint64(to)] = row_F[4] + row * row_F[2] + place - row * columns
-        step_K[np.uint64(to)] = step_C[k]
+        step_K[np.uint64(to)] = step_K_[k]
 
 
 @kernel
