@@ -12,6 +12,7 @@ each where pip finds a CUDA build of torch; TMPDIR chooses their disk. `tag` sig
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
@@ -44,6 +45,8 @@ for url in ("memory://release", f"file://{Path.cwd()}/channel"):
     assert replica.sync() == 2
     for name, tensor in weights.items():
         assert torch.equal(replica.state_dict()[name].view(torch.int16), tensor.bfloat16().view(torch.int16)), name
+weights["w"][7] += 1
+Publisher(url, resume=True).publish(weights.items())  # the exit of the process stores it
 print(f"Python {sys.version.split()[0]}, torch {torch.__version__}: published and read back")
 """
 
@@ -90,14 +93,15 @@ def check(pythons: list[str]) -> list[str]:
                 [f"{own}/deltasync", "follow", "--once", "--json", f"file://{folder}/channel"],
             ):
                 done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-                if done.returncode:
+                if done.returncode or "Traceback" in done.stderr:
                     said = (done.stderr or done.stdout).strip().splitlines()[-1:]
                     problems.append(f"{python}: {' '.join(command[:3])} failed: {''.join(said)}")
                     break
                 if USE in command:
-                    print(done.stdout.strip(), done.stderr.strip(), sep="\n", end="", flush=True)
+                    print(done.stdout.strip(), flush=True)
             else:
-                print(f"  followed: {done.stdout.strip()}", flush=True)
+                if json.loads(done.stdout)["version"] != 3:
+                    problems.append(f"{python}: the version that was published last is not visible: {done.stdout.strip()}")
     return problems
 
 
