@@ -6,7 +6,8 @@
 
 `check` installs the wheel in a new environment of each Python, with the newest versions of its requirements, publishes
 versions and follows them. A warning that our code causes is an error. The environments are temporary, and hold several GB
-each where pip finds a CUDA build of torch; TMPDIR chooses their disk. `tag` signs the version that pyproject.toml names, once the tree says the same everywhere.
+each where pip finds a CUDA build of torch; TMPDIR chooses their disk. `tag` signs the version that pyproject.toml names,
+once the tree says the same everywhere.
 """
 
 from __future__ import annotations

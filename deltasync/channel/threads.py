@@ -112,7 +112,7 @@ class Workers:
     def start(self) -> None:
         """Start a thread for actions that wait, if there are not enough.
 
-        Python 3.12 and newer start no thread while the interpreter exits. Without a running one, this thread then does the work.
+        Python 3.12 and newer start no thread while the interpreter exits. If none runs, the caller then runs the actions.
         """
         with self.lock:
             self._threads = {thread for thread in self._threads if thread.is_alive()}
