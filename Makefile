@@ -45,7 +45,7 @@ ENGINES ?=
 demo-engines: setup $(if $(findstring SGLang,$(ENGINES)),,.venv-sglang/.ready) $(if $(findstring MLX,$(ENGINES)),,.venv-mlx/.ready)
 	$(BIN)/python examples/demo_engines --out demo-engines-out $(ENGINES)
 
-# The same with trainer, two vLLM servers, environment and bucket on hosts of their own, over HTTPS (docs/guides/hosts.md). As root
+# The same with trainer, two vLLM servers, environment and bucket on separate hosts, over HTTPS (docs/guides/hosts.md). As root
 # on Debian or Ubuntu this installs the S3 server, the router and the firewall. More options: make demo-hosts HOSTS='--shape --store s3'
 HOSTS ?=
 demo-hosts: setup
@@ -265,8 +265,8 @@ dist: .venv-tools/.ready
 	.venv-tools/bin/python -m build --outdir dist .
 	.venv-tools/bin/twine check --strict dist/*
 
-# Release day, without uploading or tagging: the wheel in bare environments with the newest versions of what it requires, and what
-# the tree still lacks. pip downloads torch once for each Python.
+# Release day, without uploading or tagging: checks the wheel in bare environments with the newest versions of its requirements,
+# and lists missing parts of the release. A minute for each Python, and several GB of temporary disk (TMPDIR).
 RELEASE_PYTHONS ?= python3.11 python3.12 python3.13
 release-check: dist
 	$(PYTHON) requirements/release.py check $(RELEASE_PYTHONS)

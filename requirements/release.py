@@ -4,13 +4,16 @@
     python requirements/release.py check python3.11 python3.12 python3.13
     python requirements/release.py tag --dry-run
 
-`check` installs the wheel in a new environment of each Python, with the newest versions of what it requires, publishes a
-version and reads it back. `tag` signs the version that pyproject.toml names, once the tree says the same everywhere.
+`check` installs the wheel in a new environment of each Python, with the newest versions of its requirements, publishes
+versions and follows them. A warning that our code causes is an error. The environments are temporary, and hold several GB
+each where pip finds a CUDA build of torch; TMPDIR chooses their disk. `tag` signs the version that pyproject.toml names,
+once the tree says the same everywhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
@@ -27,12 +30,13 @@ VERSION = PROJECT["version"]
 USE = """
 import warnings
 warnings.filterwarnings("error", module="deltasync|vllm_plugin|sglang_plugin|mlx_plugin|trl_callback")
-import sys, tempfile
+import sys
+from pathlib import Path
 import torch
 from deltasync import Publisher, Replica
 import deltasync
 assert "site-packages" in deltasync.__file__, deltasync.__file__
-for url in ("memory://release", f"file://{tempfile.mkdtemp()}/channel"):
+for url in ("memory://release", f"file://{Path.cwd()}/channel"):
     weights = {"w": torch.arange(1 << 16, dtype=torch.float32), "bias": torch.zeros(7)}
     with Publisher(url) as publisher:
         publisher.publish(weights.items()).wait(60)
@@ -42,6 +46,8 @@ for url in ("memory://release", f"file://{tempfile.mkdtemp()}/channel"):
     assert replica.sync() == 2
     for name, tensor in weights.items():
         assert torch.equal(replica.state_dict()[name].view(torch.int16), tensor.bfloat16().view(torch.int16)), name
+weights["w"][7] += 1
+Publisher(url, resume=True).publish(weights.items())  # the exit of the process stores it
 print(f"Python {sys.version.split()[0]}, torch {torch.__version__}: published and read back")
 """
 
@@ -85,14 +91,18 @@ def check(pythons: list[str]) -> list[str]:
                 [f"{own}/pip", "check"],
                 [f"{own}/deltasync", "--help"],
                 [f"{own}/python", "-c", USE],
+                [f"{own}/deltasync", "follow", "--once", "--json", f"file://{folder}/channel"],
             ):
                 done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-                if done.returncode:
+                if done.returncode or "Traceback" in done.stderr:
                     said = (done.stderr or done.stdout).strip().splitlines()[-1:]
                     problems.append(f"{python}: {' '.join(command[:3])} failed: {''.join(said)}")
                     break
+                if USE in command:
+                    print(done.stdout.strip(), flush=True)
             else:
-                print(done.stdout.strip())
+                if json.loads(done.stdout)["version"] != 3:
+                    problems.append(f"{python}: the version that was published last is not visible: {done.stdout.strip()}")
     return problems
 
 

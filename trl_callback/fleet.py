@@ -1,4 +1,4 @@
-"""The replicas, as training sees them: how far they may lag behind it, and what its logs say about them."""
+"""The replicas of a training run: how far they may lag behind it, and their numbers for its logs."""
 
 from __future__ import annotations
 
@@ -14,32 +14,30 @@ from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import DeltaSyncError
 from deltasync.stores.base import Store
 
-_LOOK_EVERY_S = 5.0
+_REFRESH_EVERY_S = 5.0
 
 
 class Fleet:
-    """Looks at the replicas in the background, when metrics are asked for and the last look is old.
-
-    It asks the servers at `urls`; without any, it reads the heartbeats in the channel's store.
-    """
+    """Reads the state of the replicas in the background, from the servers at `urls` or from the channel's heartbeats."""
 
     def __init__(self, store: Store, urls: Sequence[str]) -> None:
         self._store = store
         self._urls = urls
-        self._looked_s = -_LOOK_EVERY_S
+        self._read_s = -_REFRESH_EVERY_S
         self._seen: list[Heartbeat] | None = None
         self._beats: tuple[str, heartbeat.Heartbeats] | None = None
 
     def metrics(self, run_id: str, newest_version: int, published: Mapping[int, str]) -> dict[str, float]:
-        """Return how many replicas are live and how many versions the slowest is behind; empty before a look has ended.
+        """Return the number of live replicas and the lag of the slowest one, in versions; empty if there is no new state.
 
-        `published` has the digests of our versions. A replica that serves another version of such a number serves none of
-        ours.
+        `published` has the digests of this publisher's versions. A replica with another digest for a number counts as
+        serving none.
         """
         seen, self._seen = self._seen, None
-        if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
-            self._looked_s = time.monotonic()
-            _in_background(self._refresh, run_id)
+        if time.monotonic() - self._read_s >= _REFRESH_EVERY_S:
+            self._read_s = time.monotonic()
+            # A daemon, because the process must be able to end while a store or a server hangs.
+            threading.Thread(target=self._refresh, args=(run_id,), name="deltasync-replicas", daemon=True).start()
         if seen is None:
             return {}
         live = [beat for beat in seen if heartbeat.is_live(beat)]
@@ -54,11 +52,11 @@ class Fleet:
                 self._beats = run_id, heartbeat.Heartbeats(self._store, run_id)
             self._seen = heartbeat.ask(self._urls, run_id) if self._urls else self._beats[1].refresh()
         except DeltaSyncError:
-            self._seen = None  # the next look may succeed
+            self._seen = None  # the next read may succeed
 
 
 def _served_version(beat: Heartbeat, published: Mapping[int, str]) -> int:
-    """The version that a replica serves, 0 for none. One from before this publisher counts by its number."""
+    """Return the version that a replica serves, 0 for none. A version before this publisher counts by its number."""
     serving = beat.serving
     if serving is None or published.get(serving.version, serving.sha256) != serving.sha256:
         return 0
@@ -67,19 +65,19 @@ def _served_version(beat: Heartbeat, published: Mapping[int, str]) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Published:
-    """One publish; several may have joined one version."""
+    """One publication; several may have been merged into one version."""
 
-    number: int  # how many there were before
+    number: int  # of earlier publications
     receipt: Receipt
-    count: int | None = None  # the version that the trainer counts it as, once it says
-    error: BaseException | None = None  # of the wait for it
+    count: int | None = None  # the trainer's own number of the version, once known
+    error: BaseException | None = None  # from waiting for it
 
 
 class Pace:
-    """Lets training go on while the fleet serves a version that is at most `max_behind` behind.
+    """Lets training continue while the fleet serves a version at most `max_behind` behind.
 
-    One thread waits for the versions within the bound, so that training does not pay for the looks at the fleet. `wait_for`
-    blocks until the fleet serves a version, and raises if it does not in time.
+    A thread waits for the versions within the bound. `wait_for` blocks until the fleet serves a version, and raises if it
+    does not in time.
     """
 
     def __init__(self, wait_for: Callable[[Receipt], None], max_behind: int) -> None:
@@ -87,45 +85,45 @@ class Pace:
         self._window: deque[_Published] = deque(maxlen=max_behind + 1)
         self._number = 0
         self._served: _Published | None = None
-        self._tell: Callable[[int], None] | None = None
-        self._looks = False  # whether the thread runs
+        self._update: Callable[[int], None] | None = None
+        self._waits = False  # whether the thread runs
         self._changed = threading.Condition()
 
     @property
     def served(self) -> int | None:
-        """The newest of our versions that the fleet is known to serve; None before the first."""
+        """The newest version that the fleet is known to serve; None before the first."""
         return None if self._served is None else self._served.receipt.version
 
     def keep(self, receipt: Receipt) -> float:
-        """Add a version that was just published, wait until the fleet is near enough, and return the seconds that took.
+        """Add a version that was just published, wait until the fleet is close enough, and return the seconds.
 
-        Before the first version the fleet serves nothing of ours, so that one is waited for in any case.
+        The first version is always awaited.
 
         Raises:
-            BaseException: what `wait_for` raises.
+            BaseException: the error of `wait_for`.
         """
         before_s = time.perf_counter()
         with self._changed:
             self._window.append(_Published(self._number, receipt))
             self._number += 1
             due = self._window[0]
-            due.error = None  # that was nobody's concern until now
-            if not self._looks:
-                self._looks = True
+            due.error = None  # until now training did not depend on it
+            if not self._waits:
+                self._waits = True
                 threading.Thread(target=self._refresh, name="deltasync-replicas", daemon=True).start()
             self._changed.wait_for(lambda: due.error is not None or self._serves(due))
         if due.error is not None:
             raise due.error
         return time.perf_counter() - before_s
 
-    def tell(self, count: int, update: Callable[[int], None]) -> None:
-        """Tell the rollouts which version the fleet serves, now and as soon as it serves a newer one.
+    def report(self, count: int, update: Callable[[int], None]) -> None:
+        """Report the version that the fleet serves with `update`, now and whenever it serves a newer one.
 
-        The trainer counts the last publish as `count`, and `update` takes versions counted so. It is also called from the
-        other thread, never by two at once.
+        `count` is the trainer's own number of the last publication, and `update` takes such numbers. The thread calls it
+        too, but never two threads at once.
         """
         with self._changed:
-            self._tell = update
+            self._update = update
             if self._window:
                 self._window[-1].count = count
             served = None if self._served is None else self._served.count
@@ -135,16 +133,16 @@ class Pace:
         return self._served is not None and self._served.number >= published.number
 
     def _refresh(self) -> None:
-        """Wait for one version after the other, until the fleet serves all or it is known why not."""
+        """Wait for each version in turn, until the fleet serves it or the wait fails."""
         while True:
             with self._changed:
                 due = next((each for each in self._window if each.error is None and not self._serves(each)), None)
                 if due is None:
-                    self._looks = False
+                    self._waits = False
                     return
             try:
                 self._wait_for(due.receipt)
-            except BaseException as error:  # noqa: BLE001 - `keep` raises it if training has to wait for this version
+            except BaseException as error:  # noqa: BLE001 - `keep` raises it if training depends on this version
                 with self._changed:
                     due.error = error
                     self._changed.notify_all()
@@ -152,11 +150,6 @@ class Pace:
             with self._changed:
                 if not self._serves(due):
                     self._served = due
-                    if self._tell is not None and due.count is not None:
-                        self._tell(due.count)
+                    if self._update is not None and due.count is not None:
+                        self._update(due.count)
                 self._changed.notify_all()
-
-
-def _in_background(look: Callable[..., None], *arguments: object) -> None:
-    """Run it in a daemon thread, as the process must be able to end while a store or a server hangs."""
-    threading.Thread(target=look, args=arguments, name="deltasync-replicas", daemon=True).start()

@@ -210,13 +210,13 @@ class DeltaWeightTransfer:
             check()
 
     def update_served(self, count: int, update: Callable[[int], None]) -> None:
-        """Report the version that the fleet serves to TRL's rollouts, not the published one. See `Pace.tell`."""
+        """Report the version that the fleet serves to TRL's rollouts, not the published one. See `Pace.report`."""
         if self.publisher is not None and self.published_step == self.step:  # else the sync was skipped
             self.ages.synced(self.publisher.version, count)
         if self._pace is None:
             update(count)  # with ack="none" the served version is unknown
         else:
-            self._pace.tell(count, update)
+            self._pace.report(count, update)
 
     def _wait_in_pace(self) -> float | None:
         """Wait until the fleet is close enough to the last version. Return the seconds, None with `ack="none"`."""

@@ -110,13 +110,24 @@ class Workers:
         return future
 
     def start(self) -> None:
-        """Start a thread for actions that wait, if there are not enough."""
+        """Start a thread for actions that wait, if there are not enough.
+
+        Python 3.12 and newer start no thread while the interpreter exits. If none runs, the caller then runs the actions.
+        """
         with self.lock:
             self._threads = {thread for thread in self._threads if thread.is_alive()}
-            if self._actions and len(self._threads) < self._count:
-                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._threads.add(thread)
+            if not self._actions or len(self._threads) >= self._count:
+                return
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._threads.add(thread)
+            try:
                 thread.start()
+                return
+            except RuntimeError:
+                self._threads.discard(thread)
+                if self._threads:
+                    return
+        self._work()
 
     def close(self) -> None:
         """Wait until all actions have run."""

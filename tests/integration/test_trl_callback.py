@@ -322,7 +322,7 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Integration)
     monkeypatch.setattr(Integration, "logs", [])
-    monkeypatch.setattr("trl_callback.fleet._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("trl_callback.fleet._REFRESH_EVERY_S", 0.0)
     url = f"file://{tmp_path}/channel"
     sync = DeltaSyncCallback(url)
 

@@ -112,10 +112,10 @@ def test_rollouts_are_told_what_is_served_and_at_once_when_that_changes(fleet: F
     told: list[int] = []
     fleet.serve(1)
     keep(pace, 1)
-    pace.tell(11, told.append)  # TRL counts on from the checkpoint that it resumed from
+    pace.report(11, told.append)  # TRL counts on from the checkpoint that it resumed from
     assert told == [11]
     keep(pace, 2)
-    pace.tell(12, told.append)
+    pace.report(12, told.append)
     assert told == [11, 11]
     fleet.serve(2)
     wait_until(lambda: told == [11, 11, 12])
@@ -123,7 +123,7 @@ def test_rollouts_are_told_what_is_served_and_at_once_when_that_changes(fleet: F
     fleet.serve(3)
     wait_until(lambda: pace.served == 3)  # before TRL says how it counts it
     assert told == [11, 11, 12]
-    pace.tell(13, told.append)
+    pace.report(13, told.append)
     assert told == [11, 11, 12, 13]
 
 
@@ -133,7 +133,7 @@ def test_a_version_that_two_publishes_share_is_counted_as_the_first_until_both_a
     fleet.serve(1)
     for count, version in ((1, 1), (2, 2), (3, 2)):
         keep(pace, version)
-        pace.tell(count, told.append)
+        pace.report(count, told.append)
     fleet.serve(2)
     wait_until(lambda: told[-1] == 3)
     assert told == sorted(told)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from numba import get_num_threads
 
+from deltasync.channel.threads import Workers
 from deltasync.kernels import cpu
 
 PUBLISH_AND_FOLLOW = """
@@ -82,3 +84,18 @@ def test_cores_are_left_to_other_threads_while_they_are_at_work() -> None:
         with cpu.leave_cores(1000):
             assert used(1 << 20) == 1
     assert used(1 << 20) == cores
+
+
+def test_workers_do_their_actions_themselves_where_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 starts none while the interpreter exits, when the last versions are still being stored."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    workers, inner = Workers(2, "test"), Workers(1, "inner")
+    assert workers.submit(lambda: inner.submit(int, "7").result()).result() == 7
+    with pytest.raises(ValueError):
+        workers.submit(int, "seven").result()
+    assert not workers.busy
+    workers.close()
