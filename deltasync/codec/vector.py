@@ -1,52 +1,14 @@
 """`packed` and `context`: positions as gaps, and ULP steps, entropy coded block by block over whole vectors.
 
-A *vector* is all elements of one width, in the order of the channel's tensor table (`tensors.layout`). For each width W in
-bytes of which elements changed, a payload has
+A *vector* is all elements of one width W in bytes, in the order of the channel's tensor table (`tensors.layout`). For each
+vector of which elements changed, a payload has the metadata `vectors`, tables of its changed tensors (`.W.tensors`,
+`.W.counts`, `.W.fingerprints`), and the blocks (`.W.blocks`, `.W.tables`, `.W.words`): a gap and a step for each change.
 
-    .W.tensors       uint8[ceil(T / 8)]   a bit for each tensor of a range of the table, the lowest bit first: is it changed?
-                                          Absent if all are
-    .W.counts        int32[changed]       changed elements of each changed tensor; int64 from 2**31 elements of the vector on
-    .W.fingerprints  int64[changed]       what the fingerprints of the changed tensors become; bit patterns of uint64
-    .W.blocks        int32[B, 2]          changed elements and words of each block, or its planes (below)
-    .W.tables        uint8[bytes]         for each group the table of gaps, then that of steps (`tables`)
-    .W.words         int32[words]         the streams of all blocks, in order; bit patterns of unsigned 32-bit words
+With `context`, tensors of which enough changes are cut into tiles instead (`.W.tiles`, `.W.tile_tables`, `.W.tile_words`;
+`tiled`), in which changes are coded by the classes of their old bits (`classes`). A tensor whose changes would be larger
+than itself is *dense*: the entry `{name}` is the tensor, or its planes (`dense`).
 
-and its metadata `vectors` is JSON: {"W": {"tensor": first tensor of the bitmap, "tensors": T, "block": first block,
-"blocks": B, "groups": the first block of each group, from 0 on, ascending, "planes": sizes or null}}. If nothing is coded
-so, the last three entries and all from "block" on are absent. A block has
-`block_elements` positions (metadata, decimal; 1 to 2**30); the last one of a vector has what is left. A block without
-changes has no words. If there are `planes`, `.W.blocks` is uint8: the differences from row to row (of the first row, from
-0), column by column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into planes of these sizes (`dense`).
-
-The stream of a block (`kernels.rans`) holds two numbers for each changed element, in ascending order:
-
-- the gap: unchanged positions between it and the changed one before, or the start of the block;
-- the step: new minus old bit pattern modulo 2**(8 W), as a signed number, 1, -1, 2, -2 -> 1, 0, 3, 2.
-
-A number is coded as a bucket, 12 bits of the state by the group's table, and extra bits. Bucket s below 16 is the number s.
-Bucket s from 16 on holds the numbers from (4 + s % 4) << e to ((5 + s % 4) << e) - 1 with e = s // 4 - 2. Their low e bits
-follow from the top, in groups of 24 and a last one of what is left, each a uniform symbol (start = value, freq = 1, bits =
-size of the group).
-
-With `context`, tensors of which enough changes are cut into blocks of their own, which are decoded with their old bits. If
-there are any, the row of the vector has "tiles": {"groups": as above, "planes": as above}, and the payload has
-
-    .W.tiled         uint8[ceil(n / 8)]   a bit for each of the n changed tensors: is it coded so? Absent if
-                                          all are
-    .W.ranges        int64[m, 2]          of each of these m tensors the elements that the payload has; absent if it has all
-    .W.tiles         as `.W.blocks`       of their blocks (`tiles`; metadata `tile_elements`, decimal, 1 to 2**30)
-    .W.tile_tables   uint8[bytes]         classes and tables of each group (`classes`)
-    .W.tile_words    int32[words]         the streams
-
-Elements of such a block are ordered by class, the one of the highest level first, and then by number. A gap counts elements
-of the class of the changed element before, or, at the start of the block, of the first class that has elements. Beyond the
-end of class c it goes on in the classes that follow. There x elements of class d count floor(x * R(c, d) / 256), with
-R(c, d) = floor(256 * 2**((level of c - level of d) / 8)), and the changed element counts among the x but adds no gap itself:
-the gap of the element with number x (from 0) is what was left of c, floor(n * R / 256) for the n elements of each class
-between, and floor((x + 1) * R / 256) - 1. Gaps are coded by the table of c, a step by that of its element's class.
-
-A tensor whose changes would be larger than itself is *dense*: the entry `{name}` is the tensor in its dtype and shape, or
-its planes (`dense`). The metadata `dense` is JSON: {name: true, or the sizes of the planes}.
+docs/format.md, section 10, is the format, with pseudocode and test vectors.
 """
 
 from __future__ import annotations

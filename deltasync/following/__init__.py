@@ -4,14 +4,14 @@ from deltasync.following.cursor import ChannelCursor
 from deltasync.following.follower import Follower, StagedVersion
 from deltasync.following.gate import Gate, GatedTarget, gated_calls, reclassed
 from deltasync.following.handle import Following
-from deltasync.following.loop import Follow, Observer
+from deltasync.following.loop import Follow
 from deltasync.following.module import follow
 from deltasync.following.module_map import Names
 from deltasync.following.pin import NEWEST, Pin
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
 from deltasync.following.status import HISTORY, Commit, Status
-from deltasync.following.target import Identify, Target
+from deltasync.following.target import Identify, Observer, Target
 
 __all__ = [
     "HISTORY",
@@ -39,6 +39,7 @@ __all__ = [
     "gated_calls",
     "metrics",
     "questions",
+    "ranked",
     "reclassed",
     "replies",
     "requests",

@@ -1,8 +1,6 @@
 """The one follow loop: refresh, plan, stage, commit, confirm, settle, announce, report. Every engine is a `Target` of it.
 
-following = Follow(reader, target, settings)
-following.catch_up()                     in the caller's thread, or
-following.start(); following.wait(7)     in a daemon thread, so that a hung store stops nothing else
+`Follow.catch_up` runs it in the caller's thread; `Follow.start` in a daemon thread, so that a hung store stops nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -40,7 +37,7 @@ from deltasync.following.identify import identify
 from deltasync.following.pin import NEWEST, Pin
 from deltasync.following.poll import Announcements, Poll
 from deltasync.following.status import HISTORY, Commit, HeartbeatWriter, Status, log_commit
-from deltasync.following.target import Target
+from deltasync.following.target import Observer, Target
 from deltasync.following.waits import Reached, Waits
 from deltasync.stores.base import ObjectInfo
 
@@ -49,22 +46,6 @@ logger = get_logger(__name__)
 _DETOURS = 8  # chains that `catch_up` gives up before it raises
 _STEP_S = 60.0  # how long a caller waits for a step of another thread
 _STOP_S = 5.0  # how long `stop` waits for the thread, which a store may hold
-
-
-class Observer(Protocol):
-    """Callbacks of a `Follow`, from its thread: for metrics, and for an engine's own work after a step."""
-
-    def stepped(self, follow: Follow) -> None:
-        """A step has ended, by success or by an error."""
-        ...
-
-    def committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
-        """A version became live."""
-        ...
-
-    def failed(self, error: BaseException) -> None:
-        """A step failed. Called once for each failed request, not again while the same failure lasts."""
-        ...
 
 
 class Follow:
@@ -97,16 +78,13 @@ class Follow:
         self.on_step: list[Callable[[], None]] = []
         self._observer, self._log = observer, log
         self._pin = Pin.parse(settings.pin)
-        self._health = Health(settings.poll_interval_s, log)
-        self._waits = Waits()
-        self._opened = False
-        self._audited_s = time.monotonic()
+        self._health, self._waits = Health(settings.poll_interval_s, log), Waits()
+        self._opened, self._audited_s = False, time.monotonic()
         self._asked = False  # a caller waits: refresh, and retry skipped objects
-        self._announced = Announcements()
         self._stepping = threading.RLock()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._poll = Poll(settings.poll_interval_s)
+        self._poll, self._announced = Poll(settings.poll_interval_s), Announcements()
         self._goes_around = False  # the last step failed by a chain that the next one avoids
         self._heartbeats = HeartbeatWriter(reader.store, settings.heartbeat_interval_s) if heartbeats else None
 
@@ -237,18 +215,14 @@ class Follow:
             AckTimeoutError: it is not after `timeout_s`; it says why.
             PinnedError: the pin keeps the replica from there.
         """
-        wanted = 1 if version is None else version
         if version is None and self.version is not None:
             return self.version
+        wanted = 1 if version is None else version
         reached = self.request(wanted if version is not None or self._pin.version is None else self._pin.version)
-        deadline = time.monotonic() + timeout_s
-        with self._waits.changed:
-            while (served := reached()) is None:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    message = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}."
-                    raise AckTimeoutError(message if self.error is None else f"{message} {self.error}")
-                self._waits.changed.wait(left_s)
+        served = self._waits.until(reached, timeout_s)
+        if served is None:
+            message = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}."
+            raise AckTimeoutError(message if self.error is None else f"{message} {self.error}")
         return served
 
     # Steps
@@ -299,9 +273,9 @@ class Follow:
     def _on_change(self, info: ObjectInfo | None) -> None:
         """Poll now: the store announced a record, or may have missed one (None)."""
         newest = self.cursor.newest
-        if info is not None and newest is not None and info.key == newest.key:
-            return  # a poll was faster
         if info is not None:
+            if newest is not None and info.key == newest.key:
+                return  # a poll was faster
             self._announced.add(info)
         self._wake.set()
 
@@ -409,12 +383,11 @@ class Follow:
                 return False
             self._health.state = "committing"
             commit = target.commit(staged)
-        except FingerprintMismatchError as error:
-            self._mark_bad(chain, None, error)
-            raise
-        except (CorruptDataError, MissingVersionError) as error:
-            if error.key is not None:
-                self._mark_bad(chain, error.key, error)
+        except (FingerprintMismatchError, CorruptDataError, MissingVersionError) as error:
+            key = None if isinstance(error, FingerprintMismatchError) else error.key
+            if key is not None or isinstance(error, FingerprintMismatchError):
+                cursor.mark_bad(chain, key, error)
+                self._goes_around = True
             raise
         self._committed(commit, chain)
         self._announced.committed(known, chain[-1].key, cursor.newest)
@@ -425,10 +398,6 @@ class Follow:
         found = identify(self.reader, self.cursor.locate(), total)
         self._waits.served = None if found is None else (found.version, found.record.step)
         return found
-
-    def _mark_bad(self, chain: Sequence[StoredRecord], key: str | None, error: DeltaSyncError) -> None:
-        self.cursor.mark_bad(chain, key, error)
-        self._goes_around = True
 
     def _settle(self) -> None:
         before = self.identity

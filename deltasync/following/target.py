@@ -68,3 +68,19 @@ class Target(Protocol):
     def close(self) -> None:
         """Give up a running `stage`, never a commit; called from another thread. The weights stay as they are."""
         ...
+
+
+class Observer(Protocol):
+    """Callbacks of a `Follow`, from its thread: for metrics, and for an engine's own work after a step."""
+
+    def stepped(self, follow: Any) -> None:
+        """A step of this `Follow` has ended, by success or by an error."""
+        ...
+
+    def committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
+        """A version became live."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """A step failed. Called once for each failed request, not again while the same failure lasts."""
+        ...

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 
 from deltasync.channel.documents import VersionId
 from deltasync.errors import PinnedError
 from deltasync.following.pin import Pin
+
+Reached = Callable[[], int | None]
+"""Returns the number of the version served once that ends a wait, else None. Raises PinnedError."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +88,13 @@ class Waits:
         is_newest = of == served and served.epoch == epoch
         return served.version if is_newest and step is not None and step >= wait.step else None
 
-
-Reached = Callable[[], int | None]
-"""Returns the number of the version served once that ends a wait, else None. Raises PinnedError."""
+    def until(self, reached: Reached, timeout_s: float) -> int | None:
+        """Wait until a check gives the number of the version served, and return it; None after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        with self.changed:
+            while (served := reached()) is None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self.changed.wait(left_s)
+        return served

@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Self
 
-from deltasync.channel.documents import Channel, Reference, TokenLag
+import msgspec
+
+from deltasync.channel import documents
+from deltasync.channel.documents import Anchor, Channel, Record, Reference, TokenLag
 from deltasync.errors import PublishLostError, PublishTimeoutError
 from deltasync.publish.collect import Weights
 from deltasync.publish.shadow import Shadow
-from deltasync.tensors import Delta, Fingerprints
+from deltasync.tensors import Delta, Fingerprints, fingerprint
 from deltasync.tensors.delta import joined
 
 
@@ -71,6 +74,32 @@ class Job:
     def delta(self) -> Delta:
         """All steps."""
         return joined(self.pieces) if self.pieces else Delta(self.shadow.layout, {})
+
+    def record(
+        self,
+        run_id: str,
+        epoch: str,
+        *,
+        delta: documents.Delta | None = None,
+        anchor: Anchor | None = None,
+        requires: Sequence[str] = (),
+    ) -> Record:
+        """Return the record of the version, with its delta or its full weights."""
+        assert self.fingerprints is not None
+        return Record(
+            run_id=run_id,
+            kind=self.kind,
+            version=self.version,
+            epoch=epoch,
+            created_at=documents.now(),
+            fingerprint=fingerprint.to_hex(self.fingerprints.total if self.model is None else self.model),
+            delta=delta,
+            anchor=anchor,
+            step=self.step,
+            coalesced=self.coalesced,
+            token_lag=msgspec.UNSET if self.token_lag is None else self.token_lag,
+            requires=[*requires],
+        )
 
     def drop_weights(self) -> None:
         """Free the local disk of its weights."""

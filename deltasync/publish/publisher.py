@@ -23,7 +23,7 @@ from deltasync.channel.documents import Reference, TokenLag
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
 from deltasync.channel.threads import Home, let_go
-from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
+from deltasync.config import PublisherOptions, Retention, token_ages, whole_number
 from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.collect import collect_weights
 from deltasync.publish.job import Job, Losses, Receipt
@@ -117,7 +117,8 @@ class Publisher:
 
     def _begin_run(self, given: Given, initial: str | Path | None, resume: bool, *, alone: bool) -> None:
         def begin() -> tuple[Start, str]:
-            return self._open(given.settings, resume, given.files), uuid.uuid4().hex
+            start, self._log = open_first(self.store, given.settings, resume, given.files)
+            return start, uuid.uuid4().hex
 
         start, token = self._peers.first(begin, tuple[Start, str])
         prove_writes(self._peers, self.store, given.settings, token)
@@ -136,12 +137,7 @@ class Publisher:
         self._first = FirstStream(self._peers, self._owned, reader, start, initial)
         self._uploader: Uploader | PartUploader
         if self._log is not None:
-            if given.keeps_all:
-                logger.warning(
-                    "Nothing is ever deleted from %s: it keeps all versions. DELTASYNC_KEEP_LAST=1000, say, bounds it; "
-                    "`deltasync cost` computes its size.",
-                    self.store.url,
-                )
+            given.warn_of_growth()
             maintenance = Maintenance(
                 *(reader, self._log, given.retention, given.files, Chain(start.chain)),
                 *(start.settings.anchor_every, self._peers.size > 1),
@@ -326,10 +322,6 @@ class Publisher:
                 raise
             logger.exception("The last version was not published.")
 
-    def _open(self, settings: PublisherSettings, resume: bool, files: Mapping[str, bytes]) -> Start:
-        start, self._log = open_first(self.store, settings, resume, files)
-        return start
-
     def _agree_on_base(self, problem: BaseException | None, same: str) -> _Base:
         """Return what the next version builds on. The first rank decides: it knows what became of the versions before.
 
@@ -391,11 +383,7 @@ class Publisher:
         )
 
     def _jobs(
-        self,
-        base: _Base,
-        changes: list[Delta],
-        reference: Reference | None,
-        problem: BaseException | None,
+        self, base: _Base, changes: list[Delta], reference: Reference | None, problem: BaseException | None
     ) -> list[Job]:
         """Agree with all ranks on the version. Return its job, and before it that of the reference that it builds on.
 

@@ -85,6 +85,15 @@ class Given(NamedTuple):
         keeps_all = not was_given and retention.keep_last is None and retention.keep_anchors is None
         return cls(settings, retention, store, files, keeps_all)
 
+    def warn_of_growth(self) -> None:
+        """Log that the channel only grows, unless its owner has chosen what to keep."""
+        if self.keeps_all:
+            logger.warning(
+                "Nothing is ever deleted from %s: it keeps all versions. DELTASYNC_KEEP_LAST=1000, say, bounds it; "
+                "`deltasync cost` computes its size.",
+                self.store.url,
+            )
+
 
 class Start(NamedTuple):
     """The state of a channel as the first rank found it, for all ranks."""

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import Anchor, Delta, File, Record
+from deltasync.channel.documents import Anchor, Delta, File
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import Workers, finish_at_exit, let_go
 from deltasync.config import PublisherSettings
@@ -36,7 +33,6 @@ from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance, Sample
 from deltasync.ranks.peers import Signals
 from deltasync.stores import Store
-from deltasync.tensors import fingerprint
 
 logger = get_logger(__name__)
 
@@ -289,7 +285,7 @@ class Uploader:
         parts = [future.result() for future in encoded.files] + others
         job.end_encoding(payload_bytes)
         delta = Delta(codec=encoded.codec, changed=job.changed, parts=parts)
-        stored = log.append(self._record(job, delta=delta), encoded.inline)
+        stored = log.append(job.record(log.run_id, log.epoch, delta=delta), encoded.inline)
         self.full = False
         maintenance.chain.add(stored)
         if job.weights is not None:
@@ -314,29 +310,10 @@ class Uploader:
         anchor = Anchor(reference=job.reference) if job.weights is None else self.maintenance.store(job.weights, job.version)
         if job.weights is not None and job.weights.snapshot is not None:
             job.fingerprints = job.shadow.learn(job.weights.snapshot, job.version)
-        stored = log.append(self._record(job, anchor=anchor, requires=requires), None)
+        stored = log.append(job.record(log.run_id, log.epoch, anchor=anchor, requires=requires), None)
         self.full = False
         self.maintenance.chain.begin(stored, sample)
         return stored
-
-    def _record(
-        self, job: Job, *, delta: Delta | None = None, anchor: Anchor | None = None, requires: Sequence[str] = ()
-    ) -> Record:
-        assert job.fingerprints is not None
-        return Record(
-            run_id=self._log.run_id,
-            kind=job.kind,
-            version=job.version,
-            epoch=self._log.epoch,
-            created_at=documents.now(),
-            fingerprint=fingerprint.to_hex(job.fingerprints.total if job.model is None else job.model),
-            delta=delta,
-            anchor=anchor,
-            step=job.step,
-            coalesced=job.coalesced,
-            token_lag=msgspec.UNSET if job.token_lag is None else job.token_lag,
-            requires=[*requires],
-        )
 
 
 class PartUploader:
