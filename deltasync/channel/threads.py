@@ -82,6 +82,14 @@ def _has_openmp() -> bool:
     return False
 
 
+def start_or_run(action: Callable[[], None], name: str) -> None:
+    """Run an action in a daemon thread; in this one while the interpreter exits: Python 3.12 and newer start none then."""
+    try:
+        threading.Thread(target=action, name=name, daemon=True).start()
+    except RuntimeError:
+        action()
+
+
 class Workers:
     """Up to `count` threads that run actions in order, and end when there are none.
 
@@ -193,7 +201,7 @@ def each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: f
                     future.set_exception(error)
 
     for _ in range(min(_AT_ONCE, len(items))):
-        threading.Thread(target=work, name="deltasync-each", daemon=True).start()
+        start_or_run(work, "deltasync-each")
     left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
     wait(futures, left_s, return_when=FIRST_EXCEPTION)
     waiting.clear()

@@ -35,7 +35,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside: dict[int, set[int | None]] = {}  # the threads inside, and the threads that ran when each entered
+        self._inside: dict[int, set[threading.Thread]] = {}  # the threads inside, and the threads that ran when each entered
         self._closed = False  # a commit waits or runs
         self._mine = threading.local()
         self.problem: str | None = None  # why no forward call may begin
@@ -62,7 +62,7 @@ class Gate:
             if self.problem is not None:
                 raise ApplyError(self.problem)
             if not self.depth:
-                self._inside[threading.get_ident()] = {thread.ident for thread in threading.enumerate()}
+                self._inside[threading.get_ident()] = {*threading.enumerate()}
         self._mine.depth = self.depth + 1
         try:
             yield
@@ -74,7 +74,7 @@ class Gate:
                     self._changed.notify_all()
 
     def _may_enter(self) -> bool:
-        own = threading.get_ident()
+        own = threading.current_thread()  # the identifier of a thread that has ended may be given to a new one
         return not self._closed or self.depth > 0 or any(own not in others for others in self._inside.values())
 
     def report(self, problem: str | None) -> None:

@@ -167,8 +167,11 @@ def _launch() -> None:
     slow).
     """
     thread = threading.Thread(target=get_num_threads, name="deltasync-launch")
-    thread.start()
-    thread.join()
+    try:
+        thread.start()
+        thread.join()
+    except RuntimeError:  # Python 3.12 and newer start no thread while the interpreter exits, when torch computes no more
+        get_num_threads()
 
 
 class _Thread(threading.local):

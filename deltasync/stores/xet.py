@@ -191,7 +191,10 @@ def _interruptible(action: Callable[[], _Result]) -> _Result:
         except BaseException as error:  # noqa: BLE001 - raised below
             future.set_exception(error)
 
-    threading.Thread(target=run, name="deltasync-xet", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="deltasync-xet", daemon=True).start()
+    except RuntimeError:  # Python 3.12 and newer start no thread while the interpreter exits
+        run()
     return future.result()
 
 

@@ -381,8 +381,8 @@ def test_an_event_takes_the_place_of_polling(
     async def body() -> None:
         async with driving.following(engine, memory_url, CollectorRegistry()) as driver:
             await driver.reach(1)
+            await until(lambda: driver.caught_up)
             for number in (2, 3):
-                await until(lambda: driver.caught_up)
                 await asyncio.sleep(0.2)
                 trainer.publish()
                 tip = trainer.channel.tip

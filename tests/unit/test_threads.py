@@ -10,8 +10,9 @@ import threading
 import pytest
 from numba import get_num_threads
 
-from deltasync.channel.threads import Workers
+from deltasync.channel.threads import Workers, each
 from deltasync.kernels import cpu
+from deltasync.stores import xet
 
 PUBLISH_AND_FOLLOW = """
 import ctypes
@@ -49,6 +50,7 @@ import os
 import numpy as np
 
 from deltasync.kernels import cpu
+from deltasync.stores import xet
 
 seen, made = set(), []
 for _ in range(3):
@@ -99,3 +101,6 @@ def test_workers_do_their_actions_themselves_where_no_thread_starts(monkeypatch:
         workers.submit(int, "seven").result()
     assert not workers.busy
     workers.close()
+    assert each(["7", "8"], int, None) == [7, 8]
+    assert xet._interruptible(lambda: 7) == 7
+    cpu._launch.__wrapped__()
