@@ -34,14 +34,11 @@ from deltasync.errors import (
     TransientStoreError,
     get_logger,
 )
-from deltasync.following.cursor import ChannelCursor
-from deltasync.following.health import Health
-from deltasync.following.identify import identify
-from deltasync.following.pin import NEWEST, Pin
+from deltasync.following.cursor import ChannelCursor, identify
+from deltasync.following.pin import NEWEST, Pin, Reached, Waits
 from deltasync.following.poll import Announcements, Poll
-from deltasync.following.status import HISTORY, Commit, HeartbeatWriter, Status, log_commit
+from deltasync.following.status import HISTORY, Commit, Health, HeartbeatWriter, Status, log_commit
 from deltasync.following.target import Target
-from deltasync.following.waits import Reached, Waits
 from deltasync.stores.base import ObjectInfo
 
 logger = get_logger(__name__)
@@ -241,14 +238,10 @@ class Follow:
         if version is None and self.version is not None:
             return self.version
         reached = self.request(wanted if version is not None or self._pin.version is None else self._pin.version)
-        deadline = time.monotonic() + timeout_s
-        with self._waits.changed:
-            while (served := reached()) is None:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    message = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}."
-                    raise AckTimeoutError(message if self.error is None else f"{message} {self.error}")
-                self._waits.changed.wait(left_s)
+        served = self._waits.wait(reached, timeout_s)
+        if served is None:
+            message = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}. {self.error or ''}"
+            raise AckTimeoutError(message.rstrip())
         return served
 
     # Steps
@@ -409,12 +402,11 @@ class Follow:
                 return False
             self._health.state = "committing"
             commit = target.commit(staged)
-        except FingerprintMismatchError as error:
-            self._mark_bad(chain, None, error)
-            raise
-        except (CorruptDataError, MissingVersionError) as error:
-            if error.key is not None:
-                self._mark_bad(chain, error.key, error)
+        except (FingerprintMismatchError, CorruptDataError, MissingVersionError) as error:
+            key = None if isinstance(error, FingerprintMismatchError) else error.key
+            if key is not None or isinstance(error, FingerprintMismatchError):
+                cursor.mark_bad(chain, key, error)
+                self._goes_around = True
             raise
         self._committed(commit, chain)
         self._announced.committed(known, chain[-1].key, cursor.newest)
@@ -425,10 +417,6 @@ class Follow:
         found = identify(self.reader, self.cursor.locate(), total)
         self._waits.served = None if found is None else (found.version, found.record.step)
         return found
-
-    def _mark_bad(self, chain: Sequence[StoredRecord], key: str | None, error: DeltaSyncError) -> None:
-        self.cursor.mark_bad(chain, key, error)
-        self._goes_around = True
 
     def _settle(self) -> None:
         before = self.identity
@@ -447,8 +435,7 @@ class Follow:
 
     def audit(self) -> bool:
         """Check every live bit, against faults that no commit notices; return whether all are those of `version`."""
-        self._home.check()
-        with self._stepping:
+        with self.between_steps():
             self._settle()
         return self.identity is not None
 

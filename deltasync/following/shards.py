@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 import numpy as np
 import torch
 
@@ -29,20 +28,14 @@ from deltasync.channel.record import StoredRecord
 from deltasync.errors import (
     ApplyError,
     CommitError,
-    CorruptDataError,
-    DeltaSyncError,
     FingerprintMismatchError,
-    MissingVersionError,
     ModelMismatchError,
     ShareError,
-    SleepingError,
-    StageError,
     describe,
-    error_of,
     get_logger,
     printable,
 )
-from deltasync.following.engine import unique_name
+from deltasync.following.engine import Failure, is_safe, succeeded, unique_name
 from deltasync.following.follower import Follower
 from deltasync.following.shard import HANDED_BYTES, Audit, Done, Engine, Found, Handed, Shard, handed
 from deltasync.following.status import Commit
@@ -55,60 +48,7 @@ _T = TypeVar("_T")
 _NOTHING = type(None)
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """An error, as it is sent to another process.
-
-    Attributes:
-        kind: Its class.
-        message: Its text.
-        key: The key of the record that is damaged or lacks something, if one is to blame.
-        tensors: The tensors of which the shard holds too little to decode a version.
-    """
-
-    kind: str
-    message: str
-    key: str | None = None
-    tensors: list[str] = []
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Return an error's failure. Errors that are not deltasync's are logged here with their traceback."""
-        if not isinstance(error, DeltaSyncError):
-            logger.error("deltasync failed unexpectedly", exc_info=error)
-        key = error.key if isinstance(error, CorruptDataError | MissingVersionError) else None
-        return cls(type(error).__name__, str(error), key, [*error.tensors] if isinstance(error, ShareError) else [])
-
-    def error(self) -> DeltaSyncError:
-        """Return the error; an ApplyError if its class is not one of deltasync's."""
-        error = error_of(self.kind, self.message, ApplyError)
-        if isinstance(error, ShareError):
-            error.tensors = self.tensors
-        else:
-            error.key = self.key
-        return error
-
-
-describe(Failure, Found, Audit, Done)
-
-
-def is_safe(error: BaseException) -> bool:
-    """Whether the live weights are still those of the version before a commit that ended with this error."""
-    return isinstance(error, FingerprintMismatchError | StageError | SleepingError)
-
-
-def succeeded(replies: Sequence[_T | Failure]) -> list[_T]:
-    """Return the replies of all shards.
-
-    Raises:
-        DeltaSyncError: the gravest failure among them: one that leaves the weights uncertain, if there is one.
-    """
-    errors = [reply.error() for reply in replies if isinstance(reply, Failure)]
-    if errors:
-        raised = min(errors, key=lambda error: (is_safe(error), isinstance(error, ShareError)))
-        if isinstance(raised, ShareError):
-            raised.tensors = sorted({name for error in errors if isinstance(error, ShareError) for name in error.tensors})
-        raise raised
-    return [reply for reply in replies if not isinstance(reply, Failure)]
+describe(Found, Audit, Done)
 
 
 def commit_of(chain: Sequence[StoredRecord], done: Done, **measured: Any) -> Commit:

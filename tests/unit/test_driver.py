@@ -24,10 +24,10 @@ from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError, StoreError
 from deltasync.following import Commit, Follow, Pin, routes
+from deltasync.following.engine import Failure
 from deltasync.following.metrics import Metrics
+from deltasync.following.pin import Waits
 from deltasync.following.requests import token_matches
-from deltasync.following.shards import Failure
-from deltasync.following.waits import Waits
 from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
