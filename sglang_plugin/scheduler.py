@@ -20,9 +20,9 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ModelMismatchError, redacted
 from deltasync.following import Follow
 from deltasync.following.engine import limit_threads, open_reader
-from deltasync.following.questions import Questions
-from deltasync.following.ranked import RankedShards, ShardsTarget, TorchRanks, serve_background
+from deltasync.following.requests import Questions
 from deltasync.following.shard import Done, Engine
+from deltasync.following.shards import RankedShards, ShardsTarget, TorchRanks, serve_background
 from deltasync.live import plan
 from sglang_plugin import logger, refusals
 

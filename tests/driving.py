@@ -120,7 +120,7 @@ class Driver(Follow):
         with contextlib.suppress(Exception):
             await asyncio.to_thread(self.step, pin, audits=True)
 
-    async def look_until_done(self, pin: Pin | None = None) -> None:
+    async def catch_up_in_thread(self, pin: Pin | None = None) -> None:
         await asyncio.to_thread(self.catch_up, pin)
 
     async def reach(self, version: int | None = None) -> int:

@@ -30,8 +30,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 from deltasync.following import Follow, Pin
+from deltasync.following.engine import Failure
 from deltasync.following.metrics import Metrics
-from deltasync.following.shards import Failure
 from vllm_plugin import compat
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension

@@ -12,7 +12,7 @@ import msgspec
 
 from deltasync.errors import describe
 from deltasync.following import Status
-from deltasync.following.shards import Failure
+from deltasync.following.engine import Failure
 
 Answer = dict[str, Any]
 

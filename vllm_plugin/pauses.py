@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError
-from deltasync.following.shards import is_safe, succeeded
+from deltasync.following.engine import is_safe, succeeded
 from vllm_plugin import engine as engines
 from vllm_plugin import logger
 from vllm_plugin.messages import parse

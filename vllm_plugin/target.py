@@ -28,10 +28,10 @@ from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings
 from deltasync.errors import DeltaSyncError
 from deltasync.following import HISTORY, Commit, Follow, Identify
-from deltasync.following.engine import open_reader, unique_name
+from deltasync.following.engine import Failure, open_reader, unique_name
 from deltasync.following.metrics import Metrics, total
 from deltasync.following.shard import handed
-from deltasync.following.shards import Failure, commit_of
+from deltasync.following.shards import commit_of
 from deltasync.stores.cache import CachedStore
 from vllm_plugin import logger
 from vllm_plugin.pauses import Pauses

@@ -8,7 +8,8 @@ from typing import Any
 
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import StageError, printable
-from deltasync.following.shards import Shards, succeeded
+from deltasync.following.engine import succeeded
+from deltasync.following.shards import Shards
 from vllm_plugin import logger
 from vllm_plugin.engine import call_workers
 from vllm_plugin.messages import Reason, parse

@@ -50,7 +50,7 @@ _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.5
 _ANSWER_S = 5.0
 _CONFIRM_S = 3.0  # how long a server has to answer 404, which a proxy may do while the server starts
-_LOOK_S = 1.0  # least time for one look at all replicas, also for the last one
+_REFRESH_S = 1.0  # least time for one refresh of all heartbeats, also for the last one
 
 _COARSE_S = 2.0  # stores report times in whole seconds
 _MOST_BYTES = 1 << 20  # of a server's answer
@@ -289,12 +289,12 @@ def wait_for(
     known = Heartbeats(store, run_id) if known is None else known
     followed_s = time.monotonic()
     while True:
-        look_until = max(deadline, time.monotonic() + _LOOK_S)
+        refresh_until = max(deadline, time.monotonic() + _REFRESH_S)
         try:
             if urls:
-                heartbeats = ask(urls, run_id, look_until)
+                heartbeats = ask(urls, run_id, refresh_until)
             else:
-                heartbeats = known.refresh(look_until, lambda beat: _serves(beat, version, published))
+                heartbeats = known.refresh(refresh_until, lambda beat: _serves(beat, version, published))
         except TransientStoreError:
             if time.monotonic() >= deadline:
                 raise

@@ -2,11 +2,9 @@
 
 from deltasync.following.cursor import ChannelCursor
 from deltasync.following.follower import Follower, StagedVersion
-from deltasync.following.gate import Gate, GatedTarget, gated_calls, reclassed
-from deltasync.following.handle import Following
+from deltasync.following.gate import Gate, GatedTarget, Names, gated_calls, reclassed
 from deltasync.following.loop import Follow
-from deltasync.following.module import follow
-from deltasync.following.module_map import Names
+from deltasync.following.module import Following, follow
 from deltasync.following.pin import NEWEST, Pin
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
@@ -38,8 +36,6 @@ __all__ = [
     "follower",
     "gated_calls",
     "metrics",
-    "questions",
-    "ranked",
     "reclassed",
     "replies",
     "requests",

@@ -1,21 +1,40 @@
-"""Parts that every target inside an engine's process needs, in addition to the follow loop."""
+"""Parts that targets inside an engine's process need, in addition to the follow loop; and errors sent between processes."""
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from deltasync.channel.documents import VersionId
 from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError
+from deltasync.errors import (
+    ApplyError,
+    ConfigError,
+    CorruptDataError,
+    DeltaSyncError,
+    FingerprintMismatchError,
+    MissingVersionError,
+    ShareError,
+    SleepingError,
+    StageError,
+    describe,
+    error_of,
+    get_logger,
+)
 from deltasync.following.status import HISTORY
 from deltasync.kernels import cpu
 from deltasync.stores.cache import behind_cache
+
+logger = get_logger(__name__)
+
+_T = TypeVar("_T")
 
 
 def open_reader(settings: ReplicaSettings, process_count: int = 1) -> ChannelReader:
@@ -81,3 +100,59 @@ class Places:
                 tensor.data = data
                 replaced.append(name)
         return replaced
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error, as it is sent to another process.
+
+    Attributes:
+        kind: Its class.
+        message: Its text.
+        key: The key of the record that is damaged or lacks something, if one is to blame.
+        tensors: The tensors of which the shard holds too little to decode a version.
+    """
+
+    kind: str
+    message: str
+    key: str | None = None
+    tensors: list[str] = []
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Return an error's failure. Errors that are not deltasync's are logged here with their traceback."""
+        if not isinstance(error, DeltaSyncError):
+            logger.error("deltasync failed unexpectedly", exc_info=error)
+        key = error.key if isinstance(error, CorruptDataError | MissingVersionError) else None
+        return cls(type(error).__name__, str(error), key, [*error.tensors] if isinstance(error, ShareError) else [])
+
+    def error(self) -> DeltaSyncError:
+        """Return the error; an ApplyError if its class is not one of deltasync's."""
+        error = error_of(self.kind, self.message, ApplyError)
+        if isinstance(error, ShareError):
+            error.tensors = self.tensors
+        else:
+            error.key = self.key
+        return error
+
+
+describe(Failure)
+
+
+def is_safe(error: BaseException) -> bool:
+    """Whether the live weights are still those of the version before a commit that ended with this error."""
+    return isinstance(error, FingerprintMismatchError | StageError | SleepingError)
+
+
+def succeeded(replies: Sequence[_T | Failure]) -> list[_T]:
+    """Return the replies of all shards.
+
+    Raises:
+        DeltaSyncError: the gravest failure among them: one that leaves the weights uncertain, if there is one.
+    """
+    errors = [reply.error() for reply in replies if isinstance(reply, Failure)]
+    if errors:
+        raised = min(errors, key=lambda error: (is_safe(error), isinstance(error, ShareError)))
+        if isinstance(raised, ShareError):
+            raised.tensors = sorted({name for error in errors if isinstance(error, ShareError) for name in error.tensors})
+        raise raised
+    return [reply for reply in replies if not isinstance(reply, Failure)]

@@ -31,14 +31,11 @@ from deltasync.errors import (
     TransientStoreError,
     get_logger,
 )
-from deltasync.following.cursor import ChannelCursor
-from deltasync.following.health import Health
-from deltasync.following.identify import identify
-from deltasync.following.pin import NEWEST, Pin
+from deltasync.following.cursor import ChannelCursor, identify
+from deltasync.following.pin import NEWEST, Pin, Reached, Waits
 from deltasync.following.poll import Announcements, Poll
-from deltasync.following.status import HISTORY, Commit, HeartbeatWriter, Status, log_commit
+from deltasync.following.status import HISTORY, Commit, Health, HeartbeatWriter, Status, log_commit
 from deltasync.following.target import Observer, Target
-from deltasync.following.waits import Reached, Waits
 from deltasync.stores.base import ObjectInfo
 
 logger = get_logger(__name__)
@@ -215,14 +212,14 @@ class Follow:
             AckTimeoutError: it is not after `timeout_s`; it says why.
             PinnedError: the pin keeps the replica from there.
         """
+        wanted = 1 if version is None else version
         if version is None and self.version is not None:
             return self.version
-        wanted = 1 if version is None else version
         reached = self.request(wanted if version is not None or self._pin.version is None else self._pin.version)
-        served = self._waits.until(reached, timeout_s)
+        served = self._waits.wait(reached, timeout_s)
         if served is None:
-            message = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}."
-            raise AckTimeoutError(message if self.error is None else f"{message} {self.error}")
+            message = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}. {self.error or ''}"
+            raise AckTimeoutError(message.rstrip())
         return served
 
     # Steps
@@ -416,8 +413,7 @@ class Follow:
 
     def audit(self) -> bool:
         """Check every live bit, against faults that no commit notices; return whether all are those of `version`."""
-        self._home.check()
-        with self._stepping:
+        with self.between_steps():
             self._settle()
         return self.identity is not None
 

@@ -20,8 +20,8 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.config import ReaderSettings, ReplicaSettings, whole_number
 from deltasync.errors import NotPublishedError
+from deltasync.following.cursor import identify, tied
 from deltasync.following.follower import Follower, StagedVersion
-from deltasync.following.identify import identify, tied
 from deltasync.following.loop import Follow
 from deltasync.following.pin import NEWEST, Pin
 from deltasync.following.status import Commit

@@ -15,7 +15,7 @@ import numpy as np
 from deltasync.channel.documents import sha256_hex
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
-from deltasync.following.handle import Following
+from deltasync.following.module import Following
 from deltasync.following.requests import token_matches
 from deltasync.following.status import Status
 

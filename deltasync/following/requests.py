@@ -1,5 +1,7 @@
 """Requests to a replica's routes: their bodies, who may send them, from which sites, and from when on.
 
+A follow loop may run in another process than the routes. Questions to it begin there, and its state has the answers later.
+
 The token is taken as a bearer token or, for browsers, as the password of any user. A browser sends what any page tells it
 to, with the passwords it keeps for us, from machines that reach us where the page's author does not. So requests that
 another site's page made are refused, with or without the token.
@@ -11,14 +13,18 @@ import base64
 import binascii
 import hmac
 import ipaddress
+import threading
+import time
 from collections.abc import Callable, Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from deltasync.channel.documents import Number
 from deltasync.errors import UNREADABLE_JSON, ConfigError, describe, get_logger
+from deltasync.following.loop import Follow
+from deltasync.following.pin import Pin
 
 _T = TypeVar("_T")
 
@@ -142,3 +148,68 @@ def until_ready(not_ready: Callable[[], str | None]) -> Callable[[], str | None]
         return reason
 
     return refusal
+
+
+_REMEMBERED = 64  # questions that are remembered
+
+STATUS_CODES = {"ConfigError": 422, "MissingVersionError": 409, "PinnedError": 409}
+"""HTTP status of a reply whose `error` begins with the name of a class; 504 for others."""
+
+
+class Questions:
+    """Questions to one loop. `digest` returns the sha256 of every tensor, while the loop does not step.
+
+    Whoever can put questions past the routes has to know `token`, if there is one.
+    """
+
+    def __init__(self, follow: Follow, digest: Callable[[], dict[str, str]], token: str | None = None) -> None:
+        self._follow, self._digest, self._token = follow, digest, token
+        self._answers: dict[str, dict[str, Any]] = {}
+
+    def takes(self, question: Any) -> bool:
+        """Whether this is a question, and by one who may ask."""
+        if not isinstance(question, dict) or not isinstance(question.get("id"), str):
+            return False
+        return isinstance(question.get("timeout_s"), float) and question.get("token") == self._token
+
+    def ask(self, question: dict[str, Any]) -> None:
+        """Begin to answer in a thread. A question has an `id` and `timeout_s`.
+
+        It also has `digest`; or `commits`, how many of them the status is to have; or a `version`, a trainer's `step` or
+        neither to wait for, as `Follow.request`, and maybe a `pin` to set first.
+        """
+        self._answers = dict([*self._answers.items()][1 - _REMEMBERED :]) | {question["id"]: {}}
+        threading.Thread(target=self._answer, args=(question,), name="deltasync-question", daemon=True).start()
+
+    def _answer(self, question: dict[str, Any]) -> None:
+        follow, deadline = self._follow, time.monotonic() + question["timeout_s"]
+        answer: dict[str, Any]
+        try:
+            if "commits" in question:
+                answer = msgspec.to_builtins(follow.status(question["commits"]))
+            elif question.get("digest"):
+                with follow.between_steps():
+                    answer = {"version": follow.version, "sha256": self._digest()}
+            else:
+                if question.get("pin") is not None:
+                    follow.set_pin(Pin.parse(question["pin"]))
+                reached = follow.request(question.get("version"), question.get("step"))
+                while (served := reached()) is None and time.monotonic() < deadline:
+                    time.sleep(0.005)
+                late = f"After {question['timeout_s']:g} s version {follow.version} is served. {follow.error or ''}".rstrip()
+                answer = {"error": late} if served is None else {"version": served}
+        except Exception as error:  # noqa: BLE001 - the route replies with it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        self._answers[question["id"]] = answer
+
+    def state(self, is_held: bool) -> dict[str, Any]:
+        """Return the version served, why it is not ready, and the answers, empty while there is none.
+
+        `is_held` says that the engine does not compute, because its weights are not known.
+        """
+        held = f"This server does not generate now. {self._follow.error or ''}".rstrip()
+        return {
+            "version": self._follow.version,
+            "not_ready": held if is_held else self._follow.not_ready,
+            "answers": self._answers,
+        }

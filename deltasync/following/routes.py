@@ -32,8 +32,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError
 from deltasync.following.loop import Follow
 from deltasync.following.pin import Pin
-from deltasync.following.questions import STATUS_CODES
-from deltasync.following.requests import PinTo, Sync, WeightUpdate, body_of, stranger, token_matches
+from deltasync.following.requests import STATUS_CODES, PinTo, Sync, WeightUpdate, body_of, stranger, token_matches
 from deltasync.following.status import HISTORY
 
 _Body = TypeVar("_Body")

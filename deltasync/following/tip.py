@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -26,7 +27,6 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.following.prefetch import Prefetch
-from deltasync.following.skips import SkipList
 from deltasync.stores.base import ObjectInfo
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,45 @@ _LIST_EVERY = 12  # one of this many refreshes lists, if head does not name the 
 _CLOCKS_S = 2.0  # most by which our clock may differ from the store's, which may have whole seconds only
 _LISTS_S = 600.0  # how long a replica lists where a cache remembers that a record was missing
 _SEALS = 16  # most records and seals that one poll follows
+
+
+SKIP_S = 60.0
+"""Seconds for which a missing or damaged object is avoided."""
+
+
+class SkipList:
+    """Keys to avoid, each until a time and for a reason. Expired keys go at `expire`. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[float, str]] = {}  # until when (time.monotonic), and why
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """The reason of each key."""
+        return {key: why for key, (_, why) in self._entries.items()}
+
+    def add(self, key: str, why: str, *, for_ever: bool = False) -> None:
+        """Avoid an object for `SKIP_S`, or `for_ever`: its bits are not those that it promises."""
+        self._entries[key] = math.inf if for_ever else time.monotonic() + SKIP_S, why
+
+    def remove(self, key: str) -> None:
+        """Allow an object again."""
+        self._entries.pop(key, None)
+
+    def expire(self) -> None:
+        """Allow objects whose time is over."""
+        now_s = time.monotonic()
+        self._entries = {key: entry for key, entry in self._entries.items() if now_s < entry[0]}
+
+    def retry(self) -> None:
+        """Allow missing and damaged objects again at once, but not those with wrong bits."""
+        self._entries = {key: entry for key, entry in self._entries.items() if entry[0] == math.inf}
 
 
 class Tip:

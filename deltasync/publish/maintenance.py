@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 _LEAST_BETWEEN = 16
 """Versions from one garbage collection to the next, which reads all records."""
 
-_LOOK_S = 15.0
+_REFRESH_S = 15.0
 """From one look for a request to the next, at least."""
 
 _SHARDED_ANCHOR_EVERY = 100
@@ -74,11 +74,11 @@ class Maintenance:
         self.chain = chain
         self.storing = self.failed = False
         self.asked = 0
-        self._looked_s = time.monotonic()
+        self._refreshed_s = time.monotonic()
         self._anchor_every, self._is_sharded = anchor_every, is_sharded
         self._log = log
         self._model_files = model_files
-        self._swept = 0
+        self._collected = 0
         self._workers = Workers(1, "deltasync-maintenance")
 
     def is_due(self, version: int, full_bytes: int) -> bool:
@@ -153,14 +153,14 @@ class Maintenance:
 
     def published(self, version: int) -> None:
         """Look after the channel now that a version is visible: forget and prune if that is due, and see what is asked."""
-        if time.monotonic() - self._looked_s >= _LOOK_S and not self._workers.busy:
-            self._looked_s = time.monotonic()
+        if time.monotonic() - self._refreshed_s >= _REFRESH_S and not self._workers.busy:
+            self._refreshed_s = time.monotonic()
             self._workers.submit(self._guarded, self._refresh)
         keep_last = self.retention.keep_last
         due = max(_LEAST_BETWEEN, (keep_last or 0) // 2)
-        if (keep_last is not None or self.retention.keep_anchors is not None) and version >= self._swept + due:
-            self._swept = version
-            self._workers.submit(self._guarded, self._sweep)
+        if (keep_last is not None or self.retention.keep_anchors is not None) and version >= self._collected + due:
+            self._collected = version
+            self._workers.submit(self._guarded, self._collect_garbage)
 
     @property
     def busy(self) -> bool:
@@ -241,7 +241,7 @@ class Maintenance:
     def _refresh(self) -> None:
         self.asked = max(self.asked, requests.asked(self.reader.store))
 
-    def _sweep(self) -> None:
+    def _collect_garbage(self) -> None:
         grace_s = self.retention.prune_grace_s
         keep = KeepPolicy(last=self.retention.keep_last, anchors=self.retention.keep_anchors)
         maintenance.forget(self.reader, keep, grace_s=grace_s)

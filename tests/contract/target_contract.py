@@ -193,8 +193,8 @@ class TargetContract:
             assert list(inner.list("")) == []
 
     def test_a_store_that_hangs_is_seen_and_left(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("deltasync.following.health.STALE_S", 0.3)
-        monkeypatch.setattr("deltasync.following.health.STALE_POLLS", 0)
+        monkeypatch.setattr("deltasync.following.status.STALE_S", 0.3)
+        monkeypatch.setattr("deltasync.following.status.STALE_POLLS", 0)
         monkeypatch.setattr("deltasync.following.loop._STOP_S", 0.3)
         bench.publish()
         bench.follow.start()

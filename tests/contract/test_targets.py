@@ -19,10 +19,10 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import StageError
 from deltasync.following import Gate, MemoryTarget, Target
+from deltasync.following.gate import plain_name
 from deltasync.following.module import ModuleTarget
-from deltasync.following.module_map import plain_name
-from deltasync.following.ranked import RankedShards, ShardsTarget
 from deltasync.following.shard import Engine
+from deltasync.following.shards import RankedShards, ShardsTarget
 from deltasync.live import LiveMemory, plan
 from tests.contract.array_target import ArrayTarget
 from tests.contract.target_contract import NAME, SHAPE, Bench, TargetContract

@@ -432,7 +432,7 @@ def test_threads_that_call_without_a_pause_keep_no_version_away(memory_url: str,
 
 
 def test_a_long_hold_is_said_and_threads_inside_it_go_on(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.following.handle._WAIT_S", 0.1)
+    monkeypatch.setattr("deltasync.following.module._WAIT_S", 0.1)
     model = llama()
     with training(memory_url, model.state_dict()) as trainer:
         trainer.publish()

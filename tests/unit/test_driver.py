@@ -24,10 +24,10 @@ from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError, StoreError
 from deltasync.following import Commit, Follow, Pin, routes
+from deltasync.following.engine import Failure
 from deltasync.following.metrics import Metrics
+from deltasync.following.pin import Waits
 from deltasync.following.requests import token_matches
-from deltasync.following.shards import Failure
-from deltasync.following.waits import Waits
 from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
@@ -230,7 +230,7 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
         calls: list[tuple[object, ...]] = []
         driver = Driver(engine, ReplicaSettings(channel=memory_url, replica_id="unit"), Metrics(registry))
         trainer.publish()
-        await driver.look_until_done()
+        await driver.catch_up_in_thread()
         rpc = engine.collective_rpc
 
         async def collective_rpc(method: str, *, args: tuple[object, ...]) -> list[Any]:
@@ -277,13 +277,13 @@ def test_to_go_back_and_to_be_pinned_is_no_lag(
         driver = Driver(engine, ReplicaSettings(channel=memory_url, replica_id="unit"), Metrics(registry))
         for _ in range(3):
             trainer.publish()
-            await driver.look_until_done()
-        await driver.look_until_done(Pin(2))
-        await driver.look_until_done()
+            await driver.catch_up_in_thread()
+        await driver.catch_up_in_thread(Pin(2))
+        await driver.catch_up_in_thread()
         trainer.publish()
-        await driver.look_until_done()
+        await driver.catch_up_in_thread()
         trainer.publish()
-        await driver.look_until_done(Pin(5))
+        await driver.catch_up_in_thread(Pin(5))
         return driver.status().commits
 
     told = [(commit.version, commit.lag_s is None) for commit in asyncio.run(body())]

@@ -270,8 +270,8 @@ def test_a_store_that_hangs_is_seen_and_keeps_nobody(
     engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while workers stage."""
-    monkeypatch.setattr("deltasync.following.health.STALE_S", 0.3)
-    monkeypatch.setattr("deltasync.following.health.STALE_POLLS", 0)
+    monkeypatch.setattr("deltasync.following.status.STALE_S", 0.3)
+    monkeypatch.setattr("deltasync.following.status.STALE_POLLS", 0)
 
     async def body() -> None:
         async with driving.following(engine, memory_url, CollectorRegistry()) as driver:

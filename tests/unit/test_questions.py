@@ -13,7 +13,7 @@ from deltasync import Publisher, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.following import Follow, MemoryTarget
-from deltasync.following.questions import Questions
+from deltasync.following.requests import Questions
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")

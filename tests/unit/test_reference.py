@@ -26,7 +26,7 @@ from deltasync.errors import (
     UnsupportedFormatError,
 )
 from deltasync.following import ChannelCursor, Follower
-from deltasync.following.identify import identify
+from deltasync.following.cursor import identify
 from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.maintenance import KeepPolicy
 from deltasync.stores import Store

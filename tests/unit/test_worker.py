@@ -21,9 +21,9 @@ from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CommitError, ConfigError, DeltaSyncError, ModelMismatchError
 from deltasync.following import ChannelCursor, engine
-from deltasync.following.identify import identify
+from deltasync.following.cursor import identify
+from deltasync.following.engine import Failure
 from deltasync.following.shard import Shard, handed
-from deltasync.following.shards import Failure
 from deltasync.kernels import cpu
 from deltasync.live import derived, model_fingerprint
 from deltasync.live import plan as plans

@@ -21,8 +21,8 @@ from deltasync.errors import (
     StageError,
 )
 from deltasync.following import shards
+from deltasync.following.engine import Failure, is_safe
 from deltasync.following.shard import Done, Shard
-from deltasync.following.shards import Failure, is_safe
 from deltasync.tensors import TensorSpec
 from tests import driving
 from tests.driving import Engine, Trainer
