@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deltasync import Publisher, open_store
-from deltasync.channel import keys
+from deltasync.channel import heartbeat, keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import CommitError, DeltaSyncError, MissingVersionError, PinnedError, RunMismatchError
@@ -170,8 +170,13 @@ class TargetContract:
         bench.publish(2)
         bench.follow.start()
         bench.follow.wait(2)
-        inner = bench.store.inner
+        inner, run_id = bench.store.inner, bench.publisher.run_id
+        assert run_id is not None
         bench.publisher.close()
+        deadline = time.monotonic() + 30
+        while {(beat.version, beat.state) for beat in heartbeat.read_all(inner, run_id)} != {(2, "serving")}:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # else it may be written after the channel is gone
         inner.delete(*[info.key for info in inner.list("")])
         if what == "foreign":
             bench.publisher = bench._publisher()
