@@ -255,6 +255,9 @@ class Inspection:
             for compaction in compactions.pop(slot, []):
                 committed = self._apply(follower, compaction)
                 if committed is not None:
+                    end = self.versions.get(compaction.version.slot)
+                    if end is not None and end.base is not None and end.base.slot not in self.records:
+                        proven.add(compaction.version.slot)  # the versions between were forgotten
                     follower.rollback(committed)
                     follower.identified(found[0])
             progress("replaying", done, len(edges))

@@ -52,13 +52,14 @@ _actions = st.one_of(
 
 
 class Model:
-    """What must be there, worked out another way than `retention` does: each version rests on the one before it."""
+    """What must be there: each version rests on an anchor, on a compaction from one, or on the version before it."""
 
     def __init__(self) -> None:
         self.versions: dict[int, VersionId] = {}
         self.anchors: list[int] = []
         self.steps: dict[int, int | None] = {}
         self.stored: set[int] = set()
+        self.compactions: set[tuple[int, int]] = set()
 
     def forget(self, last: int | None, anchors: int | None, step_every: int | None) -> None:
         stored = sorted(self.stored)
@@ -69,8 +70,14 @@ class Model:
         wanted |= {version for version, step in steps.items() if step_every and step is not None and not step % step_every}
         self.stored = set()
         for version in wanted:
-            anchor = max(found for found in self.anchors if found <= version)
-            self.stored |= set(range(anchor, version + 1))
+            self.stored |= self._chain_to(version)
+        self.compactions = {ends for ends in self.compactions if {*ends} <= self.stored}
+
+    def _chain_to(self, version: int) -> set[int]:
+        if version in self.anchors:
+            return {version}
+        bases = [base for base, end in self.compactions if end == version and base in self.anchors]
+        return {version, max(bases)} if bases else {version} | self._chain_to(version - 1)
 
 
 class Life:
@@ -145,6 +152,7 @@ class Life:
         base, version = sorted((stored[base % len(stored)], stored[version % len(stored)]))
         if base < version:
             maintenance.write_compaction(self.reader, base, version)
+            self.model.compactions.add((base, version))
 
     def check(self) -> None:
         """Every version that is to stay has its bits, one after the other and from nothing."""
