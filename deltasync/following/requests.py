@@ -150,7 +150,7 @@ def until_ready(not_ready: Callable[[], str | None]) -> Callable[[], str | None]
     return refusal
 
 
-_REMEMBERED = 64  # questions that are remembered
+_REMEMBERED = 64  # most questions whose answers are kept
 
 STATUS_CODES = {"ConfigError": 422, "MissingVersionError": 409, "PinnedError": 409}
 """HTTP status of a reply whose `error` begins with the name of a class; 504 for others."""

@@ -17,7 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,7 +44,6 @@ from deltasync.live import assemble, combine, model_fingerprint, proof
 
 logger = get_logger(__name__)
 
-_T = TypeVar("_T")
 _NOTHING = type(None)
 
 

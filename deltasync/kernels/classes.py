@@ -144,7 +144,7 @@ def _place(row_F, field, low_C, span_C, ahead_CW, low, high, rank_K, class_K, at
         place_K[k], lanes_K[k] = at, lanes_between(field, at, low_C[c], span_C[c])
     for k in range(count):  # a loop of its own, which LLVM vectorizes
         place_K[k] += np.int64(_nth_lane(lanes_K[k], left_K[k]))
-    marks, step_K_ = np.zeros(field.size // _LANES, np.uint64), step_K[low:high].copy()
+    marks, decoded_K = np.zeros(field.size // _LANES, np.uint64), step_K[low:high].copy()
     for k in range(count):
         marks[np.uint64(place_K[k]) // _U64] |= _U1 << (np.uint64(place_K[k]) % _U64)
     to_W, to = np.empty(marks.size, np.int64), low
@@ -158,7 +158,7 @@ def _place(row_F, field, low_C, span_C, ahead_CW, low, high, rank_K, class_K, at
         to = to_W[place // _LANES] + np.int64(popcount(marks[place // _LANES] & below))
         row = np.int64((place + 0.5) * row_part)
         at_K[np.uint64(to)] = row_F[4] + row * row_F[2] + place - row * columns
-        step_K[np.uint64(to)] = step_K_[k]
+        step_K[np.uint64(to)] = decoded_K[k]
 
 
 @kernel

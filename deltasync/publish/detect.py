@@ -248,13 +248,13 @@ class Detector:
                 yield from self._together(self._table, [part.held for _, part in listed])
                 return
             parts = iter(listed)
+        is_lasting = lasting is not None
         for name, part in parts:
             spec = self._shadow.layout.specs[name]
             if on_host and part.held.is_cpu:
                 self.copies.forget(name)
-                yield from self._add(name, part.held, spec, lasting is not None)
+                yield from self._add(name, part.held, spec, is_lasting)
             else:
-                is_lasting = lasting is not None
                 yield from self._different(self.copies.differences(name, part.held, spec.dtype, placement, is_lasting))
         yield from self._different(self.copies.rest())
         yield from self._flush()

@@ -212,7 +212,7 @@ class _Patience:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._began_s = self._refreshed_s = time.monotonic()
+        self._began_s = self._checked_s = time.monotonic()
         self._said_s = self._began_s - 60 + SAID_AFTER_S
 
     @property
@@ -221,9 +221,9 @@ class _Patience:
 
     def looks(self) -> bool:
         """Whether it is time to look for signs of life again."""
-        if time.monotonic() - self._refreshed_s < 0.2:
+        if time.monotonic() - self._checked_s < 0.2:
             return False
-        self._refreshed_s = time.monotonic()
+        self._checked_s = time.monotonic()
         return True
 
     def say(self, ranks: Any) -> None:

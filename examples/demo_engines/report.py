@@ -41,7 +41,8 @@ def reference(out: Path, tokenizer: Any, prompt: str, answers: Mapping[str, str]
     asked = tokenizer(prompt, return_tensors="pt")
     with torch.no_grad():
         tokens = model.generate(**asked, max_new_tokens=32, do_sample=False)[0, asked["input_ids"].shape[1] :]
-        greedy = [name for name, text in answers.items() if _is_greedy(model.float(), asked["input_ids"], tokenizer, text)]
+        model.float()  # so that the reference itself does not round
+        greedy = [name for name, text in answers.items() if _is_greedy(model, asked["input_ids"], tokenizer, text)]
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     return {"version": version, "sha256": sha256, "text": text, "greedy": greedy}
 
@@ -103,8 +104,12 @@ def table(summary: dict[str, Any]) -> list[str]:
     times = f"{summary['wall_s']:.0f} s, {summary['cpu_s']:.0f} s of CPU"
     rows = [f"{summary['versions_published']} versions of one run in {times}; the answer: {summary['answer']!r}"]
     for name, each in summary["engines"].items():
-        same = "the same tokens" if each["tokens"] == summary["tokens"] else "other tokens where two are equally likely"
-        same = same if each["tokens_greedy"] else f"OTHER TOKENS: {each['tokens']}"
+        if not each["tokens_greedy"]:
+            same = f"OTHER TOKENS: {each['tokens']}"
+        elif each["tokens"] == summary["tokens"]:
+            same = "the same tokens"
+        else:
+            same = "other tokens where two are equally likely"
         wrong = f", DIFFERENT at {each['sha256_differs_at']}" if each["sha256_differs_at"] else ""
         rows.append(
             f"{name:13} {len(each['versions_committed'])} versions committed; "

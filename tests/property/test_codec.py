@@ -386,7 +386,7 @@ def test_dense_tensors_that_cannot_be_are_damage_or_nothing(dense_: dict[str, ob
     assert joined([delta, Delta(delta.layout, {})]).changed == 1
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("uint8", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
 def test_positions_past_int32_in_a_vector(dtype: str) -> None:
     """Many tensors together; only the changed blocks take memory, but two numbers for each block between."""
     count = 1 << 28

@@ -50,7 +50,6 @@ import os
 import numpy as np
 
 from deltasync.kernels import cpu
-from deltasync.stores import xet
 
 seen, made = set(), []
 for _ in range(3):
