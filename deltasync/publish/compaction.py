@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
 
-from deltasync import codec, kernels
+from deltasync import kernels
 from deltasync.channel import keys, payloads
 from deltasync.channel.documents import File
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import INLINE_BYTES, StoredRecord
 from deltasync.channel.threads import Workers
 from deltasync.codec.base import Encoded
-from deltasync.errors import CorruptDataError
 from deltasync.kernels import cpu_diff
-from deltasync.publish.encode import decoded
+from deltasync.publish.encode import Versions, encode, prove
+from deltasync.publish.job import Job
 from deltasync.publish.shadow import Snapshot
 from deltasync.tensors import Delta, fingerprint
 from deltasync.tensors.delta import joined, of_tensor
@@ -45,6 +45,12 @@ class Target(NamedTuple):
     snapshot: Snapshot
     fingerprints: Mapping[str, int]  # of the whole tensors
 
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """Return the version of a job whose shadow has its bits; the shadow may advance afterwards."""
+        assert job.fingerprints is not None
+        return cls(job.version, job.shadow.snapshot(), job.fingerprints)
+
 
 class Parts(msgspec.Struct, frozen=True):
     """The parts of a compaction that one rank has stored.
@@ -64,7 +70,6 @@ class _Change(NamedTuple):
     """How the range of one tensor differs from the full weights. Bits are flat and unsigned."""
 
     start: int  # flat index of the range
-    old_N: np.ndarray
     new_N: np.ndarray
     delta: Delta
 
@@ -121,7 +126,7 @@ def _groups(reader: ChannelReader, base: StoredRecord, snapshot: Snapshot, befor
         snapshot.take(name, new_N)
         index_K, step_K = cpu_diff.diff(old_N, new_N)
         if index_K.size:
-            group[name] = _Change(start, old_N, new_N, of_tensor(layout, name, index_K, step_K, start=start))
+            group[name] = _Change(start, new_N, of_tensor(layout, name, index_K, step_K, start=start))
             size += new_N.size
         if size >= GROUP_ELEMENTS:
             yield group
@@ -149,25 +154,10 @@ def _old_ranges(reader: ChannelReader, base: StoredRecord, snapshot: Snapshot) -
 
 
 def _encode(group: _Group, target: Target, base_version: int) -> Encoded:
-    """Encode a group, decode the payload as a reader does, and compare the bits that it gives."""
+    """Encode and prove a group. Raises CorruptDataError as `prove`."""
     delta = joined([change.delta for change in group.values()])
-    digests = {name: target.fingerprints[name] for name in group}
     new = {name: (change.new_N, change.start) for name, change in group.items()}
-    encoded = codec.get(CODEC).encode(delta, new.__getitem__, digests, target.version, base_version)
-
-    def old(name: str) -> np.ndarray:
-        change = group[name]
-        bits_N = np.empty(delta.layout.specs[name].element_count, change.old_N.dtype)
-        bits_N[change.start : change.start + change.old_N.size] = change.old_N  # no block is outside
-        return bits_N
-
-    what = f"The compaction from version {base_version} to {target.version}"
-    found, named = decoded(what, encoded.to_bytes(), CODEC, delta, target.version, base_version, old)
-    if named != digests:
-        raise CorruptDataError(f"{what} names other tensors or fingerprints than were encoded; it was not stored.")
-    for name, change in group.items():
-        bits_N = old(name)
-        found.apply(name, bits_N)
-        if not np.array_equal(bits_N[change.start : change.start + change.new_N.size], change.new_N):
-            raise CorruptDataError(f"{what} decodes to other bits of {name} than were encoded; it was not stored.")
+    versions = Versions(target.version, base_version, new.__getitem__, target.fingerprints)
+    encoded = encode(CODEC, delta, versions)
+    prove(CODEC, delta, versions, encoded.to_bytes())
     return encoded

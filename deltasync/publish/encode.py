@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from deltasync import codec
 from deltasync.channel import payloads
 from deltasync.channel.documents import Delta, File, Record, VersionId
 from deltasync.channel.record import INLINE_BYTES
-from deltasync.codec.base import Encoded, OldBits
+from deltasync.codec.base import Encoded, NewBits
 from deltasync.config import AUTO
 from deltasync.errors import CorruptDataError
 from deltasync.publish.job import Job
@@ -141,27 +141,44 @@ def encode_groups(job: Job, choice: Choice, put: Callable[[int, bytes], Future[F
 
 def _timed_encode(job: Job, codec_name: str, group: Changes) -> tuple[Encoded, bytes, float]:
     began_s = time.perf_counter()
-    encoded = encode(job, codec_name, group, job.version - 1)
+    encoded = encode(codec_name, group, Versions.of(job))
     data = encoded.to_bytes()
     return encoded, data, time.perf_counter() - began_s
 
 
 def _timed_prove(job: Job, codec_name: str, group: Changes, data: bytes, encode_s: float, choice: Choice) -> None:
     began_s = time.perf_counter()
-    restore_s = prove(job, codec_name, group, data)
+    restore_s = prove(codec_name, group, Versions.of(job), data)
     prove_s = time.perf_counter() - began_s
     choice.took(codec_name, Cost(group.changed, len(data), encode_s, prove_s, prove_s - restore_s))
 
 
-def encode(job: Job, codec_name: str, delta: Changes, base_version: int) -> Encoded:
-    """Return the payload of steps that lead from a base version to the job's version, whose bits its shadow holds."""
-    shadow = job.shadow
-    assert job.fingerprints is not None
+class Versions(NamedTuple):
+    """The versions that a payload leads to and from, and the bits and fingerprints of the first one.
 
-    def new(name: str) -> tuple[np.ndarray, int]:
-        return shadow.bits[name], shadow.ranges[name][0]
+    Attributes:
+        to: The version after the delta.
+        base: The version before it.
+        new: Returns the range of a tensor that is held, with the bits of `to`, and its first flat index.
+        fingerprints: Those of the whole tensors at `to`.
+    """
 
-    return codec.get(codec_name).encode(delta, new, job.fingerprints, job.version, base_version)
+    to: int
+    base: int
+    new: NewBits
+    fingerprints: Mapping[str, int]
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """Return the version of a job and the one before, while the job's shadow has its bits."""
+        shadow = job.shadow
+        assert job.fingerprints is not None
+        return cls(job.version, job.version - 1, lambda name: (shadow.bits[name], shadow.ranges[name][0]), job.fingerprints)
+
+
+def encode(codec_name: str, delta: Changes, versions: Versions) -> Encoded:
+    """Return the payload of steps."""
+    return codec.get(codec_name).encode(delta, versions.new, versions.fingerprints, versions.to, versions.base)
 
 
 def compile_ahead(job: Job, codec_names: Iterable[str]) -> None:
@@ -177,11 +194,11 @@ def compile_ahead(job: Job, codec_names: Iterable[str]) -> None:
     following = Job(serial=0, version=job.version + 1, channel=job.channel, shadow=shadow, fingerprints=shadow.fingerprints)
     group = joined(steps)
     for codec_name in codec_names:
-        prove(following, codec_name, group, encode(following, codec_name, group, job.version).to_bytes())
+        prove(codec_name, group, Versions.of(following), encode(codec_name, group, Versions.of(following)).to_bytes())
 
 
-def prove(job: Job, codec_name: str, delta: Changes, data: bytes) -> float:
-    """Decode a payload as a reader does and compare it with what was encoded.
+def prove(codec_name: str, delta: Changes, versions: Versions, data: bytes) -> float:
+    """Decode a payload as a reader does, by the record that will name it, and compare it with the encoded steps.
 
     Returns:
         The seconds of it that were spent on restoring old bits, which a reader has.
@@ -189,43 +206,38 @@ def prove(job: Job, codec_name: str, delta: Changes, data: bytes) -> float:
     Raises:
         CorruptDataError: they differ.
     """
-    shadow, name, restore_s = job.shadow, f"The payload of version {job.version}", 0.0
+    layout, restore_s = delta.layout, 0.0
+    record = Record(
+        run_id="-",
+        kind="delta",
+        version=versions.to,
+        epoch="-",
+        created_at="-",
+        base=VersionId(versions.base, "-", "-"),
+        delta=Delta(codec=codec_name, changed=delta.changed),
+    )
 
     def old(name: str) -> np.ndarray:
         nonlocal restore_s
         began_s = time.perf_counter()
-        bits_N, (start, stop) = np.empty(shadow.specs[name].element_count, shadow.bits[name].dtype), shadow.ranges[name]
-        bits_N[start:stop] = shadow.bits[name]  # no block is outside
+        new_N, start = versions.new(name)
+        bits_N = np.empty(layout.specs[name].element_count, new_N.dtype)
+        bits_N[start : start + new_N.size] = new_N  # no block is outside
         steps, _ = delta.of(name)
         bits_N[steps.at_K] -= steps.data_K
         restore_s += time.perf_counter() - began_s
         return bits_N
 
-    found, digests = decoded(name, data, codec_name, delta, job.version, job.version - 1, old)
-    assert job.fingerprints is not None
-    if digests != {tensor: job.fingerprints[tensor] for tensor in delta.counts()} or not _same(found, delta, shadow):
-        raise CorruptDataError(f"{name} decodes to other bits than were encoded; nothing was published.")
+    what = f"The payload from version {versions.base} to {versions.to}"
+    found, digests = payloads.decode(record, [(what, data)], layout, old)
+    named = {tensor: versions.fingerprints[tensor] for tensor in delta.counts()}
+    if digests != named or not _same(found, delta, versions.new):
+        raise CorruptDataError(f"{what} decodes to other bits than were encoded; it was not stored.")
     return restore_s
 
 
-def decoded(
-    name: str, data: bytes, codec_name: str, delta: Changes, version: int, base_version: int, old: OldBits
-) -> tuple[Changes, Mapping[str, int | None]]:
-    """Decode a payload as a reader does, by the record that will name it."""
-    record = Record(
-        run_id="-",
-        kind="delta",
-        version=version,
-        epoch="-",
-        created_at="-",
-        base=VersionId(base_version, "-", "-"),
-        delta=Delta(codec=codec_name, changed=delta.changed),
-    )
-    return payloads.decode(record, [(name, data)], delta.layout, old)
-
-
-def _same(found: Changes, delta: Changes, shadow: Shadow) -> bool:
-    """Whether a decoded delta leads to the bits of a shadow as `delta` does."""
+def _same(found: Changes, delta: Changes, new: NewBits) -> bool:
+    """Whether a decoded delta leads to new bits as `delta` does."""
     for width, steps in delta.steps.items():
         at_K, step_K = found.steps.get(width, (steps.at_K[:0], steps.data_K[:0]))
         if width not in found.known:
@@ -240,6 +252,7 @@ def _same(found: Changes, delta: Changes, shadow: Shadow) -> bool:
             return False
         for name in delta.layout.vectors[width].touched(known.at_K):
             _, bits = found.of(name)
-            if not np.array_equal(shadow.bits[name][bits.at_K - shadow.ranges[name][0]], bits.data_K):
+            new_N, start = new(name)
+            if not np.array_equal(new_N[bits.at_K - start], bits.data_K):
                 return False
     return True

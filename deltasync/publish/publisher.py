@@ -30,10 +30,11 @@ from deltasync.publish.job import Job, Losses, Receipt
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Chain, Maintenance
 from deltasync.publish.ownership import Ownership
+from deltasync.publish.parts import PartUploader
 from deltasync.publish.resume import FirstStream, Given, Start, open_first, prove_writes
 from deltasync.publish.shadow import Shadow
 from deltasync.publish.stream import Stream
-from deltasync.publish.upload import PartUploader, Uploader
+from deltasync.publish.upload import Uploader
 from deltasync.ranks.digests import Digests
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store

@@ -1,7 +1,7 @@
 """PUBLISH: encode versions and make them visible, in order, in one background thread.
 
 The first rank alone decides what becomes of a version (`Uploader`). A thread of each other rank follows its log, and stores
-the rank's parts of a version once the first rank begins it (`PartUploader`).
+the rank's parts of a version once the first rank begins it (`parts`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
-from typing import Any
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Delta, File
-from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import Workers, finish_at_exit, let_go
 from deltasync.config import PublisherSettings
@@ -23,16 +21,15 @@ from deltasync.errors import (
     PublishError,
     PublishLostError,
     PublishPendingError,
-    error_of,
     get_logger,
 )
-from deltasync.publish import compaction, writes
 from deltasync.publish.collect import Weights, requires_of
+from deltasync.publish.compaction import Target
 from deltasync.publish.encode import Choice, compile_ahead, encode_groups
 from deltasync.publish.job import Job, without_frames
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance, Sample
-from deltasync.ranks.peers import Signals, attempt
+from deltasync.ranks.peers import Signals
 
 logger = get_logger(__name__)
 
@@ -274,7 +271,7 @@ class Uploader:
         )
         sample, target, others = None, None, list[File]()
         if wanted == "compaction":
-            target = compaction_target(job)
+            target = Target.of(job)
         elif wanted is not None:
             sample, job.weights = Sample(job.shadow), job.weights or Weights.of(job.shadow, self.settings)
         job.released.set()
@@ -311,148 +308,3 @@ class Uploader:
         self.full = False
         self.maintenance.chain.begin(stored, sample)
         return stored
-
-
-def compaction_target(job: Job) -> compaction.Target:
-    """Return the version of a job whose shadow has its bits."""
-    assert job.fingerprints is not None
-    return compaction.Target(job.version, job.shadow.snapshot(), job.fingerprints)
-
-
-class PartUploader:
-    """As `Uploader`, for this rank's parts."""
-
-    def __init__(self, reader: ChannelReader, settings: PublisherSettings, signals: Signals) -> None:
-        self._reader, self._store = reader, reader.store
-        self.settings = settings
-        self._signals = signals
-        self._choice = Choice(settings.codec, None)
-        self._pending: dict[int, Job] = {}
-        self._changed = threading.Condition()
-        self._closing = False
-        self._puts = Workers(PUTS, "deltasync-put")
-        self._compaction: tuple[str, str, compaction.Target] | None = None  # of the running job: base, folder, target
-        self._compactions = Workers(1, "deltasync-maintenance")
-        # A daemon, since nothing would end it if the first rank died.
-        self._thread = threading.Thread(target=self._run, name="deltasync-upload", daemon=True)
-        self._thread.start()
-
-    def take(self) -> Job:
-        """Take back the newest job, as the first rank has done."""
-        with self._changed:
-            return self._pending.popitem()[1]
-
-    def wait_released(self) -> None:
-        """As `Uploader.wait_released`; raises PublishError if the first rank is lost."""
-        with self._changed:
-            jobs = list(self._pending.values())
-        for job in jobs:
-            self._signals.wait_for(job.released)
-
-    def let_go(self) -> None:
-        """Do nothing."""
-
-    def release(self, job: Job | None = None) -> None:
-        """Put back the job that was taken."""
-        if job is not None:
-            self.submit(job)
-
-    def resume(self) -> None:
-        """Do nothing: the first rank decides what the next version builds on."""
-
-    def submit(self, job: Job) -> None:
-        """Upload this rank's parts when the first rank begins the job."""
-        if job.full:
-            job.released.set()  # its weights were collected
-        with self._changed:
-            self._pending[job.serial] = job
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Wait until all submitted jobs have ended, but not for a first rank that says nothing."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join()
-        self._puts.close()
-        self._compactions.close()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._closing)
-                if not self._pending:
-                    return
-            try:
-                line = self._signals.next_line()
-                if "begin" in line:
-                    self._upload(line["begin"], line["folder"], line["base"])
-                else:
-                    self._end(line["end"], line)
-            except PublishError as error:
-                self._give_up(error)
-
-    def _upload(self, serial: int, folder: str, base: str | None) -> None:
-        """Store this rank's parts of a job, and keep the bits for its parts of a compaction from full weights."""
-        files: list[File] = []
-        problem = None
-
-        def store(number: int, data: bytes) -> Future[File]:
-            key = f"{folder}/{keys.part(self._signals.rank, number)}"
-            return self._puts.submit(writes.put_file, self._store, self.settings, key, data)
-
-        try:
-            job = self._submitted(serial)
-            encoded = encode_groups(job, self._choice, store, inline=False)
-            self._compaction = None if base is None else (base, folder, compaction_target(job))
-            job.released.set()
-            files = [future.result() for future in encoded.files]
-        except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it
-            problem = error
-            logger.error("A part was not stored: %s", error)
-        self._signals.answer(serial, files, problem)
-
-    def _end(self, serial: int, line: dict[str, Any]) -> None:
-        job = self._submitted(serial)
-        with self._changed:
-            del self._pending[serial]
-        compacts, self._compaction = self._compaction, None
-        if compacts is not None and line["error"] is None:
-            self._compactions.submit(self._compact, serial, *compacts)
-        elif compacts is not None:
-            compacts[-1].snapshot.close()
-        if line["error"] is None:
-            job.succeed(line["digest"], line["payload_bytes"])
-        else:
-            kind, message = line["error"]
-            job.fail(error_of(kind, message, PublishError))
-        self._signals.seen(serial)
-
-    def _compact(self, serial: int, base: str, folder: str, target: compaction.Target) -> None:
-        def put(name: str, data: bytes) -> File:
-            return writes.put_file(self._store, self.settings, f"{folder}/{name}", data)
-
-        def store() -> compaction.Parts:
-            stored, rank = self._reader.stored(base), self._signals.rank
-            return compaction.store_parts(self._reader, stored, target, put, rank=rank, inline=False)[0]
-
-        parts, problem = attempt(store)
-        target.snapshot.close()
-        self._signals.answer_compaction(serial, parts, problem)
-
-    def _submitted(self, serial: int) -> Job:
-        """Wait for a job, which the first rank may have submitted earlier than this one."""
-        with self._changed:
-            self._changed.wait_for(lambda: serial in self._pending or self._closing)
-            if serial not in self._pending:
-                raise PublishError("This rank has given the version up.")
-            return self._pending[serial]
-
-    def _give_up(self, error: Exception) -> None:
-        with self._changed:
-            jobs = list(self._pending.values())
-            self._pending.clear()
-        for job in jobs:
-            lost = PublishPendingError(f"The first rank does not say what became of version {job.version}: {error}")
-            logger.error("%s", lost)
-            job.fail(lost)

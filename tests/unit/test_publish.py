@@ -32,8 +32,7 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.publish import encode
-from deltasync.publish.encode import prove
-from deltasync.publish.job import Job
+from deltasync.publish.encode import Versions, prove
 from deltasync.publish.upload import Uploader
 from deltasync.stores import Store
 from deltasync.tensors import SAFETENSORS_DTYPES, Delta
@@ -782,9 +781,9 @@ def test_what_is_compiled_ahead_is_a_change_of_each_dtype(
 ) -> None:
     proved: list[set[tuple[str, int]]] = []
 
-    def noting(job: Job, codec_name: str, delta: Delta, data: bytes) -> None:
-        prove(job, codec_name, delta, data)
-        proved.append({(job.shadow.specs[name].dtype, changed) for name, changed in delta.counts().items()})
+    def noting(codec_name: str, delta: Delta, versions: Versions, data: bytes) -> None:
+        prove(codec_name, delta, versions, data)
+        proved.append({(delta.layout.specs[name].dtype, changed) for name, changed in delta.counts().items()})
 
     monkeypatch.setattr(encode, "prove", noting)
     weights = {dtype: torch.zeros(3, dtype=getattr(torch, dtype)) for dtype in SAFETENSORS_DTYPES}

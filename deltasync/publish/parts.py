@@ -1,0 +1,164 @@
+"""The uploads of a rank that is not the first one: its parts of each version, and of compactions.
+
+A thread follows the log of the first rank (`upload`), and stores the rank's parts of a version once that rank begins it.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from deltasync.channel import keys
+from deltasync.channel.documents import File
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.threads import Workers
+from deltasync.config import PublisherSettings
+from deltasync.errors import PublishError, PublishPendingError, error_of, get_logger
+from deltasync.publish import writes
+from deltasync.publish.compaction import Parts, Target, store_parts
+from deltasync.publish.encode import Choice, encode_groups
+from deltasync.publish.job import Job
+from deltasync.publish.upload import PUTS
+from deltasync.ranks.peers import Signals, attempt
+
+logger = get_logger(__name__)
+
+
+class PartUploader:
+    """As `Uploader`, for this rank's parts of versions and compactions."""
+
+    def __init__(self, reader: ChannelReader, settings: PublisherSettings, signals: Signals) -> None:
+        self._reader, self._store = reader, reader.store
+        self.settings = settings
+        self._signals = signals
+        self._choice = Choice(settings.codec, None)
+        self._pending: dict[int, Job] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._puts = Workers(PUTS, "deltasync-put")
+        self._compaction: tuple[str, str, Target] | None = None  # of the running job: base, folder, target
+        self._compactions = Workers(1, "deltasync-maintenance")
+        # A daemon, since nothing would end it if the first rank died.
+        self._thread = threading.Thread(target=self._run, name="deltasync-upload", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Job:
+        """Take back the newest job, as the first rank has done."""
+        with self._changed:
+            return self._pending.popitem()[1]
+
+    def wait_released(self) -> None:
+        """As `Uploader.wait_released`; raises PublishError if the first rank is lost."""
+        with self._changed:
+            jobs = list(self._pending.values())
+        for job in jobs:
+            self._signals.wait_for(job.released)
+
+    def let_go(self) -> None:
+        """Do nothing."""
+
+    def release(self, job: Job | None = None) -> None:
+        """Put back the job that was taken."""
+        if job is not None:
+            self.submit(job)
+
+    def resume(self) -> None:
+        """Do nothing: the first rank decides what the next version builds on."""
+
+    def submit(self, job: Job) -> None:
+        """Upload this rank's parts when the first rank begins the job."""
+        if job.full:
+            job.released.set()  # its weights were collected
+        with self._changed:
+            self._pending[job.serial] = job
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wait until all submitted jobs have ended, but not for a first rank that says nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._puts.close()
+        self._compactions.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closing)
+                if not self._pending:
+                    return
+            try:
+                line = self._signals.next_line()
+                if "begin" in line:
+                    self._upload(line["begin"], line["folder"], line["base"])
+                else:
+                    self._end(line["end"], line)
+            except PublishError as error:
+                self._give_up(error)
+
+    def _upload(self, serial: int, folder: str, base: str | None) -> None:
+        """Store this rank's parts of a job, and keep the bits for its parts of a compaction from full weights."""
+        files: list[File] = []
+        problem = None
+
+        def store(number: int, data: bytes) -> Future[File]:
+            key = f"{folder}/{keys.part(self._signals.rank, number)}"
+            return self._puts.submit(writes.put_file, self._store, self.settings, key, data)
+
+        try:
+            job = self._submitted(serial)
+            encoded = encode_groups(job, self._choice, store, inline=False)
+            self._compaction = None if base is None else (base, folder, Target.of(job))
+            job.released.set()
+            files = [future.result() for future in encoded.files]
+        except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it
+            problem = error
+            logger.error("A part was not stored: %s", error)
+        self._signals.answer(serial, files, problem)
+
+    def _end(self, serial: int, line: dict[str, Any]) -> None:
+        job = self._submitted(serial)
+        with self._changed:
+            del self._pending[serial]
+        compacts, self._compaction = self._compaction, None
+        if compacts is not None and line["error"] is None:
+            self._compactions.submit(self._compact, serial, *compacts)
+        elif compacts is not None:
+            compacts[-1].snapshot.close()
+        if line["error"] is None:
+            job.succeed(line["digest"], line["payload_bytes"])
+        else:
+            kind, message = line["error"]
+            job.fail(error_of(kind, message, PublishError))
+        self._signals.seen(serial)
+
+    def _compact(self, serial: int, base: str, folder: str, target: Target) -> None:
+        def put(name: str, data: bytes) -> File:
+            return writes.put_file(self._store, self.settings, f"{folder}/{name}", data)
+
+        def store() -> Parts:
+            stored, rank = self._reader.stored(base), self._signals.rank
+            return store_parts(self._reader, stored, target, put, rank=rank, inline=False)[0]
+
+        parts, problem = attempt(store)
+        target.snapshot.close()
+        self._signals.answer_compaction(serial, parts, problem)
+
+    def _submitted(self, serial: int) -> Job:
+        """Wait for a job, which the first rank may have submitted earlier than this one."""
+        with self._changed:
+            self._changed.wait_for(lambda: serial in self._pending or self._closing)
+            if serial not in self._pending:
+                raise PublishError("This rank has given the version up.")
+            return self._pending[serial]
+
+    def _give_up(self, error: Exception) -> None:
+        with self._changed:
+            jobs = list(self._pending.values())
+            self._pending.clear()
+        for job in jobs:
+            lost = PublishPendingError(f"The first rank does not say what became of version {job.version}: {error}")
+            logger.error("%s", lost)
+            job.fail(lost)
