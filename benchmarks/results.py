@@ -392,19 +392,45 @@ def _as_written(name: str) -> Iterator[str]:
     yield from _source(name)
 
 
-def faults() -> Iterator[str]:
-    """Yield the fault matrix."""
+_FAULT_COLUMNS = ("fault", "times", "noticed by", "message", "comes back by", "in")
+_FAULT_PAGES = {
+    "killed": ("Publish", "Stage", "Commit", "A real vLLM, started again by a supervisor"),
+    "damaged": ("The channel", "One bad byte, for ever", "A replica's memory", "The trainer"),
+    "publishing": ("A store that fails while publishing",),
+    "following": ("A store that fails while following",),
+    "machine": ("A full disk", "Short memory", "Clocks"),
+    "writers": ("One writer after another",),
+}
+"""Parts of the fault matrix by the page of docs/reliability/ that shows them."""
+
+
+def faults(page: str) -> Iterator[str]:
+    """Yield the parts of the fault matrix that one page shows. A value that all rows of a part share stands above its table."""
     parts: dict[str, list[Row]] = {}
     for row in load("faults")["result"]:
         seconds = row["recovered_s"]
         took = "" if seconds is None else f"{seconds * 1000:.0f} ms" if seconds < 0.995 else f"{seconds:.1f} s"
-        cells = (row["fault"], row["times"], row["noticed"], row["said"], row["back"], took)
+        fault = row["fault"].removeprefix("publishing: ").removeprefix("following: ")
+        cells = (fault, row["times"], row["noticed"], _first_sentence(row["said"]), row["back"], took)
         parts.setdefault(row["part"], []).append(cells)
-    for number, (part, rows) in enumerate(parts.items()):
-        yield from [""] * bool(number)
-        yield f"### {part}"
-        yield ""
-        yield from _table(("fault", "times", "noticed by", "what is said", "comes back by", "in"), rows)
+    if unknown := parts.keys() - {part for known in _FAULT_PAGES.values() for part in known}:
+        raise KeyError(f"No page of docs/reliability/ shows {sorted(unknown)}: add them to _FAULT_PAGES.")
+    for number, part in enumerate(_FAULT_PAGES[page]):
+        rows = parts[part]
+        shared = [at for at in range(1, len(_FAULT_COLUMNS)) if len(rows) > 1 and len({row[at] for row in rows}) == 1]
+        yield from (*[""] * bool(number), f"## {part}", "")
+        if same := [f"{_FAULT_COLUMNS[at]} ({rows[0][at]})" for at in shared if rows[0][at] != 1]:
+            yield from (f"Equal in every row: {', '.join(same)}.", "")
+        kept = [at for at in range(len(_FAULT_COLUMNS)) if at not in shared]
+        yield from _table([_FAULT_COLUMNS[at] for at in kept], [[row[at] for at in kept] for row in rows])
+
+
+def _first_sentence(message: str) -> str:
+    """Return a recorded message's first sentence, without what differs from run to run."""
+    message = re.sub(r"\b(versions|parts|anchors|compactions|announcements)/[\w./-]+\b", r"\1/…", message)
+    message = re.sub(r" \([0-9a-f]{12}\)", "", message)
+    message = re.split(r"(?<=\.) (?=[A-Z(]|[\w/:]+/…)", message)[0]
+    return re.sub(r"^\((.*?)\)", r"\1", message).removeprefix("nothing: ")
 
 
 def chaos() -> Iterator[str]:
@@ -508,7 +534,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "scale": scale,
     "scale-computed": scale_computed,
     "wordle": lambda: _as_written("wordle"),
-    "faults": faults,
+    **{f"faults-{page}": functools.partial(faults, page) for page in _FAULT_PAGES},
 }
 
 
