@@ -277,7 +277,7 @@ def commit() -> Iterator[str]:
         (
             "pause of generation, last token before to first after",
             f"{1e3 * silence:.0f} ms; {1e3 * usual:.0f} are usual between two tokens, "
-            f"the scatter took {1e3 * pause['changed']['scatter_s']:.0f} beside vLLM's spinning threads",
+            f"the scatter took {1e3 * pause['changed']['scatter_s']:.0f} while vLLM's threads spin",
         ),
         ("the same, of a version without a change", f"{1e3 * pause['unchanged']['silence_s']:.0f} ms"),
         ("throughput of the tiny model with a version per second", f"{throughput['share']:.0%}"),
@@ -313,7 +313,7 @@ def recovery() -> Iterator[str]:
     result = load("recovery")["result"]
     texts = {
         "commit_s": "commit of 1 % changed",
-        "rollback_s": "rollback of it",
+        "rollback_s": "rollback of a commit of 1 % changed",
         "load_s": "load of an anchor into an empty replica",
         "audit_and_load_s": "after a flipped bit: audit, and load again",
     }
@@ -445,10 +445,10 @@ def chaos() -> Iterator[str]:
         ("starts of servers", total["starts"]),
         ("last version", found["publisher"]["version"]),
         ("served versions whose bits were compared", total["checked"]),
-        ("of them wrong", total["wrong"]),
-        ("served, but in no channel any more to compare with", total["unknown"]),
+        ("wrong bits", total["wrong"]),
+        ("served, but gone from the channel since, so not compared", total["unknown"]),
         ("acknowledgements", counted["counted"]),
-        ("of them false", counted["false"]),
+        ("false acknowledgements", counted["false"]),
         ("servers that served the last version at the end", f"{at_end} of {len(served)}"),
         ("problems of the channel at the end, all data read", len(found["problems"])),
     ])  # fmt: skip
