@@ -405,7 +405,7 @@ _FAULT_PAGES = {
 
 
 def faults(page: str) -> Iterator[str]:
-    """Yield the parts of the fault matrix that one page shows. A value that all rows of a part share stands above its table."""
+    """Yield the parts of the fault matrix that one page shows. A value that all rows share stands above its table."""
     parts: dict[str, list[Row]] = {}
     for row in load("faults")["result"]:
         seconds = row["recovered_s"]
