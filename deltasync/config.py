@@ -201,8 +201,7 @@ class PublisherSettings(_Settings):
             replicas serve sooner over the measured link. With `auto`, a sharded trainer always uses `packed`.
         anchor_every: Write an anchor at least every N versions. By default full weights are the last resort: late joiners
             load compactions (`Retention.compact_every`), and an anchor is written only when a compaction would no longer be
-            small. A sharded trainer writes no compactions. It writes an anchor every 100 versions, unless the channel begins
-            with a reference, and when the deltas since the last anchor have more bytes than an anchor.
+            small.
         dtype: Served dtype. Floating tensors are cast to it (round to nearest even); `fp8` quantizes matrices by blocks, see
             `quantize`; `keep` casts nothing. All but `fp8` may be followed by patterns of names with their own dtypes, as in
             `bfloat16,*.router.*=float32`; the last matching pattern counts.
@@ -241,7 +240,8 @@ class Retention(_Settings):
     Attributes:
         compact_every: Write a compaction from the newest full weights every N versions, for late joiners; 0 for none. By
             default as often as all compactions and anchors together stay below a third of the deltas' bytes. A compaction
-            reads the full weights again, and needs memory for two copies of 32 M elements or of the largest tensor.
+            reads the full weights again, and needs memory for two copies of 32 M elements or of the largest tensor. Each
+            rank of a sharded trainer does so for the ranges that it holds.
         keep_last: Keep the newest N versions and their bases; None to keep all.
         keep_anchors: Also keep the newest N versions with full weights.
         prune_grace_s: Time between forgetting a version and deleting its files. It must exceed the time in which the slowest

@@ -138,9 +138,9 @@ def part(rank: int, number: int) -> str:
     return f"{rank:03d}-{number:05d}.safetensors"
 
 
-def compaction_part(base: int, number: int) -> str:
-    """File name of a part of a compaction, among the parts of the version that it leads to; numbered from 1."""
-    return f"compaction-{base:010d}-{number:05d}.safetensors"
+def compaction_part(base: int, rank: int, number: int) -> str:
+    """File name of a part of a compaction, among the parts of the version that it leads to; each rank numbers from 1."""
+    return f"compaction-{base:010d}-{part(rank, number)}"
 
 
 def anchor_folder(version: int, author: str, attempt: int = 0) -> str:

@@ -10,13 +10,12 @@ the elements whose field is from `first` to `last`; its level q says that about 
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
 from deltasync.codec import tables
 from deltasync.errors import CorruptDataError
-from deltasync.kernels.classes import Classes
+from deltasync.kernels import classes as kernels
+from deltasync.kernels.classes import Classes, Costs
 from deltasync.kernels.rans import LEVELS, Tables, ratios
 
 _FIELDS = {
@@ -27,8 +26,8 @@ _FIELDS = {
     "float8_e4m3fn": (3, 0x0F),
     "float8_e5m2": (2, 0x1F),
 }
-_GAP_TABLE_BITS = 300
-_SYMBOL_BITS = 12  # of a table
+
+COSTS = Costs(table=300.0, symbol=12.0, element=4e-5)
 
 
 def field(dtype: str) -> tuple[int, int]:
@@ -45,41 +44,6 @@ class Model:
         first_C, last_C, level_C = first_C[order], last_C[order], level_C[order]
         self.classes = Classes(first_C.astype(np.uint8), (last_C - first_C).astype(np.uint8))
         self.ratio_CC = ratios(level_C)
-
-    @classmethod
-    def fit(cls, element_E: np.ndarray, step_ES: np.ndarray) -> Model:
-        """Return the classes in which changes take the fewest bits.
-
-        Args:
-            element_E: Elements with each value of the field; estimates.
-            step_ES: Symbols of the steps of changed elements, by the value.
-        """
-        step_ES = step_ES[:, step_ES.any(axis=0)]
-        changed_E = step_ES.sum(axis=1)
-        element_E = np.maximum(element_E, changed_E)
-        value_C = np.flatnonzero(changed_E)
-        spans = [(int(value), int(value)) for value in value_C]
-        steps = list(step_ES[value_C])
-        bits = [float(_bits(element_E[value], steps[c])) for c, value in enumerate(value_C)]
-
-        def join(c: int) -> tuple[float, float]:
-            (first, _), (_, last) = spans[c : c + 2]
-            joined = float(_bits(element_E[first : last + 1].sum(), steps[c] + steps[c + 1]))
-            return joined - bits[c] - bits[c + 1], joined
-
-        pairs = [join(c) for c in range(len(spans) - 1)]
-        while pairs and min(pairs)[0] < 0:
-            c = pairs.index(min(pairs))
-            bits[c : c + 2] = [pairs[c][1]]
-            spans[c : c + 2] = [(spans[c][0], spans[c + 1][1])]
-            steps[c : c + 2] = [steps[c] + steps[c + 1]]
-            del pairs[c]
-            for near in (c - 1, c):
-                if 0 <= near < len(pairs):
-                    pairs[near] = join(near)
-        first_C, last_C = np.array(spans, np.int64).T
-        mean_C = [element_E[first : last + 1].sum() / changed_E[first : last + 1].sum() for first, last in spans]
-        return cls(first_C, last_C, np.rint(8 * np.log2(mean_C)).astype(np.int64).clip(0, LEVELS))
 
     @classmethod
     def read(cls, cursor: tables.Cursor) -> tuple[Model, np.ndarray]:
@@ -101,37 +65,17 @@ class Model:
 
 
 def groups(run_R: np.ndarray, element_RE: np.ndarray, step_RES: np.ndarray) -> tuple[list[int], list[Model]]:
-    """Return the first block of each group, and its classes.
+    """Return the first block of each group, and its classes: those in which changes take the fewest bits.
 
     Runs of blocks are joined as long as common tables take fewer bits. Arguments are those and the results of
     `kernels.classes.survey`.
     """
-    if run_R.size == 2:
-        return [0], [Model.fit(element_RE[0], step_RES[0].astype(np.int64))]
     used_S = np.flatnonzero(np.bitwise_or.reduce(step_RES.reshape(-1, step_RES.shape[2])))
     step_RES = step_RES[:, :, used_S].astype(np.int64)
     firsts, found = tables.join_runs(
         zip(run_R[:-1].tolist(), zip(element_RE, step_RES, strict=True), strict=True),
         lambda one, other: (one[0] + other[0], one[1] + other[1]),
-        lambda run: _all_bits(*run),
+        lambda run: kernels.bits(*run, COSTS),
     )
-    return firsts, list(itertools.starmap(Model.fit, found))
-
-
-def _all_bits(element_E: np.ndarray, step_ES: np.ndarray) -> float:
-    value_C = np.flatnonzero(step_ES.any(axis=1))
-    step_CS = step_ES[value_C]
-    return float(_bits(np.maximum(element_E[value_C], step_CS.sum(axis=1)), step_CS).sum())
-
-
-def _bits(element_C: np.ndarray, step_CS: np.ndarray) -> np.ndarray:
-    """Estimate what the changes of classes take, with their tables, but without the extra bits of steps."""
-    changed_C = step_CS.sum(axis=-1).astype(np.float64)
-    bits_C = _xlogx(element_C) - _xlogx(np.maximum(element_C - changed_C, 0)) - _xlogx(changed_C)  # which change
-    bits_C = bits_C + _xlogx(changed_C) - _xlogx(step_CS).sum(axis=-1)  # the steps
-    return bits_C + _GAP_TABLE_BITS + _SYMBOL_BITS * (step_CS > 0).sum(axis=-1)
-
-
-def _xlogx(value: np.ndarray) -> np.ndarray:
-    logged: np.ndarray = value * np.log2(np.maximum(value, 1))
-    return logged
+    element_GE, step_GES = (np.stack(arrays) for arrays in zip(*found, strict=True))
+    return firsts, [Model(*found) for found in kernels.fit(element_GE, step_GES, COSTS)]

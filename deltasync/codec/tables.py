@@ -97,14 +97,22 @@ class Cursor:
 
     def table(self) -> np.ndarray:
         """Read a table: the slots of each symbol, uint32[256]."""
+        slots, highest = list[int](), self.byte()
+        data, at = self.data, self.at
+        try:
+            for _ in range(highest + 1):
+                low, at = data[at], at + 1
+                if low >= 128:
+                    high, at = data[at], at + 1
+                    if high >= 128:
+                        raise CorruptDataError("Payload table has a number of more than two bytes.")
+                    low += (high - 1) << 7
+                slots.append(low)
+        except IndexError:
+            raise CorruptDataError("Payload tables are too short.") from None
+        if sum(slots) != SLOTS or not slots[-1]:
+            raise CorruptDataError(f"Payload table has {sum(slots)} slots instead of {SLOTS}.")
+        self.at = at
         freq_S = np.zeros(SYMBOLS, np.uint32)
-        highest = self.byte()
-        for symbol in range(highest + 1):
-            low = self.byte()
-            high = self.byte() if low >= 128 else 0
-            if high >= 128:
-                raise CorruptDataError("Payload table has a number of more than two bytes.")
-            freq_S[symbol] = low & 127 | high << 7
-        if int(freq_S.sum()) != SLOTS or not freq_S[highest]:
-            raise CorruptDataError(f"Payload table has {int(freq_S.sum())} slots instead of {SLOTS}.")
+        freq_S[: len(slots)] = slots
         return freq_S

@@ -18,7 +18,7 @@ from deltasync.codec.tiles import Cut
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import classes as kernels
 from deltasync.kernels import coder, counts
-from deltasync.tensors import Sparse, TensorSpec, Vector
+from deltasync.tensors import Sparse, TensorSpec, Vector, count_below
 
 GROUP_CHANGED = 1 << 15
 """Changed elements that are worth tables of their own."""
@@ -43,7 +43,7 @@ def encode(
     held = [new(vector.names[t]) for t in cuts]
     bits = [(bits_N.ctypes.data - start * vector.width, bits_N) for bits_N, start in held]
     row_BF, band_GF = _table(vector, cuts, [address for address, _ in bits])
-    bound_G = np.append(np.searchsorted(steps.at_K, band_GF[:, 0]), steps.at_K.size)
+    bound_G = np.append(count_below(steps.at_K, band_GF[:, 0]), steps.at_K.size)
     at_K, step_K, count_B = kernels.regroup(bound_G, band_GF, True, *steps, len(row_BF))
     bound_B = bounds(count_B)
     run_B = bound_B[:-1] // max(GROUP_CHANGED, at_K.size // _MOST_RUNS)

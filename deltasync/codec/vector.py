@@ -30,10 +30,11 @@ from deltasync.codec.tiles import Cut
 from deltasync.errors import CorruptDataError, ShareError
 from deltasync.kernels import coder, counts
 from deltasync.kernels.rans import Blocks, Tables, ratios
-from deltasync.tensors import Delta, Layout, Sparse, Vector, region_end, region_size
+from deltasync.tensors import Delta, Layout, Sparse, Vector, count_below, region_end, region_size
 from deltasync.tensors.bits import tensor_of
 
 BLOCK = 1 << 19
+_RUNS = 256  # whose symbols are counted by one launch
 _ONE_CLASS = ratios(np.zeros(1, np.int64))
 
 
@@ -71,7 +72,7 @@ class VectorCodec:
                 name = vector.names[t]
                 if (found := _dense(vector, t, steps, new)) is not None:
                     whole[name], arrays[name] = found
-                    low, high = np.searchsorted(steps.at_K, vector.first_T[t : t + 2])
+                    low, high = count_below(steps.at_K, vector.first_T[t : t + 2])
                     steps = Sparse(np.delete(steps.at_K, slice(low, high)), np.delete(steps.data_K, slice(low, high)))
             cuts = _cuts(vector, count_T, whole, new) if self.needs_old else {}
             changed_T = np.flatnonzero(count_T)
@@ -170,7 +171,7 @@ def _encode(vector: Vector, steps: Sparse) -> tuple[dict[str, torch.Tensor], dic
     if not at_K.size:
         return {}, {}
     first, last = int(at_K[0]) // BLOCK, int(at_K[-1]) // BLOCK + 1
-    bound_B = np.searchsorted(at_K, np.arange(first, last + 1) * BLOCK).astype(np.int64)
+    bound_B = count_below(at_K, np.minimum(np.arange(first, last + 1) * BLOCK, vector.element_count))
     blocks = Blocks.of(vector.element_count, BLOCK, bound_B, first)
     class_K = np.zeros(at_K.size, np.uint8)
     group_G, count_GTS = _groups(blocks, steps, class_K)
@@ -208,10 +209,11 @@ def _groups(blocks: Blocks, steps: Sparse, class_K: np.ndarray) -> tuple[list[in
     starts = np.append(0, np.flatnonzero(run_B[1:] != run_B[:-1]) + 1).tolist()
 
     def runs() -> Iterator[tuple[int, np.ndarray]]:
-        for low, high in itertools.pairwise([*starts, bound_B.size - 1]):
-            part, held = _part(blocks, low, high)
-            yield low, counts.count(part, steps.at_K[held], class_K[held], steps.data_K[held], _ONE_CLASS)
+        for at in range(0, len(starts), _RUNS):
+            run_R = np.array([*starts, bound_B.size - 1][at : at + _RUNS + 1])
+            yield from zip(starts[at : at + _RUNS], counts.count_runs(run_R, blocks, *given), strict=True)
 
+    given = steps.at_K, class_K, steps.data_K, _ONE_CLASS
     return tables.join_runs(runs(), np.add, _table_bits)
 
 
@@ -241,7 +243,7 @@ def _split(vector: Vector, steps: Sparse, tensors: list[int]) -> tuple[Sparse, S
     """Return the changes of these tensors, and the others."""
     if not tensors:
         return Sparse(steps.at_K[:0], steps.data_K[:0]), steps
-    low_T, high_T = (np.searchsorted(steps.at_K, vector.first_T[np.array(tensors) + side]) for side in (0, 1))
+    low_T, high_T = (count_below(steps.at_K, vector.first_T[np.array(tensors) + side]) for side in (0, 1))
     if (high_T - low_T).sum() == steps.at_K.size:
         return steps, Sparse(steps.at_K[:0], steps.data_K[:0])
     edge_K = np.zeros(steps.at_K.size + 1, np.int8)
@@ -257,7 +259,7 @@ def _candidates(vector: Vector, steps: Sparse, count_T: np.ndarray) -> list[int]
     many_T = np.flatnonzero(4 * count_T >= np.maximum(size_T, 1))
     found = []
     for t in many_T.tolist():
-        low, high = np.searchsorted(steps.at_K, vector.first_T[t : t + 2])
+        low, high = count_below(steps.at_K, vector.first_T[t : t + 2])
         if 2 * _bits(steps.data_K[low:high], int(size_T[t])) >= 8 * vector.width * size_T[t]:
             found.append(t)
     return found
@@ -280,7 +282,7 @@ def _dense(vector: Vector, t: int, steps: Sparse, new: NewBits) -> tuple[object,
     bits_N, _ = new(spec.name)
     if bits_N.size != spec.element_count or spec.name.startswith(".") or spec.name in (RECORD, "__metadata__"):
         return None
-    low, high = np.searchsorted(steps.at_K, vector.first_T[t : t + 2])
+    low, high = count_below(steps.at_K, vector.first_T[t : t + 2])
     sparse_bytes = _bits(steps.data_K[low:high], bits_N.size) / 8
     found = dense.compress(bits_N)
     if found is not None and found[1].nbytes < sparse_bytes:

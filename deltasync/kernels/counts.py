@@ -91,8 +91,15 @@ def count(blocks: Blocks, at_K: np.ndarray, class_K: np.ndarray, step_K: np.ndar
     parts = max(1, min(_PARTS, tasks(blocks, at_K)))
     part_P = np.searchsorted(blocks.bound_B[:-1], np.linspace(0, at_K.size, parts + 1).astype(np.int64))
     part_P[0], part_P[-1] = 0, blocks.base_B.size
-    count_PTS = np.zeros((parts, 2 * len(ratio_CC), 256), np.int64)
-    with threads(parts):
-        _count(part_P, tuple(blocks), at_K, class_K, step_K, top_of(step_K), ratio_CC, count_PTS)
-    count_TS: np.ndarray = count_PTS.sum(axis=0)
+    count_TS: np.ndarray = count_runs(part_P, blocks, at_K, class_K, step_K, ratio_CC).sum(axis=0)
     return count_TS
+
+
+def count_runs(
+    run_R: np.ndarray, blocks: Blocks, at_K: np.ndarray, class_K: np.ndarray, step_K: np.ndarray, ratio_CC: np.ndarray
+) -> np.ndarray:
+    """As `count`, for each run of blocks from `run_R[r]` on and below `run_R[r + 1]`; int64[R, 2 C, 256]."""
+    count_RTS = np.zeros((run_R.size - 1, 2 * len(ratio_CC), 256), np.int64)
+    with threads(min(run_R.size - 1, at_K.size // PART)):
+        _count(run_R, tuple(blocks), at_K, class_K, step_K, top_of(step_K), ratio_CC, count_RTS)
+    return count_RTS

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from deltasync.errors import ApplyError, StageError
-from deltasync.tensors import Region, TensorSpec, fingerprint
+from deltasync.tensors import Region, TensorSpec, count_below, fingerprint
 from deltasync.tensors.bits import signed_view
 
 _DIFFERS = -1
@@ -112,7 +112,7 @@ class Segment:
             Positions in `index_K` of the elements that lie in this segment, None for all; and their positions in `flat()`.
         """
         if self.stride == (1,) and self.live.is_contiguous():
-            low, high = np.searchsorted(index_K, (self.offset, self.offset + self.live.numel()))
+            low, high = count_below(index_K, (self.offset, self.offset + self.live.numel()))
             at = None if (low, high) == (0, index_K.size) else np.arange(low, high)
             return at, index_K[low:high] - index_K.dtype.type(self.offset)
         rest = index_K.astype(np.int64) - self.offset

@@ -20,7 +20,7 @@ from deltasync.kernels.table import Entry, Table
 from deltasync.live.devices import Device
 from deltasync.live.exchange import Copy, DeviceSwap, HostSwap, Swap, Target, Values
 from deltasync.live.segments import Parts, Segment, unsigned
-from deltasync.tensors import Sparse, Vector, fingerprint, index_dtype, region_end
+from deltasync.tensors import Sparse, Vector, count_below, fingerprint, index_dtype, region_end
 from deltasync.tensors.bits import signed_view
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class HostPlaces:
             and how many elements it writes.
         """
         tensor_S, at_S, end_S, address_S, dims_S = self._row_SF.T
-        low_S, high_S = np.searchsorted(sparse.at_K, at_S), np.searchsorted(sparse.at_K, end_S)
+        low_S, high_S = count_below(sparse.at_K, at_S), count_below(sparse.at_K, end_S)
         touched = np.flatnonzero(high_S > low_S)
         columns = tensor_S, low_S, high_S, address_S, at_S, dims_S
         row_RF = np.stack([column[touched] for column in columns], axis=1)

@@ -3,17 +3,13 @@
 With `codec="auto"` a publisher takes the codec with which a replica has the version sooner. All numbers for that come from
 publishing: the link is timed while objects are stored, codecs while groups are encoded and proved. A codec that is not in
 use encodes a group now and then, whose payload is thrown away.
-
-Compactions are encoded group by group while the shadow goes on. Nothing is kept in memory between two of them: the full
-weights are read again, from the channel or from the checkpoint that it refers to. One group of tensors is in memory at a
-time, twice, and the weight file that is read.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -23,17 +19,15 @@ import torch
 from deltasync import codec
 from deltasync.channel import payloads
 from deltasync.channel.documents import Delta, File, Record, VersionId
-from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import INLINE_BYTES, StoredRecord
+from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded, OldBits
 from deltasync.config import AUTO
 from deltasync.errors import CorruptDataError
-from deltasync.kernels import cpu_diff
 from deltasync.publish.job import Job
-from deltasync.publish.shadow import Shadow, Snapshot
+from deltasync.publish.shadow import Shadow
 from deltasync.publish.writes import MeteredStore
 from deltasync.tensors import Delta as Changes
-from deltasync.tensors.delta import joined, of_tensor
+from deltasync.tensors.delta import joined
 
 _DEFAULT, _SMALLER = "packed", "context"
 _PROBES, _PROBE_EVERY = 3, 50  # other codecs are tried in the first 3 versions, and in every 50th
@@ -207,14 +201,14 @@ def prove(job: Job, codec_name: str, delta: Changes, data: bytes) -> float:
         restore_s += time.perf_counter() - began_s
         return bits_N
 
-    found, digests = _decoded(name, data, codec_name, delta, job.version, job.version - 1, old)
+    found, digests = decoded(name, data, codec_name, delta, job.version, job.version - 1, old)
     assert job.fingerprints is not None
     if digests != {tensor: job.fingerprints[tensor] for tensor in delta.counts()} or not _same(found, delta, shadow):
         raise CorruptDataError(f"{name} decodes to other bits than were encoded; nothing was published.")
     return restore_s
 
 
-def _decoded(
+def decoded(
     name: str, data: bytes, codec_name: str, delta: Changes, version: int, base_version: int, old: OldBits
 ) -> tuple[Changes, Mapping[str, int | None]]:
     """Decode a payload as a reader does, by the record that will name it."""
@@ -249,73 +243,3 @@ def _same(found: Changes, delta: Changes, shadow: Shadow) -> bool:
             if not np.array_equal(shadow.bits[name][bits.at_K - shadow.ranges[name][0]], bits.data_K):
                 return False
     return True
-
-
-COMPACTION_CODEC = "packed"
-"""Codec of compactions: it decodes without old bits, can be undone, and is the smaller one where much has changed."""
-
-GROUP_ELEMENTS = 1 << 25
-"""Elements whose changes make a payload, unless a single tensor has more."""
-
-
-class _Change(NamedTuple):
-    """How one tensor differs from the full weights. Bits are flat and unsigned."""
-
-    old_N: np.ndarray
-    new_N: np.ndarray
-    delta: Changes
-    fingerprint: int  # of the new bits
-
-
-_Group = dict[str, _Change]  # by tensor
-
-
-def compaction_payloads(
-    reader: ChannelReader, base: StoredRecord, version: int, snapshot: Snapshot
-) -> Iterator[tuple[Encoded, int]]:
-    """Yield the payloads of the compaction from full weights to a version, and how many elements each changes; each is
-    proved.
-
-    Raises:
-        FormatError, MissingVersionError, StoreError: the weights of `base` cannot be read.
-        CorruptDataError: a payload does not decode to the version's bits, or memory is damaged.
-    """
-    for group in _groups(reader, base, snapshot):
-        delta = joined([change.delta for change in group.values()])
-        digests = {name: change.fingerprint for name, change in group.items()}
-        new, versions = {name: (change.new_N, 0) for name, change in group.items()}, (version, base.record.version)
-        encoded = codec.get(COMPACTION_CODEC).encode(delta, new.__getitem__, digests, *versions)
-        _prove_group(group, delta, encoded.to_bytes(), *versions)
-        yield encoded, delta.changed
-
-
-def _groups(reader: ChannelReader, base: StoredRecord, snapshot: Snapshot) -> Iterator[_Group]:
-    group: _Group = {}
-    size, layout = 0, reader.layout
-    for name, old_N, _ in payloads.weights(reader, base):
-        new_N = np.empty_like(old_N)
-        digest = snapshot.take(name, new_N)
-        index_K, step_K = cpu_diff.diff(old_N, new_N)
-        if index_K.size:
-            group[name] = _Change(old_N, new_N, of_tensor(layout, name, index_K, step_K), digest)
-            size += new_N.size
-        if size >= GROUP_ELEMENTS:
-            yield group
-            group, size = {}, 0
-    if group:
-        yield group
-
-
-def _prove_group(group: _Group, delta: Changes, data: bytes, version: int, base_version: int) -> None:
-    """Decode a payload as a reader does, and compare the bits that it gives."""
-    name = f"The compaction from version {base_version} to {version}"
-    found, digests = _decoded(
-        name, data, COMPACTION_CODEC, delta, version, base_version, lambda tensor: group[tensor].old_N.copy()
-    )
-    if digests != {tensor: change.fingerprint for tensor, change in group.items()}:
-        raise CorruptDataError(f"{name} names other tensors or fingerprints than were encoded; it was not stored.")
-    for tensor, change in group.items():
-        bits_N = change.old_N.copy()
-        found.apply(tensor, bits_N)
-        if not np.array_equal(bits_N, change.new_N):
-            raise CorruptDataError(f"{name} decodes to other bits of {tensor} than were encoded; it was not stored.")

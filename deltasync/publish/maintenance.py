@@ -9,6 +9,7 @@ since. `Chain` estimates that and says when to shorten it.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +21,19 @@ from deltasync import kernels, maintenance
 from deltasync.channel import anchors, keys, requests
 from deltasync.channel.documents import Anchor, Delta, File
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import INLINE_BYTES, StoredRecord
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import Workers
-from deltasync.codec.base import Encoded
 from deltasync.config import Retention
-from deltasync.errors import ChainError, DeltaSyncError, FormatError, get_logger
+from deltasync.errors import ChainError, CorruptDataError, DeltaSyncError, FormatError, get_logger
 from deltasync.maintenance import KeepPolicy
 from deltasync.maintenance.budget import Budget
+from deltasync.publish import compaction
 from deltasync.publish.collect import Weights
-from deltasync.publish.encode import COMPACTION_CODEC, compaction_payloads
+from deltasync.publish.compaction import STORED_AT_ONCE
 from deltasync.publish.log import Log
-from deltasync.publish.shadow import Shadow, Snapshot
+from deltasync.publish.shadow import Shadow
+from deltasync.ranks.peers import Signals
+from deltasync.tensors import fingerprint
 
 logger = get_logger(__name__)
 
@@ -40,11 +43,6 @@ _LEAST_BETWEEN = 16
 _REFRESH_S = 15.0
 """From one look for a request to the next, at least."""
 
-_SHARDED_ANCHOR_EVERY = 100
-
-_STORED_AT_ONCE = 2
-"""Weight files or parts of a compaction that are stored at once, so that the disk or link never idles between two."""
-
 _MOST_BESIDE_BYTES = 1 << 27
 """A larger weight file is stored before the next one is made."""
 
@@ -52,11 +50,15 @@ _MOST_BESIDE_BYTES = 1 << 27
 class Maintenance:
     """Looks after one channel as `retention` says. `model_files`, by name, are stored beside the weights of an anchor.
 
+    `signals` lead to the other ranks of a sharded trainer: each makes its parts of a compaction, and all collect an anchor
+    as they publish.
+
     Attributes:
         chain: The objects that a late joiner fetches.
         storing: Whether an anchor or a compaction is being stored.
         failed: Whether the last anchor could not be stored, or the one that a compaction needs cannot be read.
         asked: The newest version when somebody asked for an anchor, 0 if nobody did.
+        affords: Whether the budget pays for an anchor that the ranks have to collect with the next version.
     """
 
     def __init__(
@@ -67,50 +69,47 @@ class Maintenance:
         model_files: Mapping[str, bytes],
         chain: Chain,
         anchor_every: int | None,
-        is_sharded: bool,
+        signals: Signals | None,
     ) -> None:
         self.reader = reader
         self.retention = retention
         self.chain = chain
-        self.storing = self.failed = False
+        self.storing = self.failed = self.affords = False
         self.asked = 0
         self._refreshed_s = time.monotonic()
-        self._anchor_every, self._is_sharded = anchor_every, is_sharded
+        self._anchor_every, self._signals = anchor_every, signals
         self._log = log
         self._model_files = model_files
         self._collected = 0
         self._workers = Workers(1, "deltasync-maintenance")
 
-    def is_due(self, version: int, full_bytes: int) -> bool:
-        """Whether an anchor is to be stored beside a version, whatever it costs.
-
-        No rank of a sharded trainer could write a compaction. There an anchor is also due after a number of versions, unless
-        they follow a reference, and once the deltas are more bytes than the weights.
-        """
+    def is_due(self, version: int) -> bool:
+        """Whether an anchor is to be stored beside a version, whatever it costs."""
         chain, every = self.chain, self._anchor_every
         if self.storing:
             return False
         since = version - chain.base_version
         asked = self.asked > chain.base_version or (self.asked > 0 and chain.by_reference)
         due = self.failed or self._log.emptied or asked or (every is not None and since >= every)
-        if not self._is_sharded:
-            return due
-        is_long = every is None and not chain.by_reference and since >= _SHARDED_ANCHOR_EVERY
-        return due or is_long or chain.bytes > full_bytes
+        return due or (self.affords and self._signals is not None)
 
     def wanted(self, version: int, shadow: Shadow) -> str | None:
-        """Return what to store beside a version of a process that has the whole model, whose bits the shadow holds.
+        """Return what to store beside a version, whose bits the shadow holds, if it has no anchor yet.
 
-        That is a `compaction`, an `anchor` from the budget, a `due` one, or None.
+        That is a `compaction`, an `anchor`, or None. Ranks have to collect an anchor, with the next version.
         """
-        every, full_bytes = self.retention.compact_every, shadow.layout.nbytes
-        if self.is_due(version, full_bytes):
-            return "due"
+        every = self.retention.compact_every
         if self.storing:
             return None
-        if every:
-            return "compaction" if self.chain.can_compact and self.chain.follows(version, every) else None
-        return self.chain.is_due(version, shadow.bits, full_bytes, compactions=every is None)
+        self.affords, found = False, None
+        if self.is_due(version):
+            found = "anchor"
+        elif every:
+            found = "compaction" if self.chain.can_compact and self.chain.follows(version, every) else None
+        else:
+            found = self.chain.is_due(version, shadow, compactions=every is None)
+            self.affords = found == "anchor"
+        return None if found == "anchor" and self._signals is not None else found
 
     def store(self, weights: Weights, version: int) -> Anchor:
         """Store the files of an anchor, two at a time, while the next one is made.
@@ -122,11 +121,11 @@ class Maintenance:
         log, stored = self._log, list[Future[File]]()
         folder = keys.anchor_folder(version, log.epoch, log.attempt(version))
         model_files = [log.put_file(folder, name, data) for name, data in self._model_files.items()]
-        workers = Workers(_STORED_AT_ONCE, "deltasync-anchor")
-        with kernels.cpu.leave_cores(_STORED_AT_ONCE):
+        workers = Workers(STORED_AT_ONCE, "deltasync-anchor")
+        with kernels.cpu.leave_cores(STORED_AT_ONCE):
             for name, data in weights.files:
-                if len(stored) >= _STORED_AT_ONCE:
-                    stored[-_STORED_AT_ONCE].result()  # so that no more are in memory
+                if len(stored) >= STORED_AT_ONCE:
+                    stored[-STORED_AT_ONCE].result()  # so that no more are in memory
                 stored.append(workers.submit(log.put_file, folder, name, data))
                 if len(data) > _MOST_BESIDE_BYTES:
                     stored[-1].result()
@@ -136,20 +135,18 @@ class Maintenance:
             model_files.append(files.pop())
         return Anchor(directory=folder, files=files, model_files=model_files)
 
-    def announce(
-        self, stored: StoredRecord, weights: Weights, requires: list[str], sample: Sample | None, *, paid: bool
-    ) -> None:
-        """Store the weights of a version as an anchor and announce it. Returns at once.
-
-        `sample` and `paid` are as in `Chain.begin`.
-        """
-        self.storing = True
+    def announce(self, stored: StoredRecord, weights: Weights, requires: list[str], sample: Sample) -> None:
+        """Store the weights of a version, which `sample` is of, as an anchor and announce it. Returns at once."""
+        self.storing, paid, self.affords = True, self.affords, False
         self._workers.submit(self._announce, stored, weights, requires, sample, self.chain.bytes, paid)
 
-    def compaction(self, stored: StoredRecord, snapshot: Snapshot) -> None:
-        """Store a compaction from the chain's base to a version, whose bits a snapshot has; returns at once."""
+    def compact(self, stored: StoredRecord, folder: str, target: compaction.Target, serial: int) -> None:
+        """Store a compaction from the chain's base to a version, with parts in a folder; returns at once.
+
+        `serial` is of the job, of which the other ranks make their parts.
+        """
         self.storing = True
-        self._workers.submit(self._compaction, stored, snapshot)
+        self._workers.submit(self._compact, stored, folder, target, serial)
 
     def published(self, version: int) -> None:
         """Look after the channel now that a version is visible: forget and prune if that is due, and see what is asked."""
@@ -176,7 +173,7 @@ class Maintenance:
         stored: StoredRecord,
         weights: Weights,
         requires: list[str],
-        sample: Sample | None,
+        sample: Sample,
         before_bytes: int,
         paid: bool,
     ) -> None:
@@ -192,7 +189,7 @@ class Maintenance:
             self._log.give_up(version.version)
         self.storing = False
 
-    def _compaction(self, stored: StoredRecord, snapshot: Snapshot) -> None:
+    def _compact(self, stored: StoredRecord, folder: str, target: compaction.Target, serial: int) -> None:
         chain, base = self.chain, self.chain.base
         assert base is not None
         compacted: StoredRecord | None = None
@@ -200,43 +197,33 @@ class Maintenance:
         def store() -> None:
             nonlocal compacted
             try:
-                compacted = self._store_compaction(base, stored, snapshot)
+                compacted = self._store_compaction(base, stored, folder, target, serial)
             except (FormatError, ChainError) as error:
                 chain.can_compact = False
                 self.failed = not chain.by_reference  # the next version gets an anchor
                 logger.warning("The full weights of version %d cannot be read: %s", base.record.version, error)
 
         self._guarded(store)
-        snapshot.close()
+        target.snapshot.close()
         chain.is_compacted(stored.record.version, compacted)
         self.storing = False
 
-    def _store_compaction(self, base: StoredRecord, stored: StoredRecord, snapshot: Snapshot) -> StoredRecord:
-        """Store the parts of a compaction, two at a time, while the next one is encoded; then the compaction."""
-        log, number = self._log, stored.record.version
-        folder = keys.parts_folder(number, log.epoch, log.attempt(number))
-        puts, parts = Workers(_STORED_AT_ONCE, "deltasync-compaction"), list[Future[File]]()
-        inline: Encoded | None = None
-        total = 0
-        with kernels.cpu.leave_cores(_STORED_AT_ONCE):
-            for encoded, changed in compaction_payloads(self.reader, base, number, snapshot):
-                if inline is not None:
-                    parts.append(self._put_part(puts, folder, base, parts, inline))
-                inline, total = encoded, total + changed
-        if inline is not None and (parts or len(inline.to_bytes()) > INLINE_BYTES):
-            parts.append(self._put_part(puts, folder, base, parts, inline))
-            inline = None
-        files = [part.result() for part in parts]
-        delta = Delta(codec=COMPACTION_CODEC, changed=total, parts=files)
-        return log.compaction(stored.version, str(stored.record.fingerprint), inline, base=base.version, delta=delta)
+    def _store_compaction(
+        self, base: StoredRecord, stored: StoredRecord, folder: str, target: compaction.Target, serial: int
+    ) -> StoredRecord:
+        """Store the parts of all ranks; then the compaction."""
+        log, alone = self._log, self._signals is None
 
-    def _put_part(
-        self, puts: Workers, folder: str, base: StoredRecord, parts: list[Future[File]], payload: Encoded
-    ) -> Future[File]:
-        if len(parts) >= _STORED_AT_ONCE:
-            parts[-_STORED_AT_ONCE].result()  # so that no more are in memory
-        name = keys.compaction_part(base.record.version, len(parts) + 1)
-        return puts.submit(self._log.put_file, folder, name, payload.to_bytes())
+        def put(name: str, data: bytes) -> File:
+            return log.put_file(folder, name, data)
+
+        own, inline = compaction.store_parts(self.reader, base, target, put, inline=alone)
+        ranks = [own] if self._signals is None else [own, *self._signals.compacted(serial, compaction.Parts)]
+        if fingerprint.to_hex(sum(parts.before for parts in ranks)) != base.record.fingerprint:
+            raise CorruptDataError("the ranks have read other bits than it has.")
+        files = [file for parts in ranks for file in parts.files]
+        delta = Delta(codec=compaction.CODEC, changed=sum(parts.changed for parts in ranks), parts=files)
+        return log.compaction(stored.version, str(stored.record.fingerprint), inline, base=base.version, delta=delta)
 
     def _refresh(self) -> None:
         self.asked = max(self.asked, requests.asked(self.reader.store))
@@ -267,15 +254,18 @@ _WINDOWS = 64
 
 
 class Sample:
-    """Some of a model's elements as they were, to estimate how large a delta from then to now would be."""
+    """Some of a model's elements as they were, to estimate how large a delta from then to now would be.
 
-    def __init__(self, bits: Mapping[str, np.ndarray]) -> None:
-        self._element_count = sum(held.size for held in bits.values())
-        length = -(-min(SAMPLED, self._element_count) // _WINDOWS)
-        at = -(-self._element_count // _WINDOWS)
+    They are of the ranges that a shadow holds; those of other ranks are assumed to change as much.
+    """
+
+    def __init__(self, shadow: Shadow) -> None:
+        self._element_count = shadow.layout.element_count
+        held_count = sum(held.size for held in shadow.bits.values())
+        length, at = (-(-count // _WINDOWS) for count in (min(SAMPLED, held_count), held_count))
         self._old: list[tuple[str, int, np.ndarray]] = []
         first = 0
-        for name, held in bits.items():
+        for name, held in shadow.bits.items():
             for window in range(first // at if at else 0, _WINDOWS):
                 start, stop = max(window * at, first) - first, min(window * at + length, first + held.size) - first
                 if start >= held.size:
@@ -285,12 +275,15 @@ class Sample:
             first += held.size
 
     def compaction_bytes(self, bits: Mapping[str, np.ndarray]) -> float:
-        """Return the estimated size of a delta to these bits, by the entropy of the steps of the sample, zeros included."""
+        """Return the estimated size of a delta to these bits, by the entropy of the steps of the sample, zeros included.
+
+        Nothing is known of a model of which the first rank holds nothing: then it is infinite.
+        """
         steps = [
             (bits[name][start : start + old.size] - old).astype(np.int64) for name, start, old in self._old if name in bits
         ]
         if not steps:
-            return 0.0
+            return math.inf if self._element_count else 0.0
         _, count = np.unique(np.concatenate(steps), return_counts=True)
         share = count / count.sum()
         return float(-(share * np.log2(share)).sum()) * self._element_count / 8
@@ -329,7 +322,7 @@ class Chain:
     def begin(self, base: StoredRecord, sample: Sample | None, later_bytes: int = 0, *, paid: bool = False) -> None:
         """Start from new full weights, after which there are deltas of `later_bytes`.
 
-        `sample` is of these weights, `paid` whether the budget pays for them.
+        `sample` is of these weights, None if they are not known; `paid` says whether the budget pays for them.
         """
         with self._lock:
             self.base, self.bytes, self.can_compact, self._sample = base, later_bytes, True, sample
@@ -342,22 +335,19 @@ class Chain:
             self.bytes += _bytes_of(stored)
             self._budget.earn(_bytes_of(stored))
 
-    def is_due(self, version: int, bits: Mapping[str, np.ndarray], full_bytes: int, *, compactions: bool) -> str | None:
-        """Return `compaction` or `anchor` if that is to be stored with a version, whose bits these are.
+    def is_due(self, version: int, shadow: Shadow, *, compactions: bool) -> str | None:
+        """Return `compaction`, if these are wanted, or `anchor` if that is to be stored with a version.
 
-        Args:
-            version: The version; its own delta does not count yet.
-            bits: Of the whole model.
-            full_bytes: Of an anchor.
-            compactions: Whether compactions are wanted.
+        The shadow has its bits; its own delta does not count yet.
         """
+        full_bytes = shadow.layout.nbytes
         with self._lock:
             if self._sample is None:
-                self._sample = Sample(bits)
+                self._sample = Sample(shadow)
             sample = self._sample
 
             def compaction_bytes() -> float:
-                self._estimated = self._before_bytes + sample.compaction_bytes(bits)
+                self._estimated = self._before_bytes + sample.compaction_bytes(shadow.bits)
                 return self._factor * self._estimated
 
             if self.base is None:

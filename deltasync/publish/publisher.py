@@ -37,7 +37,7 @@ from deltasync.publish.upload import PartUploader, Uploader
 from deltasync.ranks.digests import Digests
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store
-from deltasync.tensors import Delta, Fingerprints, TensorSpec, weight_bytes
+from deltasync.tensors import Delta, Fingerprints, TensorSpec
 from deltasync.tensors.delta import joined, merge
 
 logger = get_logger(__name__)
@@ -101,7 +101,7 @@ class Publisher:
         **options: Unpack[PublisherOptions],
     ) -> None:
         self._home = Home("publisher")
-        given, problem = attempt(lambda: Given.of(channel, model_files, retention, group is not None, options))
+        given, problem = attempt(lambda: Given.of(channel, model_files, retention, options))
         if group is None and problem is not None:
             raise problem
         self._peers = Peers(group, _UNKNOWN_TIMEOUT_S if given is None else given.settings.peer_timeout_s)
@@ -140,11 +140,11 @@ class Publisher:
             given.warn_of_growth()
             maintenance = Maintenance(
                 *(reader, self._log, given.retention, given.files, Chain(start.chain)),
-                *(start.settings.anchor_every, self._peers.size > 1),
+                *(start.settings.anchor_every, self._peers.signals if self._peers.size > 1 else None),
             )
             self._uploader = Uploader(self._log, maintenance, start.settings, self._peers.signals)
         else:
-            self._uploader = PartUploader(self.store, start.settings, self._peers.signals)
+            self._uploader = PartUploader(reader, start.settings, self._peers.signals)
         if start.channel is not None and alone:
             self._shadow = self._first.resumed({name: (0, spec.element_count) for name, spec in self._specs.items()})
             if self._shadow is not None:
@@ -338,9 +338,7 @@ class Publisher:
             number, full = uploader.next() if waiting is None else (waiting.version, waiting.full)
             full = full or self._starts_over
             uploader.warm_up()
-            collects = self._peers.size > 1 and (
-                full or uploader.maintenance.is_due(number, weight_bytes(self._specs.values()))
-            )
+            collects = self._peers.size > 1 and (full or uploader.maintenance.is_due(number))
             return number, full, collects, waiting is not None
 
         try:

@@ -60,7 +60,6 @@ class Given(NamedTuple):
         channel: str | os.PathLike[str] | Store,
         model_files: str | Path | Mapping[str, bytes] | None,
         retention: Retention | None,
-        is_sharded: bool,
         options: PublisherOptions,
     ) -> Self:
         """Check the arguments.
@@ -72,10 +71,6 @@ class Given(NamedTuple):
         was_given, retention = retention is not None, Retention.from_env() if retention is None else retention
         if not isinstance(retention, Retention):
             raise ConfigError(f"retention must be a Retention, not {retention!r}.")
-        if is_sharded and retention.compact_every:
-            raise ConfigError(
-                "A sharded trainer writes no compactions; leave compact_every at 0 and run `deltasync compact`."
-            )
         store = open_store(channel)
         if isinstance(model_files, str | Path):
             model_files = anchors.read_model_files(Path(model_files))

@@ -207,7 +207,7 @@ class Shadow:
         self._steps, self._before = [], None
 
     def snapshot(self) -> Snapshot:
-        """Return the bits of now, in a process that has the whole model."""
+        """Return the bits of now, while the shadow goes on."""
         snapshot = Snapshot(self)
         with self.lock:
             self._snapshots = [*(other for other in self._snapshots if other.is_open), snapshot]
@@ -220,19 +220,21 @@ class Shadow:
 
 
 class Snapshot:
-    """The bits that a shadow had at one moment, while it advances: its bits less the steps taken since.
+    """The bits that a shadow had at one moment, of the ranges that it holds, while it advances: less the steps since.
 
     Each tensor is read once. The shadow's lock is held while the bits change, and while a tensor is read again that changed
     while it was being read.
 
     Attributes:
-        fingerprints: Of each tensor; of a new shadow, of those that were read.
+        ranges: The range of each tensor.
+        fingerprints: The share of each range in its tensor's; of a new shadow, of those that were read.
         with_nan: Tensors of a new shadow that were read and have a NaN.
     """
 
     def __init__(self, shadow: Shadow) -> None:
         self.fingerprints: dict[str, int] = dict(vars(shadow).get("fingerprints", {}))
         self.with_nan: list[str] = []
+        self.ranges = shadow.ranges
         self._bits, self._lock, self._specs = shadow.bits, shadow.lock, shadow.specs  # not the shadow, which keeps this
         self._left = set(shadow.bits)
         self._later: list[Delta] = []
@@ -253,12 +255,13 @@ class Snapshot:
         return bool(self._later) and self._later[-1] is delta
 
     def take(self, name: str, out_N: np.ndarray) -> int:
-        """Write a tensor's bits into `out_N`, unsigned and flat, and return their fingerprint.
+        """Write a tensor's range of bits into `out_N`, unsigned and flat, and return its share of the fingerprint.
 
         Raises:
             CorruptDataError: memory has damaged them.
         """
-        key, bits_N = fingerprint.tensor_key(name), self._bits[name]
+        bits_N, (start, _) = self._bits[name], self.ranges[name]
+        key = int(kernels.cpu.key_from(fingerprint.tensor_key(name), start))
         with self._lock:
             before = self._later
         # Without the lock, so that the trainer does not wait for it.
@@ -270,7 +273,7 @@ class Snapshot:
             self._left.discard(name)
         for delta in later:
             steps, _ = delta.of(name)
-            out_N[steps.at_K] -= steps.data_K
+            out_N[steps.at_K - steps.at_K.dtype.type(start)] -= steps.data_K
         if later:
             found = kernels.cpu.fingerprint(key, out_N)
         if name not in self.fingerprints and has_nan(out_N, self._specs[name]):

@@ -13,6 +13,7 @@ from typing import Any
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Delta, File
+from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import Workers, finish_at_exit, let_go
 from deltasync.config import PublisherSettings
@@ -25,14 +26,13 @@ from deltasync.errors import (
     error_of,
     get_logger,
 )
-from deltasync.publish import writes
+from deltasync.publish import compaction, writes
 from deltasync.publish.collect import Weights, requires_of
 from deltasync.publish.encode import Choice, compile_ahead, encode_groups
 from deltasync.publish.job import Job, without_frames
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance, Sample
-from deltasync.ranks.peers import Signals
-from deltasync.stores import Store
+from deltasync.ranks.peers import Signals, attempt
 
 logger = get_logger(__name__)
 
@@ -263,24 +263,23 @@ class Uploader:
         """
         log, maintenance = self._log, self.maintenance
         folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))
+        wanted = maintenance.wanted(job.version, job.shadow) if job.weights is None else "anchor"  # collected from all ranks
         if self._signals is not None:
-            self._signals.begin(job.serial, folder)
+            base = maintenance.chain.base if wanted == "compaction" else None
+            self._signals.begin(job.serial, folder, None if base is None else base.key)
         encoded = encode_groups(
             job,
             self._choice,
             lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
         )
-        sample, others = None, list[File]()
+        sample, target, others = None, None, list[File]()
+        if wanted == "compaction":
+            target = compaction_target(job)
+        elif wanted is not None:
+            sample, job.weights = Sample(job.shadow), job.weights or Weights.of(job.shadow, self.settings)
+        job.released.set()
         if self._signals is not None:
-            wanted = None if job.weights is None else "due"  # they were collected from all ranks
-            job.released.set()
             others = self._signals.collect(job.serial)
-        else:
-            wanted = maintenance.wanted(job.version, job.shadow)
-            if wanted is not None:
-                job.weights = Weights.of(job.shadow, self.settings)
-                sample = Sample(job.shadow.bits) if wanted != "compaction" else None
-            job.released.set()
         payload_bytes = encoded.bytes + sum(file.bytes for file in others)
         parts = [future.result() for future in encoded.files] + others
         job.end_encoding(payload_bytes)
@@ -288,13 +287,11 @@ class Uploader:
         stored = log.append(job.record(log.run_id, log.epoch, delta=delta), encoded.inline)
         self.full = False
         maintenance.chain.add(stored)
-        if job.weights is not None:
+        if target is not None:
+            maintenance.compact(stored, folder, target, job.serial)
+        elif job.weights is not None and sample is not None:
             weights, job.weights = job.weights, None
-            if wanted == "compaction":
-                assert weights.snapshot is not None
-                maintenance.compaction(stored, weights.snapshot)
-            else:
-                maintenance.announce(stored, weights, requires_of(self.settings), sample, paid=wanted == "anchor")
+            maintenance.announce(stored, weights, requires_of(self.settings), sample)
         return stored
 
     def _store_full(self, job: Job) -> StoredRecord:
@@ -303,7 +300,7 @@ class Uploader:
         if job.reference is None:
             requires = requires_of(self.settings)
             job.weights = job.weights or Weights.of(job.shadow, self.settings)
-        sample = Sample(job.shadow.bits) if self._signals is None else None
+        sample = Sample(job.shadow)
         job.released.set()
         if log.channel is None:
             log.create_channel(job.channel)
@@ -316,11 +313,17 @@ class Uploader:
         return stored
 
 
+def compaction_target(job: Job) -> compaction.Target:
+    """Return the version of a job whose shadow has its bits."""
+    assert job.fingerprints is not None
+    return compaction.Target(job.version, job.shadow.snapshot(), job.fingerprints)
+
+
 class PartUploader:
     """As `Uploader`, for this rank's parts."""
 
-    def __init__(self, store: Store, settings: PublisherSettings, signals: Signals) -> None:
-        self._store = store
+    def __init__(self, reader: ChannelReader, settings: PublisherSettings, signals: Signals) -> None:
+        self._reader, self._store = reader, reader.store
         self.settings = settings
         self._signals = signals
         self._choice = Choice(settings.codec, None)
@@ -328,6 +331,8 @@ class PartUploader:
         self._changed = threading.Condition()
         self._closing = False
         self._puts = Workers(PUTS, "deltasync-put")
+        self._compaction: tuple[str, str, compaction.Target] | None = None  # of the running job: base, folder, target
+        self._compactions = Workers(1, "deltasync-maintenance")
         # A daemon, since nothing would end it if the first rank died.
         self._thread = threading.Thread(target=self._run, name="deltasync-upload", daemon=True)
         self._thread.start()
@@ -370,6 +375,7 @@ class PartUploader:
             self._changed.notify_all()
         self._thread.join()
         self._puts.close()
+        self._compactions.close()
 
     def _run(self) -> None:
         while True:
@@ -380,13 +386,14 @@ class PartUploader:
             try:
                 line = self._signals.next_line()
                 if "begin" in line:
-                    self._upload(line["begin"], line["folder"])
+                    self._upload(line["begin"], line["folder"], line["base"])
                 else:
                     self._end(line["end"], line)
             except PublishError as error:
                 self._give_up(error)
 
-    def _upload(self, serial: int, folder: str) -> None:
+    def _upload(self, serial: int, folder: str, base: str | None) -> None:
+        """Store this rank's parts of a job, and keep the bits for its parts of a compaction from full weights."""
         files: list[File] = []
         problem = None
 
@@ -397,6 +404,7 @@ class PartUploader:
         try:
             job = self._submitted(serial)
             encoded = encode_groups(job, self._choice, store, inline=False)
+            self._compaction = None if base is None else (base, folder, compaction_target(job))
             job.released.set()
             files = [future.result() for future in encoded.files]
         except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it
@@ -408,12 +416,29 @@ class PartUploader:
         job = self._submitted(serial)
         with self._changed:
             del self._pending[serial]
+        compacts, self._compaction = self._compaction, None
+        if compacts is not None and line["error"] is None:
+            self._compactions.submit(self._compact, serial, *compacts)
+        elif compacts is not None:
+            compacts[-1].snapshot.close()
         if line["error"] is None:
             job.succeed(line["digest"], line["payload_bytes"])
         else:
             kind, message = line["error"]
             job.fail(error_of(kind, message, PublishError))
         self._signals.seen(serial)
+
+    def _compact(self, serial: int, base: str, folder: str, target: compaction.Target) -> None:
+        def put(name: str, data: bytes) -> File:
+            return writes.put_file(self._store, self.settings, f"{folder}/{name}", data)
+
+        def store() -> compaction.Parts:
+            stored, rank = self._reader.stored(base), self._signals.rank
+            return compaction.store_parts(self._reader, stored, target, put, rank=rank, inline=False)[0]
+
+        parts, problem = attempt(store)
+        target.snapshot.close()
+        self._signals.answer_compaction(serial, parts, problem)
 
     def _submitted(self, serial: int) -> Job:
         """Wait for a job, which the first rank may have submitted earlier than this one."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from deltasync.channel.documents import File
-from deltasync.errors import PublishError, StoreError, error_of, get_logger
+from deltasync.errors import FormatError, PublishError, StoreError, error_of, get_logger
 from deltasync.ranks.mailbox import BEAT_S, WAY_ON, Mailbox
 from deltasync.tensors.fingerprint import MASK
 
@@ -296,9 +296,13 @@ class Signals:
             store = store or self._mailbox.connect()
             self._mailbox.check(store, 0, seen)
 
-    def begin(self, serial: int, folder: str) -> None:
-        """First rank: say that a job's upload begins, and into which folder its parts go."""
-        self._say({"begin": serial, "folder": folder})
+    def begin(self, serial: int, folder: str, base: str | None) -> None:
+        """First rank: say that a job's upload begins, and into which folder its parts go.
+
+        With `base`, the key of the record with full weights, each rank compacts the changes since once the job has ended
+        well.
+        """
+        self._say({"begin": serial, "folder": folder, "base": base})
 
     def collect(self, serial: int) -> list[File]:
         """First rank: wait for the files that the other ranks stored for a job.
@@ -306,19 +310,37 @@ class Signals:
         Raises:
             StoreError: a rank could not store its part, or is lost.
         """
-        files, keys = [], [f"part/{serial}/{rank}" for rank in self.others]
-        for rank, key in zip(self.others, keys, strict=True):
-            try:
-                answer = json.loads(self._wait(rank, key, "store its part of a version"))
-            except (PublishError, RuntimeError) as error:
-                raise StoreError(f"Rank {rank} did not store its part: {error}") from error
-            if "error" in answer:
-                raise StoreError(f"Rank {rank} could not store its part: {answer['error']}")
-            files += msgspec.convert(answer["files"], list[File])
-        for key in self._spent + keys:  # all ranks have answered, so they have read what was said before
+        answers = self._answers(f"part/{serial}", "store its part of a version", list[File])
+        # All ranks have answered, so they have read what was said before.
+        for key in self._spent:
             self._store.delete_key(key)
         self._spent = [f"seen/{serial}/{rank}" for rank in self.others]
-        return files
+        return [file for files in answers for file in files]
+
+    def compacted(self, serial: int, kind: type[_Value]) -> list[_Value]:
+        """First rank: wait for the other ranks' parts of the compaction to a job's version, each of this type.
+
+        Raises:
+            FormatError: a rank has found the full weights damaged.
+            StoreError: a rank could not store its parts, or is lost.
+        """
+        return self._answers(f"compacted/{serial}", "store its part of a compaction", kind)
+
+    def _answers(self, key: str, what: str, kind: Any) -> list[Any]:
+        answers = []
+        for rank in self.others:
+            try:
+                answer = json.loads(self._wait(rank, f"{key}/{rank}", what))
+            except (PublishError, RuntimeError) as error:
+                raise StoreError(f"Rank {rank} did not {what}: {error}") from error
+            if "error" in answer:
+                failed, message = answer["error"]
+                problem = error_of(failed, f"Rank {rank} could not {what}: {message}", StoreError)
+                raise problem if isinstance(problem, FormatError) else StoreError(str(problem))
+            answers.append(msgspec.convert(answer["value"], kind))
+        for rank in self.others:
+            self._store.delete_key(f"{key}/{rank}")
+        return answers
 
     def end(self, serial: int, error: Exception | None, digest: str, payload_bytes: int) -> None:
         """First rank: say that a job has ended. Never raises; if this fails, the other ranks time out."""
@@ -351,8 +373,16 @@ class Signals:
 
     def answer(self, serial: int, files: Sequence[File], error: Exception | None) -> None:
         """Other ranks: say that this rank's part of a job is stored, or why not."""
-        answer = {"files": msgspec.to_builtins(files)} if error is None else {"error": str(error)}
-        self._set(f"part/{serial}/{self.rank}", answer)
+        self._answer(f"part/{serial}", files, error)
+
+    def answer_compaction(self, serial: int, parts: object, error: BaseException | None) -> None:
+        """Other ranks: say which parts of the compaction to a job's version are stored, or why not."""
+        self._answer(f"compacted/{serial}", parts, error)
+
+    def _answer(self, key: str, value: object, error: BaseException | None) -> None:
+        found = {"value": msgspec.to_builtins(value)} if error is None else {"error": _described(error)}
+        with contextlib.suppress(RuntimeError):  # the first rank's process has ended, and with it the store
+            self._set(f"{key}/{self.rank}", found)
 
     def seen(self, serial: int) -> None:
         """Other ranks: confirm that this rank has read how a job ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltasync.tensors.delta import Changed, Delta, Sparse
-from deltasync.tensors.layout import Fingerprints, Layout, Vector
+from deltasync.tensors.layout import Fingerprints, Layout, Vector, count_below
 from deltasync.tensors.specs import (
     ITEM_BYTES,
     SAFETENSORS_DTYPES,
@@ -30,6 +30,7 @@ __all__ = [
     "Vector",
     "bits",
     "check_specs",
+    "count_below",
     "delta",
     "fingerprint",
     "index_dtype",

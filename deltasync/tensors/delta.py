@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deltasync.tensors.layout import Layout
+from deltasync.tensors.layout import Layout, count_below
 
 
 class Sparse(NamedTuple):
@@ -30,7 +30,7 @@ class Sparse(NamedTuple):
 
     def between(self, first: int, last: int) -> Sparse:
         """Return the elements from position `first` on and below `last`; views."""
-        low, high = np.searchsorted(self.at_K, (first, last))
+        low, high = count_below(self.at_K, (first, last))
         return Sparse(self.at_K[low:high], self.data_K[low:high])
 
 

@@ -19,6 +19,14 @@ from deltasync.tensors import fingerprint
 from deltasync.tensors.specs import TensorSpec, index_dtype
 
 
+def count_below(at_K: np.ndarray, limit_N: np.ndarray | tuple[int, int]) -> np.ndarray:
+    """Return how many of these ascending positions are below each limit, which is at most the number of elements; int64[N].
+
+    It is `np.searchsorted` in the dtype of `at_K`: with limits of another dtype numpy would copy all of `at_K` first.
+    """
+    return np.searchsorted(at_K, np.asarray(limit_N).astype(at_K.dtype, copy=False))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vector:
     """The tensors of one element width.
@@ -62,7 +70,7 @@ class Vector:
         """Return how many of these ascending positions lie in each tensor, int64[T]."""
         if at_K.size < len(self.specs):
             return np.bincount(self.tensor(at_K), minlength=len(self.specs))
-        counts: np.ndarray = np.diff(np.searchsorted(at_K, self.first_T))
+        counts: np.ndarray = np.diff(count_below(at_K, self.first_T))
         return counts
 
     def touched(self, at_K: np.ndarray) -> list[str]:

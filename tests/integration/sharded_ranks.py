@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from deltasync import Publisher, Receipt, open_store
+from deltasync import Publisher, Receipt, Retention, open_store
 from deltasync.channel import keys, signing
 from deltasync.codec import vector
 from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishError, PublishLostError, StoreError
@@ -358,6 +358,42 @@ def messages() -> None:
     scenario.end()
 
 
+def compacting() -> None:
+    """Each rank makes its parts of compactions. If a rank's store fails, only the compaction is lost."""
+    scenario = Scenario("compacted")
+    model, step = trainer(world())
+    weights = weights_of(model)
+    for fails in (False, True, False):
+        resumes = (scenario.folder / "channel/channel.json").exists()
+        dist.barrier()
+        with scenario.publisher(resume=resumes, retries=0, retention=Retention(compact_every=3)) as publisher:
+            for number in range(3 if resumes else 4):
+                scenario.publish(publisher, weights)
+                weights = step()
+                if fails and number == 0 and dist.get_rank() == dist.get_world_size() - 1:
+                    scenario.store.fail_at("read", keys.ANCHORS, error=StoreError)
+    scenario.end()
+
+
+def afforded() -> None:
+    """By default compactions, and anchors once these would be no smaller, are paid by the bytes of deltas."""
+    scenario = Scenario("afforded")
+    torch.manual_seed(0)
+    whole = torch.randn(64, 1000, dtype=torch.bfloat16)
+    with scenario.publisher() as publisher:
+        for number in range(120):
+            step = torch.zeros_like(whole, dtype=torch.int16)
+            changed = torch.randperm(whole.numel())[: whole.numel() // (100 if number < 60 else 2)]
+            step.view(-1)[changed] = torch.randint(1, 1 << 15, (changed.numel(),), dtype=torch.int16)
+            whole.view(torch.int16).bitwise_xor_(step)
+            weights = {"w": distribute_tensor(whole.float(), world(), [Shard(0)])}
+            if number % 10 == 9:
+                scenario.publish(publisher, weights)
+            else:
+                publisher.publish(weights.items()).wait(60)
+    scenario.end()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     vector.BLOCK = 1 << 10  # so that ranks have other blocks of a tensor
@@ -370,6 +406,8 @@ if __name__ == "__main__":
     free_start()
     other_adapter()
     messages()
+    compacting()
+    afforded()
     if len(sys.argv) > 2:
         resume_from(Path(sys.argv[2]))
     dist.destroy_process_group()

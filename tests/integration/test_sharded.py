@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from deltasync import Publisher, Replica, open_store
+from deltasync.channel import keys
 from deltasync.channel.documents import Record
 from deltasync.channel.reading import ChannelReader
+from deltasync.cli import main
 from deltasync.errors import NotPublishedError
 from tests.conftest import assert_same_bits
 
@@ -198,10 +201,40 @@ def test_ranks_that_resume_with_another_adapter_config_publish_full_weights_with
 
 def test_messages_between_ranks_are_kilobytes(ranks: tuple[int, Path]) -> None:
     size, folder = ranks[0], ranks[1] / "messages"
-    first, every, _, few = prove(folder, size)  # the third has an anchor beside it, as it is smaller than the deltas
+    first, every, _, few = prove(folder, size)
     assert 0 < first["moved_bytes"] < 60_000
     assert 0 < every["moved_bytes"] < 3_000  # 308 of 310 tensors changed
     assert 0 < few["moved_bytes"] < 200  # 4 did
+
+
+def compactions(folder: Path) -> dict[tuple[int, int], Record]:
+    reader = ChannelReader(open_store(f"file://{folder}/channel"))
+    return {(span.base, span.version): reader.stored(info.key).record for span, info in reader.compactions()}
+
+
+def test_each_rank_makes_its_parts_of_compactions_and_a_failing_one_costs_no_version(ranks: tuple[int, Path]) -> None:
+    size, folder = ranks[0], ranks[1] / "compacted"
+    prove(folder, size)
+    found = compactions(folder)
+    assert sorted(found) == [(1, 4), (1, 10)]  # that to version 7 failed
+    for (base, _), record in found.items():
+        assert record.delta is not None
+        names = [file.key.rpartition("/")[2] for file in record.delta.parts]
+        assert names == [keys.compaction_part(base, rank, 1) for rank in range(size)]
+    checked = CliRunner().invoke(main, ["check", f"file://{folder}/channel", "--read-data"])
+    assert checked.exit_code == 0, checked.output
+
+
+def test_ranks_write_compactions_and_anchors_that_the_deltas_pay_for(ranks: tuple[int, Path]) -> None:
+    size, folder = ranks[0], ranks[1] / "afforded"
+    prove(folder, size)
+    found, beside = compactions(folder), anchors(folder)
+    assert found and max(version for _, version in found) < 80  # while 1 % changed
+    assert beside and min(beside) > 60  # once half of all did
+    stored = sum(path.stat().st_size for path in folder.rglob("channel/**/*") if path.is_file())
+    deltas = sum(row.stat().st_size for row in folder.glob("channel/versions/*/*"))
+    deltas += sum(row.stat().st_size for row in folder.glob("channel/parts/*/*") if "compaction-" not in row.name)
+    assert stored < 1.4 * deltas
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 
 from benchmarks import storage
@@ -20,8 +19,10 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.dashboard.forecast import COMPACTION_PART_ELEMENTS, PART_CHANGED, compaction_bits, delta_bits, forecast
 from deltasync.maintenance.budget import LEAST_COMPACTED, Budget
-from deltasync.publish import encode
+from deltasync.publish import compaction, encode
 from deltasync.publish.maintenance import Sample
+from deltasync.publish.shadow import Shadow
+from deltasync.tensors.bits import bits_of
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -77,15 +78,15 @@ def test_the_week_in_the_manual_is_what_the_command_prints() -> None:
 
 def test_the_size_of_a_compaction_is_computed_and_estimated_as_it_is() -> None:
     random, weights = np.random.default_rng(1), storage.model(1_000_000)
-    bits = {name: tensor.view(torch.int16).numpy().view(np.uint16) for name, tensor in weights.items()}
-    sample = Sample(bits)
+    bits = {name: bits_of(tensor) for name, tensor in weights.items()}
+    sample = Sample(Shadow.whole(weights))
     assert sample.compaction_bytes(bits) == 0
     for _ in range(40):
         storage.move(random, weights, 0.01)
     elements = sum(held.size for held in bits.values())
     assert sample.compaction_bytes(bits) == pytest.approx(elements * compaction_bits(0.01, 40) / 8, rel=0.02)
     assert delta_bits(0.01) == pytest.approx(9.88, abs=0.01)
-    assert (PART_CHANGED, COMPACTION_PART_ELEMENTS) == (encode.GROUP_CHANGED, encode.GROUP_ELEMENTS)
+    assert (PART_CHANGED, COMPACTION_PART_ELEMENTS) == (encode.GROUP_CHANGED, compaction.GROUP_ELEMENTS)
 
 
 def test_full_weights_take_the_place_of_a_compaction_that_is_no_longer_small() -> None:
@@ -123,7 +124,7 @@ def test_a_joiner_of_a_channel_that_forgets_takes_the_compaction(memory_url: str
 
 
 def test_a_compaction_is_stored_in_parts_one_group_of_tensors_each(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.publish.encode.GROUP_ELEMENTS", 20_000)
+    monkeypatch.setattr("deltasync.publish.compaction.GROUP_ELEMENTS", 20_000)
     random, weights, store = np.random.default_rng(3), storage.model(200_000), open_store(memory_url)
     states = []
     with Publisher(store) as publisher:
