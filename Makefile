@@ -181,7 +181,7 @@ test-router: setup
 	@$(call apt,haproxy,haproxy)
 	$(BIN)/pytest tests/integration/test_router.py
 
-# What runs on Ray, beside what .venv has: Ray Serve LLM with two vLLM replicas on CPUs behind Ray's HAProxy; verl's own manager
+# What runs on Ray, in addition to .venv: Ray Serve LLM with two vLLM replicas on CPUs behind Ray's HAProxy; verl's own manager
 # and workers. verl asks for an older transformers, which what is used of it here does not need.
 RAY ?= 2.60.0
 VERL ?= 0.9.1

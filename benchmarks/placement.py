@@ -45,7 +45,7 @@ def lines(result: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _compared_there(elements: int) -> tuple[int, int]:
-    """Return the bytes that a publish copies to the host, and its peak on the device beside the copies."""
+    """Return the bytes that a publish copies to the host, and its peak on the device besides the copies."""
     copied = beside = 0
     for first in range(0, elements, groups.GROUP):
         count = min(groups.GROUP, elements - first)

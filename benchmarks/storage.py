@@ -2,7 +2,7 @@
 
     python -m benchmarks.storage [--elements 8e6] [--versions 210] [--changed 0.01 0.001] [--json]
 
-A model of bfloat16 weights is published to a store in memory. In each version a share of its elements, chosen anew, moves by
+A model of bfloat16 weights is published to a store in memory. In each version a share of its elements, chosen again, moves by
 one step up or down. Counted are the bytes of deltas, compactions and anchors after the first version, and what a replica
 reads that joins after the last one. Beside it stands what `deltasync cost` computes for the same run.
 """
