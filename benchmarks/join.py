@@ -1,4 +1,4 @@
-"""The cost of full weights: publishing an anchor, and joining late, compared with a copy, the disk and sha256 of the same bytes.
+"""The cost of full weights, published and joined late, compared with a copy, the disk and sha256 of the same bytes.
 
     python -m benchmarks.join [--gigabytes 0.3] [--folder DIR] [--json]
 
