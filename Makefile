@@ -90,9 +90,8 @@ test-long: setup services
 	$(MAKE) test-vllm VLLM=0.31.0
 	$(MAKE) test-vllm VLLM=0.33.0
 
-# Every row of the fault matrix, each process killed 20 times at each step; writes docs/results/faults.json, the tables of
-# docs/reliability.md. Rows that
-# need a small disk need root. Real servers are killed once at each step: each restart takes half a minute.
+# Every row of the fault matrix, each process killed 20 times at each step; writes docs/results/faults.json and the tables of
+# docs/reliability/. Rows that need a small disk need root. Real servers are killed once at each step: each restart takes half a minute.
 FAULT_REPEATS ?= 20
 test-faults: setup
 	LONG_TESTS=1 FAULT_REPEATS=$(FAULT_REPEATS) FAULT_RESULTS=docs/results/faults.json \
@@ -182,7 +181,7 @@ test-router: setup
 	@$(call apt,haproxy,haproxy)
 	$(BIN)/pytest tests/integration/test_router.py
 
-# What runs on Ray, beside what .venv has: Ray Serve LLM with two vLLM replicas on CPUs behind Ray's HAProxy; verl's own manager
+# What runs on Ray, in addition to .venv: Ray Serve LLM with two vLLM replicas on CPUs behind Ray's HAProxy; verl's own manager
 # and workers. verl asks for an older transformers, which what is used of it here does not need.
 RAY ?= 2.60.0
 VERL ?= 0.9.1

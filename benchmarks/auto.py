@@ -1,4 +1,4 @@
-"""How soon a version is served with `codec="auto"`, beside `packed` and `context`, over links from 10 Mbit/s to 10 Gbit/s.
+"""How soon a version is served with `codec="auto"`, `packed` and `context`, over links from 10 Mbit/s to 10 Gbit/s.
 
     python -m benchmarks.auto [--json]
 

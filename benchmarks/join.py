@@ -1,4 +1,4 @@
-"""The cost of full weights: publishing an anchor, and joining late, beside a copy, the disk and sha256 of the same bytes.
+"""The cost of full weights, published and joined late, compared with a copy, the disk and sha256 of the same bytes.
 
     python -m benchmarks.join [--gigabytes 0.3] [--folder DIR] [--json]
 
@@ -215,7 +215,7 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
             (f"peak memory of {who}", f"{held / 1e9:.2f} GB", f"{held / size:.2f} of the weights")
             for who, held in (
                 ("a publisher, model included, first anchor", publish["first_bytes"]),
-                ("the same, deltas and an anchor beside them", publish["peak_bytes"]),
+                ("the same, with deltas and an anchor", publish["peak_bytes"]),
                 ("a replica that joins", join["peak_bytes"]),
             )
         ),

@@ -149,7 +149,7 @@ def pushing_client(base: type, folder: Path, arm: str) -> type:
 
 
 def begin_dense(folder: Path) -> None:
-    """Make the directory of a checkpoint, with the config of the model beside it."""
+    """Make the directory of a checkpoint, with the config of the model."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_bytes((folder.parent / "model" / "config.json").read_bytes())
 

@@ -40,12 +40,12 @@ def lines(result: list[dict[str, Any]]) -> Iterator[str]:
         pinned = f" + {_size(row['pinned_bytes'])} pinned" if row["pinned_bytes"] else ""
         sizes = (_size(row[f"{name}_bytes"]) for name in ("copy", "beside", "crossing"))
         rows.append((row["model"], f"`{row['placement']}`", _size(row["host_bytes"]) + pinned, *sizes))
-    columns = ("placement", "host memory", "copies on the device", "beside them, in a publish", "crosses to the host")
+    columns = ("placement", "host memory", "copies on the device", "more, in a publish", "crosses to the host")
     yield from common.table(("model", *columns), rows)
 
 
 def _compared_there(elements: int) -> tuple[int, int]:
-    """Return the bytes that a publish copies to the host, and its peak on the device beside the copies."""
+    """Return the bytes that a publish copies to the host, and its peak on the device besides the copies."""
     copied = beside = 0
     for first in range(0, elements, groups.GROUP):
         count = min(groups.GROUP, elements - first)

@@ -192,7 +192,7 @@ def _three_digits(value: float) -> str:
 
 
 def codec_reported() -> Iterator[str]:
-    """Yield what peers' own code needed, beside our implementation of it."""
+    """Yield what peers' own code needed, and our implementation of it."""
     rows: list[Row] = []
     for whose, changed, reported, known, encoding, master in published.PEER_BITS:
         ours = _bits_at(master, "one step", encoding, changed or 0.0107)
@@ -277,7 +277,7 @@ def commit() -> Iterator[str]:
         (
             "pause of generation, last token before to first after",
             f"{1e3 * silence:.0f} ms; {1e3 * usual:.0f} are usual between two tokens, "
-            f"the scatter took {1e3 * pause['changed']['scatter_s']:.0f} beside vLLM's spinning threads",
+            f"the scatter took {1e3 * pause['changed']['scatter_s']:.0f} while vLLM's threads spin",
         ),
         ("the same, of a version without a change", f"{1e3 * pause['unchanged']['silence_s']:.0f} ms"),
         ("throughput of the tiny model with a version per second", f"{throughput['share']:.0%}"),
@@ -313,7 +313,7 @@ def recovery() -> Iterator[str]:
     result = load("recovery")["result"]
     texts = {
         "commit_s": "commit of 1 % changed",
-        "rollback_s": "rollback of it",
+        "rollback_s": "rollback of a commit of 1 % changed",
         "load_s": "load of an anchor into an empty replica",
         "audit_and_load_s": "after a flipped bit: audit, and load again",
     }
@@ -392,19 +392,62 @@ def _as_written(name: str) -> Iterator[str]:
     yield from _source(name)
 
 
-def faults() -> Iterator[str]:
-    """Yield the fault matrix."""
+_FAULT_COLUMNS = ("fault", "times", "noticed by", "message", "comes back by", "in")
+_FAULT_PAGES = {
+    "killed": ("Publish", "Stage", "Commit", "A real vLLM, started again by a supervisor"),
+    "damaged": ("The channel", "One bad byte, for ever", "A replica's memory", "The trainer"),
+    "publishing": ("A store that fails while publishing",),
+    "following": ("A store that fails while following",),
+    "machine": ("A full disk", "Short memory", "Clocks"),
+    "writers": ("One writer after another",),
+}
+"""Parts of the fault matrix by the page of docs/reliability/ that shows them."""
+
+_LONG_TABLE = 12  # rows; a part with more gets several tables
+
+
+def faults(page: str) -> Iterator[str]:
+    """Yield the parts of the fault matrix that one page shows; long parts in a table for each way in which faults end."""
     parts: dict[str, list[Row]] = {}
     for row in load("faults")["result"]:
         seconds = row["recovered_s"]
-        took = "" if seconds is None else f"{seconds * 1000:.0f} ms" if seconds < 0.995 else f"{seconds:.1f} s"
-        cells = (row["fault"], row["times"], row["noticed"], row["said"], row["back"], took)
+        took = (
+            ""
+            if seconds is None
+            else f"{seconds * 1000:.0f}\N{NO-BREAK SPACE}ms"
+            if seconds < 0.995
+            else f"{seconds:.1f}\N{NO-BREAK SPACE}s"
+        )
+        fault = row["fault"].removeprefix("publishing: ").removeprefix("following: ")
+        cells = (fault, row["times"], row["noticed"], _first_sentence(row["said"]), row["back"], took)
         parts.setdefault(row["part"], []).append(cells)
-    for number, (part, rows) in enumerate(parts.items()):
-        yield from [""] * bool(number)
-        yield f"### {part}"
-        yield ""
-        yield from _table(("fault", "times", "noticed by", "what is said", "comes back by", "in"), rows)
+    if unknown := parts.keys() - {part for known in _FAULT_PAGES.values() for part in known}:
+        raise KeyError(f"No page of docs/reliability/ shows {sorted(unknown)}: add them to _FAULT_PAGES.")
+    for number, part in enumerate(_FAULT_PAGES[page]):
+        yield from (*[""] * bool(number), f"## {part}")
+        tables: dict[object, list[Row]] = {}
+        for each in parts[part]:
+            tables.setdefault(each[4] if len(parts[part]) > _LONG_TABLE else "", []).append(each)
+        for rows in tables.values():
+            yield from _fault_table(rows)
+
+
+def _fault_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a table of faults. A value that all rows share stands above it."""
+    shared = [at for at in range(1, len(_FAULT_COLUMNS)) if len(rows) > 1 and len({row[at] for row in rows}) == 1]
+    if same := [f"{_FAULT_COLUMNS[at]} ({rows[0][at]})" for at in shared if rows[0][at] != 1]:
+        yield from ("", f"Equal in every row: {', '.join(same)}.")
+    yield ""
+    kept = [at for at in range(len(_FAULT_COLUMNS)) if at not in shared]
+    yield from _table([_FAULT_COLUMNS[at] for at in kept], [[row[at] for at in kept] for row in rows])
+
+
+def _first_sentence(message: str) -> str:
+    """Return a recorded message's first sentence, without what differs from run to run."""
+    message = re.sub(r"\b(versions|parts|anchors|compactions|announcements)/[\w./-]+\b", r"\1/…", message)
+    message = re.sub(r" \([0-9a-f]{12}\)", "", message)
+    message = re.split(r"(?<=\.) (?=[A-Z(]|[\w/:]+/…)", message)[0]
+    return re.sub(r"^\((.*?)\)", r"\1", message).removeprefix("nothing: ")
 
 
 def chaos() -> Iterator[str]:
@@ -419,10 +462,10 @@ def chaos() -> Iterator[str]:
         ("starts of servers", total["starts"]),
         ("last version", found["publisher"]["version"]),
         ("served versions whose bits were compared", total["checked"]),
-        ("of them wrong", total["wrong"]),
-        ("served, but in no channel any more to compare with", total["unknown"]),
+        ("wrong bits", total["wrong"]),
+        ("served, but gone from the channel since, so not compared", total["unknown"]),
         ("acknowledgements", counted["counted"]),
-        ("of them false", counted["false"]),
+        ("false acknowledgements", counted["false"]),
         ("servers that served the last version at the end", f"{at_end} of {len(served)}"),
         ("problems of the channel at the end, all data read", len(found["problems"])),
     ])  # fmt: skip
@@ -508,7 +551,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "scale": scale,
     "scale-computed": scale_computed,
     "wordle": lambda: _as_written("wordle"),
-    "faults": faults,
+    **{f"faults-{page}": functools.partial(faults, page) for page in _FAULT_PAGES},
 }
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.storage [--elements 8e6] [--versions 210] [--changed 0.01 0.001] [--json]
 
-A model of bfloat16 weights is published to a store in memory. In each version a share of its elements, chosen anew, moves by
-one step up or down. Counted are the bytes of deltas, compactions and anchors after the first version, and what a replica
-reads that joins after the last one. Beside it stands what `deltasync cost` computes for the same run.
+A model of bfloat16 weights is published to a store in memory. In each version a random share of its elements moves by one
+step up or down. The benchmark counts the bytes of deltas, compactions and anchors after the first version, and the bytes
+that a replica reads which joins after the last one. It also prints what `deltasync cost` computes for the same run.
 """
 
 from __future__ import annotations

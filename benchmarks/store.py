@@ -1,4 +1,4 @@
-"""Rates and latencies of the store at URL, beside those of the provider's own client, and what a version costs.
+"""Rates and latencies of the store at URL, compared with the provider's own client, and what a version costs.
 
     python -m benchmarks.store URL [--bytes 33554432] [--json]
 

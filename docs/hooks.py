@@ -1,4 +1,4 @@
-"""What the site shows of the repository beside docs/: README.md and its neighbours, and the files that pages link to.
+"""Adds files outside docs/ to the site: README.md and its neighbours, and the files that pages link to.
 
 On GitHub these links lead to the files themselves; in the site each file that is linked becomes a page.
 """

@@ -378,8 +378,8 @@ def page() -> str:
         "",
         "    deltasync log s3://bucket/run --json | jq .version",
         "",
-        "Each field is always there. Errors go to stderr, as sentences; [exit codes](cli.md) are the same with and without.",
-        "`dashboard` serves its page's data at `data.json`, which may change.",
+        "Every field is always present. Errors are sentences on stderr, and `--json` does not change [exit codes](cli.md).",
+        "`dashboard` serves the data of its page at `data.json`; that form may change.",
         "`python -m tests.json_schemas` writes this page.",
     ]
     for command, (count, kinds) in SCHEMAS.items():

@@ -1,4 +1,4 @@
-"""Size and throughput of our codecs and of other systems' encodings on the same deltas, beside the entropy bounds.
+"""Size and throughput of our codecs and of other systems' encodings on the same deltas, compared with entropy bounds.
 
     python -m benchmarks.codec [--data finetune] [--changed 0.01] [--plot codec.png] [--json]
 

@@ -1,4 +1,4 @@
-"""Size and speed of our codecs and of the peers' encodings on the same deltas, beside the bounds and the machine's memcpy.
+"""Size and speed of our codecs and of the peers' encodings on the same deltas, with bounds and the machine's memcpy.
 
 Sizes are exact; times are the best of several repeats. Times of encoding are the median of five rounds, each right after a
 copy that it is compared with: on a shared machine the speed of memory changes from one second to the next. Every encoding is

@@ -4,4 +4,4 @@ from tests.import_graph import PICTURE, picture
 
 
 def test_the_drawing_of_imports_is_what_is_imported() -> None:
-    assert PICTURE.read_text() == picture(), "python -m tests.import_graph draws it anew"
+    assert PICTURE.read_text() == picture(), "python -m tests.import_graph draws it again"

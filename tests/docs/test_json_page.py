@@ -71,7 +71,7 @@ def assert_is(document: Any, kind: type) -> None:
 
 
 def test_the_page_is_what_the_types_say() -> None:
-    assert json_schemas.PAGE.read_text(encoding="utf-8") == page(), "python -m tests.json_schemas writes it anew"
+    assert json_schemas.PAGE.read_text(encoding="utf-8") == page(), "python -m tests.json_schemas writes it again"
 
 
 def test_every_command_with_json_is_there() -> None:

@@ -1,4 +1,4 @@
-"""The two walks in docs/architecture.md name files and functions that are there."""
+"""The two walks in docs/architecture.md, and its table of questions, name files and functions that are there."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import pytest
 
 from tests.docs.pages import ROOT
 
-SECTION = (
-    (ROOT / "docs/architecture.md")
-    .read_text(encoding="utf-8")
-    .split("\n## One weight change, out and in")[1]
-    .split("\n## ")[0]
-)
+PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+SECTION = PAGE.split("\n## One weight change, out and in")[1].split("\n## ")[0]
+QUESTIONS = PAGE.split("\n## Ten questions")[1].split("\n## ")[0]
 HOPS = [
     (file, name)
     for line in SECTION.splitlines()
@@ -32,12 +29,20 @@ def defined(file: str) -> set[str]:
         if isinstance(node, functions):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
+            found.add(node.name)
             found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, functions)}
     return found
 
 
 def test_both_walks_have_hops() -> None:
     assert len(HOPS) >= 16
+
+
+def test_answers_name_what_is_there() -> None:
+    answers = re.findall(r"`([\w.]+)` in `(\w+/\w+\.py)`", QUESTIONS)
+    assert len(answers) >= 8
+    assert [(name, file) for name, file in answers if name not in defined(file)] == []
+    assert all((ROOT / "deltasync" / file).is_file() for file in re.findall(r"`(\w+/\w+\.py)`", QUESTIONS))
 
 
 @pytest.mark.parametrize(("file", "name"), HOPS)

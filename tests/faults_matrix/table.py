@@ -1,4 +1,4 @@
-"""The result file of the fault matrix, the tables of docs/reliability.md: each row is entered by the test that ran it."""
+"""The result file of the fault matrix, the tables of docs/reliability/: each row is entered by the test that ran it."""
 
 from __future__ import annotations
 
