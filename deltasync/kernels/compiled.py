@@ -8,25 +8,26 @@ in the kernel's own source file, though kernels inline functions of other files.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core import event
 from numba.core.caching import IndexDataCacheFile
 
 logger = logging.getLogger(__name__)
 
 CURE = "Set NUMBA_CACHE_DIR to a folder that can be written."
 
-_SOURCES = tuple(
-    (path.name, status.st_mtime_ns, status.st_size)
-    for path in sorted(Path(__file__).parent.glob("*.py"))
-    for status in [path.stat()]
-)
-"""The source files of kernels. If any of them changes, kernels are compiled again."""
+_SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
+"""The source files of kernels. If any of them changes, kernels are compiled again. Times do not count: layers of images lose
+the fractions of their seconds.
+"""
 
 
 class CacheFile(IndexDataCacheFile):
@@ -51,14 +52,64 @@ class CacheFile(IndexDataCacheFile):
         return str(self._data_name_pattern.replace("{number:d}", number))
 
 
+class _Thread(threading.local):
+    is_ahead = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def ahead() -> Iterator[None]:
+    """Note that nothing waits for what this thread compiles in this context."""
+    _thread.is_ahead = True
+    try:
+        yield
+    finally:
+        _thread.is_ahead = False
+
+
+functions: list[str] = []
+"""Functions of kernels that were compiled in this process."""
+
+waited: list[str] = []
+"""Those of them that something waited for."""
+
+folder = ""
+"""Where compiled kernels are kept."""
+
+
+class _Compilations(event.Listener):  # type: ignore[misc]  # numba has no types
+    def on_start(self, event: event.Event) -> None:
+        """Note what is compiled, and log the first of it."""
+        function = event.data["dispatcher"].py_func
+        if not function.__module__.startswith(f"{__package__}."):
+            return
+        functions.append(function.__name__)
+        if _thread.is_ahead:
+            return
+        if not waited:
+            logger.warning(
+                "Kernels are compiled while %s waits for them, which takes some seconds, once for each kind of machine. "
+                "`deltasync compile` does it ahead.",
+                threading.current_thread().name,
+            )
+        waited.append(function.__name__)
+
+    def on_end(self, event: event.Event) -> None:
+        """Do nothing."""
+
+
+event.register("numba:compile", _Compilations())
+
+
 uncached: list[str] = []
 """Why kernels are compiled in each process anew, if they are."""
 
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function when it is first called: in parallel, without the GIL, and cached on disk if that is possible."""
-    compiled = numba.njit(parallel=True, nogil=True)
-    dispatcher = compiled(function)
+    dispatcher = numba.njit(parallel=True, nogil=True)(function)
     try:
         if dispatcher is not function:  # with NUMBA_DISABLE_JIT=1 they are the same
             dispatcher.enable_caching()
@@ -68,6 +119,8 @@ def kernel(function: Callable[..., Any]) -> Any:
         uncached.append(str(error))
         return dispatcher
     if dispatcher is not function:
+        global folder
         cache = dispatcher._cache
+        folder = cache._cache_path
         cache._cache_file = CacheFile(cache._cache_path, cache._impl.filename_base, _SOURCES)
     return dispatcher

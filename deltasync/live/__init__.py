@@ -1,6 +1,6 @@
 """Live weights as segments of memory, and the commit: the only code that writes them."""
 
-from deltasync.live import derived, plan, proof
+from deltasync.live import compiling, derived, plan, proof
 from deltasync.live.memory import LiveMemory
 from deltasync.live.segments import Parts, Segment, assemble, combine, model_fingerprint
 from deltasync.live.staging import Staged
@@ -12,6 +12,7 @@ __all__ = [
     "Staged",
     "assemble",
     "combine",
+    "compiling",
     "derived",
     "model_fingerprint",
     "plan",

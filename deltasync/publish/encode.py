@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from deltasync import codec
 from deltasync.channel import payloads
@@ -168,22 +167,6 @@ def encode(job: Job, codec_name: str, delta: Changes, base_version: int) -> Enco
         return shadow.bits[name], shadow.ranges[name][0]
 
     return codec.get(codec_name).encode(delta, new, job.fingerprints, job.version, base_version)
-
-
-def compile_ahead(job: Job, codec_names: Iterable[str]) -> None:
-    """Compare, encode and prove a change for each dtype of a job's channel, so that no real change waits for a compiler."""
-    zeros = {
-        f"{dtype}{shape}": torch.zeros(shape, dtype=getattr(torch, dtype))
-        for dtype in {spec.dtype for spec in job.shadow.specs.values()}
-        for shape in ((256, 256), (1024,))  # the first so large that `context` has tiles of it
-    }
-    shadow = Shadow.whole(zeros)
-    new = [(name, (torch.arange(zero.numel()) % 64 == 1).reshape(zero.shape).to(zero.dtype)) for name, zero in zeros.items()]
-    steps = shadow.advance(new, "keep", 0)
-    following = Job(serial=0, version=job.version + 1, channel=job.channel, shadow=shadow, fingerprints=shadow.fingerprints)
-    group = joined(steps)
-    for codec_name in codec_names:
-        prove(following, codec_name, group, encode(following, codec_name, group, job.version).to_bytes())
 
 
 def prove(job: Job, codec_name: str, delta: Changes, data: bytes) -> float:
