@@ -80,21 +80,26 @@ folder = ""
 
 
 class _Compilations(event.Listener):  # type: ignore[misc]  # numba has no types
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
     def on_start(self, event: event.Event) -> None:
-        """Note what is compiled, and log the first of it."""
-        function = event.data["dispatcher"].py_func
+        """Note what is compiled. Log where something waits for it, once for each thread that does."""
+        function, thread = event.data["dispatcher"].py_func, threading.current_thread().name
         if not function.__module__.startswith(f"{__package__}."):
             return
         functions.append(function.__name__)
         if _thread.is_ahead:
             return
-        if not waited:
-            logger.warning(
-                "Kernels are compiled while %s waits for them, which takes some seconds, once for each kind of machine. "
-                "`deltasync compile` does it ahead.",
-                threading.current_thread().name,
-            )
         waited.append(function.__name__)
+        if thread not in self._logged:
+            self._logged.add(thread)
+            logger.log(
+                logging.INFO if thread.startswith("deltasync") else logging.WARNING,  # no step waits for our threads
+                "%s waits for kernels to be compiled, some seconds, once for each kind of machine. `deltasync compile` does "
+                "it ahead.",
+                thread,
+            )
 
     def on_end(self, event: event.Event) -> None:
         """Do nothing."""

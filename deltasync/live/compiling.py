@@ -91,17 +91,17 @@ def steps(kinds: Kinds) -> Iterator[None]:
         old = {spec.name: np.zeros(spec.element_count, spec.bits_dtype) for spec in specs}
         new = {name: bits_N + (np.arange(bits_N.size) % 64 == 1).astype(bits_N.dtype) for name, bits_N in old.items()}
         digests, deltas = dict[str, int](), list[Delta]()
-        for name, bits_N in new.items():
-            digests[name] = cpu.fingerprint(fingerprint.tensor_key(name), bits_N)
-            yield
+        if kinds.publishes:
+            for name, bits_N in old.items():  # for the first anchor
+                cpu.take(fingerprint.tensor_key(name), bits_N, bits_N.copy())
+                yield
         for width, vector in layout.vectors.items():
             found = _detected(vector, old, new) if kinds.publishes else _changes(vector, old, new)
             deltas.append(Delta(layout, {width: found}))
             yield
-        if kinds.publishes:
-            for name, bits_N in old.items():
-                cpu.take(fingerprint.tensor_key(name), bits_N, bits_N.copy())
-                yield
+        for name, bits_N in new.items():
+            digests[name] = cpu.fingerprint(fingerprint.tensor_key(name), bits_N)
+            yield
         if kinds.on_host:
             yield from _replicated(layout, old, new, digests, deltas)
         for of, delta in ((codec.get(name), delta) for name in kinds.codecs for delta in deltas):
