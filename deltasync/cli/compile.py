@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from deltasync.tensors.specs import ITEM_BYTES
+from deltasync.tensors import ITEM_BYTES
 
 
 @click.command("compile")

@@ -54,6 +54,8 @@ def compile_while_loading(settings: ReplicaSettings, on_host: bool) -> None:
     """
 
     def compile_() -> None:
+        if cpu.threading_layer() == "workqueue":
+            return  # `limit_threads` refuses it; until then the engine may use it
         with contextlib.suppress(DeltaSyncError):
             compiling.start(compiling.Kinds(compiling.of_model(open_reader(settings).layout), on_host=on_host))
 

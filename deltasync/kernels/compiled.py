@@ -79,7 +79,7 @@ folder = ""
 """Where compiled kernels are kept."""
 
 
-class _Compilations(event.Listener):  # type: ignore[misc]  # numba has no types
+class _Compilations(event.Listener):
     def __init__(self) -> None:
         self._logged: set[str] = set()
 

@@ -22,7 +22,7 @@ from deltasync.cli import main
 from deltasync.kernels import compiled
 from deltasync.kernels.compiled import _SOURCES, CacheFile
 from deltasync.live import compiling
-from deltasync.tensors import TensorSpec
+from deltasync.tensors import ITEM_BYTES, Delta, Layout, TensorSpec
 
 
 def cache_file(folder: Path, stamp: object = _SOURCES) -> CacheFile:
@@ -165,7 +165,7 @@ def test_an_image_leaves_nothing_to_compile(tmp_path: Path) -> None:
     """`deltasync compile` in one process; in others trainers and replicas of small and of large models."""
     image = "from deltasync.cli import main; main(['compile', '--dtype', 'bfloat16'], standalone_mode=False)"
     printed = run(image, tmp_path)
-    assert re.fullmatch(rf"compiled \d+ functions in [\d.]+ s; they are kept in {tmp_path}/\S+\n", printed)
+    assert re.fullmatch(rf"compiled [1-9]\d+ functions in [\d.]+ s; they are kept in {tmp_path}/\S+\n", printed)
     follow = """
 replica = Replica(url)
 for version in (1, 2, 4):
@@ -219,6 +219,36 @@ def test_a_wait_for_the_compiler_is_logged_once_for_each_thread(caplog: pytest.L
         ("INFO", "deltasync-upload"),
     ]
     assert "`deltasync compile` does it ahead" in caplog.text
+
+
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
+def test_every_dtype_can_be_compiled_for(codec: str) -> None:
+    """By a change of a matrix, which `context` codes by classes, and of a tensor too small for that."""
+    specs = tuple(spec for dtype in ITEM_BYTES for spec in compiling.of_dtype(dtype))
+    changed: dict[str, int] = {}
+    counted = Delta.counts
+
+    def counts(self: Delta) -> dict[str, int]:
+        found = counted(self)
+        changed.update(found)
+        return found
+
+    with mock.patch.object(Delta, "counts", counts):
+        assert sum(1 for _ in compiling.steps(compiling.Kinds(specs, (codec,), publishes=True, on_host=False))) > len(specs)
+    assert changed == {spec.name: spec.element_count // 64 for spec in specs}
+
+
+def test_the_small_model_has_the_kinds_of_the_real_one() -> None:
+    """Its dtypes of most elements, no matrix where there is none, and positions of 64 bits where they are needed."""
+    shapes = {"bfloat16": [(1 << 20, 1 << 11), (7, 7)], "float16": [(512, 512)], "float32": [(99,)], "uint8": [(1 << 17,)]}
+    specs = [TensorSpec(f"{dtype} {shape}", dtype, shape) for dtype, of in shapes.items() for shape in of]
+    small = Layout({spec.name: spec for spec in compiling.of_model(Layout({spec.name: spec for spec in specs}))})
+    assert {width: [spec.dtype for spec in vector.specs] for width, vector in small.vectors.items()} == {
+        1: ["uint8"] * 2,
+        2: ["bfloat16"] * 3,
+        4: ["float32"],
+    }
+    assert {width: vector.index_dtype for width, vector in small.vectors.items()} == {1: "i4", 2: "i8", 4: "i4"}
 
 
 def test_kernels_are_compiled_once_in_a_process_and_no_error_matters(caplog: pytest.LogCaptureFixture) -> None:
