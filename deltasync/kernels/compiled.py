@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -33,8 +34,18 @@ the fractions of their seconds.
 class CacheFile(IndexDataCacheFile):
     """A cache whose data files have random names, which the index gets only after they are written.
 
-    Processes that write the index at the same time may lose each other's entries; those kernels are compiled again.
+    Processes that write the index at the same time may lose each other's entries; those kernels are compiled again. What is
+    not there is read from the folder `image`, which may be read-only, as in a container.
     """
+
+    def __init__(self, folder: str, name: str, stamp: object, image: str | None = None) -> None:
+        super().__init__(folder, name, stamp)
+        self._image = None if image in (None, folder) else IndexDataCacheFile(image, name, stamp)
+
+    def load(self, key: Any) -> Any:
+        """Return a compiled kernel; None if there is none."""
+        found = super().load(key)
+        return self._image.load(key) if found is None and self._image is not None else found
 
     def save(self, key: Any, data: Any) -> None:
         """Add a compiled kernel."""
@@ -126,6 +137,9 @@ def kernel(function: Callable[..., Any]) -> Any:
     if dispatcher is not function:
         global folder
         cache = dispatcher._cache
-        folder = cache._cache_path
-        cache._cache_file = CacheFile(cache._cache_path, cache._impl.filename_base, _SOURCES)
+        folder, image = cache._cache_path, None
+        if numba.config.CACHE_DIR:  # numba does not use it unless it can write there
+            source = function.__code__.co_filename
+            image = os.path.join(numba.config.CACHE_DIR, cache._impl.locator.get_suitable_cache_subpath(source))
+        cache._cache_file = CacheFile(folder, cache._impl.filename_base, _SOURCES, image)
     return dispatcher

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numba
 import pytest
 from click.testing import CliRunner
 
@@ -195,6 +196,24 @@ print(*compiled.functions)
     for path in (tmp_path / "copy").rglob("*.py"):
         os.utime(path, (1_700_000_000, 1_700_000_000))
     assert run(script, tmp_path / "cache").split() == []
+
+
+def test_an_image_that_is_read_only_has_its_kernels_still(tmp_path: Path) -> None:
+    """numba then keeps what it compiles in the user's folder, and finds there what only later processes compiled."""
+    if not hasattr(numba.config, "CACHE_LOCATOR_CLASSES"):
+        pytest.skip("this numba cannot be told not to use NUMBA_CACHE_DIR")
+    script = "import sys, numpy as np; from deltasync.kernels import compiled, cpu; " + (
+        "cpu.fingerprint(7, np.arange(999, dtype=sys.argv[1])); print(*compiled.functions, compiled.folder)"
+    )
+    assert run(script, tmp_path / "image", "u1").split()[0] == "_fingerprint"
+    before = sorted((tmp_path / "image").rglob("*"))
+    user = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserWideCacheLocator", "XDG_CACHE_HOME": str(tmp_path / "user")}
+    with mock.patch.dict(os.environ, user):
+        (folder,) = run(script, tmp_path / "image", "u1").split()
+        assert folder.startswith(str(tmp_path / "user"))
+        assert run(script, tmp_path / "image", "u2").split() == ["_fingerprint", folder]
+        assert run(script, tmp_path / "image", "u2").split() == [folder]
+    assert sorted((tmp_path / "image").rglob("*")) == before
 
 
 def test_a_wait_for_the_compiler_is_logged_once_for_each_thread(caplog: pytest.LogCaptureFixture) -> None:
