@@ -19,8 +19,8 @@ from deltasync.tensors import ITEM_BYTES
 def compile(dtypes: tuple[str, ...]) -> None:
     """Compile the kernels of trainers and replicas for this kind of CPU, and keep them in NUMBA_CACHE_DIR.
 
-    An image then needs no seconds of compiling at its first versions: RUN deltasync compile. It takes about a minute. Where
-    images run on other CPUs than the one that builds them, set NUMBA_CPU_NAME for both (docs/operations/upgrade.md).
+    In a Dockerfile: RUN deltasync compile. It takes one or two minutes, and no version waits for the compiler in a container
+    of the image. If it runs on other CPUs than the one that builds it, docs/guides/deploy.md says what to set.
     """
     import time
 

@@ -34,8 +34,8 @@ the fractions of their seconds.
 class CacheFile(IndexDataCacheFile):
     """A cache whose data files have random names, which the index gets only after they are written.
 
-    Processes that write the index at the same time may lose each other's entries; those kernels are compiled again. What is
-    not there is read from the folder `image`, which may be read-only, as in a container.
+    Processes that write the index at the same time may lose each other's entries; those kernels are compiled again. The
+    folder `image`, which may be read-only, as in a container, is read for kernels that are not there.
     """
 
     def __init__(self, folder: str, name: str, stamp: object, image: str | None = None) -> None:
