@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import common
 from deltasync.kernels import groups
+from deltasync.publish import device_copies
 
 MODELS = {"0.6B": (596_049_920, 1), "7B": (7_615_616_512, 1), "70B over 8 ranks": (70_553_706_496, 8)}
 """Elements, and ranks that share them: Qwen3-0.6B, Qwen2.5-7B, Llama-3-70B."""
@@ -25,9 +26,15 @@ def measure() -> list[dict[str, Any]]:
     for model, (elements, ranks) in MODELS.items():
         held = -(-elements // ranks)
         weights = held * ITEM_BYTES
-        copied, beside = _compared_there(held)
-        on_host = {"pinned_bytes": 0, "copy_bytes": 0, "beside_bytes": 0, "crossing_bytes": weights}
-        on_device = {"pinned_bytes": copied, "copy_bytes": weights, "beside_bytes": beside, "crossing_bytes": copied}
+        copied, beside, pinned = _compared_there(held)
+        pieces = 2 * device_copies.PIECE_BYTES
+        on_host = {"pinned_bytes": pieces, "copy_bytes": 0, "beside_bytes": 0, "crossing_bytes": weights}
+        on_device = {
+            "pinned_bytes": pieces + pinned,
+            "copy_bytes": weights,
+            "beside_bytes": beside,
+            "crossing_bytes": copied,
+        }
         for placement, found in (("host", on_host), ("device", on_device)):
             rows.append({"model": model, "placement": placement, "host_bytes": weights, **found})
     return rows
@@ -37,16 +44,16 @@ def lines(result: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the table of docs/operations/sizing.md."""
     rows = []
     for row in result:
-        pinned = f" + {_size(row['pinned_bytes'])} pinned" if row["pinned_bytes"] else ""
+        pinned = f" + {_size(row['pinned_bytes'])} pinned"
         sizes = (_size(row[f"{name}_bytes"]) for name in ("copy", "beside", "crossing"))
         rows.append((row["model"], f"`{row['placement']}`", _size(row["host_bytes"]) + pinned, *sizes))
     columns = ("placement", "host memory", "copies on the device", "more, in a publish", "crosses to the host")
     yield from common.table(("model", *columns), rows)
 
 
-def _compared_there(elements: int) -> tuple[int, int]:
-    """Return the bytes that a publish copies to the host, and its peak on the device besides the copies."""
-    copied = beside = 0
+def _compared_there(elements: int) -> tuple[int, int, int]:
+    """Return the bytes that a publish copies to the host, its peak on the device besides the copies, and pinned memory."""
+    copied = beside = pinned = 0
     for first in range(0, elements, groups.GROUP):
         count = min(groups.GROUP, elements - first)
         blocks = -(-count // groups.BLOCK)
@@ -55,7 +62,8 @@ def _compared_there(elements: int) -> tuple[int, int]:
         marks_and_counts = blocks * (groups.BLOCK // 8 + 4)
         copied += buffer
         beside = max(beside, marks_and_counts + 2 * buffer + blocks * 4 + _ROW_BYTES)
-    return copied, beside
+        pinned = max(pinned, 2 << (buffer - 1).bit_length())
+    return copied, beside, pinned
 
 
 def _size(size_bytes: int) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from deltasync.kernels import SegmentKernels, torch_ops
 from deltasync.kernels.table import Table
-from deltasync.live.devices import Device
+from deltasync.live.devices import Device, Queue
 
 
 class StandIn(Device):
@@ -18,10 +22,12 @@ class StandIn(Device):
 
     Args:
         kernels: What runs there; the same as on a GPU under Triton's interpreter, else torch's operations.
-        free_bytes: What its driver says; allocations take from it.
+        free_bytes: What its driver says; allocations take from it that the cache does not serve.
 
     Attributes:
         allocated: Bytes of each allocation.
+        cache: Sizes of the blocks that were given back, which serve later allocations, as with PyTorch's allocator.
+        held_bytes: What the driver gave.
         launches: Names of the kernels that were launched for whole tables.
         fail_at: Called before each launch; raises to make it fail.
     """
@@ -31,6 +37,8 @@ class StandIn(Device):
         self._kernels = kernels
         self._free_bytes = free_bytes
         self.allocated: list[int] = []
+        self.cache: list[int] = []
+        self.held_bytes = 0
         self.launches: list[str] = []
         self.fail_at: Callable[[str], None] = lambda name: None
 
@@ -40,14 +48,86 @@ class StandIn(Device):
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         self.allocated.append(size_bytes)
-        return super().empty(size_bytes)
+        block = min((size for size in self.cache if size >= size_bytes), default=0)
+        if block:
+            self.cache.remove(block)
+        else:
+            block = size_bytes
+            self.held_bytes += block
+        memory = np.empty(size_bytes, np.uint8)
+        weakref.finalize(memory, self.cache.append, block)
+        return torch.from_numpy(memory)
 
     def free_bytes(self) -> int:
-        return self._free_bytes - sum(self.allocated)
+        return self._free_bytes - self.held_bytes
+
+    def cached_bytes(self) -> int:
+        return max(self.cache, default=0)
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[None]:
         yield
+
+
+class LateQueue(Queue):
+    """A queue whose copies are made when a test wants it, as on a stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[tuple[str, Any]] = []
+        self.done = 0
+
+    def copy(self, to: torch.Tensor, of: torch.Tensor) -> None:
+        self.left.append(("copy", (to, of)))
+
+    def mark(self) -> Any:
+        return self, self.done + len(self.left)
+
+    def wait(self, mark: Any) -> None:
+        self.left.append(("wait", mark))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its next entry can be worked off now."""
+        if not self.left:
+            return False
+        kind, of = self.left[0]
+        return kind == "copy" or of[0].done >= of[1]
+
+    def work(self) -> str:
+        """Work off the next entry, and return its kind."""
+        kind, of = self.left.pop(0)
+        if kind == "copy":
+            of[0].copy_(of[1])
+        self.done += 1
+        return kind
+
+
+class LateDevice(StandIn):
+    """An accelerator whose two queues of copies run late: `run` picks their order, `ticks` counts how long they take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late = LateQueue(), LateQueue()
+
+    def queues(self) -> tuple[Queue, Queue]:
+        return self._late
+
+    def run(self, seed: int) -> None:
+        """Wait for the current stream: make copies until its queue is empty, in one of the orders that the waits allow."""
+        choose = random.Random(seed)
+        while self._late[0].left:
+            choose.choice([queue for queue in self._late if queue.is_ready]).work()
+
+    def ticks(self) -> int:
+        """Make all copies, where each queue makes one at a time. Returns the time until the last one."""
+        count = 0
+        while any(queue.left for queue in self._late):
+            count += 1
+            for queue in [queue for queue in self._late if queue.is_ready]:
+                while queue.is_ready and queue.work() != "copy":
+                    pass
+        return count
 
 
 class _Counted:

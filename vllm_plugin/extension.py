@@ -14,6 +14,7 @@ import torch
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError
+from deltasync.following.engine import compile_while_loading
 from deltasync.kernels import segment_kernels
 from deltasync.live.derived import note_loaded
 from deltasync.tensors.bits import int_view
@@ -33,9 +34,11 @@ class DeltaSyncWorkerExtension:
         Raises:
             ConfigError: a channel is configured that nothing in this server would ever follow.
         """
-        channel, worker = ReplicaSettings.from_env().channel, super().__new__(cls)
-        if channel is not None:
-            _check(channel)
+        settings, worker = ReplicaSettings.from_env(), super().__new__(cls)
+        if settings.channel is not None:
+            _check(settings.channel)
+            if not kwargs.get("local_rank"):  # the others then find what this one has compiled
+                compile_while_loading(settings, on_host=not torch.accelerator.is_available())
             warm_up_first(worker)
             _note_loaded(worker)
             _hook_sleep(worker)

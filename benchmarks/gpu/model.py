@@ -11,9 +11,8 @@ import torch
 from benchmarks.gpu.machine import Machine, random_bits, random_positions
 from deltasync.codec.base import delta_of
 from deltasync.live import LiveMemory, Segment, Staged
-from deltasync.publish.device_copies import DeviceCopies
+from deltasync.publish.device_copies import DeviceCopies, Difference
 from deltasync.tensors import Changed, Delta, Layout, TensorSpec
-from deltasync.tensors.bits import bits_of
 
 Shapes = dict[str, tuple[int, ...]]
 """Checkpoint tensors in their order in memory; those of a fused parameter follow each other."""
@@ -95,7 +94,7 @@ class Run:
         self._name = f"{len(model.specs):,} tensors"
         self.model = model
         self._at_K = random_positions(model.flat.numel(), changed_fraction, machine.device, 4)
-        self._copies = DeviceCopies({name: bits_of(tensor).copy() for name, tensor in model.weights.items()})
+        self._copies = DeviceCopies()
         self.memory = LiveMemory(model.specs, model.segments, machine.device_of)
         self._layout = Layout(model.specs)
         self.changed = Changed(Delta(self._layout, {}), {})
@@ -161,8 +160,8 @@ class Run:
         def change() -> None:
             flat[self._at_K] += 1
 
-        publish()  # takes the copies
-        assert not found
+        for name, tensor in weights.items():  # takes the copies; these are for a comparison on the host
+            assert all(at_K is None for _, at_K, _ in self._copies.differences(name, tensor, "keep", "device", lasting=True))
         change()
         publish()  # from here on it knows how many changes to expect
         row = machine.measure(self._label("publish: detect"), publish, change)
@@ -183,10 +182,10 @@ class Run:
 
     @staticmethod
     def _steps(
-        differences: Iterator[tuple[str, np.ndarray | None, np.ndarray]],
+        differences: Iterator[Difference],
     ) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
         for name, at_K, step_K in differences:
-            assert at_K is not None, "a tensor was compared on the host"
+            assert at_K is not None and isinstance(step_K, np.ndarray), "a tensor was compared on the host"
             if at_K.size:
                 yield name, (at_K, step_K)
 

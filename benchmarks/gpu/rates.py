@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.machine import Machine, Row, random_bits, random_positions
-from deltasync.kernels import device_diff, segment_kernels
+from deltasync.kernels import DeviceDiff, device_diff, groups, segment_kernels, torch_ops
 from deltasync.kernels.table import Entry, Table
 from deltasync.live.devices import Device
 
@@ -46,25 +47,37 @@ def measure(machine: Machine, element_count: int, changed_fraction: float) -> di
 
 
 def _measure_diff(machine: Machine, shadow_N: torch.Tensor, new_N: torch.Tensor, at_K: torch.Tensor) -> None:
-    """Measure comparing, which also updates the shadow."""
-    diff = device_diff(machine.device)
-    found = {}
+    """Measure comparing, which also updates the shadow: by our kernels, and by torch's operations in pieces."""
+    ways = (
+        ("compare and bring to the host", device_diff(machine.device), shadow_N.numel()),
+        ("the same in torch's operations", torch_ops.Diff(machine.device), groups.GROUP),
+    )
+    for what, diff, size in ways:
+        found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        pieces = list(zip(shadow_N.split(size), new_N.split(size), strict=True))
 
-    def change() -> None:
-        new_N[at_K] += 1
+        def change() -> None:
+            new_N[at_K] += 1
 
-    def compare() -> None:
-        diff.add("w", shadow_N, new_N, at_K.numel())
-        found.update(diff.finish())
+        def compare(
+            diff: DeviceDiff = diff,
+            pieces: list[tuple[torch.Tensor, torch.Tensor]] = pieces,
+            found: dict[str, tuple[np.ndarray, np.ndarray]] = found,
+        ) -> None:
+            for number, (shadow, new) in enumerate(pieces):
+                diff.add(str(number), shadow, new, at_K.numel() // len(pieces))
+            found.clear()
+            found.update(diff.finish())
 
-    change()
-    compare()  # compiles, and takes pinned memory
-    row = machine.measure("compare and bring to the host", compare, change)
-    row.rate = 2 * shadow_N.nbytes / row.seconds
-    row.note = f"{at_K.numel():,} of {shadow_N.numel():,} changed"
-    index_K, step_K = found["w"]
-    assert torch.equal(torch.from_numpy(index_K).to(at_K), at_K) and (step_K == 1).all()
-    assert torch.equal(shadow_N, new_N)
+        change()
+        compare()  # compiles, and takes pinned memory
+        row = machine.measure(what, compare, change)
+        row.rate = 2 * shadow_N.nbytes / row.seconds
+        row.note = f"{at_K.numel():,} of {shadow_N.numel():,} changed"
+        index_K = np.concatenate([found[name][0].astype("i8") + int(name) * size for name in sorted(found, key=int)])
+        assert torch.equal(torch.from_numpy(index_K).to(at_K), at_K)
+        assert all((step_K == 1).all() for _, step_K in found.values())
+        assert torch.equal(shadow_N, new_N)
 
 
 def _measure_tables(machine: Machine, live_N: torch.Tensor, at_K: torch.Tensor) -> None:
@@ -78,8 +91,8 @@ def _measure_tables(machine: Machine, live_N: torch.Tensor, at_K: torch.Tensor) 
         positions_K = positions_K.astype("i4")
     held = live_N.clone()
     steps_K = torch.ones(at_K.numel(), dtype=torch.int16).numpy().view("u2")
-    whole = Table([Entry(_KEY, live_N, 0, layout)], room, "fingerprint")
-    writes = Table([Entry(_KEY, live_N, 0, layout, positions_K, steps_K, False)], room, "writes")
+    whole = Table([Entry(_KEY, live_N, 0, layout)], room)
+    writes = Table([Entry(_KEY, live_N, 0, layout, positions_K, steps_K, False)], room)
 
     on_device.warm_up(machine.device, live_N.dtype)
     row = machine.measure("fingerprint", lambda: on_device.fingerprint(whole))

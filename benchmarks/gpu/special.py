@@ -54,7 +54,7 @@ def staging_beside_work(machine: Machine, run: Run) -> None:
         machine.rows.append(Row(what="staging beside a busy stream", seconds=0.0, note=_GPU_ALONE))
         return
     matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device=machine.device)
-    stream = torch.cuda.Stream(machine.device, priority=-1)
+    stream = torch.cuda.Stream(machine.device)  # of the priority that an engine's has, too
 
     def work() -> float:
         """Return the seconds of a matrix product, by events on its stream."""

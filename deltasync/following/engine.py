@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -30,6 +32,7 @@ from deltasync.errors import (
 )
 from deltasync.following.status import HISTORY
 from deltasync.kernels import cpu
+from deltasync.live import compiling
 from deltasync.stores.cache import behind_cache
 
 logger = get_logger(__name__)
@@ -42,6 +45,21 @@ def open_reader(settings: ReplicaSettings, process_count: int = 1) -> ChannelRea
     assert settings.channel is not None
     store = behind_cache(open_failover(settings.channel), settings.cache_dir, settings.cache_bytes, process_count)
     return ChannelReader(store, settings.trusted_keys)
+
+
+def compile_while_loading(settings: ReplicaSettings, on_host: bool) -> None:
+    """Compile the kernels for the channel in the background, while the engine loads its model.
+
+    If the channel cannot be read yet, nothing is compiled before it is followed.
+    """
+
+    def compile_() -> None:
+        if cpu.threading_layer() == "workqueue":
+            return  # `limit_threads` refuses it; until then the engine may use it
+        with contextlib.suppress(DeltaSyncError):
+            compiling.start(compiling.Kinds(compiling.of_model(open_reader(settings).layout), on_host=on_host))
+
+    threading.Thread(target=compile_, name="deltasync-compile", daemon=True).start()
 
 
 def limit_threads(given: str, process_count: int | None) -> None:

@@ -19,7 +19,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import ahead
 from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
-from deltasync.live import LiveMemory, Staged, model_fingerprint
+from deltasync.live import LiveMemory, Staged, compiling, model_fingerprint
 from deltasync.tensors import Changed, Delta
 from deltasync.tensors.delta import merge
 from deltasync.tensors.fingerprint import MASK
@@ -56,6 +56,7 @@ class Follower:
     def __init__(self, reader: ChannelReader, memory: LiveMemory) -> None:
         self.reader = reader
         self.memory = memory
+        compiling.start(compiling.Kinds(compiling.of_model(reader.layout), on_host=memory.is_on_host))
         self.version: VersionId | None = None
         self.progressed_s = 0.0
         self._fingerprint: str | None = None

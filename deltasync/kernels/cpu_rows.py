@@ -48,9 +48,9 @@ def _advance(row_RF, key_T, bound_T2, like, offset_P, step_P, value_P, count_R, 
 
 
 @kernel
-def _join(position_R, place_R, start_R, offset_P, step_P, at_K, step_K):
+def _join(position_R, row_RF, start_R, offset_P, step_P, at_K, step_K):
     for r in prange(position_R.size):
-        position, place, low = position_R[r], place_R[r], start_R[r]
+        position, place, low = position_R[r], row_RF[r, 5], start_R[r]
         count = start_R[r + 1] - low
         offset_C, found_C = offset_P[place : place + count], step_P[place : place + count]
         at_C, step_C = at_K[low : low + count], step_K[low : low + count]
@@ -180,7 +180,7 @@ class Taken:
         start_R = np.concatenate(([0], np.cumsum(self.count_R)))
         at_K, step_K = room(int(start_R[-1]), index), room(int(start_R[-1]), bits)
         with threads(int(start_R[-1]) // ROW):
-            places = self._position_R, self.chunk_RF[:, 5], start_R
+            places = self._position_R, self.chunk_RF, start_R
             _join(*places, offset_RP.reshape(-1), step_RP.reshape(-1), at_K, step_K)
         return at_K, step_K
 

@@ -9,9 +9,11 @@ it has:
     _compact   visits only the marked elements; writes index and step of each into a buffer, and its new bits into the shadow
     copy       moves the buffer to pinned memory, on a stream of its own, while the next group is compared
 
-Nothing waits for the device before `Diff.finish`, which waits once. A buffer has room for somewhat more changes than are
-expected. If there are even more, the group is compared again; the shadow already has those that did fit. So device memory
-beside the shadows is bounded, whatever changed: `groups.GROUP` / 8 bytes of marks and two `groups.BUFFER_BYTES`.
+There are two buffers, and pinned memory for each. The host waits for a group when its buffer is wanted for the group after
+the next, which leaves the device one group to compare meanwhile. A buffer has room for somewhat more changes than are
+expected. If there are even more, the group is compared again; the shadow already has those that did fit. So memory beside
+the shadows is bounded, whatever changed: on the device `groups.GROUP` / 8 bytes of marks and two `groups.BUFFER_BYTES`, on
+the host two `groups.BUFFER_BYTES` of pinned memory, which stay.
 
 Kernels see bit patterns as unsigned integers. N elements, K changed, B blocks, W words of 32 marks, T rows.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -161,7 +164,7 @@ class _Group:
 
 @dataclasses.dataclass(slots=True)
 class _Launched:
-    """A launched group: its rows, where each ends in blocks, and in `host`, pinned, what changed, once the copy is done."""
+    """A launched group: its rows, where each ends in blocks, and in `host` what changed, once `done`, None on the CPU."""
 
     rows: Sequence[_Row]
     aligned: bool
@@ -169,9 +172,12 @@ class _Launched:
     block_count: int
     capacity: int
     host: torch.Tensor
+    done: torch.cuda.Event | None
 
     def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return how many changes end with each row, int64[T]; copies of index_K and step_K of those that fit."""
+        if self.done is not None:
+            self.done.synchronize()
         ends, index_bytes, step_bytes = groups.layout(self.block_count, self.capacity, self.rows[0].shadow.element_size())
         last_T = self.host[:ends].view(torch.int32).numpy()[self.end_T - 1].astype(np.int64)
         taken = min(int(last_T[-1]), self.capacity)
@@ -191,15 +197,18 @@ class Diff:
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._copies = torch.cuda.Stream(device) if self._on_gpu else None
+        self._hosts = [torch.empty(0, dtype=torch.uint8)] * 2  # pinned
         self.drop()
 
     def drop(self) -> None:
         """See `DeviceDiff.drop`."""
         self._open: dict[_Kind, _Group] = {}
-        self._launched: list[_Launched] = []
+        self._launched: deque[_Launched] = deque()  # those whose results are still in a buffer, at most two
+        self._again: list[tuple[Sequence[_Row], bool, int]] = []  # groups to compare again, and how many changes are left
         self._buffers: list[torch.Tensor | None] = [None, None]
-        self._free: list[torch.cuda.Event | None] = [None, None]
+        self._number = 0  # of the next buffer
         self._names: dict[str, int] = {}
+        self._found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {}
 
     def add(self, name: str, shadow_N: torch.Tensor, new_N: torch.Tensor, expected: int) -> None:
         """Compare a tensor with its shadow, when its group is full or in `finish`. Both must stay until `finish` returns.
@@ -232,7 +241,7 @@ class Diff:
             start = stop
 
     def finish(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Wait until all tensors that were added are compared: once, unless more changed than was expected.
+        """Wait until all tensors that were added are compared.
 
         Returns:
             `reference.diff` of the shadow before and after, by name, for the tensors that changed.
@@ -241,23 +250,27 @@ class Diff:
             torch.OutOfMemoryError: as `add`.
         """
         while self._open:
-            (*_, aligned), group = self._open.popitem()
-            self._launch(group.rows, aligned)
-        found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {}
-        while self._launched:
-            if self._copies is not None:
-                self._copies.synchronize()
-            launched, self._launched = self._launched, []
-            for done in launched:
-                last_T, index_K, step_K = done.results()
-                for row, first, last in zip(done.rows, [0, *last_T[:-1]], last_T, strict=True):
-                    if min(last, index_K.size) > first:
-                        found.setdefault(row.name, []).append((row.start, index_K[first:last], step_K[first:last]))
-                if last_T[-1] > done.capacity:
-                    self._launch(done.rows, done.aligned, int(last_T[-1]) - done.capacity)
-        joined = {name: _join(pieces, self._names[name]) for name, pieces in found.items()}
+            (*_, aligned), waiting = self._open.popitem()
+            self._launch(waiting.rows, aligned)
+        while self._launched or self._again:
+            while self._launched:
+                self._collect()
+            again, self._again = self._again, []
+            for group in again:
+                self._launch(*group)
+        joined = {name: _join(pieces, self._names[name]) for name, pieces in self._found.items()}
         self.drop()
         return joined
+
+    def _collect(self) -> None:
+        """Wait for the oldest launched group, and take its changes out of its buffer."""
+        done = self._launched.popleft()
+        last_T, index_K, step_K = done.results()
+        for row, first, last in zip(done.rows, [0, *last_T[:-1]], last_T, strict=True):
+            if min(last, index_K.size) > first:
+                self._found.setdefault(row.name, []).append((row.start, index_K[first:last], step_K[first:last]))
+        if last_T[-1] > done.capacity:
+            self._again.append((done.rows, done.aligned, int(last_T[-1]) - done.capacity))
 
     def _launch(self, rows: Sequence[_Row], aligned: bool, wanted: int | None = None) -> None:
         """Launch the comparison of a group. Everything is allocated before the first write to a shadow."""
@@ -274,8 +287,7 @@ class Diff:
         table, row_B = self._tables(rows, end_T)
         mark_W = shadow.new_empty(blocks * (groups.BLOCK // 32), dtype=torch.int32)
         count_B = shadow.new_empty(blocks, dtype=torch.int32)
-        host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._on_gpu)
-        number, buffer = self._buffer(sum(sizes))
+        host, buffer = self._buffer(sum(sizes))
         ends, index, step = torch.split(buffer, list(sizes))
         types = _UNSIGNED[width], _UNSIGNED[new.element_size()]
         mark = mark_W.view(torch.uint32)
@@ -286,8 +298,8 @@ class Diff:
         _compact[(triton.cdiv(mark.numel(), _WORDS),)](
             table, row_B, mark, end_B, *changes, mark.numel(), capacity, *types, groups.BLOCK, _WORDS, num_warps=8
         )
-        self._copy(number, host, buffer)
-        self._launched.append(_Launched(rows, aligned, end_T, blocks, capacity, host))
+        done = self._copy(host, buffer)
+        self._launched.append(_Launched(rows, aligned, end_T, blocks, capacity, host, done))
 
     def _tables(self, rows: Sequence[_Row], end_T: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy to the device, in one copy, the table of the rows, int64[T, 4], flat, and the row of each block, int32[B]."""
@@ -301,25 +313,28 @@ class Diff:
         there = both.to(self._device, non_blocking=True)
         return there[:size].view(torch.int64), there[size:].view(torch.int32)
 
-    def _buffer(self, size: int) -> tuple[int, torch.Tensor]:
-        """Return the next of two buffers on the device. The current stream waits until its last contents are copied."""
-        number = len(self._launched) % 2
-        buffer = self._buffers[number]
-        if (event := self._free[number]) is not None:
-            event.wait(torch.cuda.current_stream())
+    def _buffer(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next of two buffers, in pinned memory and on the device, after its last contents were taken."""
+        if len(self._launched) == 2:
+            self._collect()
+        number, self._number = self._number, 1 - self._number
+        host, buffer = self._hosts[number], self._buffers[number]
         if buffer is None or buffer.numel() < size:
-            self._buffers[number] = None  # its memory goes back to the stream that now waits for the copy
+            buffer = self._buffers[number] = None  # so that the allocator has its memory
             buffer = self._buffers[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return number, buffer[:size]
+        if host.numel() < size:
+            rounded = 1 << (size - 1).bit_length()  # as PyTorch rounds pinned memory up
+            host = self._hosts[number] = torch.empty(rounded, dtype=torch.uint8, pin_memory=self._on_gpu)
+        return host[:size], buffer[:size]
 
-    def _copy(self, number: int, host: torch.Tensor, buffer: torch.Tensor) -> None:
+    def _copy(self, host: torch.Tensor, buffer: torch.Tensor) -> torch.cuda.Event | None:
         if self._copies is None:
             host.copy_(buffer)
-            return
+            return None
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             host.copy_(buffer, non_blocking=True)
-            self._free[number] = self._copies.record_event()
+            return self._copies.record_event()
 
 
 def _join(pieces: list[tuple[int, np.ndarray, np.ndarray]], element_count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,9 @@ which the host adds modulo 2**64. So there are no atomics, and every result is r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -136,7 +138,7 @@ def _fingerprint(segment_ptr, row_ptr, added_ptr, BITS: tl.constexpr, BLOCK: tl.
 
 def prepare(of: Table) -> None:
     """See `SegmentKernels.prepare`."""
-    for kind in of.kinds:
+    for kind in _pieces(of):
         added, check = (_sums(of, which, kind) for which in (0, 1))
         arguments = (of.segment_SC, of.row_RC[kind.first : kind.last], added, check)
         _launch(_prepare, kind, arguments, _BITS[kind.bits], _AT[kind.at], table.SCATTER_BLOCK)
@@ -163,9 +165,16 @@ def _swap_kind(of: Table, kind: Kind) -> None:
 
 def fingerprint(of: Table) -> None:
     """See `SegmentKernels.fingerprint`."""
-    for kind in of.kinds:
+    for kind in _pieces(of):
         arguments = (of.segment_SC, of.row_RC[kind.first : kind.last], _sums(of, 0, kind))
         _launch(_fingerprint, kind, arguments, _BITS[kind.bits], _READ_BLOCK, num_warps=8)
+
+
+def _pieces(of: Table) -> Iterator[Kind]:
+    """Yield the rows of each kind in launches that end soon, so that an engine's kernels come between them."""
+    for kind in of.kinds:
+        for first in range(kind.first, kind.last, table.ROWS_AT_ONCE):
+            yield dataclasses.replace(kind, first=first, last=min(first + table.ROWS_AT_ONCE, kind.last))
 
 
 def _sums(of: Table, which: int, kind: Kind) -> torch.Tensor:
@@ -185,11 +194,11 @@ class _Anywhere:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
-    def allocate(self, size_bytes: int, purpose: str) -> torch.Tensor:
+    def allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def send(self, host: torch.Tensor, to: torch.Tensor) -> None:
+        to.copy_(host)
 
 
 @functools.cache
@@ -201,7 +210,7 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     dest = torch.zeros(1, dtype=dtype, device=device)
     room = _Anywhere(device)
     for at in (np.int32, np.int64):
-        of = Table([Entry(0, dest, 0, (), np.zeros(1, at), np.zeros(1, f"u{dest.element_size()}"))], room, "")
+        of = Table([Entry(0, dest, 0, (), np.zeros(1, at), np.zeros(1, f"u{dest.element_size()}"))], room)
         prepare(of)
         swap(of)
-    fingerprint(Table([Entry(0, dest, 0, ())], room, ""))
+    fingerprint(Table([Entry(0, dest, 0, ())], room))

@@ -8,8 +8,8 @@ BLOCK = 4096
 GROUP = 1 << 28
 """Most elements that the same few launches compare."""
 
-BUFFER_BYTES = 48 << 20
-"""Largest buffer for the changes of a group. There are two buffers."""
+BUFFER_BYTES = 64 << 20
+"""Largest buffer for the changes of a group, a power of two. There are two, on the device and in pinned memory."""
 
 SPARE = 1.25
 """Factor on the expected number of changes, for the room of a buffer."""

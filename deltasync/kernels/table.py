@@ -35,6 +35,9 @@ SCATTER_BLOCK = 1024
 STREAM_BLOCK = 1 << 16
 """Most elements of a row: `SCATTER_BLOCK` of those to write, or `STREAM_BLOCK` of a segment's memory to read."""
 
+ROWS_AT_ONCE = 4096
+"""Most rows of one launch outside of a commit's pause: two on each place of a large GPU, so about 0.1 ms."""
+
 _ALIGNED = 16
 
 
@@ -84,11 +87,11 @@ class Kind:
 class Room(Protocol):
     """Allocates the memory of tables."""
 
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        """Allocate bytes on the host that the device reads fast."""
-
-    def allocate(self, size_bytes: int, purpose: str) -> torch.Tensor:
+    def allocate(self, size_bytes: int) -> torch.Tensor:
         """Allocate bytes on the device."""
+
+    def send(self, host: torch.Tensor, to: torch.Tensor) -> None:
+        """Copy bytes to the device, on the current stream. `host` may be dropped after return."""
 
 
 class Table:
@@ -96,8 +99,7 @@ class Table:
 
     Args:
         entries: The segments, at least one and none empty. Either all have positions or none has.
-        room: Allocates the table. One copy to the device is begun on the current stream.
-        purpose: Name by which the room tells tables apart.
+        room: Allocates the table, and sends it to the device.
 
     Attributes:
         entries: The segments, sorted by width of their elements and positions.
@@ -110,7 +112,7 @@ class Table:
         nbytes: Bytes on the device.
     """
 
-    def __init__(self, entries: Sequence[Entry], room: Room, purpose: str) -> None:
+    def __init__(self, entries: Sequence[Entry], room: Room) -> None:
         kind_S = [(entry.dest.element_size(), 0 if entry.at_K is None else entry.at_K.itemsize) for entry in entries]
         self.order = sorted(range(len(entries)), key=lambda number: kind_S[number])
         self.entries = [entries[number] for number in self.order]
@@ -123,14 +125,14 @@ class Table:
         sums = starts.pop()
         self.nbytes = sums + 16 * len(self._row_R)
         self.changed = sum(entry.element_count for entry in self.entries if entry.at_K is not None)
-        self._buffer = room.allocate(self.nbytes, purpose)
+        self._buffer = room.allocate(self.nbytes)
         self._starts = starts[2:]
-        host = room.pinned(sums)
+        host = torch.empty(sums, dtype=torch.uint8)
         bytes_ = host.numpy()
         lines = _lines(self.entries, [self._buffer.data_ptr() + start for start in self._starts])
         for start, array in zip(starts, (lines, self._row_R, *arrays), strict=True):
             bytes_[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._buffer[:sums].copy_(host, non_blocking=True)
+        room.send(host, self._buffer[:sums])
         self.segment_SC = self._view(0, sizes[0], torch.int64)
         self.row_RC = self._view(starts[1], sizes[1], torch.int64).reshape(-1, ROW)
         self.sum_2R = self._view(sums, 16 * len(self._row_R), torch.int64).reshape(2, -1)

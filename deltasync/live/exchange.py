@@ -15,7 +15,7 @@ import torch
 from deltasync import kernels
 from deltasync.errors import undoing
 from deltasync.kernels.table import Table
-from deltasync.live.devices import Device
+from deltasync.live.devices import Device, Queue
 from deltasync.live.segments import Segment
 
 if TYPE_CHECKING:
@@ -90,15 +90,18 @@ Swap = HostSwap | DeviceSwap
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """An exchange of a whole segment with host memory, piece by piece.
+    """An exchange of whole segments with host memory, piece by piece. Old bits leave while those of the next piece arrive.
 
     Attributes:
         pieces: Views of live memory, and the new bits on the host, flat, in row-major order. Both are mutated.
-        room_2B: Two buffers, each large enough for any piece, on the device of the live memory.
+        room_RB: Buffers, each large enough for any piece, on the device of the live memory: two, and on an accelerator a
+            third, because to copy from the host to memory with gaps would take memory of the device.
+        device: The accelerator; None for the host.
     """
 
     pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    room_2B: torch.Tensor
+    room_RB: torch.Tensor
+    device: Device | None = None
 
     @property
     def changed(self) -> int:
@@ -107,28 +110,46 @@ class Copy:
 
     def exchange(self) -> None:
         """Exchange all pieces; mutates live memory. On an accelerator it may return before that has happened."""
-        done = 0
+        queues = (Queue(), Queue()) if self.device is None else self.device.queues()
+        done = list[tuple[torch.Tensor, torch.Tensor]]()
         try:
-            for live, source in self.pieces:
-                self._exchange(live, source)
-                done += 1
+            self._exchange(self.pieces, queues, done)
         except BaseException:
-            for piece in self.pieces[:done]:
+            for piece in done:
                 with undoing():
-                    self._exchange(*piece)
+                    self._exchange([piece], queues, [])
             raise
 
-    def _exchange(self, live: torch.Tensor, source: torch.Tensor) -> None:
-        held, came = (room[: live.nbytes].view(live.dtype).view(live.shape) for room in self.room_2B)
-        held.copy_(live)
+    def _exchange(
+        self,
+        pieces: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        queues: tuple[Queue, Queue],
+        done: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Exchange pieces, and add each to `done`. Work that follows on the current stream waits for them."""
+        arriving, leaving = queues
+        marks = [leaving.mark(), leaving.mark()]  # of the pieces before the last and the last one
         try:
-            if live.is_contiguous() or live.device.type == "cpu":
-                live.copy_(source.view(live.shape), non_blocking=True)
-            else:  # to copy there from the host would take memory of the device
-                came.copy_(source.view(live.shape), non_blocking=True)
-                live.copy_(came)
-            source.copy_(held.view(-1), non_blocking=True)
-        except BaseException:
-            with undoing():
-                live.copy_(held)
-            raise
+            for number, (live, source) in enumerate(pieces):
+                held = self._room(number % 2, live)
+                arriving.wait(marks[0])  # the room is free again
+                arriving.copy(held, live)
+                try:
+                    if live.is_contiguous() or self.device is None:
+                        arriving.copy(live, source.view(live.shape))
+                    else:
+                        arriving.copy(came := self._room(2, live), source.view(live.shape))
+                        arriving.copy(live, came)
+                    leaving.wait(arriving.mark())
+                    leaving.copy(source, held.view(-1))
+                except BaseException:
+                    with undoing():
+                        arriving.copy(live, held)
+                    raise
+                marks = [marks[1], leaving.mark()]
+                done.append((live, source))
+        finally:
+            arriving.wait(leaving.mark())
+
+    def _room(self, number: int, live: torch.Tensor) -> torch.Tensor:
+        return self.room_RB[number, : live.nbytes].view(live.dtype).view(live.shape)

@@ -49,6 +49,7 @@ class LiveMemory:
 
     Attributes:
         regions: Which elements each segment holds, by tensor name.
+        is_on_host: Whether any of them is in host memory.
         parts: Fingerprint of each segment, as of the last commit or `audit`; empty until the first `audit`.
     """
 
@@ -65,7 +66,8 @@ class LiveMemory:
         self._keys = {name: fingerprint.tensor_key(name) for name in specs}
         self.regions = {name: [segment.region() for segment in held] for name, held in segments.items()}
         self.parts: Parts = {}
-        places = (device_of(segment.live) for held in segments.values() for segment in held)
+        places = {device_of(segment.live) for held in segments.values() for segment in held}
+        self.is_on_host = None in places
         self._devices = {device for device in places if device is not None}
         self._places: dict[int, HostPlaces] = {}
         self._held: dict[str, Sequence[Region] | None] = {}

@@ -70,7 +70,7 @@ class Staged:
     @property
     def device_bytes(self) -> int:
         """Bytes that it takes beside the live weights, on their device, until the commit is confirmed."""
-        rooms = {copy.room_2B.data_ptr(): copy.room_2B.nbytes for copy in self.copies}
+        rooms = {copy.room_RB.data_ptr(): copy.room_RB.nbytes for copy in self.copies}
         return sum(swap.nbytes for swap in self.swaps) + sum(rooms.values())
 
 
@@ -82,7 +82,7 @@ def readout(device: Device | None, targets: Sequence[Target]) -> Callable[[], Va
     if device is None:
         return lambda: [(each, kernels.cpu.fingerprint_runs(each.key, *each.segment.runs())) for each in targets]
     with device.staging():
-        table = Table([_entry(target) for target in targets], device, "fingerprints")
+        table = Table([_entry(target) for target in targets], device)
 
     def read() -> Values:
         device.kernels.fingerprint(table)
@@ -271,38 +271,37 @@ class DeviceStaging:
     def _differing(self, live: torch.Tensor, source: torch.Tensor) -> np.ndarray | None:
         """Return which elements of a piece differ, in row-major order; None if many do."""
         if self._room is None:
-            self._room = self._device.allocate(3 * _DEVICE_PIECE_BYTES, "pieces").view(3, _DEVICE_PIECE_BYTES)
+            self._room = self._device.allocate(3 * _DEVICE_PIECE_BYTES).view(3, _DEVICE_PIECE_BYTES)
+        at_N = self._room[0].view(torch.int64)
         came = self._room[1, : live.nbytes].view(live.dtype).view(live.shape)
         differs = self._room[2, : live.numel()].view(torch.bool).view(live.shape)
         came.copy_(source.view(live.shape), non_blocking=True)
         torch.ne(live, came, out=differs)
-        if int(torch.count_nonzero(differs)) > live.numel() // 4:  # to name them would take as much memory again
+        count = int(torch.count_nonzero(differs))
+        if count > min(live.numel() // 4, at_N.numel()):
             return None
-        at: np.ndarray = torch.nonzero(differs.view(-1)).view(-1).cpu().numpy()
+        at: np.ndarray = torch.nonzero(differs.view(-1), out=at_N[:count].view(-1, 1)).view(-1).cpu().numpy()
         return at
 
     def finish(self, staged: Staged) -> None:
         """Add what was collected to `staged`."""
         if self._entries:
             with self._device.staging():
-                table = Table(self._entries, self._device, "writes")
+                table = Table(self._entries, self._device)
                 self._device.kernels.prepare(table)
                 gains = list(zip(self._targets, table.gained(), strict=True))
                 staged.swaps.append(DeviceSwap(self._device, table, gains, table.check()))
         if self._copies:
             assert self._room is not None
-            room_2B = self._room[:2]
-            staged.copies.extend(Copy(pieces, room_2B) for _, pieces in self._copies)
+            pieces = [piece for _, pieces in self._copies for piece in pieces]
+            staged.copies.append(Copy(pieces, self._room, self._device))
             staged.readouts.append(readout(self._device, [target for target, _ in self._copies]))
-
-
-Staging = HostStaging | DeviceStaging
 
 
 def differs(device: Device, segment: Segment, whole: torch.Tensor) -> bool:
     """Whether any bit of a segment in an accelerator's memory differs from a whole tensor's; compared there."""
     with device.staging():
-        room = device.allocate(_DEVICE_PIECE_BYTES, "pieces")
+        room = device.allocate(_DEVICE_PIECE_BYTES)
         for piece in segment.pieces(_DEVICE_PIECE_BYTES // segment.live.element_size()):
             came = room[: piece.live.nbytes].view(piece.live.dtype).view(piece.live.shape)
             came.copy_(piece.source(whole))

@@ -20,11 +20,11 @@ from deltasync import kernels
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import cpu_rows
 from deltasync.kernels.cpu_rows import Taken
-from deltasync.publish.device_copies import DeviceCopies, Difference
+from deltasync.publish.device_copies import DeviceCopies, Difference, on_host
 from deltasync.publish.shards import is_marked, pieces
 from deltasync.publish.stream import Stream, TensorRange, Tensors, fp8_blocks, pair_of, range_of, tensors_of
 from deltasync.tensors import ITEM_BYTES, Delta, Layout, Sparse, TensorSpec, Vector, check_specs
-from deltasync.tensors.bits import cast, nan_bounds, served_name, tensor_of
+from deltasync.tensors.bits import cast, nan_bounds, served_name
 
 _DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 _BATCH = 1 << 26  # elements that are compared by one call
@@ -212,8 +212,8 @@ class _Table:
 class Detector:
     """Compares streams with a shadow's bits."""
 
-    def __init__(self, held: Held, bits: dict[str, np.ndarray]) -> None:
-        self.copies = DeviceCopies(bits)
+    def __init__(self, held: Held) -> None:
+        self.copies = DeviceCopies()
         self._shadow = held
         self._table: _Table | None = None
         # Of tensors that come one by one and wait for a launch: rows without addresses of the shadow, and the tensors.
@@ -288,9 +288,12 @@ class Detector:
         for taken in cpu_rows.chunks(row_RF, memory.vector.first_T, memory.vector.bits_dtype):
             yield Step(self._shadow.layout, memory, taken)
 
-    def _add(self, name: str, held: torch.Tensor, spec: TensorSpec, lasting: bool) -> Iterator[Step]:
-        """Add a range of a tensor on the host, in any dtype. Its memory may change after return unless it is lasting."""
-        start, count = self._shadow.ranges[name][0], held.numel()
+    def _add(self, name: str, held: torch.Tensor, spec: TensorSpec, lasting: bool, first: int = 0) -> Iterator[Step]:
+        """Add elements on the host, from element `first` of a tensor's range on, in any dtype.
+
+        Their memory may change after return unless it is lasting.
+        """
+        start, count = self._shadow.ranges[name][0] + first, held.numel()
         if held.is_contiguous() and held.dtype is _DTYPES[spec.dtype]:
             if not lasting and count <= _COPIED:
                 held = held.detach().clone()
@@ -315,13 +318,13 @@ class Detector:
             yield from self._flush()
 
     def _different(self, differences: Iterator[Difference]) -> Iterator[Step]:
-        """Add what `DeviceCopies` found: where ranges differ and by which steps, or their new bits."""
+        """Add what `DeviceCopies` found: where ranges differ and by which steps, or their new values."""
         for name, at_K, data in differences:
-            if at_K is None:
+            if isinstance(data, torch.Tensor):
                 spec = self._shadow.layout.specs[name]
-                self._copied_bytes += data.nbytes
-                yield from self._add(name, tensor_of(data, TensorSpec(name, spec.dtype, (data.size,))), spec, lasting=True)
-            elif at_K.size:
+                for first, piece in on_host(data, spec.dtype):
+                    yield from self._add(name, piece, spec, lasting=False, first=first)
+            elif at_K is not None and at_K.size:
                 width, number = self._shadow.layout.places[name]
                 self._found.setdefault(width, []).append((number, at_K, data))
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from deltasync.kernels import ACCELERATORS, DeviceDiff, device_diff
-from deltasync.tensors.bits import bits_of, cast, int_view, served_dtype, signed_view
+from deltasync.tensors.bits import cast, int_view, served_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -22,20 +22,26 @@ HELD_BYTES = 512 << 20
 FIRST_GUESS = 1 / 32
 """Fraction of a tensor that is expected to change, before anything is known."""
 
-Difference = tuple[str, np.ndarray | None, np.ndarray]
-"""A tensor's name, where its range differs, and by which steps; or None and the new bits, to compare on the host."""
+PIECE_BYTES = 32 << 20
+"""Most bytes that cross to the host at once, through pinned memory. A power of two, up to which PyTorch would round it."""
+
+Steps = tuple[str, np.ndarray, np.ndarray]
+"""A tensor's name, where its range differs, and by which steps."""
+
+Difference = Steps | tuple[str, None, torch.Tensor]
+"""The same; or None and the new values, to compare on the host (`on_host`)."""
 
 
 class DeviceCopies:
     """Copies of the shadow's ranges on the devices that their tensors come from.
 
-    A tensor that has a copy is compared there (`DeviceDiff`), and only what changed crosses to the host. Copies are taken as
-    long as there is room. A device's copies are given up for good when a comparison runs out of memory, and with `auto` also
-    when PyTorch's allocator had to free its cache or others took the memory.
+    A tensor that has a copy is compared there (`DeviceDiff`), and only what changed crosses to the host. The others are
+    compared on the host, and as long as there is room, a clone of their new bits becomes their copy: nothing is uploaded.
+    A device's copies are given up for good when a comparison runs out of memory, and with `auto` also when PyTorch's
+    allocator had to free its cache or others took the memory.
     """
 
-    def __init__(self, bits: dict[str, np.ndarray]) -> None:
-        self._bits = bits
+    def __init__(self) -> None:
         self._held: dict[str, torch.Tensor] = {}  # the copies, signed
         self._diffs: dict[torch.device, DeviceDiff] = {}
         self._retries: dict[torch.device, int] = {}  # of the allocator, when the last copy had been taken
@@ -76,12 +82,10 @@ class DeviceCopies:
         A `lasting` tensor keeps its memory and bits until `rest` is called, so it may wait; others are compared at once.
         """
         copy = self._held.get(name)
-        if copy is None and held.numel():
-            copy = self._copy_to(held.device, name, placement)
         if copy is None or copy.device != held.device:
             self.forget(name)
             if held.numel():
-                yield name, None, bits_of(cast(held, dtype))
+                yield name, None, self._cloned(name, held, dtype, placement)
             return
         try:
             new = _as_compared(held, dtype)
@@ -123,24 +127,27 @@ class DeviceCopies:
         if device in self._diffs:
             self._diffs[device].drop()
         for name in [name for name, (tensor, _) in self._waiting.items() if tensor.device == device]:
-            yield name, None, bits_of(cast(*self._waiting.pop(name)))
+            yield name, None, self._waiting.pop(name)[0]
 
-    def _copy_to(self, device: torch.device, name: str, placement: str) -> torch.Tensor | None:
-        """Return a new copy on a device, or None if it may not go there or does not fit."""
+    def _cloned(self, name: str, held: torch.Tensor, dtype: str, placement: str) -> torch.Tensor:
+        """Take a copy of a tensor's served bits and return it; return the tensor if a copy may not stay there."""
+        device, served = held.device, served_dtype(held, dtype)
         if placement == "host" or device in self._full or (placement == "auto" and device.type not in ACCELERATORS):
-            return None
-        bits = self._bits[name]
+            return held
         if placement == "auto":
+            size_bytes = held.numel() * served.itemsize
             if device not in self._room:
                 self._room[device] = room_bytes(device)
-            if self._room[device] < bits.nbytes:
-                return None
-            self._room[device] -= bits.nbytes
+            if self._room[device] < size_bytes:
+                return held
+            self._room[device] -= size_bytes
         try:
-            self._held[name] = signed_view(bits).to(device, copy=True)
+            copy = int_view(cast(held, dtype))
+            self._held[name] = copy.clone() if copy.data_ptr() == held.data_ptr() else copy
         except torch.OutOfMemoryError:
             self._full.add(device)
-        return self._held.get(name)
+            return held
+        return self._held[name].view(served)
 
     def _is_short(self, device: torch.device) -> bool:
         """Whether the device's memory has run out since the last copy was taken, or nearly would at the next step."""
@@ -164,6 +171,32 @@ def room_bytes(device: torch.device) -> int:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     needed_bytes = max(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
     return int(free_bytes + torch.cuda.memory_reserved(device) - needed_bytes - LEFT_FREE * total_bytes)
+
+
+def on_host(held: torch.Tensor, dtype: str) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield a tensor of an accelerator, cast, in flat pieces on the host, each with the index of its first element.
+
+    A piece is valid until the next one is asked for, which crosses meanwhile.
+    """
+    flat, is_cuda, itemsize = held.detach().reshape(-1), held.is_cuda, served_dtype(held, dtype).itemsize
+    size = PIECE_BYTES // itemsize
+    room_bytes = min(PIECE_BYTES, flat.numel() * itemsize)
+    rooms = [torch.empty(room_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+
+    def send(start: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        piece = cast(flat[start : start + size], dtype)
+        room = rooms[start // size % 2][: piece.nbytes].view(piece.dtype)
+        room.copy_(piece, non_blocking=True)
+        return room, torch.cuda.current_stream(held.device).record_event() if is_cuda else None
+
+    coming = send(0)
+    for start in range(0, flat.numel(), size):
+        (room, done), following = coming, start + size
+        if following < flat.numel():
+            coming = send(following)
+        if done is not None:
+            done.synchronize()
+        yield start, room
 
 
 def _alloc_retries(device: torch.device) -> int:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple, Self
 
 import numpy as np
-import torch
 
 from deltasync import codec
 from deltasync.channel import payloads
@@ -24,10 +23,8 @@ from deltasync.codec.base import Encoded, NewBits
 from deltasync.config import AUTO
 from deltasync.errors import CorruptDataError
 from deltasync.publish.job import Job
-from deltasync.publish.shadow import Shadow
 from deltasync.publish.writes import MeteredStore
 from deltasync.tensors import Delta as Changes
-from deltasync.tensors.delta import joined
 
 _DEFAULT, _SMALLER = "packed", "context"
 _PROBES, _PROBE_EVERY = 3, 50  # other codecs are tried in the first 3 versions, and in every 50th
@@ -179,22 +176,6 @@ class Versions(NamedTuple):
 def encode(codec_name: str, delta: Changes, versions: Versions) -> Encoded:
     """Return the payload of steps."""
     return codec.get(codec_name).encode(delta, versions.new, versions.fingerprints, versions.to, versions.base)
-
-
-def compile_ahead(job: Job, codec_names: Iterable[str]) -> None:
-    """Compare, encode and prove a change for each dtype of a job's channel, so that no real change waits for a compiler."""
-    zeros = {
-        f"{dtype}{shape}": torch.zeros(shape, dtype=getattr(torch, dtype))
-        for dtype in {spec.dtype for spec in job.shadow.specs.values()}
-        for shape in ((256, 256), (1024,))  # the first so large that `context` has tiles of it
-    }
-    shadow = Shadow.whole(zeros)
-    new = [(name, (torch.arange(zero.numel()) % 64 == 1).reshape(zero.shape).to(zero.dtype)) for name, zero in zeros.items()]
-    steps = shadow.advance(new, "keep", 0)
-    following = Job(serial=0, version=job.version + 1, channel=job.channel, shadow=shadow, fingerprints=shadow.fingerprints)
-    group = joined(steps)
-    for codec_name in codec_names:
-        prove(codec_name, group, Versions.of(following), encode(codec_name, group, Versions.of(following)).to_bytes())
 
 
 def prove(codec_name: str, delta: Changes, versions: Versions, data: bytes) -> float:

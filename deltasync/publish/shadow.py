@@ -16,9 +16,10 @@ from deltasync.channel import payloads
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, get_logger
 from deltasync.live import LiveMemory, Segment
 from deltasync.publish.detect import Detector, Held, Step, VectorMemory, parts_of, served_tensors
+from deltasync.publish.device_copies import on_host
 from deltasync.publish.stream import Stream, TensorRange
 from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, fingerprint
-from deltasync.tensors.bits import bits_of, cast, has_nan, signed_view, spec_of, tensor_of
+from deltasync.tensors.bits import bits_of, has_nan, signed_view, spec_of, tensor_of
 from deltasync.tensors.delta import merge
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Shadow:
         memory = {w: VectorMemory(vector, self.bits, self.ranges) for w, vector in self.layout.vectors.items()}
         self.lock = threading.RLock()
         self._snapshots: list[Snapshot] = []
-        self._detector = Detector(Held(self.layout, self.ranges, memory), self.bits)
+        self._detector = Detector(Held(self.layout, self.ranges, memory))
         self._steps: list[Step] = []
         self._before: Fingerprints | None = None
         self._lost: str | None = None  # the tensor that `retreat` could not restore
@@ -94,8 +95,11 @@ class Shadow:
         ranges: dict[str, Range] = {}
         for name, part in _first_parts(stream, dtype, rank, specs):
             copy = torch.empty(part.held.shape, dtype=getattr(torch, specs[name].dtype))
-            # The copy casts host tensors, in all threads; others are cast where they are.
-            copy.copy_(part.held.detach() if part.held.is_cpu else cast(part.held, specs[name].dtype))
+            if part.held.is_cpu and "cpu" not in kernels.ACCELERATORS:
+                copy.copy_(part.held.detach())  # casts in all threads
+            else:
+                for first, piece in on_host(part.held, specs[name].dtype):
+                    copy.view(-1)[first : first + piece.numel()] = piece
             held[name], ranges[name] = bits_of(copy), (part.start, part.stop)
         return cls(specs, ranges, held)
 

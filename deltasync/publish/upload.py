@@ -25,7 +25,7 @@ from deltasync.errors import (
 )
 from deltasync.publish.collect import Weights, requires_of
 from deltasync.publish.compaction import Target
-from deltasync.publish.encode import Choice, compile_ahead, encode_groups
+from deltasync.publish.encode import Choice, encode_groups
 from deltasync.publish.job import Job, without_frames
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance, Sample
@@ -194,8 +194,6 @@ class Uploader:
             )
             self._end(job, None, stored.sha256)
             self.maintenance.published(job.version)
-            if job.version == 1:
-                self._puts.submit(compile_ahead, job, self._choice.codecs)  # while the trainer makes its first step
 
     def _end(self, job: Job, error: Exception | None, digest: str = "") -> None:
         self._used_s = time.monotonic()

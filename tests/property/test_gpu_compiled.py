@@ -77,11 +77,11 @@ def test_commits(target: str) -> None:
             for key, first, absolute in ((1, 0, True), ((1 << 64) - 1, 1, False))
             for at_K in (np.arange(16, dtype=np.int32), np.arange(3))
         ]
-        of = Table(entries, gpu_segments._Anywhere(torch.device("cpu")), "test")
+        of = Table(entries, gpu_segments._Anywhere(torch.device("cpu")))
         gpu_segments.prepare(of)
         gpu_segments.swap(of)
         whole = [dataclasses.replace(entry, at_K=None, value_K=None) for entry in entries]
-        gpu_segments.fingerprint(Table(whole, gpu_segments._Anywhere(torch.device("cpu")), "test"))
+        gpu_segments.fingerprint(Table(whole, gpu_segments._Anywhere(torch.device("cpu"))))
     _check(found)
     assert sorted(kernel.name for kernel in found) == ["_fingerprint"] * 4 + ["_prepare"] * 8 + ["_swap"] * 8
     assert len(found) == warm

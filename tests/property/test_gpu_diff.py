@@ -174,6 +174,35 @@ def test_launches_and_waits_do_not_depend_on_the_number_of_tensors(
     assert len(launched) == 4  # two kernels for each of the widths
 
 
+@on_gpu
+@pytest.mark.parametrize("group_count", [3, 20])
+def test_pinned_memory_does_not_grow_with_the_number_of_groups(group_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "GROUP", 1024)
+    monkeypatch.setattr(groups, "LEAST", 16)
+    monkeypatch.setattr(groups, "BUFFER_BYTES", 2048)
+    made, empty = list[int](), torch.empty
+
+    def counted(size: int, **options: object) -> torch.Tensor:
+        if options.get("pin_memory") is not None and size > 64:  # the table of a group takes 64 bytes
+            made.append(size)
+        return empty(size, **options)
+
+    monkeypatch.setattr(gpu_diff.torch, "empty", counted)
+    diff = device_diff(torch.device(DEVICE))
+    old_N, new_N = _random_pair(np.random.default_rng(4), group_count * 1024, 2, 0.2)
+    for _ in range(2):
+        shadow = _signed(old_N)
+        diff.add("w", shadow, _signed(new_N), group_count * 200)
+        index_K, _ = diff.finish()["w"]
+        np.testing.assert_array_equal(index_K, reference.diff(old_N, new_N)[0])
+        np.testing.assert_array_equal(_bits(shadow), new_N)
+        assert sum(made) <= 4 * 2048  # two buffers, which grow to powers of two
+    before = len(made)
+    diff.add("w", _signed(old_N), _signed(new_N), group_count * 200)
+    diff.finish()
+    assert len(made) == before
+
+
 class _Counted:
     def __init__(self, kernel, launched: list[str]) -> None:
         self._kernel, self._launched = kernel, launched

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
+import mmap
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,12 +25,13 @@ from deltasync.errors import CommitError, StageError
 from deltasync.kernels import reference, table, torch_ops
 from deltasync.live import LiveMemory, Segment, devices, staging
 from deltasync.live.devices import Device
+from deltasync.live.exchange import Copy
 from deltasync.live.staging import Staged
 from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec
 from deltasync.tensors.bits import signed_view
 from deltasync.tensors.fingerprint import tensor_key
 from tests import deltas
-from tests.devices import StandIn, on
+from tests.devices import LateDevice, StandIn, on
 from tests.interpreter import INTERPRETED
 
 KERNELS: list[ModuleType] = [torch_ops]
@@ -47,6 +50,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small tensors take several programs and pieces."""
     monkeypatch.setattr(table, "SCATTER_BLOCK", 64)
     monkeypatch.setattr(table, "STREAM_BLOCK", 256)
+    monkeypatch.setattr(table, "ROWS_AT_ONCE", 3)
     monkeypatch.setattr(staging, "_DEVICE_PIECE_BYTES", 512)
     if INTERPRETED:
         monkeypatch.setattr(gpu_segments, "_READ_BLOCK", 128)
@@ -242,11 +246,12 @@ def test_memory_that_somebody_else_wrote_on_one_device_is_left_alone_on_all(smal
 
 
 class _Allocations(TorchDispatchMode):
-    """Bytes of the tensors that operations make."""
+    """Bytes of the tensors that operations make, in all and by the operation's name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.by: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
@@ -254,6 +259,7 @@ class _Allocations(TorchDispatchMode):
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in known:
                 self.total += each.nbytes
+                self.by[str(func)] = self.by.get(str(func), 0) + each.nbytes
         return result
 
 
@@ -265,13 +271,15 @@ def test_full_weights_take_little_memory_of_the_device(kind: str, monkeypatch: p
     device = StandIn(free_bytes=devices.RESERVE_BYTES + 192 * MIB // 32)
     model = make(device, rows=1 << 10, columns=1536)
     after = model.after(kind)
-    staged = model.stage(kind, after)
+    with _Allocations() as made:
+        staged = model.stage(kind, after)
+    assert not any("nonzero" in name and "count" not in name for name in made.by), made.by
     with _Allocations() as made:
         for copy in staged.copies:
             copy.exchange()
             copy.exchange()
     report = model.memory.commit(staged)
-    had_bytes = sum(device.allocated)
+    had_bytes = device.held_bytes
     model.assert_holds(after)
     assert sum(bits_N.nbytes for bits_N in model.bits.values()) == 288 * MIB // 32
     assert had_bytes <= 192 * MIB // 32
@@ -285,9 +293,9 @@ def test_full_weights_take_little_memory_of_the_device(kind: str, monkeypatch: p
 def test_staging_beyond_what_is_free_is_refused_before_it_allocates(kind: str) -> None:
     device = StandIn()
     model = make(device)
-    device._free_bytes = sum(device.allocated) + devices.RESERVE_BYTES + 1000
+    device._free_bytes = device.held_bytes + devices.RESERVE_BYTES + 1000
+    device.cache.clear()
     allocated = list(device.allocated)
-    device._largest.clear()
     after = model.after(kind)
     with pytest.raises(
         StageError, match=r"Staging needs [\d,]+ bytes on cpu, where 268,436,456 are free, .* 268,435,456 stay"
@@ -298,22 +306,162 @@ def test_staging_beyond_what_is_free_is_refused_before_it_allocates(kind: str) -
     model.memory.commit(model.stage(kind, after))
 
 
-def test_a_gpu_that_says_that_little_is_free_is_believed() -> None:
-    device = Device(torch.device("cuda", 0))
-    with (
-        mock.patch.object(torch.cuda, "mem_get_info", return_value=(300 * MIB, 80 << 30)) as asked,
-        mock.patch.object(torch, "empty", side_effect=lambda size, **_: size) as made,
-        mock.patch.object(Device, "empty", lambda self, size_bytes: torch.zeros(size_bytes, dtype=torch.uint8)),
-    ):
-        with pytest.raises(StageError, match="50,331,648 bytes on cuda:0, where 314,572,800 are free"):
-            device.allocate(45 * 10**6, "writes")
-        assert not made.called
-        assert device.allocate(40 * 10**6, "writes").numel() == 40 * 10**6
-        # What was given back serves the next version of about that size, whatever the driver says is free.
-        asked.return_value = (0, 80 << 30)
-        assert device.allocate(39 * 10**6, "writes").numel() == 39 * 10**6
+class _Gpu(Device):
+    """A GPU, as PyTorch's allocator and the driver describe it, whose memory is the host's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_bytes: int = 0) -> None:
+        super().__init__(torch.device("cuda", 0))
+        self.segments: list[dict[str, Any]] = []
+        self.free = free_bytes
+        vars(self)["_stream"] = SimpleNamespace(cuda_stream=7)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 80 << 30))
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: self.segments)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def has(self, size_bytes: int, state: str = "inactive", stream: int = 7, device: int = 0) -> None:
+        """PyTorch's allocator has this block, and one of 1 KiB that is free."""
+        blocks = [{"size": size_bytes, "state": state}, {"size": 1 << 10, "state": "inactive"}]
+        self.segments = [{"device": device, "stream": stream, "blocks": blocks}]
+
+
+def test_each_allocation_leaves_the_reserve_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = _Gpu(monkeypatch, 300 * MIB)
+    with pytest.raises(StageError, match="50,331,648 bytes on cuda:0, where 314,572,800 are free"):
+        gpu.allocate(45 * 10**6)
+    assert gpu.allocate(40 * 10**6).numel() == 40 * 10**6
+    gpu.free = 290 * MIB
+    with pytest.raises(StageError):  # also for a size that there was room for before
+        gpu.allocate(40 * 10**6)
+
+
+def test_staging_takes_from_the_cache_what_its_own_stream_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = _Gpu(monkeypatch)
+    gpu.has(48 * MIB)
+    assert gpu.allocate(45 * 10**6).numel() == 45 * 10**6
+    with pytest.raises(StageError):
+        gpu.allocate(49 * MIB)
+    for other in ({"stream": 0}, {"device": 1}, {"state": "active_allocated"}):  # the engine's, or in use
+        gpu.has(48 * MIB, **other)
         with pytest.raises(StageError):
-            device.allocate(45 * 10**6, "writes")
+            gpu.allocate(45 * 10**6)
+
+
+class _Cudart:
+    """CUDA's registration of host memory; `code` is its answer."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        assert address % mmap.PAGESIZE == 0
+        if not self.code:
+            self.pinned[address] = size_bytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+def test_pinned_memory_has_the_size_that_is_needed_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart, gpu = _Cudart(), _Gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    held = [gpu.pinned(size_bytes) for size_bytes in (5 * MIB + 3, 0)]
+    views = [held[0].view(torch.uint8)[7:]]
+    assert [each.numel() for each in held] == [5 * MIB + 3, 0]
+    assert sorted(cudart.pinned.values()) == [1, 5 * MIB + 3]
+    held.clear()
+    assert list(cudart.pinned.values()) == [5 * MIB + 3]  # a view is left
+    views[0][:] = 1
+    views.clear()
+    assert not cudart.pinned
+
+
+def test_memory_that_cuda_cannot_pin_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudart, gpu = _Cudart(code=2), _Gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    with caplog.at_level(logging.WARNING):
+        assert gpu.pinned(100).fill_(3).sum() == 300
+    assert "cannot pin 100 bytes of host memory (error 2)" in caplog.text
+
+
+def test_bytes_are_sent_through_two_small_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_SENT_BYTES", 10)
+    gpu, events = _Gpu(monkeypatch), list[tuple[str, int]]()
+    rooms = [torch.zeros(10, dtype=torch.uint8) for _ in range(2)]
+    done = [
+        SimpleNamespace(
+            synchronize=lambda number=number: events.append(("wait", number)),
+            record=lambda number=number: events.append(("record", number)),
+        )
+        for number in range(2)
+    ]
+    vars(gpu)["_rooms"] = list(zip(rooms, done, strict=True))
+    host, to = torch.arange(37, dtype=torch.uint8), torch.zeros(37, dtype=torch.uint8)
+    gpu.send(host, to)
+    assert torch.equal(to, host)
+    assert events == [(what, number % 2) for number in range(4) for what in ("wait", "record")]
+
+
+def _late(piece_count: int) -> tuple[LateDevice, Copy, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """An exchange of pieces, contiguous and with gaps, and copies of both sides."""
+    live = [torch.arange(20 * n, 20 * n + 20, dtype=torch.int16).view(4, 5)[:, : 5 - n % 2] for n in range(piece_count)]
+    pieces = [(each, -each.reshape(-1) - 1) for each in live]
+    device = LateDevice()
+    copy = Copy(pieces, torch.zeros((3, 64), dtype=torch.uint8), device)
+    return device, copy, [(each.clone(), source.clone()) for each, source in pieces]
+
+
+@pytest.mark.parametrize("piece_count", [1, 2, 7])
+def test_two_directions_at_once_exchange_the_same_bits(piece_count: int) -> None:
+    """Whatever the streams do in the order that their waits allow."""
+    for seed in range(60):
+        device, copy, before = _late(piece_count)
+        copy.exchange()
+        device.run(seed)
+        for (live, source), (old, new) in zip(copy.pieces, before, strict=True):
+            assert torch.equal(live, new.view(live.shape)) and torch.equal(source, old.reshape(-1))
+        copy.exchange()  # two at once: what comes after an exchange waits for it
+        copy.exchange()
+        copy.exchange()
+        device.run(seed)
+        for (live, source), (old, new) in zip(copy.pieces, before, strict=True):
+            assert torch.equal(live, old) and torch.equal(source, new)
+
+
+def test_old_bits_leave_while_new_ones_arrive() -> None:
+    device, copy, _ = _late(40)
+    copy.exchange()
+    copies = sum(kind == "copy" for queue in device._late for kind, _ in queue.left)
+    assert copies == 20 * 3 + 20 * 4
+    assert device.ticks() <= copies - 40 + 2  # one stream alone would take as many as there are copies
+
+
+@pytest.mark.parametrize("kernels", KERNELS[-1:])
+def test_staging_launches_little_at_a_time_and_a_commit_everything(kernels: ModuleType, small: None) -> None:
+    if kernels is torch_ops:
+        pytest.skip("launches are Triton's")
+    launched: list[tuple[str, int]] = []
+    launch = kernels._launch
+
+    def count(kernel: Any, kind: table.Kind, *rest: Any, **options: Any) -> None:
+        launched.append((kernel.__name__, kind.last - kind.first))
+        launch(kernel, kind, *rest, **options)
+
+    model = make(StandIn(kernels), rows=300)
+    with mock.patch.object(kernels, "_launch", count):
+        staged = model.stage("steps", model.after("steps"))
+        model.memory.audit()
+        assert max(rows for _, rows in launched) == 3 and len(launched) > 4
+        launched.clear()
+        model.memory.commit(staged)
+    assert max(rows for name, rows in launched if name == "_swap") > 3
 
 
 @with_kernels
@@ -341,14 +489,14 @@ def test_positions_are_sent_once_and_checkpoint_indices_never() -> None:
     device = StandIn()
     model = make(device)
     sent = []
-    pinned = device.pinned
+    send = device.send
 
-    def count(size_bytes: int) -> torch.Tensor:
-        sent.append(size_bytes)
-        return pinned(size_bytes)
+    def count(host: torch.Tensor, to: torch.Tensor) -> None:
+        sent.append(host.numel())
+        send(host, to)
 
     changed = model.changed("steps", model.after("steps"))
-    with mock.patch.object(device, "pinned", count):
+    with mock.patch.object(device, "send", count):
         staged = model.memory.stage(changed)
     (sent_bytes,) = sent  # one copy per version
     segments = sum(map(len, model.memory._segments.values()))

@@ -46,11 +46,11 @@ def small_blocks() -> Any:
 
 
 class Room:
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
-    def allocate(self, size_bytes: int, purpose: str) -> torch.Tensor:
+    def allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.full((size_bytes,), 0xA5, dtype=torch.uint8, device=DEVICE)
+
+    def send(self, host: torch.Tensor, to: torch.Tensor) -> None:
+        to.copy_(host)
 
 
 @dataclasses.dataclass
@@ -112,7 +112,7 @@ def test_prepare_and_swap_are_the_reference(kernels: ModuleType, found: list[Cas
     if not found:
         return
     whole = [_bits(case.segment.flat()) for case in found]
-    of = Table([case.entry for case in found], Room(), "test")
+    of = Table([case.entry for case in found], Room())
     assert of.changed == sum(case.chosen.size for case in found)
     assert len(of.kinds) == len({(case.old_N.itemsize, case.entry.at_K.itemsize) for case in found})  # type: ignore[union-attr]
     kernels.prepare(of)
@@ -147,7 +147,7 @@ def test_fingerprints_are_the_reference(kernels: ModuleType, found: list[Case]) 
     for case in found:  # what lies in gaps does not count
         case.segment.flat()[np.setdiff1d(np.arange(case.segment.flat().numel()), case.position_N)] = 1
     entries = [dataclasses.replace(case.entry, at_K=None, value_K=None) for case in found]
-    of = Table(entries, Room(), "test")
+    of = Table(entries, Room())
     kernels.fingerprint(of)
     assert of.gained() == [
         int(reference.cell_hash(case.entry.key, case.index_N, case.old_N).sum(dtype=np.uint64)) for case in found
@@ -162,7 +162,7 @@ def test_elements_past_every_limit_of_int32(kernels: ModuleType) -> None:
     at_K = np.array([0, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, size - 1])
     old_K = _bits(dest[torch.from_numpy(at_K)])
     new_K = np.arange(1, 6, dtype=np.uint8)
-    of = Table([Entry(3, dest, 0, ((1, size, 1),), at_K, new_K)], Room(), "test")
+    of = Table([Entry(3, dest, 0, ((1, size, 1),), at_K, new_K)], Room())
     kernels.prepare(of)
     added = reference.cell_hash(3, at_K, new_K) - reference.cell_hash(3, at_K, old_K)
     assert of.gained() == [int(added.sum(dtype=np.uint64))]
@@ -173,7 +173,7 @@ def test_elements_past_every_limit_of_int32(kernels: ModuleType) -> None:
 def test_more_dimensions_than_a_line_has_room_for_are_refused() -> None:
     entry = Entry(0, torch.zeros(1 << 10, dtype=torch.int8, device=DEVICE), 0, ((2, 1, 1),) * 9)
     with pytest.raises(StageError, match="has 9 dimensions, which"):
-        Table([entry], Room(), "test")
+        Table([entry], Room())
 
 
 @with_kernels
@@ -186,7 +186,7 @@ def test_a_swap_whose_launch_fails_has_exchanged_nothing(
         Entry(0, live, 0, ((1, 9, 1),), np.arange(9, dtype=np.int32), np.ones(9, f"u{live.element_size()}"))
         for live in lives
     ]
-    of = Table(entries, Room(), "test")
+    of = Table(entries, Room())
     kernels.prepare(of)
     number = iter(range(100))
 
@@ -253,8 +253,8 @@ def test_warming_up_compiles_all_that_commits_need() -> None:
                 chosen = dataclasses.replace(
                     entry, at_K=np.arange(count, dtype=at), value_K=np.zeros(count, np.uint16), absolute=absolute
                 )
-                of = Table([chosen], Room(), "test")
+                of = Table([chosen], Room())
                 gpu_segments.prepare(of)
                 gpu_segments.swap(of)
-                gpu_segments.fingerprint(Table([entry], Room(), "test"))
+                gpu_segments.fingerprint(Table([entry], Room()))
     assert [len(kernel.device_caches[of_device][0]) for kernel in kernels] == compiled

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deltasync import Publisher, Replica
 from deltasync.errors import ConfigError
 from deltasync.kernels import ACCELERATORS, torch_ops
-from deltasync.publish import device_copies
+from deltasync.publish import detect, device_copies
 from deltasync.publish.shadow import Shadow
+from deltasync.tensors.bits import bits_of
 from deltasync.tensors.delta import joined
 from tests.conftest import assert_same_bits
 
@@ -179,7 +183,7 @@ def test_a_device_without_memory_is_compared_on_the_host(
     monkeypatch.setattr(NoMemory, "calls", 0)
     weights = _weights()
     shadow = Shadow.of(weights.items(), "bfloat16", 0)
-    for seed in range(2):
+    for seed in range(3):  # the first takes the copies
         weights = _trained(weights, seed)
         before = {name: bits.copy() for name, bits in shadow.bits.items()}
         changes = shadow.advance(weights.items() if lasting else iter(weights.items()), "bfloat16", 0, "auto")
@@ -197,14 +201,67 @@ def test_a_copy_for_which_there_is_no_memory_is_not_taken(driver: Driver, monkey
     weights = _weights()
     shadow = Shadow.of(weights.items(), "bfloat16", 0)
 
-    def full(self: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
+    def full(tensor: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(device_copies, "signed_view", lambda bits: type("Full", (), {"to": full})())
+        patched.setattr(device_copies, "int_view", full)
         _advance(shadow, _trained(weights, 1))
     _advance(shadow, _trained(weights, 2))
     assert shadow.size_bytes["device"] == 0
+
+
+class _Reads(TorchDispatchMode):
+    """Addresses of the storages that torch's operations read or write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        self.found |= {each.untyped_storage().data_ptr() for each in given}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "keep"])
+def test_copies_are_clones_of_the_weights_and_never_uploaded(dtype: str, driver: Driver) -> None:
+    """No operation on a device reads the shadow on the host, from where an upload takes seconds."""
+    weights = _weights()
+    shadow = Shadow.of(weights.items(), dtype, 0)
+    with _Reads() as reads:
+        shadow.advance(_trained(weights, 1).items(), dtype, 0, "auto")
+    copies = shadow._detector.copies._held
+    assert copies.keys() == {"matrix", "vector", "scalar"}
+    assert not reads.found & {bits.ctypes.data for bits in shadow.bits.values()}
+    for name, copy in copies.items():
+        np.testing.assert_array_equal(copy.numpy(), shadow.bits[name].view(f"i{copy.itemsize}"))
+        assert copy.untyped_storage().data_ptr() not in {weights[name].untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("placement", ["auto", "device"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "keep"])
+def test_tensors_cross_to_the_host_in_pieces(
+    dtype: str, placement: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which two are held at a time, so that the memory of a piece is soon another's."""
+    monkeypatch.setattr(device_copies, "PIECE_BYTES", 256)
+    monkeypatch.setattr(detect, "_COPIED", 32)  # so that whole pieces are compared where they are
+    driver.free = 0  # with `auto` nothing may stay
+    weights = _weights()
+    weights["transposed"] = torch.randn(30, 20).T
+    shadow = Shadow.of(weights.items(), dtype, 0)
+    for name, tensor in weights.items():
+        served = tensor.bfloat16() if dtype == "bfloat16" else tensor
+        np.testing.assert_array_equal(shadow.bits[name].reshape(-1), bits_of(served))
+    for seed in range(3):
+        weights = _trained(weights, seed)
+        shadow.advance(iter(weights.items()) if seed % 2 else weights.items(), dtype, 0, placement)
+        fresh = Shadow.of(weights.items(), dtype, 0)
+        assert shadow.fingerprints == fresh.fingerprints
+        for name, bits in fresh.bits.items():
+            np.testing.assert_array_equal(shadow.bits[name].reshape(-1), bits.reshape(-1))
+    assert bool(shadow.size_bytes["device"]) == (placement == "device")
 
 
 def test_converted_tensors_do_not_all_wait_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +277,9 @@ def test_converted_tensors_do_not_all_wait_at_once(driver: Driver, monkeypatch: 
     monkeypatch.setattr(device_copies, "HELD_BYTES", 1000)
     weights = {str(number): torch.randn(100) for number in range(12)}
     for dtype, waits in (("bfloat16", [12]), ("float16", [6, 6, 0])):
-        finished.clear()
         shadow = Shadow.of(weights.items(), dtype, 0)
+        shadow.advance(weights.items(), dtype, 0, "auto")  # takes the copies
+        finished.clear()
         shadow.advance(_trained(weights, 1).items(), dtype, 0, "auto")
         assert finished == waits
 

@@ -31,11 +31,8 @@ from deltasync.errors import (
     PublishTimeoutError,
     StoreError,
 )
-from deltasync.publish import encode
-from deltasync.publish.encode import Versions, prove
 from deltasync.publish.upload import Uploader
 from deltasync.stores import Store
-from deltasync.tensors import SAFETENSORS_DTYPES, Delta
 from tests import builders
 from tests.builders import Weights
 from tests.conftest import assert_same_bits
@@ -773,24 +770,6 @@ def test_a_version_whose_upload_begins_late_keeps_what_was_streamed_into_it(
     replica = Replica(memory_url)
     assert replica.sync() == 2
     assert_same_bits(replica.state_dict(), {name: tensor.bfloat16() for name, tensor in weights.items()})
-
-
-@pytest.mark.parametrize("name", ["packed", "context", "raw"])
-def test_what_is_compiled_ahead_is_a_change_of_each_dtype(
-    memory_url: str, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    proved: list[set[tuple[str, int]]] = []
-
-    def noting(codec_name: str, delta: Delta, versions: Versions, data: bytes) -> None:
-        prove(codec_name, delta, versions, data)
-        proved.append({(delta.layout.specs[name].dtype, changed) for name, changed in delta.counts().items()})
-
-    monkeypatch.setattr(encode, "prove", noting)
-    weights = {dtype: torch.zeros(3, dtype=getattr(torch, dtype)) for dtype in SAFETENSORS_DTYPES}
-    with Publisher(memory_url, dtype="keep", codec=name) as publisher:
-        publisher.publish(weights)
-    # A matrix that has tiles, and a tensor too small for them.
-    assert proved == [{(dtype, changed) for dtype in SAFETENSORS_DTYPES for changed in (1024, 16)}]
 
 
 def test_a_channel_that_was_emptied_is_described_again_and_gets_full_weights(
