@@ -33,7 +33,7 @@ from deltasync.errors import (
 )
 from deltasync.following.cursor import ChannelCursor, identify
 from deltasync.following.pin import NEWEST, Pin, Reached, Waits
-from deltasync.following.poll import Announcements, Poll
+from deltasync.following.poll import Poll
 from deltasync.following.status import HISTORY, Commit, Health, HeartbeatWriter, Status, log_commit
 from deltasync.following.target import Observer, Target
 from deltasync.stores.base import ObjectInfo
@@ -81,7 +81,7 @@ class Follow:
         self._stepping = threading.RLock()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._poll, self._announced = Poll(settings.poll_interval_s), Announcements()
+        self._poll = Poll(settings.poll_interval_s)
         self._goes_around = False  # the last step failed by a chain that the next one avoids
         self._heartbeats = HeartbeatWriter(reader.store, settings.heartbeat_interval_s) if heartbeats else None
 
@@ -95,12 +95,14 @@ class Follow:
     @property
     def version(self) -> int | None:
         """The number of this version."""
-        return None if self.identity is None else self.identity.version
+        identity = self.target.version
+        return None if identity is None else identity.version
 
     @property
     def newest(self) -> int | None:
         """The number of the newest version that is known."""
-        return None if self.cursor.newest is None else self.cursor.newest.version
+        newest = self.cursor.newest
+        return None if newest is None else newest.version
 
     @property
     def error(self) -> str | None:
@@ -113,9 +115,9 @@ class Follow:
         return self._health.state if self._stale is None else "stale"
 
     @property
-    def followed_s_ago(self) -> float | None:
-        """Seconds since the channel could last be followed; None before the first time."""
-        return None if self.cursor.followed_s is None else self._health.stuck_s(self.target.progressed_s)
+    def stuck_s(self) -> float:
+        """Seconds since the channel could last be followed; before the first time, since this replica was made."""
+        return self._health.stuck_s(self.target.progressed_s)
 
     @property
     def _stale(self) -> str | None:
@@ -147,7 +149,7 @@ class Follow:
             sha256=None if identity is None else identity.sha256,
             newest_version=self.newest,
             pin=None if self.pin == NEWEST else str(self.pin),
-            followed_s_ago=self.followed_s_ago,
+            followed_s_ago=self.stuck_s if self._health.has_followed else None,
             error=self.error,
             trusted_keys=None if trusted is None else trusted.names,
             commits=list(self.commits)[-commit_count:] if commit_count else [],
@@ -201,9 +203,9 @@ class Follow:
         Raises:
             ConfigError: as `poke`.
         """
-        wait = self._waits.begin(version, step)
+        reached = self._waits.begin(version, step, lambda: (self._pin, self.identity, self.cursor.epoch))
         self.poke()
-        return lambda: self._waits.reached(wait, self._pin, self.identity, self.cursor.epoch)
+        return reached
 
     def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
         """Wait until this version or a later one is live; by default any. Pinned to a number, exactly that version.
@@ -262,10 +264,13 @@ class Follow:
                 except BaseException as error:  # noqa: BLE001 - reported by `step`; the weights stay as they are
                     failure = error if self._health.state != "waiting" else None
                 if self._heartbeats is not None:
-                    self._heartbeats.update(self.status(0))
+                    try:
+                        self._heartbeats.update(self.status(0))
+                    except RuntimeError:  # the system has no thread for it
+                        self._log.exception("deltasync could not begin a heartbeat")
                 if self._ended.is_set():
                     return
-                self._wake.wait(self._poll.delay_s(self.identity != before, failure, self._announced.is_taken))
+                self._wake.wait(self._poll.delay_s(self.identity != before, failure))
 
     def _on_change(self, info: ObjectInfo | None) -> None:
         """Poll now: the store announced a record, or may have missed one (None)."""
@@ -273,7 +278,7 @@ class Follow:
         if info is not None:
             if newest is not None and info.key == newest.key:
                 return  # a poll was faster
-            self._announced.add(info)
+            self._poll.announce(info)
         self._wake.set()
 
     def catch_up(self, pin: Pin | None = None, *, wait_s: float = 0.0) -> int:
@@ -334,7 +339,7 @@ class Follow:
             begun, self._goes_around = self._waits.begun, False
             try:
                 if known is not None:
-                    self._announced.add(known)
+                    self._poll.announce(known)
                 if is_done := self._step(pin or self._pin, ahead, audits):
                     self._waits.caught_up(begun)
                 self._report(None)
@@ -355,7 +360,7 @@ class Follow:
         if audits:
             self._wake.clear()  # this step serves everything that woke the loop until now
         asked, self._asked = self._asked, False
-        known = self._announced.take()
+        known = self._poll.take()
         if asked:
             cursor.retry_bad()
         if not self._opened:
@@ -387,7 +392,7 @@ class Follow:
                 self._goes_around = True
             raise
         self._committed(commit, chain)
-        self._announced.committed(known, chain[-1].key, cursor.newest)
+        self._poll.committed(known, chain[-1].key, cursor.newest)
         return False
 
     def _identify(self, total: int) -> StoredRecord | None:
