@@ -154,7 +154,7 @@ class ChannelCursor(Tip):
         if not refresh and is_there:
             return []
         if refresh or not ahead:
-            self.forget_ahead()
+            self._ahead = {}
         is_exact, ahead = ahead, ahead and have is not None and self.failure is None
         if ahead:
             self.read_ahead(self._pin.version or 0, refresh)

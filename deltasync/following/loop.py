@@ -110,6 +110,11 @@ class Follow:
         return self._stale or self._health.error
 
     @property
+    def why(self) -> str:
+        """Why it is not at the newest version, for a wait that was in vain: the error, and a pin; may be empty."""
+        return f"{self.error or ''}{'' if self.pin == NEWEST else f' It is pinned: {self.pin}.'}".strip()
+
+    @property
     def state(self) -> str:
         """The state, one of those of `Status.state`."""
         return self._health.state if self._stale is None else "stale"
@@ -169,8 +174,7 @@ class Follow:
             MissingVersionError: it is not.
             StoreError: the store did not answer.
         """
-        live = self.identity
-        if pin.version is not None and (live is None or live.version != pin.version):
+        if pin.version is not None and self.version != pin.version:
             self.reader.numbered(pin.version)
 
     def set_pin(self, pin: Pin, *, checked: bool = False) -> None:
@@ -218,10 +222,10 @@ class Follow:
         if version is None and self.version is not None:
             return self.version
         reached = self.request(wanted if version is not None or self._pin.version is None else self._pin.version)
-        served = self._waits.wait(reached, timeout_s)
-        if served is None:
-            message = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}. {self.error or ''}"
-            raise AckTimeoutError(message.rstrip())
+        if (served := self._waits.wait(reached, timeout_s)) is None:
+            raise AckTimeoutError(
+                f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}. {self.why}".rstrip()
+            )
         return served
 
     # Steps
@@ -264,19 +268,15 @@ class Follow:
                 except BaseException as error:  # noqa: BLE001 - reported by `step`; the weights stay as they are
                     failure = error if self._health.state != "waiting" else None
                 if self._heartbeats is not None:
-                    try:
-                        self._heartbeats.update(self.status(0))
-                    except RuntimeError:  # the system has no thread for it
-                        self._log.exception("deltasync could not begin a heartbeat")
+                    self._heartbeats.update(self.status(0))
                 if self._ended.is_set():
                     return
                 self._wake.wait(self._poll.delay_s(self.identity != before, failure))
 
     def _on_change(self, info: ObjectInfo | None) -> None:
         """Poll now: the store announced a record, or may have missed one (None)."""
-        newest = self.cursor.newest
         if info is not None:
-            if newest is not None and info.key == newest.key:
+            if (newest := self.cursor.newest) is not None and info.key == newest.key:
                 return  # a poll was faster
             self._poll.announce(info)
         self._wake.set()

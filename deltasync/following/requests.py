@@ -15,7 +15,8 @@ import hmac
 import ipaddress
 import time
 from collections.abc import Callable, Generator, Mapping
-from typing import Annotated, Any, TypeVar
+from concurrent.futures import Future
+from typing import Annotated, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -194,15 +195,10 @@ class Questions:
         follow, timeout_s = self._follow, question["timeout_s"]
         deadline = time.monotonic() + timeout_s
         if "commits" in question:
-            status = self._status_thread.submit(lambda: msgspec.to_builtins(follow.status(question["commits"])))
-            while not status.done():
-                yield
-            return status.result()
+            status = self._status_thread.submit(follow.status, question["commits"])
+            return cast(dict[str, Any], msgspec.to_builtins((yield from _result(status))))
         if question.get("digest"):
-            read = self._threads.submit(self._read)
-            while not read.done():
-                yield
-            return read.result()
+            return (yield from _result(self._threads.submit(self._read)))
         if question.get("pin") is not None:
             pin = Pin.parse(question["pin"])
             check = self._threads.submit(follow.check_pin, pin)
@@ -215,8 +211,7 @@ class Questions:
         reached = follow.request(question.get("version"), question.get("step"))
         while (served := reached()) is None:
             if time.monotonic() >= deadline:
-                late = f"After {timeout_s:g} s version {follow.version} is served. {follow.error or ''}"
-                return {"error": late.rstrip()}
+                return {"error": f"After {timeout_s:g} s version {follow.version} is served. {follow.why}".rstrip()}
             yield
         return {"version": served}
 
@@ -247,3 +242,10 @@ class Questions:
             "not_ready": held if is_held else self._follow.not_ready,
             "answers": self._answers,
         }
+
+
+def _result(future: Future[_T]) -> Generator[None, None, _T]:
+    """Yield until a future is done, and return its result."""
+    while not future.done():
+        yield
+    return future.result()

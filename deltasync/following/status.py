@@ -129,8 +129,12 @@ class HeartbeatWriter:
         if since_s < _SCARCE_S and self._store.is_scarce:
             return
         if content != self._last or since_s >= self._interval_s:
-            self._last, self._last_s = content, now_s
-            self._submit(status)
+            try:
+                self._submit(status)
+            except RuntimeError:  # the system has no thread for it now
+                logger.exception("deltasync could not begin a heartbeat")
+            else:
+                self._last, self._last_s = content, now_s
 
     def stop(self, status: Status) -> None:
         """Write the last heartbeat, for a bounded time."""

