@@ -85,8 +85,6 @@ class Follow:
         self._goes_around = False  # the last step failed by a chain that the next one avoids
         self._heartbeats = HeartbeatWriter(reader.store, settings.heartbeat_interval_s) if heartbeats else None
 
-    # State
-
     @property
     def identity(self) -> VersionId | None:
         """The version that is live, with its digest; None before the first."""
