@@ -33,11 +33,11 @@ class _Caches(server.LRUPromptCache):
 
     at = -1  # `Following.exchanges` then
 
-    def fetch_failover_cache(self, model: Any, tokens: list[int]) -> Any:
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> Any:
         if self.at != following.exchanges:
             self.trim_to(n_sequences=0)
             self.at = following.exchanges
-        return super().fetch_failover_cache(model, tokens)
+        return super().fetch_nearest_cache(model, tokens)
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: Any, **options: Any) -> None:
         if prompt_cache and self.at == following.exchanges:

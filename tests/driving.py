@@ -27,8 +27,8 @@ from deltasync.stores import Store
 from tests.channels import Made
 from vllm_plugin.endpoints import DeltaSyncEndpoints
 from vllm_plugin.engine import IdleEngine
-from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.target import EngineTarget, OnLoop, open_reader
+from vllm_plugin.worker import DeltaSyncWorkerExtension
 
 PATIENCE_S = 60.0
 PLAIN = Namespace(worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from deltasync.errors import ConfigError, get_logger
 
 if TYPE_CHECKING:
-    from vllm_plugin.extension import DeltaSyncWorkerExtension
     from vllm_plugin.offline import follow
+    from vllm_plugin.worker import DeltaSyncWorkerExtension
 
 __all__ = ["DeltaSyncWorkerExtension", "follow", "register"]
 
@@ -111,7 +111,7 @@ def _refuse_unfollowed() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    module = {"DeltaSyncWorkerExtension": "extension", "follow": "offline"}.get(name)
+    module = {"DeltaSyncWorkerExtension": "worker", "follow": "offline"}.get(name)
     if module is None:
         raise AttributeError(f"module 'vllm_plugin' has no attribute {name!r}")
     return getattr(importlib.import_module(f"vllm_plugin.{module}"), name)

@@ -34,9 +34,9 @@ from deltasync.following.engine import Failure
 from deltasync.following.metrics import Metrics
 from vllm_plugin import compat
 from vllm_plugin.engine import IdleEngine
-from vllm_plugin.extension import DeltaSyncWorkerExtension
-from vllm_plugin.messages import Answer, answer, parse
 from vllm_plugin.target import open_follow
+from vllm_plugin.worker import DeltaSyncWorkerExtension
+from vllm_plugin.workers import Answer, answer, parse
 
 
 @dataclasses.dataclass

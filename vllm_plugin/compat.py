@@ -77,7 +77,7 @@ USES = (
         for runner in ("gpu.model_runner", "gpu_model_runner")
         for name in ("get_model", "load_config", "model_config", "device")
     ),
-    # extension.py, worker.py: a worker's start, its steps and sleep; copies of weights that an attention makes again
+    # worker.py: a worker's start, its steps and sleep; copies of weights that an attention makes again
     *(
         Use("vllm.v1.worker.gpu_worker", f"Worker.{name}", source_only=True)
         for name in ("load_model", "execute_model", "reload_weights", "update_weights", "sleep", "wake_up")

@@ -24,15 +24,14 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
 
-from deltasync.errors import DeltaSyncError, redacted
-from deltasync.following import Follow
+from deltasync.errors import DeltaSyncError, describe, printable, redacted
+from deltasync.following import Follow, Status
 from deltasync.following.engine import open_reader
 from deltasync.following.metrics import Metrics
 from deltasync.following.requests import is_loopback, until_ready
 from deltasync.following.routes import LocalRoutes, Refused, as_json
 from vllm_plugin import compat, logger
 from vllm_plugin.engine import Unguarded, is_salted
-from vllm_plugin.messages import ServerStatus
 from vllm_plugin.target import EngineTarget, LiveVersions, OnLoop, open_follow
 from vllm_plugin.versions import attend, replies
 
@@ -42,6 +41,28 @@ _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
+
+
+class Reason(msgspec.Struct):
+    """A reason why tensors take the fallback, their number, and the name of the first."""
+
+    reason: str
+    tensors: int
+    first: str
+
+
+class ServerStatus(Status, kw_only=True):
+    """Reply of `GET /deltasync/status` (docs/operations/replica.md). `adapters` are model names that requests may use."""
+
+    kv_cache: str | None = None
+    patched_tensors: int | None = None
+    reloaded_tensors: int | None = None
+    reloaded: list[Reason] = msgspec.field(default_factory=list)
+    adapters: list[str] | msgspec.UnsetType = msgspec.UNSET
+    logprobs_mode: str | None = None
+
+
+describe(ServerStatus)
 
 
 def _rank(args: Namespace) -> int | None:
@@ -205,7 +226,8 @@ class DeltaSyncEndpoints(LocalRoutes):
         if engine is None:
             found.adapters = getattr(follow.target, "models", [])
         elif engine.workers.is_open:
-            found.reloaded_tensors, found.reloaded = len(engine.workers.reloaded), engine.workers.reasons
+            found.reloaded_tensors, reasons = len(engine.workers.reloaded), engine.workers.by_reason().items()
+            found.reloaded = [Reason(printable(why), len(names), printable(names[0])) for why, names in reasons]
             found.patched_tensors = len(follow.reader.specs) - found.reloaded_tensors
         return found
 

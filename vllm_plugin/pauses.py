@@ -20,7 +20,7 @@ from deltasync.errors import ConfigError, NotPublishedError, SleepingError
 from deltasync.following.engine import is_safe, succeeded
 from vllm_plugin import engine as engines
 from vllm_plugin import logger
-from vllm_plugin.messages import parse
+from vllm_plugin.workers import parse
 
 Call = Callable[..., Awaitable[Any]]
 

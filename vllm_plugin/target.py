@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -100,11 +100,6 @@ class LiveVersions:
         return (min(numbers), max(numbers)) if numbers else None
 
 
-class _Staged(NamedTuple):
-    chain: Sequence[StoredRecord]
-    tokens_before: int
-
-
 class EngineTarget:
     """The weights of one server's workers. `engine` is vLLM's engine client, or an `IdleEngine`.
 
@@ -123,6 +118,7 @@ class EngineTarget:
         self._engine, self._reader, self._settings, self._metrics, self._run = engine, reader, settings, metrics, run
         self._is_committing = False
         self._is_asleep = False
+        self._tokens_before = 0  # tokens that were generated before staging began
         self._sure_s = -math.inf  # when the workers last knew their bits
         self._names: OrderedDict[int, str] = OrderedDict()  # the first digest that was served of each number
 
@@ -170,12 +166,12 @@ class EngineTarget:
         self.version = version
         self.live.note(None if version is None else version.version)
 
-    def stage(self, chain: Sequence[StoredRecord]) -> _Staged | None:
+    def stage(self, chain: Sequence[StoredRecord]) -> Sequence[StoredRecord] | None:
         """Have the workers stage a chain. Returns None if one does not know its bits."""
         self._sure_s = -math.inf
-        tokens_before = generated_tokens()
+        self._tokens_before = generated_tokens()
         try:
-            return _Staged(chain, tokens_before) if self.workers.stage(handed(chain)) else None
+            return chain if self.workers.stage(handed(chain)) else None
         except DeltaSyncError as error:
             reference = chain[0].record.reference
             if reference is None or self.version is not None:
@@ -184,19 +180,19 @@ class EngineTarget:
             said = Failure.of(error)
             raise msgspec.structs.replace(said, message=f"{said.message} {unlike}").error() from error
 
-    def commit(self, staged: _Staged) -> Commit:
+    def commit(self, staged: Sequence[StoredRecord]) -> Commit:
         """Pause, commit, compare the bits with the published fingerprints, announce, resume."""
         running = running_requests()
         self._is_committing = True
         try:
             with self._metrics.attempt(lambda: self.pauses.last_s), self._paused():
                 done = self.workers.commit()
-                self._announce(staged.chain[-1].version)
+                self._announce(staged[-1].version)
         finally:
             self._is_committing = False
         self._sure_s = time.monotonic()
-        tokens = generated_tokens() - staged.tokens_before
-        return commit_of(staged.chain, done, pause_s=self.pauses.last_s, running_requests=running, tokens_during_sync=tokens)
+        tokens = generated_tokens() - self._tokens_before
+        return commit_of(staged, done, pause_s=self.pauses.last_s, running_requests=running, tokens_during_sync=tokens)
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:

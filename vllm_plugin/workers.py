@@ -1,4 +1,7 @@
-"""The shards of vLLM's workers, as the API server reaches them: by RPCs to all workers of all engines."""
+"""The shards of vLLM's workers, as the API server reaches them: by RPCs to all workers of all engines.
+
+Workers reply in plain data, which vLLM can send: `{"result": ...}`, `{"error": ...}`, or `{"working": ...}`.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,47 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import StageError, printable
-from deltasync.following.engine import succeeded
+from deltasync.errors import StageError, describe
+from deltasync.following.engine import Failure, succeeded
 from deltasync.following.shards import Shards
 from vllm_plugin import logger
 from vllm_plugin.engine import call_workers
-from vllm_plugin.messages import Reason, parse
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine on the engine client's event loop, and returns or raises what it does."""
 
 _POLL_S = (0.002, 0.05)  # shortest and longest time between polls of long calls, which are RPCs between engine steps
+
+
+Answer = dict[str, Any]
+
+
+class Working(msgspec.Struct):
+    """A long call goes on. `idle_s` is the number of seconds since it last came a step further."""
+
+    idle_s: float
+
+
+def answer(body: Callable[[], Any]) -> Answer:
+    """Run an RPC's body and return the reply. An exception becomes part of it, because it could end vLLM's engine."""
+    try:
+        result = body()
+    except Exception as error:  # noqa: BLE001 - the server goes on with the weights it has, and says why
+        return {"error": msgspec.to_builtins(Failure.of(error))}
+    return {"working" if isinstance(result, Working) else "result": msgspec.to_builtins(result, builtin_types=(bytes,))}
+
+
+def parse(answer: Answer, kind: Any) -> Any:
+    """Decode what `answer` returned in another process: a result of this kind, or a Failure."""
+    if "error" in answer:
+        return msgspec.convert(answer["error"], Failure)
+    return msgspec.convert(answer["result"], kind)
+
+
+describe(Working)
 
 
 class Workers(Shards):
@@ -49,11 +81,6 @@ class Workers(Shards):
     def is_open(self) -> bool:
         """Whether it is known what the workers hold."""
         return bool(self._regions)
-
-    @property
-    def reasons(self) -> list[Reason]:
-        """Why tensors take the fallback."""
-        return [Reason(printable(why), len(names), printable(names[0])) for why, names in self.by_reason().items()]
 
     def replies(self, kind: Any, method: str, *args: Any) -> list[Any]:
         """As `Shards.replies`. The workers' steps go on meanwhile, if the call takes long."""

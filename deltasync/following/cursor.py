@@ -29,7 +29,7 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.following.pin import NEWEST, Pin
-from deltasync.following.tip import NOTHING_KNOWN, Tip
+from deltasync.following.tip import NOTHING_KNOWN, SKIP_S, Tip
 from deltasync.stores.base import ObjectInfo
 
 logger = logging.getLogger(__name__)
@@ -43,24 +43,21 @@ _BATCH = 64  # most records merged into one commit
 _BATCH_BYTES = 1 << 28  # most bytes of their payloads; the decoded changes are held in memory
 
 
-class ChannelCursor:
+class ChannelCursor(Tip):
     """One replica's position in a channel. Not thread-safe.
 
-    `next` raises if the newest version was encoded more than `max_age_s` ago; `prefetch` is as in `Tip`.
+    `next` raises if the newest version was encoded more than `max_age_s` ago.
 
     Attributes:
         failure: Why the channel cannot be followed; `next` raises it until a refresh succeeds. None if it can.
-        followed_s: When the channel could last be followed, by `time.monotonic`; None before the first time.
         follows_s: Since when this replica takes each new version, seconds since the epoch; infinite while it is pinned.
     """
 
     def __init__(self, reader: ChannelReader, max_age_s: float | None = None, prefetch: bool = True) -> None:
-        self.reader = reader
+        super().__init__(reader, prefetch)
         self.failure: DeltaSyncError | None = None
-        self.followed_s: float | None = None
         self.follows_s = time.time()
         self._max_age_s = max_age_s
-        self._tip = Tip(reader, prefetch)
         self._served: tuple[str, int] = "", 0  # `Slot.newness` of the newest version that was served
         self._pin = NEWEST  # the last call's
         self._refresh_due_s = self._retry_due_s = 0.0
@@ -74,19 +71,9 @@ class ChannelCursor:
         self._checked: tuple[VersionId, str, int] | None = None  # a version that this newer epoch has by this number
 
     @property
-    def newest(self) -> VersionId | None:
-        """The newest version whose record was read and checked (`Tip.newest`); None before the first."""
-        return self._tip.newest
-
-    @property
-    def epoch(self) -> str | None:
-        """The newest epoch that is known (`Tip.epoch`); None before the first version."""
-        return self._tip.epoch
-
-    @property
     def skipped(self) -> dict[str, str]:
         """The keys of objects that plans avoid now, each with the reason."""
-        return self._tip.skips.reasons
+        return {key: why for key, (_, why) in self.skips.items()}
 
     def next(
         self,
@@ -132,7 +119,7 @@ class ChannelCursor:
         except DeltaSyncError as error:
             self._failed(error, have)
             raise
-        self.failure, self.followed_s, self._failures = None, time.monotonic(), 0
+        self.failure, self._failures = None, 0
         # Several versions at once are cheaper. Events say how many there are.
         self._lags = self._moved and len(chain) == 1 and not known
         if self._lags:
@@ -142,7 +129,7 @@ class ChannelCursor:
 
     def _is_head_same(self) -> bool:
         """Whether head is as in the last refresh, which failed: a retry would plan on the same objects."""
-        return self.reader.head() == self._tip.head
+        return self.reader.head() == self.head
 
     def _failed(self, error: DeltaSyncError, have: VersionId | None) -> None:
         """Note an error of `next`, unless it only says that a version is not published yet."""
@@ -151,7 +138,7 @@ class ChannelCursor:
         if isinstance(error, MissingVersionError):
             awaited = self._pin.version is not None and self._pin.version > newest
         if awaited:
-            self.failure, self.followed_s = None, time.monotonic()
+            self.failure = None
             return
         now_s, is_outage = time.monotonic(), isinstance(error, StoreError)
         self._refresh_due_s = 0.0 if is_outage else now_s + REFRESH_S
@@ -167,10 +154,10 @@ class ChannelCursor:
         if not refresh and is_there:
             return []
         if refresh or not ahead:
-            self._tip.forget_ahead()
+            self._ahead = {}
         is_exact, ahead = ahead, ahead and have is not None and self.failure is None
         if ahead:
-            self._tip.read_ahead(self._pin.version or 0, refresh)
+            self.read_ahead(self._pin.version or 0, refresh)
         elif refresh:
             lists = self.failure is not None and not isinstance(self.failure, StoreError)
             self._refresh(lists, _REFRESH_PUSHED_S if pushed else REFRESH_S)
@@ -180,27 +167,27 @@ class ChannelCursor:
         waits = (self._pin.version or 0) > newest
         try:
             if not is_there and not joins and (not refresh or is_exact or waits or known):
-                found = self._tip.poll(self._pin.version or 0, known)
+                found = self.poll(self._pin.version or 0, known)
             if ahead and refresh:
                 self._refresh(False, _REFRESH_PUSHED_S if pushed else REFRESH_S)
         except FormatError as error:
             before = self.newest
             self._refresh(True, REFRESH_S)
             if self.newest == before:
-                self._tip.damaged = error
+                self.damaged = error
         self._lost = False
         try:
             chain = self._plan(have, found)
         except MissingVersionError:
-            if waits and not (is_exact and self._tip.is_listed(self._pin.version or 0)):
+            if waits and not (is_exact and self.is_listed(self._pin.version or 0)):
                 raise
             if not waits:
                 self._refresh(True, REFRESH_S)  # objects of the plan may be gone by now
             chain = self._plan(have, [])
         if self._max_age_s is not None:
-            self._tip.check_age(self._max_age_s)
-        if not chain and self._tip.damaged is not None and self._pin.version is None:
-            raise self._tip.damaged
+            self.check_age(self._max_age_s)
+        if not chain and self.damaged is not None and self._pin.version is None:
+            raise self.damaged
         return chain
 
     def lag_s(self, chain: Sequence[StoredRecord]) -> float | None:
@@ -225,23 +212,23 @@ class ChannelCursor:
             self._undoes = False
             return
         if key is not None:
-            self._tip.skips.add(key, str(why))
+            self.skips[key] = time.monotonic() + SKIP_S, str(why)
         elif len(chain) > 1:
             self._singly_to = chain[-1].record.version  # to find out which of them is wrong
         elif self._is_again(chain[0]):
-            self._tip.skips.add(chain[0].key, str(why), for_ever=True)
+            self.skips[chain[0].key] = math.inf, str(why)
         elif self.newest == chain[0].version:  # there is no such version
-            self._tip.retract(chain[0].record.base)
+            self.retract(chain[0].record.base)
         self._blamed = key or chain[0].key
 
     def clear_bad(self) -> None:
         """Allow the objects that were marked last: an audit found that the bits in memory were at fault."""
-        self._tip.skips.remove(self._blamed)
+        self.skips.pop(self._blamed, None)
         self._lost = True
 
     def retry_bad(self) -> None:
         """Retry missing and damaged objects at once, but not those with wrong bits."""
-        self._tip.skips.retry()
+        self.skips = {key: entry for key, entry in self.skips.items() if entry[0] == math.inf}
 
     def _is_again(self, stored: StoredRecord) -> bool:
         """Whether the store gives the same record again. If not, a damaged answer was taken for a record."""
@@ -264,9 +251,9 @@ class ChannelCursor:
         return self.newest
 
     def _refresh(self, lists: bool, due_s: float) -> None:
-        """Refresh the tip; the next refresh is due after `due_s`."""
+        """Find the newest version; the next refresh is due after `due_s`."""
         self._refresh_due_s = time.monotonic() + due_s
-        self._tip.refresh(lists)
+        self.find_newest(lists)
 
     # The chain to where the pin points
 
@@ -279,7 +266,7 @@ class ChannelCursor:
             raise NotPublishedError(f"{self.reader.store.url} holds no version yet{where}.")
         if number > newest.version:
             absent = MissingVersionError(f"Version {number} is not published; the newest is version {newest.version}.")
-            raise self._tip.damaged or absent
+            raise self.damaged or absent
         if have is not None and have.version == number and have.epoch == newest.epoch:
             return []
         if found and found[0].base == have and found[-1].version == newest and number == newest.version:
@@ -302,7 +289,7 @@ class ChannelCursor:
         return self._find_chain(None, wanted)
 
     def _find_chain(self, have: VersionId | None, target: VersionId) -> list[StoredRecord]:
-        return find_chain(self.reader, have, target, self.skipped, self._tip.record)
+        return find_chain(self.reader, have, target, self.skipped, self.record)
 
     def _batch(self, chain: Sequence[StoredRecord], have: VersionId | None) -> list[StoredRecord]:
         """Return the first records of a chain, those that go into one commit; keep the rest."""

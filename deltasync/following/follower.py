@@ -20,7 +20,7 @@ from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import ahead
 from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
 from deltasync.live import LiveMemory, Staged, compiling, model_fingerprint
-from deltasync.tensors import Changed, Delta
+from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
 from deltasync.tensors.fingerprint import MASK
 
@@ -186,12 +186,6 @@ class Follower:
     def _bits(self, name: str) -> np.ndarray:
         return self._whole[name] if name in self._whole else self.memory.bits(name)
 
-    @property
-    def _wanted(self) -> codec.Wanted | None:
-        if self.memory.wanted is None:
-            return None
-        return lambda name: None if name in self._whole else self.memory.held(name)
-
     def _fetched(self, chain: Sequence[StoredRecord]) -> Generator[Sequence[tuple[str, bytes]], None, None]:
         return ahead(lambda stored: payloads.fetch(self.reader, stored), chain, _FETCHED_AHEAD)
 
@@ -223,6 +217,9 @@ class Follower:
         done: list[Delta] = []
         fingerprints: dict[str, int | None] = {}
 
+        def wanted(name: str) -> Sequence[Region] | None:
+            return None if name in self._whole else self.memory.held(name)
+
         def old(name: str) -> np.ndarray:
             bits_N = self._bits(name) if first is None else first(name)
             if done:
@@ -235,7 +232,7 @@ class Follower:
             for stored in chain:
                 with self._blaming(stored):
                     got = next(fetched)
-                    delta, digests = payloads.delta(self.reader, stored, old, self._wanted, got)
+                    delta, digests = payloads.delta(self.reader, stored, old, wanted if self.memory.wanted else None, got)
                 done.append(delta)
                 fingerprints |= digests
                 if sum(each.changed for each in done) > _HELD * delta.layout.element_count:

@@ -33,7 +33,7 @@ from deltasync.errors import (
 )
 from deltasync.following.cursor import ChannelCursor, identify
 from deltasync.following.pin import NEWEST, Pin, Reached, Waits
-from deltasync.following.poll import Announcements, Poll
+from deltasync.following.poll import Poll
 from deltasync.following.status import HISTORY, Commit, Health, HeartbeatWriter, Status, log_commit
 from deltasync.following.target import Observer, Target
 from deltasync.stores.base import ObjectInfo
@@ -81,11 +81,9 @@ class Follow:
         self._stepping = threading.RLock()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._poll, self._announced = Poll(settings.poll_interval_s), Announcements()
+        self._poll = Poll(settings.poll_interval_s)
         self._goes_around = False  # the last step failed by a chain that the next one avoids
         self._heartbeats = HeartbeatWriter(reader.store, settings.heartbeat_interval_s) if heartbeats else None
-
-    # State
 
     @property
     def identity(self) -> VersionId | None:
@@ -95,12 +93,14 @@ class Follow:
     @property
     def version(self) -> int | None:
         """The number of this version."""
-        return None if self.identity is None else self.identity.version
+        identity = self.target.version
+        return None if identity is None else identity.version
 
     @property
     def newest(self) -> int | None:
         """The number of the newest version that is known."""
-        return None if self.cursor.newest is None else self.cursor.newest.version
+        newest = self.cursor.newest
+        return None if newest is None else newest.version
 
     @property
     def error(self) -> str | None:
@@ -108,14 +108,19 @@ class Follow:
         return self._stale or self._health.error
 
     @property
+    def why(self) -> str:
+        """Why it is not at the newest version, for a wait that was in vain: the error, and a pin; may be empty."""
+        return f"{self.error or ''}{'' if self.pin == NEWEST else f' It is pinned: {self.pin}.'}".strip()
+
+    @property
     def state(self) -> str:
         """The state, one of those of `Status.state`."""
         return self._health.state if self._stale is None else "stale"
 
     @property
-    def followed_s_ago(self) -> float | None:
-        """Seconds since the channel could last be followed; None before the first time."""
-        return None if self.cursor.followed_s is None else self._health.stuck_s(self.target.progressed_s)
+    def stuck_s(self) -> float:
+        """Seconds since the channel could last be followed; before the first time, since this replica was made."""
+        return self._health.stuck_s(self.target.progressed_s)
 
     @property
     def _stale(self) -> str | None:
@@ -147,7 +152,7 @@ class Follow:
             sha256=None if identity is None else identity.sha256,
             newest_version=self.newest,
             pin=None if self.pin == NEWEST else str(self.pin),
-            followed_s_ago=self.followed_s_ago,
+            followed_s_ago=self.stuck_s if self._health.has_followed else None,
             error=self.error,
             trusted_keys=None if trusted is None else trusted.names,
             commits=list(self.commits)[-commit_count:] if commit_count else [],
@@ -167,8 +172,7 @@ class Follow:
             MissingVersionError: it is not.
             StoreError: the store did not answer.
         """
-        live = self.identity
-        if pin.version is not None and (live is None or live.version != pin.version):
+        if pin.version is not None and self.version != pin.version:
             self.reader.numbered(pin.version)
 
     def set_pin(self, pin: Pin, *, checked: bool = False) -> None:
@@ -201,9 +205,9 @@ class Follow:
         Raises:
             ConfigError: as `poke`.
         """
-        wait = self._waits.begin(version, step)
+        reached = self._waits.begin(version, step, lambda: (self._pin, self.identity, self.cursor.epoch))
         self.poke()
-        return lambda: self._waits.reached(wait, self._pin, self.identity, self.cursor.epoch)
+        return reached
 
     def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
         """Wait until this version or a later one is live; by default any. Pinned to a number, exactly that version.
@@ -216,10 +220,10 @@ class Follow:
         if version is None and self.version is not None:
             return self.version
         reached = self.request(wanted if version is not None or self._pin.version is None else self._pin.version)
-        served = self._waits.wait(reached, timeout_s)
-        if served is None:
-            message = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}. {self.error or ''}"
-            raise AckTimeoutError(message.rstrip())
+        if (served := self._waits.wait(reached, timeout_s)) is None:
+            raise AckTimeoutError(
+                f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}. {self.why}".rstrip()
+            )
         return served
 
     # Steps
@@ -265,15 +269,14 @@ class Follow:
                     self._heartbeats.update(self.status(0))
                 if self._ended.is_set():
                     return
-                self._wake.wait(self._poll.delay_s(self.identity != before, failure, self._announced.is_taken))
+                self._wake.wait(self._poll.delay_s(self.identity != before, failure))
 
     def _on_change(self, info: ObjectInfo | None) -> None:
         """Poll now: the store announced a record, or may have missed one (None)."""
-        newest = self.cursor.newest
         if info is not None:
-            if newest is not None and info.key == newest.key:
+            if (newest := self.cursor.newest) is not None and info.key == newest.key:
                 return  # a poll was faster
-            self._announced.add(info)
+            self._poll.announce(info)
         self._wake.set()
 
     def catch_up(self, pin: Pin | None = None, *, wait_s: float = 0.0) -> int:
@@ -334,7 +337,7 @@ class Follow:
             begun, self._goes_around = self._waits.begun, False
             try:
                 if known is not None:
-                    self._announced.add(known)
+                    self._poll.announce(known)
                 if is_done := self._step(pin or self._pin, ahead, audits):
                     self._waits.caught_up(begun)
                 self._report(None)
@@ -355,7 +358,7 @@ class Follow:
         if audits:
             self._wake.clear()  # this step serves everything that woke the loop until now
         asked, self._asked = self._asked, False
-        known = self._announced.take()
+        known = self._poll.take()
         if asked:
             cursor.retry_bad()
         if not self._opened:
@@ -387,7 +390,7 @@ class Follow:
                 self._goes_around = True
             raise
         self._committed(commit, chain)
-        self._announced.committed(known, chain[-1].key, cursor.newest)
+        self._poll.committed(known, chain[-1].key, cursor.newest)
         return False
 
     def _identify(self, total: int) -> StoredRecord | None:

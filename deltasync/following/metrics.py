@@ -71,7 +71,7 @@ class Metrics:
 
     def followed(self, follow: Follow) -> None:
         """Note how long the replica is stuck; call it every second, because a step may hang."""
-        self._followed.set(follow.followed_s_ago or 0.0)
+        self._followed.set(follow.stuck_s)
 
     def committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
         """Note a commit."""

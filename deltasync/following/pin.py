@@ -61,19 +61,8 @@ NEWEST = Pin()
 """Take every version of the channel."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wait:
-    """A version or a trainer's step that a caller waits for; with neither, the newest version when the wait began.
-
-    Attributes:
-        begun: Steps of the loop that had begun.
-        pins: How often the pin had been set.
-    """
-
-    version: int | None
-    step: int | None
-    begun: int
-    pins: int
+Reached = Callable[[], int | None]
+"""Returns the number of the version served once that ends a wait, else None. Raises PinnedError."""
 
 
 class Waits:
@@ -109,39 +98,35 @@ class Waits:
                 self.changed.wait(left_s)
         return served
 
-    def begin(self, version: int | None, step: int | None) -> Wait:
-        """Return a wait that begins now."""
-        return Wait(version, step, self.begun, self.pins)
-
-    def reached(self, wait: Wait, pin: Pin, served: VersionId | None, epoch: str | None) -> int | None:
-        """Return the number of the version served if it ends a wait, else None.
+    def begin(
+        self, version: int | None, step: int | None, now: Callable[[], tuple[Pin, VersionId | None, str | None]]
+    ) -> Reached:
+        """Return the check of a wait that begins now.
 
         Args:
-            wait: The wait.
-            pin: The pin as it is now.
-            served: The version that is live.
-            epoch: The newest epoch of the channel.
-
-        Raises:
-            PinnedError: the pin keeps the replica from there.
+            version: The version to wait for.
+            step: The trainer's step to wait for. With neither, the newest version when the wait began.
+            now: Returns the pin, the version that is live, and the newest epoch of the channel.
         """
-        if pin.version is not None and wait.version not in (None, pin.version):
-            raise PinnedError(f"This replica is pinned to version {pin.version} and will not serve version {wait.version}.")
-        if self.pins != wait.pins and wait.version is None and wait.step is None:
-            raise PinnedError(f"The pin of this replica was changed meanwhile to: {pin}.")
-        if served is None:
-            return None
-        if wait.version is not None:
-            is_there = served.version == wait.version if pin.version is not None else served.version >= wait.version
-            return served.version if is_there else None
-        if self._caught_up <= wait.begun:
-            return None
-        if wait.step is None:
-            return served.version
-        of, step = self.served or (served, None)
-        is_newest = of == served and served.epoch == epoch
-        return served.version if is_newest and step is not None and step >= wait.step else None
+        begun, pins = self.begun, self.pins
 
+        def reached() -> int | None:
+            pin, served, epoch = now()
+            if pin.version is not None and version not in (None, pin.version):
+                raise PinnedError(f"This replica is pinned to version {pin.version} and will not serve version {version}.")
+            if self.pins != pins and version is None and step is None:
+                raise PinnedError(f"The pin of this replica was changed meanwhile to: {pin}.")
+            if served is None:
+                return None
+            if version is not None:
+                is_there = served.version == version if pin.version is not None else served.version >= version
+                return served.version if is_there else None
+            if self._caught_up <= begun:
+                return None
+            if step is None:
+                return served.version
+            of, at = self.served or (served, None)
+            is_newest = of == served and served.epoch == epoch
+            return served.version if is_newest and at is not None and at >= step else None
 
-Reached = Callable[[], int | None]
-"""Returns the number of the version served once that ends a wait, else None. Raises PinnedError."""
+        return reached

@@ -1,4 +1,4 @@
-"""When to ask for the next version again, and the records that the store announced."""
+"""When to ask for the next version (`Poll`), and fetching its parts before its record exists (`Prefetch`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import math
 import random
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
+from deltasync.channel.keys import Slot
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import StoredRecord
 from deltasync.errors import StoreError
 from deltasync.stores.base import ObjectInfo, Store, Watch
 
@@ -29,46 +33,14 @@ _POLLS_APART = 0.03
 _POLLS_CLOSE = 0.2
 
 
-class Announcements:
-    """Records that a store announced, by key, until a step takes them. Adding is thread-safe.
-
-    Attributes:
-        is_taken: Whether the last step took the newest record that was announced, so that nothing is left to take.
-    """
-
-    def __init__(self) -> None:
-        self._records: dict[str, ObjectInfo] = {}
-        self.is_taken = False
-
-    def add(self, info: ObjectInfo) -> None:
-        """Note an announced record."""
-        if len(self._records) >= _MOST_KNOWN:
-            self._records = {}
-        self._records[info.key] = info
-
-    def take(self) -> dict[str, ObjectInfo]:
-        """Return the announced records, and forget them."""
-        self.is_taken, taken, self._records = False, self._records, {}
-        return taken
-
-    def committed(self, taken: Mapping[str, ObjectInfo], live: str, newest: VersionId | None) -> None:
-        """Keep those of the `taken` records that are later than `newest`; `live` is the key of the committed one."""
-        later = {key: info for key, info in taken.items() if _is_later(key, newest)}
-        self._records = later | self._records
-        self.is_taken = not later and live in taken and newest is not None and live == newest.key
-
-
-def _is_later(key: str, newest: VersionId | None) -> bool:
-    slot = keys.slot_of(key)
-    return slot is not None and (newest is None or slot.newness > newest.slot.newness)
-
-
 class Poll:
     """Waits between two requests: from 20 ms after a version, because another may follow soon, up to an interval.
 
     Trainers publish at a rhythm: around the time at which the next version is due, the waits are short again, 3 % of the
     time between two versions, and shorter near that time. A store that announces new objects is only asked rarely while that
     works; one that says that little is left of a quota (`Store.is_scarce`) every 10 s.
+
+    Records that the store announced are kept until a step takes them.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -78,6 +50,8 @@ class Poll:
         self._between_s: deque[float] = deque(maxlen=4)
         self._watch: Watch | None = None
         self._store: Store | None = None
+        self._announced: dict[str, ObjectInfo] = {}  # records by key
+        self._is_taken = False  # whether the last step took the newest announced record, so that nothing is left to take
 
     @contextlib.contextmanager
     def watching(self, store: Store, on_change: Callable[[ObjectInfo | None], None]) -> Iterator[Self]:
@@ -95,13 +69,30 @@ class Poll:
         """Whether the store announces new records at present."""
         return self._watch is not None and self._watch.live
 
-    def delay_s(self, moved: bool, failure: BaseException | None = None, announced: bool = False) -> float:
+    def announce(self, info: ObjectInfo) -> None:
+        """Keep an announced record for the next step. May be called from any thread."""
+        if len(self._announced) >= _MOST_KNOWN:
+            self._announced = {}
+        self._announced[info.key] = info
+
+    def take(self) -> dict[str, ObjectInfo]:
+        """Return the announced records by key, and forget them."""
+        self._is_taken, taken, self._announced = False, self._announced, {}
+        return taken
+
+    def committed(self, taken: Mapping[str, ObjectInfo], live: str, newest: VersionId | None) -> None:
+        """Keep those of the `taken` records that are later than `newest`; `live` is the key of the committed one."""
+        if taken:
+            later = {key: info for key, info in taken.items() if _is_later(key, newest)}
+            self._announced = later | self._announced
+            self._is_taken = not later and live in taken and newest is not None and live == newest.key
+
+    def delay_s(self, moved: bool, failure: BaseException | None = None) -> float:
         """Return the seconds to wait.
 
         Args:
             moved: The last request gave a new version.
             failure: Why it failed.
-            announced: The new version is the newest that the store announced: the next one will be announced, too.
         """
         now_s = time.monotonic()
         if moved:
@@ -112,7 +103,7 @@ class Poll:
         longest_s = max(_OUTAGE_S, self._interval_s) if is_outage else self._interval_s
         delay_s = min(self._delay_s, longest_s, math.inf if is_outage else self._due_s(now_s))
         self._delay_s = min(_GROWTH * self._delay_s, longest_s)
-        if failure is None and (announced or not moved) and self.is_pushed:
+        if failure is None and (self._is_taken or not moved) and self.is_pushed:
             return max(_LIVE_S, self._interval_s)
         if self._store is not None and self._store.is_scarce:
             delay_s = max(delay_s, _SCARCE_S)
@@ -129,3 +120,93 @@ class Poll:
         off_s = abs(statistics.fmean(self._between_s) - since_s)
         apart_s = min(_POLLS_APART * longest_s, _POLLS_CLOSE * off_s)
         return max(_FIRST_S, _EARLIEST * min(self._between_s) - since_s, apart_s)
+
+
+def _is_later(key: str, newest: VersionId | None) -> bool:
+    slot = keys.slot_of(key)
+    return slot is not None and (newest is None or slot.newness > newest.slot.newness)
+
+
+_MOST_BYTES = 1 << 28
+_AT_ONCE = 4
+_EARLY, _LATE = 0.7, 3.0  # multiples of the time between the last two versions; the next is expected between these
+_WAITS_S = 0.02, 0.04, 0.08, 0.16, 0.32  # between two requests for a part that comes soon
+_SOON = 0.1  # how long to wait for the record, as a fraction of the time since the first part came
+_SOON_S = 0.02, 0.1  # the shortest and the longest such wait
+
+
+class Prefetch:
+    """Fetches the parts of a version for one replica, in its own threads, while the publisher still uploads others.
+
+    The guess is the next version of the same log, with as many parts of each rank as the last one. Once that version is due
+    by the rhythm of the last two, each poll asks for the first part of each rank, and if it is there, for the rank's other
+    parts. A part is used only once a record names its digest (`ChannelReader.fetch`), so a wrong guess costs only a few
+    requests. Not thread-safe.
+    """
+
+    def __init__(self, reader: ChannelReader) -> None:
+        self._reader = reader
+        self._counts: Counter[int] = Counter()  # parts of each rank in the last version
+        self._slot: Slot | None = None
+        self._left: dict[int, list[int]] = {}  # numbers of each rank's parts that did not come yet
+        self._running: list[Future[None]] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self._taken_s = self._between_s = 0.0
+        self._first_s: float | None = None  # when the first part of the slot came
+        self._left_bytes = _MOST_BYTES
+
+    def took(self, stored: StoredRecord) -> None:
+        """Note that a version was found; the next one is expected to have as many parts."""
+        now = time.monotonic()
+        self._between_s, self._taken_s = now - self._taken_s, now
+        names = (file.key.rpartition("/")[2] for file in stored.record.payload_files)
+        self._counts = Counter(int(name[:3]) for name in names if name[:3].isdigit())
+        self._slot = None
+
+    def expect(self, slot: Slot) -> bool:
+        """Ask for the parts of a slot that has no record yet, unless requests are under way.
+
+        If parts have come, so that the record must come soon, waits a moment and returns True.
+        """
+        since_s = time.monotonic() - self._taken_s
+        if not self._counts or not _EARLY * self._between_s <= since_s <= _LATE * self._between_s:
+            return False
+        if all(future.done() for future in self._running):
+            if slot != self._slot:
+                self._slot, self._left_bytes, self._first_s = slot, _MOST_BYTES, None
+                self._left = {rank: list(range(1, count + 1)) for rank, count in self._counts.items()}
+                self._reader.held.clear()
+            self._pool = self._pool or ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="deltasync-ahead")
+            self._running = []  # before anything begins that adds to it
+            for rank, left in self._left.items():
+                if left:
+                    self._running.append(self._pool.submit(self._begin, slot, rank, left[0]))
+        least_s, most_s = _SOON_S
+        wait_s = 0.0 if self._first_s is None else max(least_s, _SOON * (time.monotonic() - self._first_s))
+        if slot != self._slot or not 0 < wait_s <= most_s:
+            return False
+        time.sleep(wait_s)
+        return True
+
+    def _begin(self, slot: Slot, rank: int, number: int) -> None:
+        """Fetch the next part of a rank; if it is there, the others too."""
+        if self._fetch(slot, rank, number) and self._pool is not None:
+            self._running += [self._pool.submit(self._insist, slot, rank, number) for number in self._left[rank]]
+
+    def _insist(self, slot: Slot, rank: int, number: int) -> None:
+        """Fetch a part that is being stored by now."""
+        for wait_s in (*_WAITS_S, 0.0):
+            if slot != self._slot or self._fetch(slot, rank, number):
+                return
+            time.sleep(wait_s)
+
+    def _fetch(self, slot: Slot, rank: int, number: int) -> bool:
+        if self._left_bytes <= 0:
+            return False
+        key = f"{keys.parts_folder(slot.version, slot.epoch)}/{keys.part(rank, number)}"
+        size = self._reader.fetch_ahead(key, self._left_bytes)
+        if size and slot == self._slot:
+            self._left_bytes -= size
+            self._left[rank].remove(number)
+            self._first_s = self._first_s or time.monotonic()
+        return size > 0

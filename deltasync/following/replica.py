@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +38,7 @@ class MemoryTarget:
     Attributes:
         tensors: The live weights by checkpoint name.
         follower: Stages and commits; None before `open`.
-        joining: Whether only the newest version is wanted, so that loaded changes need not be undone.
+        joining: Whether nobody uses the weights yet, so that chains are loaded, which cannot be undone.
     """
 
     def __init__(self, reader: ChannelReader) -> None:
@@ -153,12 +152,13 @@ class Replica:
     @property
     def version(self) -> int | None:
         """The number of this version."""
-        return None if self.identity is None else self.identity.version
+        return self._follow.version
 
     @property
     def digest(self) -> str | None:
         """The sha256 of this version's record."""
-        return None if self.identity is None else self.identity.sha256
+        identity = self.identity
+        return None if identity is None else identity.sha256
 
     @property
     def fingerprints(self) -> dict[str, int]:
@@ -181,16 +181,8 @@ class Replica:
             ChainError, FormatError, StoreError, ApplyError: the previous version stays live.
         """
         pin = NEWEST if version is None else Pin(whole_number("version", version, least=1))
-        with self._joining():
-            return self._follow.catch_up(pin, wait_s=timeout_s)
-
-    @contextlib.contextmanager
-    def _joining(self) -> Iterator[None]:
         self._target.joining = self.identity is None
-        try:
-            yield
-        finally:
-            self._target.joining = False
+        return self._follow.catch_up(pin, wait_s=timeout_s)
 
     def poll(self, known: ObjectInfo | None = None, pin: Pin = NEWEST) -> int:
         """Take the next version, if there is one, usually by a single request.
@@ -201,10 +193,11 @@ class Replica:
         Raises:
             NotPublishedError: the channel has no version yet, or none that the pin allows.
         """
-        with self._joining():
-            self._follow.step(pin, known=known)
-        assert self.version is not None
-        return self.version
+        self._target.joining = self.identity is None
+        self._follow.step(pin, known=known)
+        version = self.version
+        assert version is not None
+        return version
 
     def load(self, directory: str | Path) -> int | None:
         """Load the weights of a checkpoint directory, so that `sync` fetches only later versions.

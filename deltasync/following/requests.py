@@ -13,15 +13,16 @@ import base64
 import binascii
 import hmac
 import ipaddress
-import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from typing import Annotated, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
 
 from deltasync.channel.documents import Number
+from deltasync.channel.threads import Workers
 from deltasync.errors import UNREADABLE_JSON, ConfigError, describe, get_logger
 from deltasync.following.loop import Follow
 from deltasync.following.pin import Pin
@@ -150,21 +151,26 @@ def until_ready(not_ready: Callable[[], str | None]) -> Callable[[], str | None]
     return refusal
 
 
-_REMEMBERED = 64  # most questions whose answers are kept
+_REMEMBERED = 64  # most answers that are kept
+_THREADS = 4  # for calls that a hung store may keep
+
+_Answering = Generator[None, None, dict[str, Any]]
 
 STATUS_CODES = {"ConfigError": 422, "MissingVersionError": 409, "PinnedError": 409}
 """HTTP status of a reply whose `error` begins with the name of a class; 504 for others."""
 
 
 class Questions:
-    """Questions to one loop. `digest` returns the sha256 of every tensor, while the loop does not step.
+    """Questions to one loop. Not thread-safe. `digest` returns the sha256 of every tensor, while the loop does not step.
 
     Whoever can put questions past the routes has to know `token`, if there is one.
     """
 
     def __init__(self, follow: Follow, digest: Callable[[], dict[str, str]], token: str | None = None) -> None:
         self._follow, self._digest, self._token = follow, digest, token
+        self._open: dict[str, _Answering] = {}  # questions without an answer
         self._answers: dict[str, dict[str, Any]] = {}
+        self._threads, self._status_thread = Workers(_THREADS, "deltasync-question"), Workers(1, "deltasync-status")
 
     def takes(self, question: Any) -> bool:
         """Whether this is a question, and by one who may ask."""
@@ -173,43 +179,73 @@ class Questions:
         return isinstance(question.get("timeout_s"), float) and question.get("token") == self._token
 
     def ask(self, question: dict[str, Any]) -> None:
-        """Begin to answer in a thread. A question has an `id` and `timeout_s`.
+        """Begin to answer; `state` goes on. A question has an `id` and `timeout_s`.
 
         It also has `digest`; or `commits`, how many of them the status is to have; or a `version`, a trainer's `step` or
-        neither to wait for, as `Follow.request`, and maybe a `pin` to set first.
+        neither to wait for, as `Follow.request`, and maybe a `pin` to set first. `withdrawn` forgets the question.
         """
-        self._answers = dict([*self._answers.items()][1 - _REMEMBERED :]) | {question["id"]: {}}
-        threading.Thread(target=self._answer, args=(question,), name="deltasync-question", daemon=True).start()
+        number = question["id"]
+        self._open.pop(number, None)
+        self._answers.pop(number, None)
+        if not question.get("withdrawn"):
+            self._open[number], self._answers[number] = self._answering(question), {}
 
-    def _answer(self, question: dict[str, Any]) -> None:
-        follow, deadline = self._follow, time.monotonic() + question["timeout_s"]
-        answer: dict[str, Any]
-        try:
-            if "commits" in question:
-                answer = msgspec.to_builtins(follow.status(question["commits"]))
-            elif question.get("digest"):
-                with follow.between_steps():
-                    answer = {"version": follow.version, "sha256": self._digest()}
-            else:
-                if question.get("pin") is not None:
-                    follow.set_pin(Pin.parse(question["pin"]))
-                reached = follow.request(question.get("version"), question.get("step"))
-                while (served := reached()) is None and time.monotonic() < deadline:
-                    time.sleep(0.005)
-                late = f"After {question['timeout_s']:g} s version {follow.version} is served. {follow.error or ''}".rstrip()
-                answer = {"error": late} if served is None else {"version": served}
-        except Exception as error:  # noqa: BLE001 - the route replies with it
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        self._answers[question["id"]] = answer
+    def _answering(self, question: dict[str, Any]) -> _Answering:
+        """Yield until the answer is known, and return it."""
+        follow, timeout_s = self._follow, question["timeout_s"]
+        deadline = time.monotonic() + timeout_s
+        if "commits" in question:
+            status = self._status_thread.submit(follow.status, question["commits"])
+            return cast(dict[str, Any], msgspec.to_builtins((yield from _result(status))))
+        if question.get("digest"):
+            return (yield from _result(self._threads.submit(self._read)))
+        if question.get("pin") is not None:
+            pin = Pin.parse(question["pin"])
+            check = self._threads.submit(follow.check_pin, pin)
+            while not check.done():
+                if time.monotonic() >= deadline:
+                    return {"error": f"The store does not say whether it is there. The pin stays: {follow.pin}."}
+                yield
+            check.result()
+            follow.set_pin(pin, checked=True)
+        reached = follow.request(question.get("version"), question.get("step"))
+        while (served := reached()) is None:
+            if time.monotonic() >= deadline:
+                return {"error": f"After {timeout_s:g} s version {follow.version} is served. {follow.why}".rstrip()}
+            yield
+        return {"version": served}
+
+    def _read(self) -> dict[str, Any]:
+        with self._follow.between_steps():
+            return {"version": self._follow.version, "sha256": self._digest()}
 
     def state(self, is_held: bool) -> dict[str, Any]:
-        """Return the version served, why it is not ready, and the answers, empty while there is none.
+        """Return the version served, why it is not ready, and the last answers, empty while there is none.
 
         `is_held` says that the engine does not compute, because its weights are not known.
         """
+        for number, answering in [*self._open.items()]:
+            try:
+                next(answering)
+                continue
+            except StopIteration as done:
+                answer = done.value
+            except Exception as error:  # noqa: BLE001 - the route replies with it
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            del self._open[number], self._answers[number]
+            self._answers[number] = answer  # as the last one
+        for number in [number for number, answer in self._answers.items() if answer][:-_REMEMBERED]:
+            del self._answers[number]
         held = f"This server does not generate now. {self._follow.error or ''}".rstrip()
         return {
             "version": self._follow.version,
             "not_ready": held if is_held else self._follow.not_ready,
             "answers": self._answers,
         }
+
+
+def _result(future: Future[_T]) -> Generator[None, None, _T]:
+    """Yield until a future is done, and return its result."""
+    while not future.done():
+        yield
+    return future.result()

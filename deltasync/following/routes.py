@@ -21,13 +21,14 @@ import contextlib
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
+from deltasync.channel.threads import Workers
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError
 from deltasync.following.loop import Follow
@@ -36,12 +37,14 @@ from deltasync.following.requests import STATUS_CODES, PinTo, Sync, WeightUpdate
 from deltasync.following.status import HISTORY
 
 _Body = TypeVar("_Body")
+_Result = TypeVar("_Result")
 
 _BODY_BYTES = 4 << 20  # PipelineRL's trainer names every tensor in its body
 _MOST_HELD = 64  # requests that wait for a version
 _TICK_S = 0.5
 _ASK_S = 0.01
 _STATUS_S = 10.0
+_THREADS = 4  # for calls that a hung store may keep
 
 
 class Refused(Exception):
@@ -73,7 +76,7 @@ class Routes(ABC):
     def __init__(self) -> None:
         self.settings = ReplicaSettings.from_env()
         self.only_loopback = False
-        self._held = asyncio.Semaphore(_MOST_HELD)
+        self._slots = asyncio.Semaphore(_MOST_HELD)
 
     def attach(self, app: FastAPI, also: Iterable[tuple[str, str, Callable[..., Any]]] = ()) -> None:
         """Add the routes to an application that has not started, and others with the same guard: path, method, function."""
@@ -118,11 +121,11 @@ class Routes(ABC):
         """Return the version served, and the sha256 of every tensor."""
 
     @abstractmethod
-    async def sync(self, request: Request, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
+    async def sync(self, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
         """Reply once what `Follow.request` takes is served, or with 504 after `timeout_s`."""
 
     @abstractmethod
-    async def pin(self, request: Request, wanted: PinTo) -> Any:
+    async def pin(self, wanted: PinTo) -> Any:
         """Pin, and reply once what the pin points to is served; 409 if it is not there, or the pin was changed meanwhile."""
 
     async def authorize(self, request: Request) -> None:
@@ -152,27 +155,48 @@ class Routes(ABC):
 
     async def _sync_asked(self, request: Request) -> Any:
         wanted = await _body(request, Sync)
-        async with self._waiting():
-            return await self.sync(request, wanted.timeout_s, version=wanted.version)
+        return await self._hold(request, self.sync, wanted.timeout_s, version=wanted.version)
 
     async def _update_asked(self, request: Request) -> Any:
         wanted = await _body(request, WeightUpdate)
-        async with self._waiting():
-            return await self.sync(request, wanted.timeout_s, step=wanted.version)
+        return await self._hold(request, self.sync, wanted.timeout_s, step=wanted.version)
 
     async def _pin_asked(self, request: Request) -> Any:
         wanted = await _body(request, PinTo)
-        async with self._waiting():
-            return await self.pin(request, wanted)
+        return await self._hold(request, self.pin, wanted)
 
-    def _waiting(self) -> asyncio.Semaphore:
-        if self._held.locked():
+    async def _hold(self, request: Request, route: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **named: Any) -> Any:
+        """Return a route's reply, which may take long. It is given up once the client has left, which frees its slot."""
+        if self._slots.locked():
             raise Refused(429, f"{_MOST_HELD} requests wait for versions already.", {"retry-after": "1"})
-        return self._held
+
+        async def left() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        async with self._slots:
+            reply, gone = asyncio.create_task(route(*args, **named)), asyncio.create_task(left())
+            try:
+                await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not reply.done():
+                    raise Refused(499, "The client has left.")
+                return reply.result()
+            finally:
+                reply.cancel()
+                gone.cancel()
+                await asyncio.wait({reply, gone})
 
 
 class LocalRoutes(Routes):
     """Routes to a follow loop of this process. A subclass has `follow`, the status and what else the engine says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._threads = Workers(_THREADS, "deltasync-route")
+
+    async def _in_thread(self, call: Callable[..., _Result], *args: Any) -> _Result:
+        """Run a call in a thread that keeps neither the event loop nor the end of the process, should the store hang."""
+        return await asyncio.shield(asyncio.wrap_future(self._threads.submit(call, *args)))
 
     @abstractmethod
     def follow(self) -> Follow:
@@ -186,9 +210,9 @@ class LocalRoutes(Routes):
                 number = None if target.version is None else target.version.version
                 return {"version": number, "sha256": target.digest()}  # type: ignore[attr-defined]
 
-        return await asyncio.to_thread(read)
+        return await self._in_thread(read)
 
-    async def pin(self, request: Request, wanted: PinTo) -> Any:
+    async def pin(self, wanted: PinTo) -> Any:
         """As `Routes.pin`."""
         follow = self.follow()
         try:
@@ -197,19 +221,19 @@ class LocalRoutes(Routes):
             raise Refused(422, str(error)) from None
         try:
             async with asyncio.timeout(wanted.timeout_s):
-                await asyncio.to_thread(follow.check_pin, pin)
+                await self._in_thread(follow.check_pin, pin)
         except MissingVersionError as error:
             raise Refused(409, f"{error} The pin stays: {follow.pin}.") from None
         except TimeoutError:
             raise Refused(504, f"The store does not say whether it is there. The pin stays: {follow.pin}.") from None
         follow.set_pin(pin, checked=True)
-        return await self.sync(request, wanted.timeout_s)
+        return await self.sync(wanted.timeout_s)
 
-    async def sync(self, request: Request, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
+    async def sync(self, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
         """As `Routes.sync`."""
         follow, before = self.follow(), time.monotonic()
         try:
-            served = await _wait(follow, request, timeout_s, version, step)
+            served = await _wait(follow, timeout_s, version, step)
         except PinnedError as error:
             raise Refused(409, str(error)) from None
         if served is None:
@@ -226,37 +250,29 @@ class LocalRoutes(Routes):
         return as_json({"version": served, "waited_s": time.monotonic() - before})
 
 
-async def _wait(follow: Follow, request: Request, timeout_s: float, version: int | None, step: int | None) -> int | None:
-    """Return the number of the version served once it is what a client asks for; None after `timeout_s`, or if it left.
+async def _wait(follow: Follow, timeout_s: float, version: int | None, step: int | None) -> int | None:
+    """Return the number of the version served once it is what a client asks for; None after `timeout_s`.
 
     Raises:
         PinnedError: as `Follow.request`.
     """
-    loop, stepped = asyncio.get_running_loop(), asyncio.Event()
+    loop, stepped, reached = asyncio.get_running_loop(), asyncio.Event(), follow.request(version, step)
 
     def wake() -> None:
         with contextlib.suppress(RuntimeError):  # the loop is about to end
             loop.call_soon_threadsafe(stepped.set)
 
-    async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
     follow.on_step.append(wake)
-    reached, gone = follow.request(version, step), asyncio.create_task(left())
     try:
         async with asyncio.timeout(timeout_s):
-            while (served := reached()) is None and not gone.done():
-                waiting = asyncio.create_task(stepped.wait())
-                await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-                waiting.cancel()
+            while (served := reached()) is None:
+                await stepped.wait()
                 stepped.clear()
             return served
     except TimeoutError:
         return None
     finally:
         follow.on_step.remove(wake)
-        gone.cancel()
 
 
 class RemoteRoutes(Routes):
@@ -295,23 +311,31 @@ class RemoteRoutes(Routes):
         """As `Routes.digest`."""
         return (await self._answers(600.0, digest=True))[0]
 
-    async def sync(self, request: Request, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
+    async def sync(self, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
         """As `Routes.sync`."""
         return (await self._answers(timeout_s, version=version, step=step))[0]
 
-    async def pin(self, request: Request, wanted: PinTo) -> Any:
+    async def pin(self, wanted: PinTo) -> Any:
         """As `Routes.pin`."""
         return (await self._answers(wanted.timeout_s, pin=wanted.pin))[0]
 
     async def _answers(self, timeout_s: float, **question: Any) -> list[dict[str, Any]]:
-        """Return what each loop answers. Raises Refused with an error of one, or if one does not answer in time."""
+        """Return what each loop answers. Raises Refused with an error of one, or if one does not answer in time.
+
+        A question that nobody waits for any more is withdrawn.
+        """
         number, answers = uuid.uuid4().hex, list[Any]()
         await self._put({**question, "id": number, "timeout_s": timeout_s})
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(timeout_s + 5):
                 while not answers or not all(answers):
                     await asyncio.sleep(_ASK_S)
                     answers = [state["answers"].get(number) for state in await self._states()]
+        except TimeoutError:
+            pass
+        finally:
+            if not answers or not all(answers):
+                await self._put({"id": number, "timeout_s": 0.0, "withdrawn": True})
         for answer in answers or [None]:
             if not answer or ("replica_id" not in answer and "error" in answer):
                 sentence = (answer or {}).get("error") or "The schedulers do not answer."

@@ -129,8 +129,12 @@ class HeartbeatWriter:
         if since_s < _SCARCE_S and self._store.is_scarce:
             return
         if content != self._last or since_s >= self._interval_s:
-            self._last, self._last_s = content, now_s
-            self._submit(status)
+            try:
+                self._submit(status)
+            except RuntimeError:  # the system has no thread for it now
+                logger.exception("deltasync could not begin a heartbeat")
+            else:
+                self._last, self._last_s = content, now_s
 
     def stop(self, status: Status) -> None:
         """Write the last heartbeat, for a bounded time."""
@@ -142,8 +146,9 @@ class HeartbeatWriter:
             self._next = Heartbeat(**{name: getattr(status, name) for name in names})
             self._changed.notify()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="deltasync-heartbeat", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="deltasync-heartbeat", daemon=True)
+            thread.start()
+            self._thread = thread
         return self._thread
 
     def _run(self) -> None:
@@ -175,6 +180,7 @@ class Health:
     Attributes:
         state: One of the states of `Status.state`, but never `stale`.
         error: Why the last step failed, in one sentence; None if it did not.
+        has_followed: Whether the channel could ever be followed.
     """
 
     def __init__(self, poll_interval_s: float, log: logging.Logger) -> None:
@@ -184,6 +190,7 @@ class Health:
         self._log = log
         self._reported: BaseException | None = None  # of the last step
         self._good_s = time.monotonic()
+        self.has_followed = False
 
     def stuck_s(self, progressed_s: float) -> float:
         """Seconds since the channel could last be followed; `progressed_s` is `Target.progressed_s`."""
@@ -221,6 +228,7 @@ class Health:
             self.state, self.error = "failed", printable(f"Unexpected {type(error).__name__}: {error}")
         if self.state != "failed":
             self._good_s = time.monotonic()
+            self.has_followed = self.has_followed or self.state != "sleeping"
         is_new = self.state == "failed" and error is not self._reported
         self._reported = error
         if self.error is not None and self.error != before:

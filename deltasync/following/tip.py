@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -26,7 +25,7 @@ from deltasync.errors import (
     StaleChannelError,
     StoreError,
 )
-from deltasync.following.prefetch import Prefetch
+from deltasync.following.poll import Prefetch
 from deltasync.stores.base import ObjectInfo
 
 logger = logging.getLogger(__name__)
@@ -43,41 +42,6 @@ SKIP_S = 60.0
 """Seconds for which a missing or damaged object is avoided."""
 
 
-class SkipList:
-    """Keys to avoid, each until a time and for a reason. Expired keys go at `expire`. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, tuple[float, str]] = {}  # until when (time.monotonic), and why
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._entries
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """The reason of each key."""
-        return {key: why for key, (_, why) in self._entries.items()}
-
-    def add(self, key: str, why: str, *, for_ever: bool = False) -> None:
-        """Avoid an object for `SKIP_S`, or `for_ever`: its bits are not those that it promises."""
-        self._entries[key] = math.inf if for_ever else time.monotonic() + SKIP_S, why
-
-    def remove(self, key: str) -> None:
-        """Allow an object again."""
-        self._entries.pop(key, None)
-
-    def expire(self) -> None:
-        """Allow objects whose time is over."""
-        now_s = time.monotonic()
-        self._entries = {key: entry for key, entry in self._entries.items() if now_s < entry[0]}
-
-    def retry(self) -> None:
-        """Allow missing and damaged objects again at once, but not those with wrong bits."""
-        self._entries = {key: entry for key, entry in self._entries.items() if entry[0] == math.inf}
-
-
 class Tip:
     """The newest version of a channel, as far as it was proven. Not thread-safe.
 
@@ -90,18 +54,19 @@ class Tip:
         next_epoch: The epoch that a seal named as the next one, while no version of it is known.
         damaged: Why a record that is newer than the newest version cannot be read; None if there is none.
         head: Head as of the last refresh.
-        skips: Objects that are not read now.
+        skips: The keys of objects to avoid: until when, by `time.monotonic`, and why. If it is for ever, the bits are not
+            those that the object promises.
     """
 
     def __init__(self, reader: ChannelReader, prefetch: bool = True) -> None:
-        self._reader = reader
+        self.reader = reader
         self._prefetch = Prefetch(reader) if prefetch else None
         self.newest: VersionId | None = None
         self.record: StoredRecord | None = None
         self.next_epoch: str | None = None
         self.damaged: FormatError | None = None
         self.head: Head | None = None
-        self.skips = SkipList()
+        self.skips: dict[str, tuple[float, str]] = {}
         self._refreshes = 0
         self._ahead: dict[str, Any] = {}  # by key: objects that were read at once for one caller; None: missing
         self._unproven: VersionId | None = None  # named by head, but not readable
@@ -124,14 +89,14 @@ class Tip:
 
     def retract(self, base: VersionId | None) -> None:
         """Go back to `base`: the newest version was read from a damaged answer, and does not exist."""
-        self.newest = base
+        self.newest, self.record = base, None
 
     def check_age(self, most_s: float) -> None:
         """Raise StaleChannelError if the newest version was encoded more than `most_s` ago."""
         if self.newest is None:
             return
         if self.record is None:
-            self.record = self._reader.record(self.newest)
+            self.record = self.reader.record(self.newest)
         age_s = time.time() - self.record.record.created_s
         if age_s > most_s:
             raise StaleChannelError(
@@ -141,10 +106,6 @@ class Tip:
 
     # Read ahead
 
-    def forget_ahead(self) -> None:
-        """Forget records that were read ahead."""
-        self._ahead = {}
-
     def read_ahead(self, wanted: int, with_head: bool) -> None:
         """Read head and the next two records at once, unless the next one was read ahead before; `wanted` as in `poll`."""
         slot = self._next_slot(wanted)
@@ -153,7 +114,7 @@ class Tip:
         slots = [slot] if slot.version == wanted else [slot, Slot(slot.version + 1, slot.epoch)]
         reads: dict[str, Callable[[], Any]] = {one.key: functools.partial(self._ask, one) for one in slots}
         if with_head:
-            reads[keys.HEAD] = self._reader.head
+            reads[keys.HEAD] = self.reader.head
 
         def read(key: str) -> Any:
             try:
@@ -197,7 +158,7 @@ class Tip:
             if found and slot.key not in self._ahead and slot.key not in known:
                 break
             if slot.key in self.skips:
-                raise CorruptDataError(self.skips.reasons[slot.key])
+                raise CorruptDataError(self.skips[slot.key][1])
             ask = functools.partial(self._ask, slot, known)
             stored: StoredRecord | None = self._read(slot.key, ask)
             while stored is None and not found and self._prefetch is not None and self._prefetch.expect(slot):
@@ -219,7 +180,7 @@ class Tip:
     def is_listed(self, number: int) -> bool:
         """Whether a version is in the log of an epoch that head does not name yet; if so, it is the newest."""
         try:
-            stored = self._reader.numbered(number)
+            stored = self.reader.numbered(number)
         except MissingVersionError:
             return False
         self.note(stored.version, stored)
@@ -228,37 +189,38 @@ class Tip:
     def _next_slot(self, wanted: int) -> Slot:
         """Return the slot after the newest version, or that of the later version which a pin waits for."""
         number = 1 if self.newest is None else self.newest.version + 1
-        return Slot(max(number, wanted), self.epoch or self._reader.channel().epoch)
+        return Slot(max(number, wanted), self.epoch or self.reader.channel().epoch)
 
     def _ask(self, slot: Slot, known: Mapping[str, ObjectInfo] = NOTHING_KNOWN) -> StoredRecord | None:
         """Return the record in a slot, if there is one."""
         info = known.get(slot.key)
         if info is None and time.monotonic() < self._lists_until_s:
-            info = dict(self._reader.slots(keys.folder(slot.version))).get(slot)
+            info = dict(self.reader.slots(keys.folder(slot.version))).get(slot)
             if info is None:
                 return None
-        return self._reader.slot(slot, info)
+        return self.reader.slot(slot, info)
 
-    # Refresh
+    # Find
 
-    def refresh(self, lists: bool) -> None:
-        """Find the newest version by head, else, or if it `lists`, by a listing.
+    def find_newest(self, lists: bool) -> None:
+        """Find the newest version by head, else, or if it `lists`, by a listing; expired skips go.
 
         Raises:
             NotPublishedError, RunMismatchError: the channel is gone, or another run's.
             FormatError: there are records, and none can be read.
             MissingVersionError: the store has lost the newest version of a signed channel.
         """
-        self.skips.expire()
+        now_s = time.monotonic()
+        self.skips = {key: entry for key, entry in self.skips.items() if now_s < entry[0]}
         self.damaged = None
         self._refreshes += 1
-        self._reader.channel()
-        self.head = self._read(keys.HEAD, self._reader.head)
+        self.reader.channel()
+        self.head = self._read(keys.HEAD, self.reader.head)
         is_confirmed, is_worth_a_list = self._prove(self.head)
         if lists or (not is_confirmed and (is_worth_a_list or self._refreshes % _LIST_EVERY == 0)):
             self._list()
         elif self.head is None:
-            self._reader.check_run()
+            self.reader.check_run()
 
     def _prove(self, head: Head | None) -> tuple[bool, bool]:
         """Read the record that head names, if it is newer than the newest version.
@@ -273,7 +235,7 @@ class Tip:
         if named.key in self.skips:
             return False, newest is None
         try:
-            self.note(named, self._reader.record(named))
+            self.note(named, self.reader.record(named))
         except (MissingVersionError, FormatError) as error:
             logger.info("deltasync: head names %s: %s", named, error)
             if not is_new or not self._is_led_to(named):
@@ -283,23 +245,23 @@ class Tip:
 
     def _is_led_to(self, version: VersionId) -> bool:
         """Whether a shortcut leads to a version whose record cannot be read: the shortcut names that record."""
-        for span, info in self._reader.shortcuts():
+        for span, info in self.reader.shortcuts():
             with contextlib.suppress(MissingVersionError, FormatError):
-                if span.version == version.version and self._reader.stored(info.key, known=info).version == version:
+                if span.version == version.version and self.reader.stored(info.key, known=info).version == version:
                     return True
         return False
 
     def _list(self) -> None:
         """Find the newest version that can be read by a listing of all records. Raises as `refresh`."""
-        self._reader.check_run()
-        listing = self._reader.slots()
+        self.reader.check_run()
+        listing = self.reader.slots()
         if self._is_hidden(listing):
             self._lists_until_s = time.monotonic() + _LISTS_S
-        stored, damaged = self._reader.newest_readable(listing)
+        stored, damaged = self.reader.newest_readable(listing)
         if stored is None:
             self.next_epoch = None
             if damaged is not None or self.newest is not None:
-                raise damaged or NotPublishedError(f"{self._reader.store.url} holds no version any more.")
+                raise damaged or NotPublishedError(f"{self.reader.store.url} holds no version any more.")
             return
         is_version = stored.record.is_version
         found, newest = stored.version if is_version else stored.record.base, self.newest
@@ -327,13 +289,13 @@ class Tip:
             MissingVersionError: it was, and the channel is signed.
         """
         try:  # by its key, because a listing may be behind; another writer's seal may be there, too
-            there = self._reader.slot(newest.slot)
+            there = self.reader.slot(newest.slot)
         except FormatError:
             return False
         if there is not None and there.sha256 == newest.sha256:
             return False
         sentence = f"Version {newest} is not in the store any more, which holds {found} as the newest."
-        if self._reader.trusted is not None:  # otherwise whoever can restore signed records could take a replica back
+        if self.reader.trusted is not None:  # otherwise whoever can restore signed records could take a replica back
             raise MissingVersionError(f"{sentence} If it was restored from a backup, restart this replica.")
         logger.warning("%s Starting from full weights.", sentence)
         return True

@@ -1,4 +1,4 @@
-"""Every target passes the contract: host memory, arrays, modules of torch and MLX, shards, vLLM's workers and adapters."""
+"""Every target passes the contract: host memory, arrays, modules of torch and MLX, shards, vLLM, adapters and relays."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ import numpy as np
 import pytest
 import torch
 
+from deltasync import Replica, open_store
+from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
-from deltasync.errors import StageError
-from deltasync.following import Gate, MemoryTarget, Target
+from deltasync.errors import StageError, StoreError
+from deltasync.following import Gate, MemoryTarget, Pin, Target
 from deltasync.following.gate import plain_name
 from deltasync.following.module import ModuleTarget
 from deltasync.following.shard import Engine
 from deltasync.following.shards import RankedShards, ShardsTarget
 from deltasync.live import LiveMemory, plan
+from deltasync.maintenance import Relay
 from tests.contract.array_target import ArrayTarget
 from tests.contract.target_contract import NAME, SHAPE, Bench, TargetContract
+from tests.faults import FaultyStore
 
 
 def _fails_after(owner: Any, name: str) -> contextlib.AbstractContextManager[Any]:
@@ -269,6 +273,44 @@ class TestVllm(TargetContract):
                 return dict(self.engine.model.state_dict())
 
         yield from _bench(Vllm, memory_url)
+
+
+class Copying(Bench):
+    """A relay: the weights are those of a replica of its copy."""
+
+    copy: FaultyStore | None = None
+
+    def target(self, settings: ReplicaSettings) -> Target:
+        self.copy = self.copy or FaultyStore(open_store(f"{self.store.url}-copy"))
+        return Relay(self.reader, [self.copy]).follow.target
+
+    def live(self) -> dict[str, torch.Tensor]:
+        assert self.copy is not None
+        replica = Replica(self.copy.inner)
+        replica.sync()
+        return replica.state_dict()
+
+    @contextlib.contextmanager
+    def failing_commit(self) -> Iterator[None]:
+        assert self.copy is not None
+        self.copy.fail_at("put", keys.HEAD, after=True, error=StoreError)
+        yield
+        self.copy.heal()
+
+
+class TestRelay(InMemoryContract):
+    kind = Copying
+
+    @pytest.mark.parametrize("text", ["2", "every 2", "1 behind"])
+    def test_pins(self, bench: Bench, text: str, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[override]
+        """A copy has all versions, whatever the environment says for replicas."""
+        bench.publish(5)
+        monkeypatch.setenv("DELTASYNC_PIN", text)
+        follow = Relay(bench.reader, [open_store(f"{bench.store.url}-another")]).follow
+        assert follow.pin == Pin() and follow.catch_up() == 5
+
+    def test_a_pin_to_a_version_that_is_not_there_changes_nothing(self, bench: Bench) -> None:
+        """It has no pins, see above."""
 
 
 class TestAdapter(TargetContract):

@@ -182,7 +182,7 @@ _CHILD = """
 import sys, time
 from safetensors.torch import save_file
 from deltasync import Replica, open_store
-from deltasync.following.prefetch import Prefetch
+from deltasync.following.poll import Prefetch
 from deltasync.live import LiveMemory
 from deltasync.stores.cache import CachedStore
 from tests.faults import FaultyStore

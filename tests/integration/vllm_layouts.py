@@ -45,7 +45,7 @@ from deltasync.following import Follow
 from deltasync.tensors.bits import cast, dtype_for
 from tests.integration.vllm_server import save_model
 from vllm_plugin.engine import IdleEngine
-from vllm_plugin.extension import DeltaSyncWorkerExtension
+from vllm_plugin.worker import DeltaSyncWorkerExtension
 from vllm_plugin.load.layers import keep_weights_addressable, note_models
 from deltasync.following.metrics import Metrics
 from vllm_plugin.target import EngineTarget, open_follow

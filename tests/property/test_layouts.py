@@ -24,7 +24,7 @@ from deltasync.tensors.bits import bits_of
 from tests import strategies
 from tests.channels import Made
 from vllm_plugin.engine import IdleEngine
-from vllm_plugin.extension import DeltaSyncWorkerExtension
+from vllm_plugin.worker import DeltaSyncWorkerExtension
 from vllm_plugin.workers import Workers
 
 SHAPES = {"embed": (64, 64), "experts": (4, 16, 64), "mlp.down": (64, 128), "norm": (64,), "scale": ()}

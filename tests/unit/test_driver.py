@@ -32,7 +32,7 @@ from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
 from vllm_plugin import compat
-from vllm_plugin.extension import DeltaSyncWorkerExtension
+from vllm_plugin.worker import DeltaSyncWorkerExtension
 
 engine, registry, trainer = driving.engine, driving.registry, driving.trainer  # fixtures
 
@@ -324,7 +324,7 @@ def test_metrics_reach_the_other_api_processes_of_a_server(tmp_path: Any) -> Non
 from deltasync.following.metrics import Metrics
 from types import SimpleNamespace
 metrics = Metrics()
-metrics.stepped(SimpleNamespace(version=5, newest=7, followed_s_ago=0.5))
+metrics.stepped(SimpleNamespace(version=5, newest=7, stuck_s=0.5))
 metrics.pause.observe(0.02)
 """
     read = """

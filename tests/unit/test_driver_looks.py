@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -295,6 +296,55 @@ def test_a_store_that_hangs_is_seen_and_keeps_nobody(
     asyncio.run(asyncio.wait_for(body(), PATIENCE_S))
 
 
+def test_a_store_that_hangs_from_the_beginning_is_seen_in_the_metrics(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str
+) -> None:
+    """Nothing was ever followed: no error is counted, and no version can be behind."""
+    registry = CollectorRegistry()
+
+    async def body() -> None:
+        store.hold_at("read")
+        store.hold_at("list")
+        async with driving.following(engine, memory_url, registry) as driver:
+            driver._health._good_s -= 100
+            driver._observer.followed(driver)  # as the server does each second
+            assert 100 < driving.value(registry, "deltasync_seconds_since_followed") < 200
+            assert (driver.status(0).followed_s_ago, driver.version) == (None, None)
+            assert "serves no version" in (driver.not_ready or "")
+            store.heal()
+            assert await driver.reach(1) == 1
+            assert driver.status(0).followed_s_ago < 60
+
+    trainer.publish()
+    asyncio.run(asyncio.wait_for(body(), PATIENCE_S))
+
+
+def test_a_heartbeat_without_a_thread_stops_nothing(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system has no thread left when the first heartbeat is due."""
+    start = threading.Thread.start
+
+    def full(thread: threading.Thread) -> None:
+        if thread.name == "deltasync-heartbeat":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def body() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", full)
+            async with driving.following(engine, memory_url, CollectorRegistry()) as driver:
+                for version in (1, 2):
+                    trainer.publish()
+                    assert await driver.reach(version) == version
+                patch.undo()
+                trainer.publish()
+                assert await driver.reach(3) == 3
+                await until(lambda: [beat.version for beat in heartbeat.read_all(store.inner, "run")] == [3])
+
+    asyncio.run(asyncio.wait_for(body(), PATIENCE_S))
+
+
 def test_a_heartbeat_that_hangs_does_not_keep_following_waiting(
     engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str
 ) -> None:
@@ -328,6 +378,26 @@ def test_status_of_a_server_whose_store_hangs_is_answered(
         late = client.post("/deltasync/sync", json={"timeout_s": 0.2})
         assert late.status_code == 504
         store.heal()
+
+
+def test_a_store_that_hangs_keeps_no_server_from_its_end(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.following.loop._STOP_S", 0.2)
+    monkeypatch.setattr("deltasync.following.status._LAST_S", 0.2)
+    trainer.publish()
+    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
+        assert client.post("/deltasync/sync").json()["version"] == 1
+        gates = [store.hold_at("read"), store.hold_at("list")]
+        for _ in range(6):
+            late = client.post("/deltasync/pin", json={"pin": "2", "timeout_s": 0.1})
+            assert late.status_code == 504 and "The pin stays: newest." in late.json()["error"]
+        before_s = time.monotonic()
+        opens = threading.Timer(10, lambda: [gate.opened.set() for gate in gates])  # else a failure would never end
+        opens.start()
+    assert time.monotonic() - before_s < 5
+    opens.cancel()
+    store.heal()
 
 
 def test_callers_cost_no_requests_of_their_own(

@@ -10,8 +10,8 @@ import pytest
 
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
 from vllm_plugin.engine import IdleEngine, Unguarded
-from vllm_plugin.messages import answer
 from vllm_plugin.pauses import Pauses
+from vllm_plugin.workers import answer
 
 
 class Engine(IdleEngine):

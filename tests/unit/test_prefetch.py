@@ -27,8 +27,8 @@ def _holds(replica: Replica, channel: Made) -> None:
 
 @pytest.mark.parametrize("under_way", [False, True])
 def test_parts_are_fetched_before_their_record(memory_url: str, under_way: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.following.prefetch._EARLY", 0.0)
-    monkeypatch.setattr("deltasync.following.prefetch._LATE", math.inf)
+    monkeypatch.setattr("deltasync.following.poll._EARLY", 0.0)
+    monkeypatch.setattr("deltasync.following.poll._LATE", math.inf)
     store = FaultyStore(open_store(memory_url))
     channel = made(store, 2)
     reader = ChannelReader(store)
@@ -69,7 +69,7 @@ def test_parts_are_asked_for_when_they_are_due_and_only_so_often(memory_url: str
         now_s += seconds
 
     clock = types.SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
-    monkeypatch.setattr("deltasync.following.prefetch.time", clock)
+    monkeypatch.setattr("deltasync.following.poll.time", clock)
     store = FaultyStore(open_store(memory_url))
     channel = made(store, 2)
     replica = Replica(store)
@@ -82,7 +82,7 @@ def test_parts_are_asked_for_when_they_are_due_and_only_so_often(memory_url: str
     names = [file.key for file in last.record.payload_files]
     data = {key: store.read(key, 1 << 20) for key in (*names, last.key)}
     store.delete(*data)
-    prefetch = replica._follow.cursor._tip._prefetch
+    prefetch = replica._follow.cursor._prefetch
     assert prefetch is not None
 
     def asked(at_s: float) -> list[int]:

@@ -23,7 +23,7 @@ from tests import vllm_source
 from tests.integration.vllm_server import VLLM
 from vllm_plugin import compat
 from vllm_plugin.compat import Use
-from vllm_plugin.extension import DeltaSyncWorkerExtension
+from vllm_plugin.worker import DeltaSyncWorkerExtension
 
 
 def source() -> str:

@@ -32,7 +32,8 @@ from deltasync.tensors import TensorSpec
 from tests import driving as tests_driving
 from tests.channels import Made
 from tests.faults import flipped
-from vllm_plugin import extension, logger
+from vllm_plugin import logger
+from vllm_plugin import worker as extension
 from vllm_plugin.load import layers, loader
 from vllm_plugin.load.fallback import Mirror, _together, mirrored
 from vllm_plugin.worker import WorkerShard

@@ -27,10 +27,9 @@ from deltasync.tensors import TensorSpec
 from tests import driving
 from tests.driving import Engine, Trainer
 from vllm_plugin.engine import IdleEngine
-from vllm_plugin.messages import answer
 from vllm_plugin.offline import OfflineReplica
 from vllm_plugin.worker import BACKGROUND, CALLS
-from vllm_plugin.workers import Workers
+from vllm_plugin.workers import Workers, answer
 
 engine, trainer = driving.engine, driving.trainer  # fixtures
 
