@@ -32,6 +32,7 @@ from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
 from vllm_plugin import compat
+from vllm_plugin.endpoints import DeltaSyncEndpoints
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 
 engine, registry, trainer = driving.engine, driving.registry, driving.trainer  # fixtures
@@ -413,12 +414,16 @@ def test_who_leaves_frees_a_place_at_once(
     async def body() -> None:
         async with following(engine, memory_url, CollectorRegistry()) as driver:
             await driver.reach(1)
-            waits = asyncio.create_task(routes._wait(driver, Request(), 3600.0, 99, None))  # type: ignore[arg-type]
+            monkeypatch.setattr("deltasync.following.routes._MOST_HELD", 1)
+            plugin = DeltaSyncEndpoints()
+            plugin._follow = driver
+            waits = asyncio.create_task(plugin._hold(Request(), plugin.sync, 3600.0, version=99))  # type: ignore[arg-type]
             await asyncio.sleep(0.05)
-            assert not waits.done() and driver.on_step
+            assert not waits.done() and driver.on_step and plugin._slots.locked()
             left.set()
-            assert await waits is None
-            assert not driver.on_step
+            with pytest.raises(routes.Refused):
+                await waits
+            assert not driver.on_step and not plugin._slots.locked()
 
     asyncio.run(body())
 
@@ -682,10 +687,10 @@ def test_ready_ends_where_the_server_falls_behind_or_sleeps(
             newest = driver.cursor.newest
             assert newest is not None
             for behind, ready in ((1, True), (2, False)):
-                driver.cursor._tip.newest = dataclasses.replace(newest, version=newest.version + behind)
+                driver.cursor.newest = dataclasses.replace(newest, version=newest.version + behind)
                 assert (driver.not_ready is None) is ready
             assert "2 behind version 3" in (driver.not_ready or "")
-            driver.cursor._tip.newest = newest
+            driver.cursor.newest = newest
 
     asyncio.run(body())
 
