@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -36,26 +36,20 @@ from deltasync.stores.base import ObjectInfo, Store
 
 LIVE_S = 60.0
 """A replica counts as live until its heartbeat is this old."""
-
 EXPIRED_S = 3600.0
 """A heartbeat that was stored longer ago than this is not read."""
-
 STOPPED = "stopped"
 """State in the last heartbeat of a replica that ended in order. It serves nothing, and nobody waits for it."""
-
 UNKNOWN = "unknown"
 """State of a server that answers 404 when it is asked for its status: it does not follow."""
 
-_FIRST_POLL_S = 0.01
-_LONGEST_POLL_S = 0.5
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 _ANSWER_S = 5.0
 _CONFIRM_S = 3.0  # how long a server has to answer 404, which a proxy may do while the server starts
 _REFRESH_S = 1.0  # least time for one refresh of all heartbeats, also for the last one
-
 _COARSE_S = 2.0  # stores report times in whole seconds
 _MOST_BYTES = 1 << 20  # of a server's answer
-_MOST_ERROR_CHARACTERS = 500
-_MOST_HEARTBEATS = 4096
+_MOST_ERROR_CHARACTERS, _MOST_HEARTBEATS = 500, 4096
 _STATUS = "deltasync/status?commits=0"
 
 
@@ -67,10 +61,9 @@ class Heartbeat:
         run_id: The run that it follows, None while it does not know.
         version, epoch, sha256: Identity of the version that it serves, None before the first.
         state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
-        newest_version: The newest version that it has seen.
-        pin: Which versions it takes, None for the newest. Nobody waits for a pinned replica.
-        time_s: When it said so: seconds since 1970, by the replica's clock. Of one that was read, when it was seen to
-            be stored again, or else when it was stored, by the store's clock, if the store reports that.
+        pin: The versions that it takes, None for the newest. Nobody waits for a pinned replica.
+        time_s: Time of writing, in seconds since 1970, by the replica's clock. In a heartbeat that was read: when a later
+            one was first seen, or else when it was stored, by the store's clock, if the store reports that.
     """
 
     replica_id: str
@@ -102,79 +95,78 @@ def write(store: Store, heartbeat: Heartbeat) -> None:
     store.put(keys.replica(heartbeat.replica_id), msgspec.json.encode(heartbeat))
 
 
-def read_all(store: Store, run_id: str, deadline: float | None = None) -> list[Heartbeat]:
-    """Read the heartbeats of one run's replicas, sorted by replica id: the newest 4,096 that are readable and not expired.
-
-    Those not read by the deadline (`time.monotonic`) have the state `unread`.
-
-    Raises:
-        TransientStoreError: the heartbeats could not even be listed by the deadline.
-        StoreError: the heartbeats cannot be read.
-    """
-    return Heartbeats(store, run_id).refresh(deadline)
+def read_all(store: Store, run_id: str) -> list[Heartbeat]:
+    """Read the heartbeats of one run's replicas, see `Heartbeats.refresh`."""
+    return Heartbeats(store, run_id).refresh()
 
 
 _State = tuple[int, float, str | None]
 
 
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """An object that holds a heartbeat."""
+
+    state: _State
+    since_s: float
+    changed: bool = False  # whether it had another state before
+    read: _State | None = None  # the state in which it need not be read again
+    beats: list[Heartbeat] | None = None  # empty if it is unreadable; None until it was read
+
+
 class Heartbeats:
-    """The heartbeats in a store, for several looks: each lists them, and reads those that have changed."""
+    """The heartbeats of one run in a store. Each refresh lists them and reads those that have changed."""
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
         self._run_id = run_id
-        self._seen: dict[str, tuple[_State, float, bool]] = {}  # by key, since when, and whether it was another before
-        self._read: dict[str, tuple[_State | None, Heartbeat | Literal["unreadable"]]] = {}
+        self._known: dict[str, _Known] = {}
 
     def refresh(
         self, deadline: float | None = None, enough: Callable[[Heartbeat], bool] = lambda _: False
     ) -> list[Heartbeat]:
-        """Return all live heartbeats, as `read_all`; one that was `enough` before is not read again."""
+        """Return the heartbeats sorted by replica id: the newest 4,096 that are readable and not expired.
+
+        Those not read by the deadline (`time.monotonic`) have the state `unread`. One that was `enough` before is not read
+        again. Raises TransientStoreError if the heartbeats could not even be listed by the deadline.
+        """
         (listed,) = each([keys.REPLICAS], lambda prefix: list(self._store.list(prefix)), deadline)
         if listed is None:
             raise TransientStoreError(f"The heartbeats in {self._store.url} could not be listed in time.")
-        expired_s = time.time() - EXPIRED_S
+        expired_s, now_s = time.time() - EXPIRED_S, time.monotonic()
         recent = [info for info in listed if not 0 < info.modified_s < expired_s]  # 0 where the store reports no time
         recent = sorted(heapq.nlargest(_MOST_HEARTBEATS, recent, lambda info: info.modified_s), key=lambda info: info.key)
-        new = [info for info in recent if not self._is_known(info, enough)]
-        for info, beat in zip(new, each(new, self._read_one, deadline), strict=True):
-            state, since_s, _ = self._seen[info.key]
+        new = []
+        for info in recent:
+            state = (info.bytes, info.modified_s, info.content)
+            known = self._known.setdefault(info.key, _Known(state, now_s))
+            if known.state != state:
+                known.state, known.since_s, known.changed = state, now_s, True
+            if not (known.read == state and info.modified_s > 0) and not any(map(enough, known.beats or ())):
+                new.append(info)
+        for info, beats in zip(new, each(new, self._read_one, deadline), strict=True):
+            known = self._known[info.key]
             # Times are too coarse to show that it was stored again at once; so it is read until it has not for a while.
-            lasting = time.monotonic() - since_s > _COARSE_S
-            if beat is not None:
-                self._read[info.key] = (state if lasting else None, beat)
-            else:
-                self._read.pop(info.key, None)
-        found = [self._found(info) for info in recent]
-        return [beat for beat in found if isinstance(beat, Heartbeat) and beat.run_id == self._run_id]
+            lasting = time.monotonic() - known.since_s > _COARSE_S
+            known.beats, known.read = beats, known.state if lasting and beats is not None else None
+        return [beat for info in recent for beat in self._found(info) if beat.run_id == self._run_id]
 
-    def _is_known(self, info: ObjectInfo, enough: Callable[[Heartbeat], bool]) -> bool:
-        state = (info.bytes, info.modified_s, info.content)
-        if self._seen.get(info.key, (None,))[0] != state:
-            self._seen[info.key] = (state, time.monotonic(), info.key in self._seen)
-        read, beat = self._read.get(info.key, (None, None))
-        return (read == state and info.modified_s > 0) or (isinstance(beat, Heartbeat) and enough(beat))
+    def _found(self, info: ObjectInfo) -> list[Heartbeat]:
+        known = self._known[info.key]
+        if known.beats is None:  # it may be of this run
+            name, error = (
+                info.key.removeprefix(keys.REPLICAS).removesuffix(".json"),
+                "its heartbeat could not be read in time",
+            )
+            found = Heartbeat(replica_id=name, run_id=self._run_id, version=None, state="unread", error=error)
+            return [dataclasses.replace(found, time_s=info.modified_s or found.time_s)]
+        stored_s = time.time() - (time.monotonic() - known.since_s) if known.changed else info.modified_s
+        return [dataclasses.replace(beat, time_s=stored_s or beat.time_s) for beat in known.beats]
 
-    def _found(self, info: ObjectInfo) -> Heartbeat | Literal["unreadable"]:
-        _, beat = self._read.get(info.key, (None, None))
-        if beat is None:
-            return _unread(info, self._run_id)
-        _, since_s, changed = self._seen[info.key]
-        stored_s = time.time() - (time.monotonic() - since_s) if changed else info.modified_s
-        return dataclasses.replace(beat, time_s=stored_s) if isinstance(beat, Heartbeat) and stored_s else beat
-
-    def _read_one(self, info: ObjectInfo) -> Heartbeat | Literal["unreadable"]:
+    def _read_one(self, info: ObjectInfo) -> list[Heartbeat]:
         with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
-            return msgspec.json.decode(self._store.read(info.key, SMALL_BYTES), type=Heartbeat)
-        return "unreadable"
-
-
-def _unread(info: ObjectInfo, run_id: str) -> Heartbeat:
-    """Stands for a heartbeat that was not read in time: it may be of this run, and serves nothing."""
-    name = info.key.removeprefix(keys.REPLICAS).removesuffix(".json")
-    error = "its heartbeat could not be read in time"
-    time_s = info.modified_s or time.time()
-    return Heartbeat(replica_id=name, run_id=run_id, version=None, state="unread", error=error, time_s=time_s)
+            return [msgspec.json.decode(self._store.read(info.key, SMALL_BYTES), type=Heartbeat)]
+        return []
 
 
 def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list[Heartbeat]:
@@ -211,11 +203,8 @@ def ask_models(url: str) -> list[str]:
 def post(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
     """Post `body` to a server's route `sync` or `pin`, and wait until it serves the version that is asked for.
 
-    Returns the server's answer, which has the `version` that it serves.
-
-    Raises:
-        AckTimeoutError: it does not serve the version in time.
-        DeltaSyncError: it does not answer, or refuses.
+    Returns the server's answer, which has the `version` that it serves. Raises AckTimeoutError if it does not serve the
+    version in time; DeltaSyncError if it does not answer, or refuses.
     """
     url = url.rstrip("/")
     request = msgspec.json.encode({**body, "timeout_s": timeout_s})
@@ -237,8 +226,7 @@ def wake(urls: Sequence[str], version: int) -> None:
 def check_ack(ack: str | int) -> int | None:
     """Number of replicas that `ack` asks for: 1 for `any`, None for `all`.
 
-    Raises:
-        ConfigError: it is not `any`, `all` or a number from 1 on.
+    Raises ConfigError if it is not `any`, `all` or a number from 1 on.
     """
     if ack == "all":
         return None

@@ -82,7 +82,7 @@ def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: floa
     following = Follow(reader, target, settings, observer=printer, heartbeats=False)
     target.joining = True
     try:
-        with_bars(lambda progress: following.catch_up())
+        with_bars(following.catch_up)
         printer.show()
     except DeltaSyncError as error:
         if once or (following.version is None and not isinstance(error, NotPublishedError)):

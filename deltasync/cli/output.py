@@ -64,15 +64,15 @@ def text_of(value: Any, shown: Callable[[Any], str] = str) -> str:
 
 
 def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
-    """Run an action and return its result. Its `progress` is shown as bars on stderr, if that is a terminal.
+    """Run an action and return its result. Its progress is shown as bars on stderr, if that is a terminal.
 
     No bars are shown with --json. Until the first report, the bar has no end.
     """
-    from deltasync.maintenance import quiet
+    from deltasync.maintenance import reporting
 
     context = click.get_current_context(silent=True)
     if not sys.stderr.isatty() or (context is not None and context.params.get("as_json")):
-        return action(*arguments, progress=quiet, **options)
+        return action(*arguments, **options)
     from rich import progress
     from rich.console import Console
 
@@ -81,16 +81,16 @@ def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -
     bars = progress.Progress(
         *parts, progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True, redirect_stdout=False
     )
-    with bars as shown:
-        tasks = {name: shown.add_task(name, total=None)}
+    tasks = {name: bars.add_task(name, total=None)}
 
-        def show_progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                shown.update(tasks[name], visible=False)
-                tasks[what] = shown.add_task(what, total=total)
-            shown.update(tasks[what], completed=done, total=total)
+    def show_progress(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            bars.update(tasks[name], visible=False)
+            tasks[what] = bars.add_task(what, total=total)
+        bars.update(tasks[what], completed=done, total=total)
 
-        return action(*arguments, progress=show_progress, **options)
+    with bars, reporting(show_progress):
+        return action(*arguments, **options)
 
 
 def show_copied(copied: Copied, as_json: bool, line: str) -> int:

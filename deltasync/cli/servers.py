@@ -50,7 +50,7 @@ def _post(server: str, route: str, body: dict[str, object], timeout_s: float, as
     from deltasync.cli.waiting import reported
 
     with reported(f"{route} of {server}", f"It ends after {timeout_s:g} s; GET {server}/deltasync/status says why."):
-        answer = with_bars(lambda progress: heartbeat.post(server, route, body, timeout_s))
+        answer = with_bars(heartbeat.post, server, route, body, timeout_s)
     if as_json:
         echo_json(answer)
     else:

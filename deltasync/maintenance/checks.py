@@ -25,11 +25,10 @@ from deltasync.errors import (
 from deltasync.maintenance.retention import References
 from deltasync.maintenance.scan import (
     WHOLE,
-    Progress,
     check_listing,
     digests,
     in_parallel,
-    quiet,
+    progressed,
     result_or_error,
     scan_channel,
 )
@@ -86,7 +85,7 @@ class Report:
         return max((problem.exit_code for problem in self.problems), default=0)
 
 
-def check(reader: ChannelReader, *, read_data: bool = False, progress: Progress = quiet) -> Report:
+def check(reader: ChannelReader, *, read_data: bool = False) -> Report:
     """Compare a channel's objects with its records.
 
     Records, seals and compactions must be whole, of one run, and have the digests that others name. Every version must be
@@ -97,9 +96,9 @@ def check(reader: ChannelReader, *, read_data: bool = False, progress: Progress 
         NotPublishedError, FormatError: channel.json is missing or damaged, so nothing else can be checked.
         StoreError: the store failed.
     """
-    inspection = Inspection(reader, progress)
+    inspection = Inspection(reader)
     if read_data:
-        inspection.replay(progress)
+        inspection.replay()
     return inspection.report()
 
 
@@ -113,13 +112,13 @@ class Inspection:
         proven: Versions that were replayed; None if `replay` did not run.
     """
 
-    def __init__(self, reader: ChannelReader, progress: Progress = quiet) -> None:
+    def __init__(self, reader: ChannelReader) -> None:
         self.reader = reader
         self.damages: dict[str, Damage] = {}
         self.proven: set[Slot] | None = None
         # Head first, then records, then files: an object is stored after those that it names.
         head = reader.head()
-        held = self._held = scan_channel(reader, progress, whole=True)
+        held = self._held = scan_channel(reader, whole=True)
         self.records = {slot: held.stored[slot.key] for slot in held.slots if slot.key in held.stored}
         self.shortcuts = {key: held.stored[key] for key in held.shortcuts if key in held.stored}
         self._sizes = {info.key: info.bytes for info in reader.store.list("")}
@@ -208,10 +207,10 @@ class Inspection:
             elif following not in epochs and max(epochs) > slot.epoch:  # else the epoch is about to be opened
                 self.add_damage(slot.key, f"{slot.key} names an epoch that does not exist.")
 
-    def read_files(self, progress: Progress = quiet) -> None:
+    def read_files(self) -> None:
         """Read every file and compare its sha256, without a replay."""
         files = [(stored, file) for stored in self.edges() for file in stored.record.files]
-        in_parallel(lambda pair: self._read_file(*pair), files, "files", progress, WHOLE)
+        in_parallel(lambda pair: self._read_file(*pair), files, "files", WHOLE)
 
     def _read_file(self, stored: StoredRecord, file: File) -> None:
         if file.key not in self.damages:
@@ -232,7 +231,7 @@ class Inspection:
                 found.add(stored.version.slot)
         return found
 
-    def replay(self, progress: Progress = quiet) -> None:
+    def replay(self) -> None:
         """Read every file, apply every version, anchor and compaction to weights in host memory, and compare the bits."""
         from deltasync.following import Follower  # needs torch, unlike the rest of this module
         from deltasync.live import LiveMemory
@@ -260,7 +259,7 @@ class Inspection:
                         proven.add(compaction.version.slot)  # the versions between were forgotten
                     follower.rollback(committed)
                     follower.identified(found[0])
-            progress("replaying", done, len(edges))
+            progressed("replaying", done, len(edges))
         for compaction in [compaction for left in compactions.values() for compaction in left]:  # their bases are missing
             self._read_files_of(compaction)
 

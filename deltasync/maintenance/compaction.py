@@ -22,7 +22,7 @@ from deltasync.errors import ConfigError, CorruptDataError, FormatError, Missing
 from deltasync.following import Replica
 from deltasync.kernels import cpu_diff
 from deltasync.live import model_fingerprint
-from deltasync.maintenance.scan import Progress, quiet
+from deltasync.maintenance.scan import progressed
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.delta import joined, of_tensor
@@ -37,7 +37,6 @@ def write_compaction(
     *,
     codec_name: str = "packed",
     signer: Signer | None = None,
-    progress: Progress = quiet,
 ) -> StoredRecord:
     """Store the compaction from version `base` to `version`, unless the channel has it, and return it.
 
@@ -67,19 +66,19 @@ def write_compaction(
                 if (found.base, found.version) == (start, end):
                     return found
     replica = Replica(reader)
-    progress("weights", 0, 2)
+    progressed("weights", 0, 2)
     replica.sync(base)
     old = {name: bits_of(tensor).copy() for name, tensor in replica.state_dict().items()}
-    progress("weights", 1, 2)
+    progressed("weights", 1, 2)
     replica.sync(version)
-    progress("weights", 2, 2)
+    progressed("weights", 2, 2)
     new = {name: bits_of(tensor) for name, tensor in replica.state_dict().items()}
     layout, pieces = reader.layout, []
     for done, (name, new_N) in enumerate(new.items(), start=1):
         index_K, step_K = cpu_diff.diff(old[name], new_N)
         if index_K.size:
             pieces.append(of_tensor(layout, name, index_K, step_K))
-        progress("tensors", done, len(reader.specs))
+        progressed("tensors", done, len(reader.specs))
     changes = joined(pieces) if pieces else None
     payload = None
     if changes is not None:
@@ -148,7 +147,6 @@ def write_anchor(
     *,
     signer: Signer | None = None,
     shard_bytes: int = 1 << 30,
-    progress: Progress = quiet,
 ) -> StoredRecord:
     """Store the weights of a replica as an anchor, together with `model_files`, and announce it.
 
@@ -169,7 +167,7 @@ def write_anchor(
                 raise CorruptDataError(f"{folder}/{name} has wrong bits for {tensor}. It was not stored.")
         reader.store.put(f"{folder}/{name}", data)
         (files if weights else extra).append(File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)))
-        progress("files", len(files) + len(extra), len(files) + len(extra))
+        progressed("files", len(files) + len(extra), len(files) + len(extra))
     anchor = Anchor(directory=folder, files=files, model_files=extra)
     stored = encode_shortcut(reader, None, version, None, replica.fingerprints, signer, author, anchor=anchor)
     return put_shortcut(reader, stored)

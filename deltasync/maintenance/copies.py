@@ -30,13 +30,12 @@ from deltasync.errors import (
 from deltasync.following import Replica
 from deltasync.maintenance.scan import (
     WHOLE,
-    Progress,
     Scan,
     check_listing,
     digests,
     exists,
     in_parallel,
-    quiet,
+    progressed,
     result_or_error,
     scan_channel,
 )
@@ -71,7 +70,7 @@ class Copied:
         return cls(version=version, objects=len(stored), bytes=sum(stored), skipped=done.count(None), problems=wrong)
 
 
-def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) -> Copied:
+def copy(source: ChannelReader, target: Store) -> Copied:
     """Copy the current objects of a channel one by one. Damaged objects are left out and reported.
 
     The order is files, shortcuts, records by number, epochs, channel.json, head; shortcuts precede records because a record
@@ -88,7 +87,7 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     if target.url == source.store.url:
         raise ConfigError(f"{target.url} is both source and target.")
     head = None if source.head() is None else source.store.read(keys.HEAD, documents.SMALL_BYTES)
-    held = scan_channel(source, progress)
+    held = scan_channel(source)
     there = {info.key: info.bytes for info in target.list("")}
     _check_target(source, target, held, there)
     one = functools.partial(_copy_object, source, target, there)
@@ -97,9 +96,9 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     shortcuts = [_file(held.shortcut_infos[key]) for key, found in held.shortcuts.items() if found]
     records = [_file(held.slots[slot], named.get(slot, "")) for slot, found in held.records.items() if found]
     parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
-    done = in_parallel(one, parts_first, "files", progress, WHOLE)
-    done += in_parallel(one, shortcuts, "compactions", progress, WHOLE)
-    done += in_parallel(one, records, "records", progress, 1)  # in order, so that the base of the newest is always there
+    done = in_parallel(one, parts_first, "files", WHOLE)
+    done += in_parallel(one, shortcuts, "compactions", WHOLE)
+    done += in_parallel(one, records, "records", 1)  # in order, so that the base of the newest is always there
     small = [_file(info) for info in source.store.list(keys.EPOCHS)]
     openings = {keys.epoch_document(slot.epoch) for slot in held.slots}
     check_listing(source, sorted(openings.difference(file.key for file in small)))
@@ -177,7 +176,6 @@ def export(
     directory: Path,
     *,
     shard_bytes: int = 1 << 30,
-    progress: Progress = quiet,
 ) -> VersionId:
     """Write one version, the newest if None, as a checkpoint directory that transformers and vLLM load. Check every bit.
 
@@ -193,9 +191,9 @@ def export(
         raise ConfigError(f"{directory} exists and is not empty. Nothing was written; choose another directory.")
     directory = directory.absolute()
     replica = Replica(reader)
-    progress("weights", 0, 1)
+    progressed("weights", 0, 1)
     replica.sync(version)
-    progress("weights", 1, 1)
+    progressed("weights", 1, 1)
     assert replica.identity is not None
     files = model_files(reader, replica.identity)
     temporary = directory.parent / f".{directory.name}.{uuid.uuid4().hex}.tmp"
@@ -205,7 +203,7 @@ def export(
             path = temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-            progress("files written", done, done)
+            progressed("files written", done, done)
         os.replace(temporary, directory)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}.") from error

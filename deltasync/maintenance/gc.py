@@ -15,7 +15,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.errors import MissingVersionError
 from deltasync.maintenance import retention
 from deltasync.maintenance.retention import Contents, ForgetPlan, KeepPolicy, References
-from deltasync.maintenance.scan import Progress, Scan, in_parallel, quiet, result_or_error, scan_channel
+from deltasync.maintenance.scan import Scan, in_parallel, progressed, result_or_error, scan_channel
 from deltasync.stores.base import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
@@ -25,9 +25,7 @@ _STALE_HEARTBEAT_S = 7 * 86400.0
 _BATCH = 500  # objects in one request to delete
 
 
-def forget(
-    reader: ChannelReader, keep: KeepPolicy, *, grace_s: float = GRACE_S, dry_run: bool = False, progress: Progress = quiet
-) -> ForgetPlan:
+def forget(reader: ChannelReader, keep: KeepPolicy, *, grace_s: float = GRACE_S, dry_run: bool = False) -> ForgetPlan:
     """Delete the records of all versions except those to keep and their bases. `prune` deletes their files later.
 
     Records are deleted one by one, newest first, so that the remaining versions are readable at any moment. After an
@@ -40,7 +38,7 @@ def forget(
         StoreError: the store failed. Some versions may have been forgotten.
     """
     since_s = math.inf if grace_s <= 0 else _store_time(reader.store, dry_run) - grace_s
-    held = scan_channel(reader, progress)
+    held = scan_channel(reader)
     stored_s = {info.key: info.modified_s for info in (*held.slots.values(), *held.shortcut_infos.values())}
     contents = _contents(reader.store, held, stored_s)
     found = retention.plan_forget(contents, keep, since_s)
@@ -48,7 +46,7 @@ def forget(
         return found
     for done, key in enumerate(found.keys, start=1):  # one by one, because a store deletes a batch in any order
         reader.store.delete(key)
-        progress("forgetting", done, len(found.keys))
+        progressed("forgetting", done, len(found.keys))
     if found.keys:
         logger.info(
             "forgot versions=%d compactions=%d kept=%d", len(found.versions), len(found.compactions), len(found.kept)
@@ -91,7 +89,7 @@ class Pruned:
     young: list[ObjectInfo]
 
 
-def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = False, progress: Progress = quiet) -> Pruned:
+def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = False) -> Pruned:
     """Delete the files under `parts/` and `anchors/` that no document names, if they are older than `grace_s`.
 
     The order of its reads makes it safe while a publisher, a `forget` or another tool runs:
@@ -115,7 +113,7 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
     heartbeats = [info.key for info in store.list(keys.REPLICAS) if 0 < info.modified_s < now_s - _STALE_HEARTBEAT_S]
     since_s = math.inf if grace_s <= 0 else now_s - grace_s
     old = [info for info in files if retention.was_stored(info.modified_s, since_s)]
-    references = _references(reader, old, progress) if old else References({}, {})
+    references = _references(reader, old) if old else References({}, {})
     unnamed = [info for info in old if info.key not in references]
     waiting = [info for info in unnamed if references.in_progress(info.key)]
     found = sorted(set(unnamed).difference(waiting), key=lambda info: info.key)
@@ -123,15 +121,15 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
         doomed = [*(info.key for info in found), *heartbeats]
         for start in range(0, len(doomed), _BATCH):
             store.delete(*doomed[start : start + _BATCH])
-            progress("pruning", min(start + _BATCH, len(doomed)), len(doomed))
+            progressed("pruning", min(start + _BATCH, len(doomed)), len(doomed))
         logger.info("pruned objects=%d bytes=%d", len(found), sum(info.bytes for info in found))
     young = sorted(set(files).difference(old), key=lambda info: info.key)
     return Pruned(objects=found, heartbeats=heartbeats, waiting=waiting, young=young)
 
 
-def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Progress) -> References:
+def _references(reader: ChannelReader, files: Sequence[ObjectInfo]) -> References:
     """Read the documents that may name these files, including records that a listing may not show yet."""
-    held = scan_channel(reader, progress)
+    held = scan_channel(reader)
     references = References(held.records, held.shortcuts)
     places: set[str] = set()
     for key in (info.key for info in files if info.key not in references):
@@ -143,7 +141,7 @@ def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Pr
     def read(key: str) -> Record:
         return reader.stored(key).record
 
-    results = in_parallel(lambda key: result_or_error(read, key), unlisted, "unlisted records", progress)
+    results = in_parallel(lambda key: result_or_error(read, key), unlisted, "unlisted records")
     records, shortcuts = dict(held.records), dict(held.shortcuts)
     for key, found in zip(unlisted, results, strict=True):
         if isinstance(found, MissingVersionError):

@@ -15,7 +15,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, FormatError, ObjectExistsError, ObjectMissingError
 from deltasync.following import Commit, Follow, Identify, Observer
 from deltasync.maintenance.copies import Copied, Outcome, copy, read_object
-from deltasync.maintenance.scan import WHOLE, Progress, in_parallel, quiet, result_or_error
+from deltasync.maintenance.scan import WHOLE, in_parallel, result_or_error
 from deltasync.stores.base import ObjectInfo, Store
 
 _REFRESH_S = 60.0  # between two listings of compactions and announced anchors
@@ -33,7 +33,6 @@ class _Copies:
     def __init__(self, source: ChannelReader, stores: Sequence[Store]) -> None:
         self.version: VersionId | None = None
         self.copied: Copied | None = None
-        self.progress: Progress = quiet
         self._source, self._targets = source, stores
         self._behind = True  # False after a successful step
         self._head_due = False
@@ -82,7 +81,7 @@ class _Copies:
 
     def _catch_up(self) -> None:
         shortcuts = {info.key for _, info in self._source.shortcuts()}
-        each = [copy(self._source, target, progress=self.progress) for target in self._targets]
+        each = [copy(self._source, target) for target in self._targets]
         oldest = min(each, key=lambda copied: ("", 0) if copied.version is None else copied.version.slot.newness)
         self.version, self._shortcuts, self._head_due, self._behind = oldest.version, shortcuts, True, False
         self._refresh_due_s = time.monotonic() + _REFRESH_S
@@ -109,7 +108,7 @@ class _Copies:
 
     def _copy_files(self, stored: StoredRecord) -> bool:
         """Copy the files that a record names. Return whether all are intact."""
-        done = in_parallel(self._copy_file, stored.record.files, "files", quiet, WHOLE)
+        done = in_parallel(self._copy_file, stored.record.files, None, WHOLE)
         found = Copied.of(self.version, done)
         self._add(found.objects, found.bytes, found.skipped)
         return not found.problems
@@ -177,7 +176,7 @@ class Relay:
         """The newest version that every target has."""
         return self._copies.version
 
-    def step(self, known: ObjectInfo | None = None, *, progress: Progress = quiet) -> Copied | None:
+    def step(self, known: ObjectInfo | None = None) -> Copied | None:
         """Copy new objects, and return their sum over all targets; None if nothing was new.
 
         After return every copied version is readable at every target. If this raises, the next step copies the rest.
@@ -188,7 +187,6 @@ class Relay:
             RunMismatchError, ChannelInUseError, ObjectExistsError: a target holds something else.
             StoreError, FormatError, MissingVersionError: a store failed or the source is damaged; try again.
         """
-        self._copies.progress = progress
         before: VersionId | None = None
         while not self.follow.step(known=known) and self.version != before:
             before = self.version  # without progress, the next call tries again

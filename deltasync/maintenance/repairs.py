@@ -28,7 +28,6 @@ from deltasync.maintenance.checks import Damage, Inspection
 from deltasync.maintenance.compaction import write_anchor, write_compaction
 from deltasync.maintenance.copies import model_files
 from deltasync.maintenance.retention import lineage
-from deltasync.maintenance.scan import Progress, quiet
 from deltasync.stores import open_store
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,6 @@ def repair(
     source: Source | None = None,
     replay: bool = True,
     signer: Signer | None = None,
-    progress: Progress = quiet,
 ) -> Repair:
     """Restore missing and damaged objects from `source`, or store replacements. No other object is deleted or replaced.
 
@@ -92,18 +90,18 @@ def repair(
     objects = _restore_channel(reader, source)
     signing.require_signer(signer, reader.signed)
     for _ in range(_ROUNDS):
-        inspection = Inspection(reader, progress)
+        inspection = Inspection(reader)
         if replay:
-            inspection.replay(progress)
+            inspection.replay()
         else:
-            inspection.read_files(progress)
+            inspection.read_files()
         inspection.report()
         tried = [] if source is None else [_restore(reader, source, damage) for damage in inspection.damages.values()]
         restored = [each for each in tried if each is not None]
         objects += restored
         if not restored:
             break
-    bypass = _Bypass(reader, inspection, signer, progress)
+    bypass = _Bypass(reader, inspection, signer)
     objects += [bypass.replace(damage) for damage in list(inspection.damages.values())]
     lost = inspection.versions.keys() - inspection.reachable()
     return Repair(objects=objects, lost=sorted(slot.version for slot in lost))
@@ -191,8 +189,8 @@ def _may_be(reader: ChannelReader, key: str, data: bytes) -> bool:
 class _Bypass:
     """Stores replacements for objects that cannot be restored."""
 
-    def __init__(self, reader: ChannelReader, inspection: Inspection, signer: Signer | None, progress: Progress) -> None:
-        self._reader, self._inspection, self._signer, self._progress = reader, inspection, signer, progress
+    def __init__(self, reader: ChannelReader, inspection: Inspection, signer: Signer | None) -> None:
+        self._reader, self._inspection, self._signer = reader, inspection, signer
         versions = lineage(inspection.documents())
         self._newest = versions[0] if versions else None
         self._lineage = set(versions)
@@ -242,7 +240,7 @@ class _Bypass:
             return "not needed", f"version {after[0]} is readable without it"
         if inspection.reachable([readable[slot.version - 1]], anchors=False) & {readable[number] for number in after}:
             return "not needed", "a compaction skips it"
-        compaction = write_compaction(self._reader, slot.version - 1, after[0], signer=self._signer, progress=self._progress)
+        compaction = write_compaction(self._reader, slot.version - 1, after[0], signer=self._signer)
         inspection.shortcuts[compaction.key] = compaction
         return "bypassed", f"by {compaction.key}"
 
@@ -262,6 +260,6 @@ class _Bypass:
         replica.sync(max(readable).version)
         assert replica.identity is not None
         files = model_files(self._reader, replica.identity)
-        made = write_anchor(self._reader, replica, files, signer=self._signer, progress=self._progress)
+        made = write_anchor(self._reader, replica, files, signer=self._signer)
         inspection.shortcuts[made.key] = made
         return "bypassed", f"by {made.key}, an anchor of version {made.record.version}"
