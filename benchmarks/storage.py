@@ -30,15 +30,9 @@ Weights = dict[str, torch.Tensor]
 TENSORS = 24
 
 
-def main() -> None:
-    """Run the benchmark by the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--elements", type=float, default=8e6)
-    parser.add_argument("--versions", type=int, default=210, help="published after the first")
-    parser.add_argument("--changed", type=float, nargs="+", default=[0.01, 0.001])
-    given = parser.parse_args()
-    found = [measure(int(given.elements), changed, given.versions) for changed in given.changed]
-    common.emit(given.json, found, lines(found))
+def run(elements: float, versions: int, changed: Iterable[float]) -> list[dict[str, Any]]:
+    """Measure a run for each changed fraction."""
+    return [measure(int(elements), each, versions) for each in changed]
 
 
 def measure(elements: int, changed: float, versions: int, **options: Any) -> dict[str, Any]:
@@ -165,4 +159,11 @@ def _sum(sizes: dict[str, int], prefix: str) -> int:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.command(
+        __doc__,
+        run,
+        lines,
+        common.option("--elements", type=float, default=8e6),
+        common.option("--versions", type=int, default=210, help="published after the first"),
+        common.option("--changed", type=float, nargs="+", default=[0.01, 0.001]),
+    )

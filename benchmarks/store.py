@@ -248,17 +248,13 @@ def _below(url: str, name: str) -> str:
     return f"{path.rstrip('/')}/{check_key(name)}{mark}{options}"
 
 
-def main() -> None:
-    """Run the benchmark by the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("url", metavar="URL")
-    parser.add_argument(
-        "--bytes", dest="payload_bytes", type=int, default=32 << 20, help="size of the large objects and of the delta"
-    )
-    given = parser.parse_args()
-    result = run(given.url, given.payload_bytes)
-    common.emit(given.json, result, lines(result))
-
-
 if __name__ == "__main__":
-    common.run(main)
+    common.command(
+        __doc__,
+        run,
+        lines,
+        common.option("url", metavar="URL"),
+        common.option(
+            "--bytes", dest="payload_bytes", type=int, default=32 << 20, help="size of the large objects and of the delta"
+        ),
+    )

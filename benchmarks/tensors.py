@@ -29,19 +29,6 @@ _BARS = {"held_us": 5.0, "publish_us": 5.0, "sync_us": 5.0, "wire_bytes": 20.0, 
 Weights = dict[str, torch.Tensor]
 
 
-def main() -> None:
-    """Run the benchmark by the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--elements", type=int, default=20_000_000, help="elements of each model")
-    parser.add_argument("--many", type=int, default=20_000, help="tensors of one model")
-    parser.add_argument("--few", type=int, default=30, help="tensors of the other")
-    parser.add_argument("--changed", type=float, default=0.01, help="fraction of the elements that a version changes")
-    parser.add_argument("--rounds", type=int, default=7, help="versions to measure")
-    given = parser.parse_args()
-    result = run(given.elements, given.many, given.few, given.changed, given.rounds)
-    common.emit(given.json, result, lines(result))
-
-
 def run(elements: int, many: int, few: int, changed: float, rounds: int) -> dict[str, Any]:
     """Measure all.
 
@@ -146,4 +133,13 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.command(
+        __doc__,
+        run,
+        lines,
+        common.option("--elements", type=int, default=20_000_000, help="elements of each model"),
+        common.option("--many", type=int, default=20_000, help="tensors of one model"),
+        common.option("--few", type=int, default=30, help="tensors of the other"),
+        common.option("--changed", type=float, default=0.01, help="fraction of the elements that a version changes"),
+        common.option("--rounds", type=int, default=7, help="versions to measure"),
+    )

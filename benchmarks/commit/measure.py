@@ -44,7 +44,7 @@ def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs
 
     Returns:
         `model`: its size, elements, tensors, changed elements and payload; `commit`: see `patch.measure`, None on a GPU;
-        `pause`: see `server.pauses`; `throughput`: see `server.throughput`, of the tiny model; `ratios` between them.
+        `pause`: see `server.pauses`; `throughput`: see `server.throughput`, of the tiny model.
 
     Raises:
         ConfigError: a package is missing.
@@ -81,27 +81,7 @@ def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs
         "changed": versions.changed,
         "payload_bytes": versions.payload_bytes,
     }
-    result = {"model": model, "commit": commit, "pause": pause, "throughput": throughput}
-    return result | {"ratios": _ratios(result)}
-
-
-def _ratios(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers by which a commit is judged."""
-    commit, pause, changed = result["commit"], result["pause"], result["model"]["changed"]
-    extra_s, scatter_s = pause["changed"]["extra_s"], pause["changed"]["scatter_s"]
-    of_server = {
-        "pause_per_scatter": extra_s / scatter_s,
-        "pause_beyond_empty_per_scatter": (extra_s - pause["unchanged"]["extra_s"]) / scatter_s,
-        "throughput_share": result["throughput"]["share"],
-    }
-    if commit is None:
-        return of_server
-    ours_s = commit["deltasync"]["commit"]["median_s"] + commit["deltasync"]["confirm"]["median_s"]
-    return of_server | {
-        "vllm_per_commit": {name: peer["median_s"] / ours_s for name, peer in commit["vllm"].items()},
-        "commit_per_plain_scatter": ours_s / commit["plain"]["median_s"],
-        "staged_bytes_per_changed": commit["staged_bytes"] / changed,
-    }
+    return {"model": model, "commit": commit, "pause": pause, "throughput": throughput}
 
 
 def _commit(folder: Path, versions: Versions) -> dict[str, Any]:

@@ -7,23 +7,20 @@ that no work of the publisher is measured.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from benchmarks.common import say
+from benchmarks.models import change, digests
 from deltasync.channel import keys
 from deltasync.publish import Publisher
 from deltasync.stores import open_store
-from deltasync.tensors.bits import bits_of
 
 SIZES = ("0.6b", "tiny")
 
-_MAX_STEP = 2  # ULP
 _MAX_POSITIONS = 2048
 
 
@@ -140,36 +137,3 @@ def build_checkpoint(size: str, out: Path) -> None:
         model = Qwen3ForCausalLM._from_config(config)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-
-
-def change(weights: dict[str, torch.Tensor], fraction: float, seed: int) -> None:
-    """Move a fraction of the elements, at random positions of every tensor, by one or two ULP. Mutates `weights`."""
-    if not fraction:
-        return
-    random = np.random.default_rng(seed)
-    for tensor in weights.values():
-        bits_N = bits_of(tensor)
-        index_K = _positions(random, bits_N.size, fraction)
-        step_K = random.integers(1, _MAX_STEP + 1, index_K.size, dtype=np.uint16)
-        grows_K = random.integers(0, 2, index_K.size, dtype=np.uint16) > 0
-        old_K = bits_N[index_K]
-        grows_K |= old_K & 0x7FFF <= _MAX_STEP  # below zero lies NaN
-        bits_N[index_K] = np.where(grows_K, old_K + step_K, old_K - step_K)
-
-
-def _positions(random: np.random.Generator, element_count: int, fraction: float) -> np.ndarray:
-    """Return ascending positions; each element has the same probability."""
-    found = []
-    last = -1
-    while last < element_count:
-        expected = fraction * (element_count - last)
-        gap_K = random.geometric(fraction, int(expected + 4 * expected**0.5) + 16)
-        found.append(last + np.cumsum(gap_K))
-        last = int(found[-1][-1])
-    index_K = np.concatenate(found)
-    return index_K[index_K < element_count]
-
-
-def digests(weights: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return the sha256 of each tensor's bits."""
-    return {name: hashlib.sha256(bits_of(tensor).data).hexdigest() for name, tensor in weights.items()}

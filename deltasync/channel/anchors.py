@@ -18,7 +18,7 @@ import torch
 from deltasync.channel import keys
 from deltasync.channel.documents import COMPRESSED, Fingerprint
 from deltasync.codec import dense
-from deltasync.codec.base import FORMAT, body, layout, read_metadata, views
+from deltasync.codec.base import FORMAT, body, entries, layout, read_metadata
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec, fingerprint, weight_bytes
 from deltasync.tensors.bits import bits_of, spec_of, tensor_of
@@ -109,15 +109,15 @@ def _plain(specs: Sequence[TensorSpec], take: Take, file_name: str, room: Room) 
 
 
 def _compressed(specs: Sequence[TensorSpec], take: Take) -> bytes:
-    entries, planes, digests = dict[str, torch.Tensor](), dict[str, list[int]](), dict[str, int]()
+    held, planes, digests = dict[str, torch.Tensor](), dict[str, list[int]](), dict[str, int]()
     for spec in specs:
         bits_N = np.empty(spec.element_count, spec.bits_dtype)
         digests[spec.name] = take(spec.name, bits_N)
-        entries[spec.name] = tensor_of(bits_N, spec)
+        held[spec.name] = tensor_of(bits_N, spec)
         if (found := dense.compress(bits_N)) is not None:
-            planes[spec.name], entries[spec.name] = found
+            planes[spec.name], held[spec.name] = found
     metadata = {**_metadata(digests), "format": FORMAT, _PLANES: json.dumps(planes, separators=(",", ":"))}
-    return b"".join(body(entries, metadata))
+    return b"".join(body(held, metadata))
 
 
 def _metadata(digests: Mapping[str, int]) -> dict[str, str]:
@@ -147,20 +147,41 @@ def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> I
     Raises:
         CorruptDataError: the file cannot be read, or has a tensor that is not as in `specs`.
     """
-    digests, planes, entries = fingerprints(data), planes_of(data), views(data)
-    if unknown := planes.keys() - entries.keys():
-        raise CorruptDataError(f"The anchor's weight file names planes of {unknown.pop()!r}, which it does not hold.")
-    for name, (dtype, shape, byte_B) in entries.items():
-        spec = specs.get(name)
-        if spec is None or name not in digests:
-            raise CorruptDataError(f"The anchor's weight file holds {name!r}, which the channel or its fingerprints lack.")
-        if name in planes:
-            entry = torch.from_numpy(byte_B.copy()) if dtype == "U8" else None
-            yield name, dense.decompress(entry, planes[name], spec), digests[name]
-        elif (dtype, shape) == (SAFETENSORS_DTYPES[spec.dtype], spec.shape):
-            yield name, np.require(byte_B.view(spec.bits_dtype), requirements="A"), digests[name]
+    digests, file_B = fingerprints(data), np.frombuffer(data, np.uint8)
+    for spec, first, last, sizes in contents(data, len(data), specs):
+        if spec.name not in digests:
+            raise CorruptDataError(f"The anchor's weight file has no fingerprint of {spec.name!r}.")
+        byte_B = file_B[first:last]
+        if sizes is None:
+            bits_N = np.require(byte_B.view(spec.bits_dtype), requirements="A")
         else:
+            bits_N = dense.decompress(torch.from_numpy(byte_B.copy()), sizes, spec)
+        yield spec.name, bits_N, digests[spec.name]
+
+
+def contents(
+    head: bytes | memoryview, size: int, specs: Mapping[str, TensorSpec]
+) -> Iterator[tuple[TensorSpec, int, int, list[int] | None]]:
+    """Check the tensors of a weight file of `size` bytes, from its first bytes with the whole header.
+
+    Yields each tensor's spec, its first byte, the byte behind its last one, and the sizes of its planes if it is compressed.
+
+    Raises:
+        CorruptDataError: the header cannot be read, or has a tensor that is not as in `specs`.
+    """
+    planes, found = planes_of(head), entries(head, size)
+    if unknown := planes.keys() - found.keys():
+        raise CorruptDataError(f"The anchor's weight file names planes of {unknown.pop()!r}, which it does not hold.")
+    for name, (dtype, shape, first, last) in found.items():
+        spec, sizes = specs.get(name), planes.get(name)
+        if spec is None:
+            raise CorruptDataError(f"The anchor's weight file holds {name!r}, which the channel lacks.")
+        if sizes is not None:
+            if dtype != "U8" or len(sizes) != spec.item_bytes or sum(sizes) != last - first:
+                raise CorruptDataError(f"The planes of {name!r} do not have the sizes that its weight file says.")
+        elif (dtype, shape) != (SAFETENSORS_DTYPES[spec.dtype], spec.shape):
             raise CorruptDataError(f"The anchor's weight file holds {name} {dtype}{list(shape)} instead of {spec}.")
+        yield spec, first, last, sizes
 
 
 def fingerprints(data: bytes | memoryview) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -66,15 +66,12 @@ def weights(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, 
     if record.reference is not None:
         yield from _reference_weights(reader, record.version, record.reference)
         return
-    missing = dict(reader.specs)
-    for file, data in _files(reader, stored, FILES_AHEAD):
-        with _naming(file.key):
-            for name, bits_N, expected in read_weights(data, reader.specs):
-                if missing.pop(name, None) is None:
-                    raise CorruptDataError(f"{name} occurs twice.")
-                yield name, bits_N, expected
-    if missing:
-        raise CorruptDataError(f"The anchor of version {record.version} lacks {checkpoint.first_five(sorted(missing))}.")
+    with _each_once(reader, record) as note:
+        for file, data in _files(reader, stored, FILES_AHEAD):
+            with _naming(file.key):
+                for name, bits_N, expected in read_weights(data, reader.specs):
+                    note(name)
+                    yield name, bits_N, expected
 
 
 def ranges_of_weights(reader: ChannelReader, stored: StoredRecord, wanted: ranges.Ranges) -> Iterator[ranges.Piece]:
@@ -88,16 +85,27 @@ def ranges_of_weights(reader: ChannelReader, stored: StoredRecord, wanted: range
         with _loading(record.version, record.reference):
             yield from _referred(reader, record.version, record.reference).ranges(specs, wanted)
         return
-    missing = dict(specs)
-    for file in record.payload_files:
-        with _naming(file.key):
-            for found in ranges.read_weights(
-                ranges.RangedFile(file.bytes, functools.partial(reader.read_range, file)), specs, wanted
-            ):
-                if not isinstance(found, str):
-                    yield found
-                elif missing.pop(found, None) is None:
-                    raise CorruptDataError(f"{found} occurs twice.")
+    with _each_once(reader, record) as note:
+        for file in record.payload_files:
+            ranged = ranges.RangedFile(file.bytes, functools.partial(reader.read_range, file))
+            with _naming(file.key):
+                for found in ranges.read_weights(ranged, specs, wanted):
+                    if isinstance(found, str):
+                        note(found)
+                    else:
+                        yield found
+
+
+@contextlib.contextmanager
+def _each_once(reader: ChannelReader, record: Record) -> Iterator[Callable[[str], None]]:
+    """Yield a function to call with each tensor. Raise CorruptDataError if it is called twice for one, or not for all."""
+    missing = dict(reader.specs)
+
+    def note(name: str) -> None:
+        if missing.pop(name, None) is None:
+            raise CorruptDataError(f"{name} occurs twice.")
+
+    yield note
     if missing:
         raise CorruptDataError(f"The anchor of version {record.version} lacks {checkpoint.first_five(sorted(missing))}.")
 

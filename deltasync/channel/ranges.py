@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import zstandard
 
-from deltasync.channel.anchors import planes_of
+from deltasync.channel.anchors import contents
 from deltasync.channel.threads import ahead
-from deltasync.codec.base import MOST_HEADER_BYTES, entries
+from deltasync.codec.base import MOST_HEADER_BYTES
 from deltasync.codec.dense import MOST_WINDOW_BYTES
 from deltasync.errors import CorruptDataError
-from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
+from deltasync.tensors import TensorSpec
 
 PIECE_BYTES = 4 << 20
 """Most bytes of a tensor that are in memory at once."""
@@ -123,25 +123,17 @@ def read_weights(file: RangedFile, specs: Mapping[str, TensorSpec], ranges: Rang
     Raises:
         CorruptDataError: the file cannot be read, or has a tensor that is not as in `specs`.
     """
-    header = file.header()
-    planes, plain, compressed = planes_of(header), list[tuple[str, int, int, int, int]](), list[tuple[TensorSpec, int]]()
-    for name, (dtype, shape, first, last) in entries(header, file.size).items():
-        spec = specs.get(name)
-        if spec is None:
-            raise CorruptDataError(f"The anchor's weight file holds {name!r}, which the channel lacks.")
-        if name in planes:
-            if dtype != "U8" or len(planes[name]) != spec.item_bytes or sum(planes[name]) != last - first:
-                raise CorruptDataError(f"The planes of {name!r} do not have the sizes that its weight file says.")
-            compressed.append((spec, first))
-        elif (dtype, shape) == (SAFETENSORS_DTYPES[spec.dtype], spec.shape):
-            plain.append((name, first, spec.item_bytes, *ranges[name]))
+    plain, compressed = list[tuple[str, int, int, int, int]](), list[tuple[TensorSpec, int, list[int]]]()
+    for spec, first, _, sizes in contents(file.header(), file.size, specs):
+        if sizes is None:
+            plain.append((spec.name, first, spec.item_bytes, *ranges[spec.name]))
         else:
-            raise CorruptDataError(f"The anchor's weight file holds {name} {dtype}{list(shape)} instead of {spec}.")
-        yield name
+            compressed.append((spec, first, sizes))
+        yield spec.name
     for name, element, data in read_spans(file, plain):
         yield name, element, np.require(np.frombuffer(data, specs[name].bits_dtype), requirements="A")
-    for spec, first in compressed:
-        yield from _decompressed(file, first, planes[spec.name], spec, *ranges[spec.name])
+    for spec, first, sizes in compressed:
+        yield from _decompressed(file, first, sizes, spec, *ranges[spec.name])
 
 
 def _decompressed(

@@ -162,13 +162,3 @@ class Bounds:
     def most_payload_bytes(self) -> int:
         """Most bytes that the parts or weight files of one record may have together."""
         return 32 * self.element_count + (self.tensor_count << 12) + 64 * self.name_bytes + (1 << 20)
-
-
-def most_bytes(key: str, specs: Mapping[str, TensorSpec]) -> int:
-    """As `Bounds.most_bytes`."""
-    return Bounds.of(specs).most_bytes(key)
-
-
-def most_payload_bytes(specs: Mapping[str, TensorSpec]) -> int:
-    """As `Bounds.most_payload_bytes`."""
-    return Bounds.of(specs).most_payload_bytes

@@ -29,11 +29,10 @@ def anchor(reader: ChannelReader, timeout_s: float, as_json: bool) -> None:
     from deltasync.channel import requests
     from deltasync.errors import NotPublishedError, PublishTimeoutError
 
-    newest = reader.newest()
+    newest = reader.newest_version()
     if newest is None:
         raise NotPublishedError(f"{reader.store.url} holds no version yet; the first one will have full weights.")
-    base = newest.record.base
-    asked = base.version if newest.record.next_epoch is not None and base is not None else newest.record.version
+    asked = newest.version
     requests.ask(reader.store, asked)
     until_s = time.monotonic() + timeout_s
     while (found := _after(reader, asked)) is None and time.monotonic() < until_s:

@@ -189,13 +189,10 @@ def _find(reader: ChannelReader, what: str) -> StoredRecord:
     if what.isdecimal() and int(what) > 0:
         return reader.numbered(int(what))
     if what == "latest":
-        stored = reader.newest()
-        if stored is not None and stored.record.next_epoch is not None:  # a seal
-            stored = None if stored.record.base is None else reader.record(stored.record.base)
-        if stored is None:
+        if (newest := reader.newest_version()) is None:
             reader.channel()
             raise NotPublishedError(f"{reader.store.url} holds no version yet.")
-        return stored
+        return reader.record(newest)
     if keys.slot_of(what) is None and keys.shortcut_of(what) is None:
         raise ConfigError(f"{what!r} is neither a version, nor `latest`, nor the key of a record or compaction.")
     return reader.stored(what)

@@ -126,7 +126,7 @@ def encode_shortcut(
     )
     stored = record.encode(document, key, payload, signer)
     assert stored.data is not None
-    if stored.size > record.most_bytes(key, reader.specs):
+    if stored.size > reader.bounds.most_bytes(key):
         raise CorruptDataError(f"{key} would have {stored.size:,} bytes, more than a compaction may have.")
     found = record.decode_document(stored.data, stored.size, key, reader.trusted)
     return dataclasses.replace(stored, record=found)
