@@ -97,10 +97,7 @@ class Pace:
     def keep(self, receipt: Receipt) -> float:
         """Add a version that was just published, wait until the fleet is close enough, and return the seconds.
 
-        The first version is always awaited.
-
-        Raises:
-            BaseException: the error of `wait_for`.
+        The first version is always awaited. Raises the error of `wait_for`.
         """
         before_s = time.perf_counter()
         with self._changed:

@@ -45,11 +45,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> None:
-    """Check that the processes hold everything that is to be published, whole or in shards.
-
-    Raises:
-        ConfigError: the adapters cannot be merged or published alone, or the way of sharding is not supported.
-    """
+    """Check that the processes hold everything that is to be published, whole or in shards (else ConfigError)."""
     if adapter_only:
         adapter.check(model)
     elif is_peft(model) and not hasattr(unwrapped(model), "merge_and_unload"):
@@ -68,11 +64,7 @@ def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> Non
 
 
 def check_form_of(model: torch.nn.Module, adapter_only: bool = False) -> None:
-    """Check before training that a model can be published: besides `check_publishable`, that saving keeps what is trained.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check before training that a model can be published, and that saving keeps what is trained (else ConfigError)."""
     check_publishable(model, adapter_only)
     if adapter_only:
         return
@@ -140,10 +132,8 @@ def saved_form(model: torch.nn.Module, tensors: Mapping[str, Any]) -> dict[str, 
 
 
 def check_form(model: torch.nn.Module, held: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Check that a checkpoint holds just the elements that all of a model's tensors hold, in the same dtypes.
-
-    Raises:
-        ConfigError: saving the model would change them.
+    """Check that a checkpoint holds just the elements that all of a model's tensors hold, in the same dtypes (else
+    ConfigError).
     """
 
     def elements(tensors: Mapping[str, Any]) -> dict[torch.dtype, int]:
@@ -169,11 +159,9 @@ def _shown(counts: Mapping[torch.dtype, int]) -> str:
 def shards_as_saved(model: torch.nn.Module, held: dict[str, Any], rank: int) -> Iterable[tuple[str, Any]]:
     """Return the shards that a rank holds as shards of a checkpoint's tensors, without gathering any.
 
-    A tensor that a checkpoint holds in another form is converted alone, when it is asked for, in memory for all of it.
-    If there is no such tensor, these are the items of `held`.
-
-    Raises:
-        ConfigError: a checkpoint's tensor is made of several in memory, or of one in another order.
+    A tensor that a checkpoint holds in another form is converted alone, when it is asked for, in memory for all of it. If
+    there is no such tensor, these are the items of `held`. A checkpoint's tensor that is made of several in memory, or of
+    one in another order, is refused (ConfigError).
     """
     saved = saved_form(model, held)
     check_form(model, held, saved)
@@ -213,9 +201,7 @@ def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tu
     """Return what this process is to publish, as `save_pretrained` would write it, in the dtype of training.
 
     The tensors of a dict's items alias the live weights or stay in memory; those of an iterator are made when asked for.
-
-    Raises:
-        ConfigError: the model cannot be published, see `check_publishable`.
+    Raises like `check_publishable`.
     """
     check_publishable(model, adapter_only)
     if adapter_only:
@@ -265,11 +251,7 @@ def adapter_base_file(model: torch.nn.Module) -> dict[str, bytes]:
 
 
 def loaded_from(model: torch.nn.Module) -> str:
-    """Return the checkpoint that `from_pretrained` loaded a model from: a directory, or a model on the Hub at a commit.
-
-    Raises:
-        ConfigError: it was not loaded from any.
-    """
+    """Return the checkpoint that `from_pretrained` loaded a model from: a directory, or a model on the Hub at a commit."""
     config = getattr(adapter.base_of(model), "config", None)
     name, commit = getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None)
     if not name:

@@ -28,11 +28,7 @@ _Result = TypeVar("_Result")
 
 
 class PatientStore(WrappedStore):
-    """A store wrapper that can be given up.
-
-    Attributes:
-        trouble: The last request's transient error, None if it succeeded.
-    """
+    """A store wrapper that can be given up. `trouble` is the last request's transient error, None if it succeeded."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)

@@ -68,10 +68,9 @@ class VersionedLogProb(float):
 
 
 class VersionedMetrics(dict[str, float]):
-    """A sample's metrics with its versions. TRL passes this object from scoring to training.
+    """A sample's metrics with its `versions`: int64 of shape (tokens,), in the order of the sample's `input_ids`.
 
-    Attributes:
-        versions: int64 of shape (tokens,), in the order of the sample's `input_ids`.
+    TRL passes this object from scoring to training.
     """
 
     versions: np.ndarray
@@ -169,10 +168,8 @@ class TokenAges:
         """Prepare a sample that the trainer receives from its queue. Return False if no token is left to train.
 
         Sets its `model_version` to the sync of its oldest trained token, which TRL compares with `max_staleness`. Clears
-        `completion_mask` of tokens older than the bound, and of those of unknown age.
-
-        Raises:
-            ConfigError: many consecutive samples had no versions.
+        `completion_mask` of tokens older than the bound, and of those of unknown age. Raises ConfigError after many
+        consecutive samples without versions.
         """
         given = trained = np.asarray(sample.completion_mask, dtype=bool)
         lags = self._lags_of(_versions_of(sample.metrics, len(trained)))

@@ -86,11 +86,7 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Publish at the master, and wait until the version is visible; elsewhere take part in gathering the weights.
-
-        Raises:
-            PublishError: the version did not become visible.
-        """
+        """Publish at the master, and wait until the version is visible; elsewhere take part in gathering the weights."""
         if self._publisher is None:
             collections.deque(weights, maxlen=0)
             return {}
@@ -99,11 +95,7 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
         return {"deltasync/version": done.version, "deltasync/payload_bytes": done.payload_bytes}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield all weights of the version, each in host memory that the next update overwrites.
-
-        Raises:
-            NotPublishedError, MissingVersionError: it was not published in time.
-        """
+        """Yield all weights of the version, each in host memory that the next update overwrites."""
         if self._version is None:
             raise ConfigError("verl asked for weights before it had said which version.")
         if self._replica is None:

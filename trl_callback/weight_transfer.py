@@ -182,12 +182,7 @@ class DeltaWeightTransfer:
             self.publish(functools.partial(gather.stream_of, self._model))
 
     def publish_shards(self) -> None:
-        """Publish this process's shards, and wait like `resume`. All processes call it; if one fails, all fail.
-
-        Raises:
-            PublishError: nothing was published, or the version did not become visible.
-            AckTimeoutError: see `resume`.
-        """
+        """Publish this process's shards, and wait like `resume`. All processes call it; if one fails, all fail."""
         assert self._model is not None and self.publisher is not None
         if self._pace is None and self.is_behind():
             return
@@ -251,11 +246,7 @@ class DeltaWeightTransfer:
         wait(ack, urls)
 
     def destroy(self) -> None:
-        """Finish the uploads and close the channel. It may be opened again.
-
-        Raises:
-            PublishError: the last version did not become visible within `config.ack_timeout_s`.
-        """
+        """Finish the uploads (`flush`) and close the channel. It may be opened again."""
         if (publisher := self.publisher) is None:
             return
         try:
@@ -269,8 +260,7 @@ class DeltaWeightTransfer:
     def flush(self) -> None:
         """Wait for the uploads. After `config.ack_timeout_s` they are given up, except for a request that is under way.
 
-        Raises:
-            PublishError: the last version did not become visible.
+        Raises PublishError if the last version did not become visible.
         """
         publisher = self.publisher
         assert publisher is not None

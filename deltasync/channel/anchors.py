@@ -35,11 +35,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
 
 
 def read_model_files(directory: Path) -> dict[str, bytes]:
-    """Read the files at the top of a checkpoint directory that are not weights, by name: config, tokenizer, templates.
-
-    Raises:
-        ConfigError: there is no such directory.
-    """
+    """Read the files at the top of a checkpoint directory that are not weights, by name: config, tokenizer, templates."""
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory with a config and a tokenizer.")
     files = (path for path in sorted(directory.iterdir()) if path.is_file() and not path.name.startswith("."))
@@ -68,15 +64,9 @@ def taken_files(
 ) -> Iterator[tuple[str, bytes | memoryview]]:
     """Make weight files one after the other, as (file name, bytes), then the index if there are several.
 
-    Args:
-        specs: The tensors.
-        take: Is called once for each tensor, in the order of `specs`, when the tensor's file is made.
-        shard_bytes: Most bytes of a file before compression; a larger tensor has a file of its own.
-        compression: `COMPRESSED`, or None for files that transformers and vLLM load.
-        room: Where files that are not compressed are made; in new memory if None.
-
-    Raises:
-        ConfigError: an unknown compression.
+    `take` is called once for each tensor, in the order of `specs`, when the tensor's file is made. A file has at most
+    `shard_bytes` before compression, unless a single tensor is larger. With the `compression` `COMPRESSED`, transformers and
+    vLLM cannot load it. Other files are made in `room`, by default in new memory.
     """
     if compression not in (None, COMPRESSED):
         raise ConfigError(f"Anchors are compressed by {COMPRESSED!r} or not at all, not by {compression!r}.")
@@ -143,9 +133,6 @@ def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> I
 
     Uncompressed bits are a read-only view of `data` where that is aligned. Otherwise one tensor at a time is in memory.
     Nothing that `specs` lacks is decompressed.
-
-    Raises:
-        CorruptDataError: the file cannot be read, or has a tensor that is not as in `specs`.
     """
     digests, file_B = fingerprints(data), np.frombuffer(data, np.uint8)
     for spec, first, last, sizes in contents(data, len(data), specs):
@@ -165,9 +152,7 @@ def contents(
     """Check the tensors of a weight file of `size` bytes, from its first bytes with the whole header.
 
     Yields each tensor's spec, its first byte, the byte behind its last one, and the sizes of its planes if it is compressed.
-
-    Raises:
-        CorruptDataError: the header cannot be read, or has a tensor that is not as in `specs`.
+    Raises CorruptDataError if the header is damaged, or a tensor is not as in `specs`.
     """
     planes, found = planes_of(head), entries(head, size)
     if unknown := planes.keys() - found.keys():

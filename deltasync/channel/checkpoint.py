@@ -42,18 +42,15 @@ class Checkpoint:
     def read(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray]]:
         """Read these tensors file by file: name, unsigned bit patterns of shape N, as they are served.
 
-        Floating-point tensors are rounded to the dtype of their spec, to nearest even.
-
-        Raises:
-            ModelMismatchError: a tensor is missing, or has another shape or dtype.
-            CorruptDataError: a file is damaged.
+        Floating-point tensors are rounded to the dtype of their spec, to nearest even. Raises ModelMismatchError if a tensor
+        is missing, or has another shape or dtype.
         """
         self._check_names(specs)
         for name, tensor in self.tensors(specs):
             yield name, bits_of(self._served(tensor, specs[name]))
 
     def ranges(self, specs: Mapping[str, TensorSpec], wanted: ranges.Ranges) -> Iterator[ranges.Piece]:
-        """Read ranges of these tensors in pieces, as they are served, file by file. Raises as `read`."""
+        """Read ranges of these tensors in pieces, as they are served, file by file. Raises like `read`."""
         self._check_names(specs)
         by_file: dict[Path, list[str]] = {}
         for name in specs:
@@ -77,11 +74,7 @@ class Checkpoint:
             raise ModelMismatchError(f"{self.reference} lacks {first_five(missing)}, which the model has.")
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read these tensors, which the checkpoint has, file by file, as they are stored.
-
-        Raises:
-            CorruptDataError: a file is damaged.
-        """
+        """Read these tensors, which the checkpoint has, file by file, as they are stored."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.files[self._source(name)], []).append(name)
@@ -116,11 +109,7 @@ class Checkpoint:
 
 
 def find(where: str | Path) -> Reference:
-    """Make a reference to a directory, or to a model on the Hub (`namespace/name[@revision]`) at its current commit.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or it cannot be reached.
-    """
+    """Make a reference to a directory, or to a model on the Hub (`namespace/name[@revision]`) at its current commit."""
     if isinstance(where, Path) or Path(where).is_dir():
         return Reference(path=str(Path(where).absolute()))
     match = _REPO.fullmatch(where)
@@ -132,14 +121,8 @@ def find(where: str | Path) -> Reference:
 def load(reference: Reference, limit_bytes: int | None = None, *, with_token: bool = True) -> Checkpoint:
     """Find a checkpoint on this machine; a model on the Hub is downloaded unless it is in the Hub's cache.
 
-    Args:
-        reference: Where it is.
-        limit_bytes: Most bytes to download; None for no limit.
-        with_token: Whether the machine's token of the Hub may be used.
-
-    Raises:
-        ConfigError: it does not exist, cannot be reached, or is larger.
-        CorruptDataError: a file is damaged.
+    `limit_bytes` is the most to download, None for no limit; `with_token` says whether the machine's token of the Hub may be
+    used. Raises ConfigError if the checkpoint does not exist, cannot be reached, or is larger.
     """
     bounds = limit_bytes, with_token
     directory = _directory(reference, [_WEIGHTS, INDEX], *bounds)
@@ -167,11 +150,7 @@ def compare(
 ) -> tuple[dict[str, int], list[Delta]]:
     """Compare ranges of a checkpoint's tensors with a model's bits, which are flat and unsigned.
 
-    Returns:
-        The fingerprint of each range in the checkpoint, and the steps that lead to the model, in pieces.
-
-    Raises:
-        ModelMismatchError, CorruptDataError: as `Checkpoint.read`.
+    Returns the fingerprint of each range in the checkpoint, and the steps that lead to the model, in pieces.
     """
     parts, changes = dict.fromkeys(layout.specs, 0), []
     for name, at, old_N in checkpoint.ranges(layout.specs, held):

@@ -282,9 +282,8 @@ def encode(document: Document) -> bytes:
 def decode(data: bytes | memoryview, kind: type[_Document], key: str) -> _Document:
     """Parse and check the document of the object at `key`.
 
-    Raises:
-        CorruptDataError: it is not valid JSON of this kind, or contradicts itself or its key.
-        UnsupportedFormatError: it has another format, or requires a feature that this reader does not know.
+    Raises UnsupportedFormatError if it has another format or needs a feature that this reader lacks, CorruptDataError if it
+    is not valid, or contradicts itself or its key.
     """
     try:
         header: dict[str, Any] = msgspec.json.decode(data, type=dict)

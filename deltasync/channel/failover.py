@@ -29,13 +29,8 @@ _Result = TypeVar("_Result")
 
 
 def open_failover(channel: str | os.PathLike[str] | Store | Sequence[str]) -> Store:
-    """Open the store of a channel.
-
-    Args:
-        channel: As in `open_store`, or several URLs in a list or separated by spaces: the channel, then copies of it.
-
-    Raises:
-        ConfigError: as `open_store`, or there is no URL.
+    """Open the store of a channel: as `open_store`, or from several URLs in a list or separated by spaces, the channel
+    first, then copies of it.
     """
     if isinstance(channel, str) and all("://" in part for part in channel.split()):
         channel = channel.split() or channel
@@ -82,11 +77,7 @@ class FailoverStore(WrappedStore):
         return None  # it would watch one store while another one is read
 
     def _ask_failover(self, action: Callable[[Store], _Result]) -> _Result:
-        """Read from the fastest store; if it fails, from the next one.
-
-        Raises:
-            ConfigError: the stores hold different runs.
-        """
+        """Read from the fastest store; if it fails, from the next one. Raises ConfigError if they hold different runs."""
         if self._due_s is None:
             self._review()
         elif time.monotonic() > self._due_s and not self._lock.locked():

@@ -172,7 +172,7 @@ class Heartbeats:
 def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list[Heartbeat]:
     """Ask servers for their heartbeats (`GET /deltasync/status`). One out of reach, or of another run, serves nothing.
 
-    A server that has not answered by the deadline (`time.monotonic`; by default ten seconds from now) is out of reach.
+    A server has until the deadline (`time.monotonic`) to answer, by default ten seconds.
     """
 
     def ask_one(url: str) -> Heartbeat:
@@ -186,9 +186,8 @@ def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list
 
 
 def ask_status(url: str) -> dict[str, Any] | None:
-    """Ask a server for its status without the commits; `DELTASYNC_HTTP_TOKEN` is sent.
-
-    Empty if the answer is not a JSON object; None if the server does not answer, or with an error of its own (5xx).
+    """Ask a server for its status without the commits, with `DELTASYNC_HTTP_TOKEN`. Empty if the answer is not a JSON
+    object; None if the server does not answer, or with an error of its own (5xx).
     """
     answer, _, code = _call(f"{url}/{_STATUS}")
     return None if code is None or code >= 500 else _json_object(answer)
@@ -201,10 +200,10 @@ def ask_models(url: str) -> list[str]:
 
 
 def post(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
-    """Post `body` to a server's route `sync` or `pin`, and wait until it serves the version that is asked for.
+    """Post `body` to a server's route `sync` or `pin`, wait until it serves the version that is asked for, and return its
+    answer.
 
-    Returns the server's answer, which has the `version` that it serves. Raises AckTimeoutError if it does not serve the
-    version in time; DeltaSyncError if it does not answer, or refuses.
+    Raises AckTimeoutError if it does not serve the version in time, DeltaSyncError if it does not answer, or refuses.
     """
     url = url.rstrip("/")
     request = msgspec.json.encode({**body, "timeout_s": timeout_s})
@@ -224,10 +223,7 @@ def wake(urls: Sequence[str], version: int) -> None:
 
 
 def check_ack(ack: str | int) -> int | None:
-    """Number of replicas that `ack` asks for: 1 for `any`, None for `all`.
-
-    Raises ConfigError if it is not `any`, `all` or a number from 1 on.
-    """
+    """Return the number of replicas that `ack` asks for: 1 for `any`, None for `all`. Raise ConfigError for other texts."""
     if ack == "all":
         return None
     with contextlib.suppress(ValueError):
@@ -248,28 +244,26 @@ def wait_for(
     known: Heartbeats | None = None,
     required: bool = False,
 ) -> list[Heartbeat]:
-    """Block until the fleet serves a version. Wait for its upload first (`Receipt.wait`): a failed one never arrives.
+    """Block until the fleet serves a version or a later one, and return the heartbeats of the replicas that do.
+
+    Wait for the version's upload first (`Receipt.wait`): a failed one never arrives.
 
     Args:
         store: The channel's store.
         run_id: The run whose replicas count.
-        version: The version's number; a replica that serves a later one counts too.
+        version: The version's number.
         published: Digests of the records that the caller published, by number; may grow during the call. A replica counts
             only if it serves one of these, by the digest.
-        ack: `any`: at least one live replica serves it. A number: at least that many do. `all`: at least one replica is
-            live, and every live one serves it.
-        timeout_s: How long to wait. The last look may take a second more.
+        ack: `any`, or a number: at least that many live replicas serve it. `all`: every live replica serves it, and at least
+            one is live.
+        timeout_s: How long to wait. The last refresh may take a second more.
         urls: Servers to ask instead of reading heartbeats; `all` then means each of them.
         known: The heartbeats of the last call, so that only changed ones are read.
-        required: Whether the caller cannot go on without each of `urls`, so that one that follows nothing ends the wait.
-
-    Returns:
-        The heartbeats of the replicas that serve it.
+        required: Whether the caller needs each of `urls`: one that follows nothing then ends the wait.
 
     Raises:
         AckTimeoutError: time is up; it names the live replicas that lag, with their errors.
         ConfigError: a required server does not follow, or follows another run, and has said so for three seconds.
-        StoreError: the heartbeats cannot be read. A transient error is tried again until time is up.
     """
     needed = check_ack(ack)
     deadline = time.monotonic() + timeout_s

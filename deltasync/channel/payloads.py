@@ -43,25 +43,14 @@ def delta(
 ) -> Changed:
     """Decode a delta or a compaction: its changes, and the fingerprints of changed tensors after them.
 
-    Args:
-        reader: Reads the channel.
-        stored: The record of the version, or the compaction.
-        old: Returns the bits of a tensor before the change; some codecs need them.
-        wanted: As in `Codec.decode`.
-        fetched: The result of `fetch`; if None, files are fetched as they are needed.
-
-    Raises:
-        FormatError, MissingVersionError: as `ChannelReader.fetch` and `Codec.decode`.
+    `old` returns the bits of a tensor before the change; some codecs need them. `wanted` is as in `Codec.decode`. Without
+    `fetched`, the result of `fetch`, files are fetched as they are needed.
     """
     return decode(stored.record, _payloads(reader, stored) if fetched is None else fetched, reader.layout, old, wanted)
 
 
 def weights(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, np.ndarray, int]]:
-    """Read full weights, each tensor once: name, read-only unsigned bit patterns of shape N, fingerprint.
-
-    Raises:
-        FormatError, MissingVersionError: as `delta`; at the end, if a tensor is missing.
-    """
+    """Read full weights, each tensor once: name, read-only unsigned bit patterns of shape N, fingerprint."""
     record = stored.record
     if record.reference is not None:
         yield from _reference_weights(reader, record.version, record.reference)
@@ -75,11 +64,7 @@ def weights(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, 
 
 
 def ranges_of_weights(reader: ChannelReader, stored: StoredRecord, wanted: ranges.Ranges) -> Iterator[ranges.Piece]:
-    """Read ranges of full weights in pieces. The caller checks the fingerprint of all ranges together.
-
-    Raises:
-        FormatError, MissingVersionError: as `weights`.
-    """
+    """Read ranges of full weights in pieces. The caller checks the fingerprint of all ranges together."""
     record, specs = stored.record, reader.specs
     if record.reference is not None:
         with _loading(record.version, record.reference):

@@ -38,10 +38,7 @@ _HELD_BYTES = 1 << 28  # most bytes of records that are kept for staging
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edge:
-    """A record, or a shortcut, by its listing.
-
-    It leads from number to number; `base` is 0 for nothing, `key` None for a version's record.
-    """
+    """A record or shortcut in a listing. It leads from number to number: `base` 0 is nothing, `key` is None for a record."""
 
     base: int
     version: int
@@ -80,19 +77,17 @@ def find_chain(
 ) -> list[StoredRecord]:
     """Find the records and compactions from one version to another; each is read, and its digest checked.
 
+    The chain is empty if `have` is `target`. It may start with full weights (`StoredRecord.use_anchor`).
+
     Args:
         reader: Reads the channel.
         have: The version that the replica has, None for nothing.
         target: The version that it wants.
-        avoid: Keys of objects not to use, because they are missing or damaged, or gave wrong bits, and the reason.
+        avoid: Keys of objects not to use, and why: they are missing or damaged, or gave wrong bits.
         at_hand: A record that was read already.
-
-    Returns:
-        The chain, empty if `have` is `target`. It may start with full weights (`StoredRecord.use_anchor`).
 
     Raises:
         MissingVersionError: nothing that can be read leads there.
-        StoreError: the store failed.
     """
     if have == target:
         return []
@@ -112,9 +107,6 @@ def find_chain_back(
     """Find the records and compactions to undo, newest first, then `target`, the record of an older version.
 
     The result is empty if full weights are cheaper, or the only chain. `avoid` is as in `find_chain`.
-
-    Raises:
-        StoreError: the store failed.
     """
     search = _Search(reader, have, avoid or {})
     start = target.record.version
@@ -255,9 +247,8 @@ class _Search:
         raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 
     def _has_fingerprint_of_record(self, shortcut: StoredRecord) -> bool:
-        """Whether a shortcut has the fingerprint of the record that it leads to, if that can be read.
-
-        Nothing else checks it.
+        """Whether a shortcut has the fingerprint of the record that it leads to, if that is readable. Nothing else checks
+        it.
         """
         found = self._try_to_read(shortcut.version.key)
         other = not isinstance(found, str) and found.version == shortcut.version and found

@@ -36,12 +36,7 @@ Piece = tuple[str, int, np.ndarray]
 
 
 class RangedFile(NamedTuple):
-    """A safetensors file of which ranges of bytes can be read.
-
-    Attributes:
-        size: Bytes of the file.
-        read: Reads from a first byte up to another one, which is not included.
-    """
+    """A safetensors file of `size` bytes, of which `read` returns ranges: from a first byte up to another one, excluded."""
 
     size: int
     read: Callable[[int, int], bytes]
@@ -67,11 +62,7 @@ class RangedFile(NamedTuple):
             raise CorruptDataError(f"{path} cannot be read: {error.strerror}.") from error
 
     def header(self) -> bytes:
-        """Return the first bytes of the file, with all of its header.
-
-        Raises:
-            CorruptDataError: the header is longer than the file, or than any header.
-        """
+        """Return the first bytes of the file, with all of its header. Raise CorruptDataError if the header is too long."""
         if self.size < 8:
             raise CorruptDataError("Not a safetensors file: it is too short.")
         data = self.read(0, min(self.size, _HEADER_BYTES))
@@ -93,9 +84,7 @@ class _Span(NamedTuple):
 def read_spans(file: RangedFile, wanted: Iterable[tuple[str, int, int, int, int]]) -> Iterator[tuple[str, int, memoryview]]:
     """Read ranges of entries, in the order of the file: name, flat index of the first element, and the bytes.
 
-    Args:
-        file: The file.
-        wanted: Name, first byte of the entry, bytes of an element, and the elements: the first, and behind the last.
+    `wanted` has name, first byte of the entry, bytes of an element, and the elements: the first, and behind the last.
     """
     spans = []
     for name, start, width, first, last in wanted:
@@ -118,11 +107,7 @@ def read_spans(file: RangedFile, wanted: Iterable[tuple[str, int, int, int, int]
 
 
 def read_weights(file: RangedFile, specs: Mapping[str, TensorSpec], ranges: Ranges) -> Iterator[str | Piece]:
-    """Read ranges of a weight file, compressed or not: the name of each tensor that it holds, then the pieces.
-
-    Raises:
-        CorruptDataError: the file cannot be read, or has a tensor that is not as in `specs`.
-    """
+    """Read ranges of a weight file, compressed or not: the name of each tensor that it holds, then the pieces."""
     plain, compressed = list[tuple[str, int, int, int, int]](), list[tuple[TensorSpec, int, list[int]]]()
     for spec, first, _, sizes in contents(file.header(), file.size, specs):
         if sizes is None:

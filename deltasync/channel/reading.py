@@ -93,10 +93,7 @@ class ChannelReader:
         """Read channel.json again, and check that it is of the run that was read first. A damaged one is ignored.
 
         If no record of the first run was read yet, the new one is taken: the first answer may have been damaged on the way.
-
-        Raises:
-            RunMismatchError: it is of another run.
-            NotPublishedError: it is gone.
+        Raises RunMismatchError if it is of another run, NotPublishedError if it is gone.
         """
         expected = self.channel().run_id
         try:
@@ -163,14 +160,9 @@ class ChannelReader:
     def stored(self, key: str, sha256: str | None = None, known: ObjectInfo | None = None) -> StoredRecord:
         """Read and check a record, a compaction or an announcement.
 
-        Args:
-            key: Its key.
-            sha256: The digest that it must have, None if it is not known. If it is, the node's cache is used.
-            known: Its entry in a listing or an event, if there was one.
-
-        Raises:
-            MissingVersionError: it is not in the store.
-            CorruptDataError: it is damaged, has another digest, or belongs to another run.
+        With the digest `sha256` that it must have, the node's cache is used. `known` is its entry in a listing or an event.
+        Raises MissingVersionError if it is not in the store, CorruptDataError if it is damaged, has another digest, or is of
+        another run.
         """
         most = self.bounds.most_bytes(key)
         try:
@@ -187,13 +179,9 @@ class ChannelReader:
         return self._decoded(data, key)
 
     def document(self, info: ObjectInfo) -> Record:
-        """Read only the document of a record, compaction or announcement, by its entry in a listing.
+        """Read only the document of a record, compaction or announcement, by its entry in a listing. Raises like `stored`.
 
         The signature is checked; the digest and the payload are not. Show the result, but never apply it.
-
-        Raises:
-            MissingVersionError: it is not in the store any more.
-            CorruptDataError: it is damaged, or belongs to another run.
         """
         if info.bytes > self.bounds.most_bytes(info.key):
             raise CorruptDataError(f"{info.key} has {info.bytes:,} bytes, which is more than it may have.")
@@ -240,12 +228,7 @@ class ChannelReader:
         return found
 
     def fetch(self, file: File) -> bytes:
-        """Read and check a file that a document names.
-
-        Raises:
-            MissingVersionError: it is not in the store.
-            CorruptDataError: it has another length or another sha256.
-        """
+        """Read and check a file that a document names. Raises MissingVersionError or CorruptDataError."""
         held = self.held.pop(file.key, None)
         if held is not None and sha256_hex(data := held.result()) == file.sha256:
             return data
@@ -256,11 +239,7 @@ class ChannelReader:
         return data
 
     def read_range(self, file: File, first: int, last: int) -> bytes:
-        """Read bytes from `first` up to `last` of a file that a document names. They are not checked.
-
-        Raises:
-            MissingVersionError: it is not in the store.
-        """
+        """Read bytes from `first` up to `last` of a file that a document names. They are not checked."""
         with self._is_named(file):
             return self.store.read_range(file.key, first, last)
 
@@ -275,8 +254,7 @@ class ChannelReader:
     def fetch_ahead(self, key: str, most_bytes: int) -> int:
         """Read an object before its digest is known, for the node's cache, or else for `fetch`, which waits for it.
 
-        Returns:
-            Its bytes, 0 if it cannot be read.
+        Returns its size, 0 if it cannot be read.
         """
         future = self.held[key] = Future[bytes]()
         data = b""
@@ -324,8 +302,7 @@ class ChannelReader:
     def newest(self) -> StoredRecord | None:
         """The last record of the greatest epoch, None if there is none. If it is a seal, its base is the newest version.
 
-        Raises:
-            FormatError: there are records, and none of the newest `MOST_DAMAGED` can be read.
+        Raises FormatError if there are records, and none of the newest `MOST_DAMAGED` can be read.
         """
         found, damaged = self.newest_readable(self.slots())
         if found is None and damaged is not None:

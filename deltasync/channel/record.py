@@ -93,10 +93,8 @@ def _sealed(record: Record, key: str, signer: Signer | None) -> bytes:
 def decode(data: bytes, key: str, trusted: Trusted | None) -> StoredRecord:
     """Parse and check the whole object at `key`, whose bytes are hashed once.
 
-    Raises:
-        SignatureError: `trusted` is given, and none of its keys has signed it; nothing else was looked at.
-        CorruptDataError: it is not a record, or contradicts itself.
-        UnsupportedFormatError: as `documents.decode`.
+    Raises SignatureError, and reads nothing else, if `trusted` is given and none of its keys has signed it; CorruptDataError
+    if it is not a record, or contradicts itself; UnsupportedFormatError like `documents.decode`.
     """
     found = decode_document(data, len(data), key, trusted)
     view = memoryview(data)
@@ -115,7 +113,7 @@ def document_bytes(end: bytes, key: str) -> int:
 
 
 def decode_document(end: bytes, size: int, key: str, trusted: Trusted | None) -> Record:
-    """Parse and check the document at the end of an object of `size` bytes. Raises as `decode`; the body is not looked at.
+    """Parse and check the document at the end of an object of `size` bytes, but not the body. Raises like `decode`.
 
     `end` is the last bytes of the object, at least `document_bytes`.
     """

@@ -23,10 +23,7 @@ _Result = TypeVar("_Result")
 def reported(call: str, advice: str, is_due: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Print a line on stderr if the block takes longer than `PATIENCE_S` and `is_due` agrees.
 
-    Args:
-        call: Names the call and its place, as in `read of head.json at s3://bucket/run`.
-        advice: A sentence about what to do.
-        is_due: Called before the line is printed; false suppresses it.
+    `call` names the call and its place, as in `read of head.json at s3://bucket/run`; `advice` says what to do.
     """
 
     def report() -> None:

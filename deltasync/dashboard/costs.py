@@ -116,6 +116,11 @@ class Costs:
         return None if self.storage_usd is None else self.storage_usd + sum(row.usd or 0.0 for row in self.rows)
 
 
+def storage_usd(byte_s: float) -> float:
+    """Return the dollars for storing bytes on S3, from the sum of bytes times seconds."""
+    return byte_s / 1e9 / 3600 / HOURS_PER_MONTH * S3_GB_MONTH_USD
+
+
 def estimate(
     url: str,
     records: Collection[Record],
@@ -177,12 +182,11 @@ def estimate(
         add("heartbeats", heartbeats, [(heartbeats, rates.heartbeat)], S3_PUT_USD)
 
     byte_s = sum(info.bytes * max(0.0, now_s - (info.modified_s or created_s)) for info in held)
-    gb_months = byte_s / 1e9 / 3600 / HOURS_PER_MONTH
     down_gb = sum(row.down_bytes for row in rows) / 1e9
     return Costs(
         rows=rows,
         stored_bytes=sum(info.bytes for info in held),
-        storage_usd=gb_months * S3_GB_MONTH_USD if priced else None,
+        storage_usd=storage_usd(byte_s) if priced else None,
         traffic_usd=down_gb * S3_TRAFFIC_GB_USD if priced else None,
         notes=_notes(rates is not _LOCAL, rates is _HUB, priced, newest - versions),
     )

@@ -15,12 +15,11 @@ import numpy as np
 
 from deltasync.dashboard.costs import (
     HEARTBEATS_PER_HOUR,
-    HOURS_PER_MONTH,
     RATES,
-    S3_GB_MONTH_USD,
     S3_GET_USD,
     S3_PUT_USD,
     S3_TRAFFIC_GB_USD,
+    storage_usd,
 )
 from deltasync.maintenance.budget import Budget
 
@@ -34,7 +33,7 @@ _RECORD_BYTES = 1500  # header and document of a small record
 _GC_EVERY = 16  # fewest versions between two garbage collections of the publisher
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Item:
     """All objects of one kind: their number, the requests to store them, and their bytes."""
 
@@ -101,51 +100,6 @@ def compaction_bits(changed_fraction: float, versions: int) -> float:
     return float(-(share * np.log2(share)).sum())
 
 
-class _Channel:
-    """Simulates the bytes of a channel, from version to version.
-
-    Attributes:
-        budget: The publisher's budget for compactions and anchors.
-        held: Bytes of all objects.
-        bounded: Largest number of bytes so far if old versions are forgotten.
-        compactions: Bytes of each compaction.
-        compacted_bytes: Bytes of the newest compaction since the newest full weights.
-        anchors: Number of anchors after the first version.
-    """
-
-    def __init__(self, params: float, changed_fraction: float, held: float) -> None:
-        self.budget = Budget(1)
-        self.held = self._first_bytes = held
-        self.bounded = self.compacted_bytes = 0.0
-        self.compactions: list[float] = []
-        self.anchors = 0
-        self._params, self._changed_fraction, self._base = params, changed_fraction, 1
-
-    def publish(self, version: int, delta_bytes: float, full_bytes: float, kept: int | None) -> None:
-        """Add a version, and a compaction or an anchor if the budget allows it. Other than `kept` versions are forgotten."""
-        self.budget.earn(delta_bytes)
-        self.held += delta_bytes
-        span = version - self._base
-
-        def compaction_bytes() -> float:
-            return self._params * compaction_bits(self._changed_fraction, span) / 8 + _RECORD_BYTES
-
-        found = self.budget.choose(version, full_bytes, compaction_bytes, compactions=True)
-        if found == "compaction":
-            self.compacted_bytes = compaction_bytes()
-            self.compactions.append(self.compacted_bytes)
-            self.held += self.compacted_bytes
-            self.budget.end(version, self.compacted_bytes)
-        elif found == "anchor":
-            self.anchors, self._base, self.compacted_bytes = self.anchors + 1, version, 0.0
-            self.held += full_bytes
-            self.budget.end(version, full_bytes)
-        if kept is not None:
-            tail = max(kept, version - self.budget.compacted)
-            base_bytes = full_bytes if self.anchors else self._first_bytes
-            self.bounded = max(self.bounded, min(self.held, base_bytes + self.compacted_bytes + tail * delta_bytes))
-
-
 def forecast(
     params: float,
     changed_fraction: float,
@@ -156,11 +110,10 @@ def forecast(
     keep_last: int | None = None,
     grace_s: float = 3600.0,
     by_reference: bool = True,
-    item_bytes: int = 2,
     bits_per_changed: float | None = None,
     versions: int | None = None,
 ) -> Forecast:
-    """Forecast a run on S3 with default settings.
+    """Forecast a run on S3 with default settings, of a model in bfloat16.
 
     Args:
         params: Number of elements of the model.
@@ -171,42 +124,50 @@ def forecast(
         keep_last: See `Retention.keep_last`.
         grace_s: See `Retention.prune_grace_s`.
         by_reference: Whether the channel begins with a reference to a checkpoint; otherwise version 1 has full weights.
-        item_bytes: Size of an element.
         bits_per_changed: Bits of a delta per changed element, if known; otherwise computed.
         versions: Number of versions after the first.
     """
     count = round(days * 86_400 / every_s) if versions is None else versions
-    full_bytes, bits = params * item_bytes, bits_per_changed or delta_bits(changed_fraction)
+    full_bytes, bits = 2 * params, bits_per_changed or delta_bits(changed_fraction)
     delta_bytes = params * changed_fraction * bits / 8 + _RECORD_BYTES
-    rates = RATES["s3"]
     kept = None if keep_last is None else keep_last + max(_GC_EVERY, keep_last // 2) + math.ceil(grace_s / every_s)
-    channel = _Channel(params, changed_fraction, 0.0 if by_reference else full_bytes)
-    byte_s = 0.0
+    budget, base = Budget(1), 1  # `base` is the version with the newest full weights, `compacted_bytes` what leads from it
+    first_bytes = held_bytes = 0.0 if by_reference else full_bytes
+    bounded_bytes = compacted_bytes = byte_s = 0.0
+    compactions, anchors = list[float](), 0
+
+    def compaction_bytes() -> float:
+        return params * compaction_bits(changed_fraction, version - base) / 8 + _RECORD_BYTES
+
     for version in range(2, count + 2):
-        channel.publish(version, delta_bytes, full_bytes, kept)
-        byte_s += (channel.held if keep_last is None else min(channel.held, channel.bounded)) * every_s
-    compactions, anchors = channel.compactions, channel.anchors
+        budget.earn(delta_bytes)
+        held_bytes += delta_bytes
+        found = budget.choose(version, full_bytes, compaction_bytes, compactions=True)
+        if found is not None:
+            compacted_bytes = compaction_bytes() if found == "compaction" else 0.0
+            if found == "compaction":
+                compactions.append(compacted_bytes)
+            else:
+                anchors, base = anchors + 1, version
+            held_bytes += compacted_bytes or full_bytes
+            budget.end(version, compacted_bytes or full_bytes)
+        if kept is not None:
+            tail_bytes = max(kept, version - budget.compacted) * delta_bytes
+            least_bytes = (full_bytes if anchors else first_bytes) + compacted_bytes + tail_bytes
+            bounded_bytes = max(bounded_bytes, min(held_bytes, least_bytes))
+        byte_s += (held_bytes if kept is None else min(held_bytes, bounded_bytes)) * every_s
+
+    rates, hours = RATES["s3"], count * every_s / 3600
     parts = max(0, math.ceil(params * changed_fraction / PART_CHANGED) - 1) if delta_bytes > 4 << 20 else 0
-    compaction_parts = math.ceil(params / COMPACTION_PART_ELEMENTS)
-    files = math.ceil(full_bytes / (1 << 26)) + 1
-    whole = anchors + (not by_reference)
+    whole, compaction_parts = anchors + (not by_reference), math.ceil(params / COMPACTION_PART_ELEMENTS)
     uploads = [
-        Item(
-            what="deltas", count=count, requests=count * (rates.publish.requests + parts), bytes=round(count * delta_bytes)
-        ),
-        Item(
-            what="compactions",
-            count=len(compactions),
-            requests=len(compactions) * (compaction_parts + 1),
-            bytes=round(sum(compactions)),
-        ),
-        Item(what="anchors", count=whole, requests=whole * files, bytes=round(whole * full_bytes)),
+        Item("deltas", count, count * (rates.publish.requests + parts), round(count * delta_bytes)),
+        Item("compactions", len(compactions), len(compactions) * (compaction_parts + 1), round(sum(compactions))),
+        Item("anchors", whole, whole * (math.ceil(full_bytes / (1 << 26)) + 1), round(whole * full_bytes)),
     ]
-    hours = count * every_s / 3600
     polls = round(hours * rates.polls_per_hour) + count * rates.polls_per_version
-    replica_requests = polls + count * (1 + parts)
-    replica_bytes = count * delta_bytes
-    joiner_bytes = channel.compacted_bytes + (count + 1 - channel.budget.compacted) * delta_bytes
+    replica_requests, replica_bytes = polls + count * (1 + parts), count * delta_bytes
+    joiner_bytes = compacted_bytes + (count + 1 - budget.compacted) * delta_bytes
     puts = sum(item.requests for item in uploads) + round(replicas * hours * HEARTBEATS_PER_HOUR)
     return Forecast(
         params=params,
@@ -223,12 +184,12 @@ def forecast(
         stored_per_delta=1 + (sum(compactions) + anchors * full_bytes) / (count * delta_bytes) if count else 1.0,
         joiner_bytes=round(joiner_bytes),
         joiner_of_full=1 + joiner_bytes / full_bytes,
-        held_bytes=round(channel.held),
-        bounded_bytes=None if keep_last is None else round(channel.bounded),
+        held_bytes=round(held_bytes),
+        bounded_bytes=None if keep_last is None else round(bounded_bytes),
         replica_bytes=round(replica_bytes),
         replica_requests=replica_requests,
         put_usd=puts * S3_PUT_USD,
         get_usd=replicas * replica_requests * S3_GET_USD,
-        storage_usd=byte_s / 1e9 / 3600 / HOURS_PER_MONTH * S3_GB_MONTH_USD,
+        storage_usd=storage_usd(byte_s),
         traffic_usd=replicas * replica_bytes / 1e9 * S3_TRAFFIC_GB_USD,
     )

@@ -32,11 +32,7 @@ _Result = TypeVar("_Result")
 class Observer:
     """Observes one channel from outside. `refresh` reads head, heartbeats and new documents, and lists now and then.
 
-    Args:
-        store: The channel's store.
-        last: Number of the newest versions to read.
-        heat: Number of the newest versions whose payload headers `read_headers` reads.
-        trusted_keys: See `ChannelReader`.
+    `last` is the number of newest versions to read, `heat` the number of those whose payload headers `read_headers` reads.
     """
 
     def __init__(self, store: Store, *, last: int = 500, heat: int = 0, trusted_keys: str | Trusted | None = None) -> None:
@@ -58,11 +54,7 @@ class Observer:
         self._layers = Counter[str]()  # number of elements by layer
 
     def refresh(self) -> Snapshot:
-        """Read new objects, and return a snapshot.
-
-        Raises:
-            DeltaSyncError: the channel cannot be read now. `snapshot` still returns the earlier results.
-        """
+        """Read new objects, and return a snapshot. After an error, `snapshot` still returns the earlier results."""
         try:
             run_id = self._reader.channel().run_id
         except NotPublishedError:
@@ -128,11 +120,7 @@ class Observer:
         self._served[beat.replica_id] = None if beat.state == heartbeat.STOPPED else beat.version
 
     def read_headers(self, limit: int) -> int:
-        """Read the payload headers of the newest `limit` unread versions, and return the number of unread ones left.
-
-        Raises:
-            StoreError: the headers cannot be read now.
-        """
+        """Read the payload headers of the newest `limit` unread versions, and return the number of unread ones left."""
         waiting = self._waiting_for_headers()
         now = {f"{self._lineage[number].key} header": number for number in waiting[-limit:]}
         for name, changed in self._gather(now, self._read_header, "payload headers"):

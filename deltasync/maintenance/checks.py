@@ -90,11 +90,8 @@ def check(reader: ChannelReader, *, read_data: bool = False) -> Report:
 
     Records, seals and compactions must be whole, of one run, and have the digests that others name. Every version must be
     reachable. Every named file must be listed with its size. With `read_data` every file is also read, and every version,
-    anchor and compaction is applied to weights in host memory, to compare each sha256 and each fingerprint.
-
-    Raises:
-        NotPublishedError, FormatError: channel.json is missing or damaged, so nothing else can be checked.
-        StoreError: the store failed.
+    anchor and compaction is applied to weights in host memory, to compare each sha256 and each fingerprint. Without a
+    readable channel.json nothing can be checked, and its error is raised.
     """
     inspection = Inspection(reader)
     if read_data:
@@ -255,8 +252,8 @@ class Inspection:
                 committed = self._apply(follower, compaction)
                 if committed is not None:
                     end = self.versions.get(compaction.version.slot)
-                    if end is not None and end.base is not None and end.base.slot not in self.records:
-                        proven.add(compaction.version.slot)  # the versions between were forgotten
+                    if end is not None and end.record.fingerprint == compaction.record.fingerprint:
+                        proven.add(compaction.version.slot)
                     follower.rollback(committed)
                     follower.identified(found[0])
             progressed("replaying", done, len(edges))

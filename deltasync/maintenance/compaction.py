@@ -42,11 +42,6 @@ def write_compaction(
 
     The bits of both versions are compared, which works for every codec, and across anchors and dense tensors. The encoded
     bytes are decoded again before they are stored. Needs memory for two copies of the weights.
-
-    Raises:
-        ConfigError: `base` is not before `version`, or the channel is signed and there is no `signer`.
-        UnsupportedFormatError: the codec is unknown.
-        MissingVersionError: one of the two versions is not in the channel.
     """
     if not 1 <= base < version:
         raise ConfigError(f"A compaction needs a base before its version, not base {base} and version {version}.")
@@ -107,9 +102,6 @@ def encode_shortcut(
 
     `content` is the compaction's `delta`, with a `payload` unless nothing changes, or the announced `anchor`. `fingerprints`
     belong to the version's tensors. The result is decoded again like a reader does.
-
-    Raises:
-        CorruptDataError: the result cannot be decoded, or is larger than a compaction may be.
     """
     number = version.version
     key = keys.announcement(number, author) if base is None else keys.compaction(base.version, number, author)
@@ -148,11 +140,7 @@ def write_anchor(
     signer: Signer | None = None,
     shard_bytes: int = 1 << 30,
 ) -> StoredRecord:
-    """Store the weights of a replica as an anchor, together with `model_files`, and announce it.
-
-    Raises:
-        CorruptDataError: the encoded files do not decode to the weights. The announcement was not stored.
-    """
+    """Store the weights of a replica as an anchor with `model_files`, and announce it if its files decode to them."""
     version, author = replica.identity, keys.new_author()
     assert version is not None
     folder, tensors = keys.anchor_folder(version.version, author), replica.state_dict()

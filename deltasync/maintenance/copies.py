@@ -81,7 +81,6 @@ def copy(source: ChannelReader, target: Store) -> Copied:
         RunMismatchError: the target holds another run.
         ChannelInUseError: the target has versions that the source lacks.
         ObjectExistsError: the target has an object of another size. It was not replaced.
-        StoreError: a store failed.
     """
     source.channel()
     if target.url == source.store.url:
@@ -179,13 +178,9 @@ def export(
 ) -> VersionId:
     """Write one version, the newest if None, as a checkpoint directory that transformers and vLLM load. Check every bit.
 
-    Config and tokenizer come from the nearest anchor that has them, or from the checkpoint that it refers to. The directory
-    appears as a whole or not at all. Needs memory for the weights and for one weight file of at most `shard_bytes`, unless a
-    single tensor is larger.
-
-    Raises:
-        ConfigError: the directory is not empty, or cannot be written.
-        ChainError, FormatError: the version cannot be read.
+    Config and tokenizer come from the nearest anchor that has them, or from the checkpoint that it refers to. The directory,
+    which must be missing or empty, appears as a whole or not at all. Needs memory for the weights and for one weight file of
+    at most `shard_bytes`, unless a single tensor is larger.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} exists and is not empty. Nothing was written; choose another directory.")

@@ -31,11 +31,7 @@ def forget(reader: ChannelReader, keep: KeepPolicy, *, grace_s: float = GRACE_S,
     Records are deleted one by one, newest first, so that the remaining versions are readable at any moment. After an
     interruption, a call with the same `keep` finishes the work. Versions that were needed less than `grace_s` ago are kept,
     because readers may use them. A `dry_run` writes nothing, so it measures ages with this machine's clock instead of the
-    store's.
-
-    Raises:
-        MissingVersionError: a version to keep cannot be read. Nothing was forgotten.
-        StoreError: the store failed. Some versions may have been forgotten.
+    store's. If a version to keep cannot be read, nothing is forgotten (MissingVersionError).
     """
     since_s = math.inf if grace_s <= 0 else _store_time(reader.store, dry_run) - grace_s
     held = scan_channel(reader)
@@ -102,9 +98,6 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
     Files of a damaged record are kept, because `repair` may restore its bytes. `grace_s` must exceed the time from a
     reader's plan to its last read, and from a writer's upload of an anchor's file to the announcement. `dry_run` works as in
     `forget`.
-
-    Raises:
-        StoreError: the store failed. No named file was deleted.
     """
     store = reader.store
     reader.channel()

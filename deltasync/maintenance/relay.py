@@ -24,8 +24,7 @@ _REFRESH_S = 60.0  # between two listings of compactions and announced anchors
 class _Copies:
     """A `Target` whose state is the copies in other stores. Staging copies files, a commit copies the records.
 
-    Attributes:
-        copied: Sum of the objects stored since `copied` was last None.
+    `copied` is the sum of the objects stored since it was last None.
     """
 
     progressed_s = 0.0
@@ -154,13 +153,8 @@ class Relay:
     """Copies a channel to other stores, version by version, with the loop that replicas use. Not thread-safe.
 
     The relay writes nothing to the source. At the targets it deletes nothing and replaces only head. Each target must be
-    empty or hold an earlier copy. Several relays may write to one target.
-
-    Attributes:
-        follow: The loop. Its `run` ends when it is stopped.
-
-    Raises:
-        ConfigError: a URL occurs twice.
+    empty or hold an earlier copy. Several relays may write to one target. `follow` is the loop; its `run` ends when it is
+    stopped.
     """
 
     def __init__(self, source: ChannelReader, targets: Sequence[Store], observer: Observer | None = None) -> None:
@@ -179,13 +173,9 @@ class Relay:
     def step(self, known: ObjectInfo | None = None) -> Copied | None:
         """Copy new objects, and return their sum over all targets; None if nothing was new.
 
-        After return every copied version is readable at every target. If this raises, the next step copies the rest.
-        `known` is the new record's entry in an event.
-
-        Raises:
-            NotPublishedError: the source holds no version yet.
-            RunMismatchError, ChannelInUseError, ObjectExistsError: a target holds something else.
-            StoreError, FormatError, MissingVersionError: a store failed or the source is damaged; try again.
+        After return every copied version is readable at every target. If this raises, the next step copies the rest. `known`
+        is the new record's entry in an event. Raises RunMismatchError, ChannelInUseError or ObjectExistsError if a target
+        holds something else.
         """
         before: VersionId | None = None
         while not self.follow.step(known=known) and self.version != before:

@@ -81,12 +81,7 @@ def repair(
     A replacement is a compaction, or a newer anchor instead of a damaged one, made from bits that are still readable.
     Without such bits the object is left, and replicas recover at the publisher's next anchor. Without `replay` only the
     sha256 of each file is checked, and nothing is applied. `reader` must be new, because an older one has cached
-    channel.json. `source_of` makes a `source`.
-
-    Raises:
-        NotPublishedError, FormatError: channel.json is missing or damaged, and `source` does not have it.
-        ConfigError: the channel is signed and there is no `signer`.
-        StoreError: the store failed. Earlier repairs remain.
+    channel.json. `source_of` makes a `source`. If the store fails, earlier repairs remain.
     """
     objects = _restore_channel(reader, source)
     signing.require_signer(signer, reader.signed)
@@ -109,11 +104,7 @@ def repair(
 
 
 def source_of(place: str) -> Source:
-    """Return a source of lost bytes: a copy of the channel, or a directory of files named by sha256 (a node's cache).
-
-    Raises:
-        ConfigError: `place` is neither a URL nor a directory.
-    """
+    """Return a source of lost bytes: a copy of the channel, or a directory of files named by sha256 (a node's cache)."""
     directory = Path(place)
     if "://" in place or (directory / keys.CHANNEL).is_file():
         store = open_store(place if "://" in place else directory)

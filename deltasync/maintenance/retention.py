@@ -27,9 +27,6 @@ class KeepPolicy:
         last: Keep the newest N versions.
         anchors: Keep the newest N versions with an anchor.
         step_every: Keep versions whose trainer step is a multiple of N.
-
-    Raises:
-        ConfigError: no attribute is set, or one is below 1.
     """
 
     last: int | None = None
@@ -105,9 +102,6 @@ class Contents:
         """Yield a version and its bases, back to the nearest anchor or to a version in `passed`.
 
         A compaction from a version with an anchor skips the versions between.
-
-        Raises:
-            MissingVersionError: a version of the chain is missing.
         """
         at: Slot | None = slot
         while at not in passed:
@@ -158,9 +152,6 @@ def plan_forget(contents: Contents, keep: KeepPolicy, since_s: float) -> ForgetP
     """Choose the objects to forget. Seals are kept, and damaged records at the end of an epoch, which may be seals.
 
     Versions that were needed at `since_s` are kept too, unless it is infinity.
-
-    Raises:
-        MissingVersionError: a version to keep is not readable.
     """
     records = contents.records
     asked = _asked(contents, keep)

@@ -127,11 +127,7 @@ def scan_channel(
 
     `wanted` selects the slots whose documents are read, from all slots in ascending order. With `anchors_only`, compactions
     are listed but not read. With `whole`, whole objects are read; otherwise only the document at the end, without checking
-    its digest.
-
-    Raises:
-        NotPublishedError: there is no channel.
-        TransientStoreError: the listing omits existing records (`check_listing`).
+    its digest. Raises like `check_listing`.
     """
 
     def read(info: ObjectInfo) -> StoredRecord | Record:
@@ -189,10 +185,8 @@ def exists(store: Store, key: str) -> bool:
 
 
 def check_listing(reader: ChannelReader, unlisted: Sequence[str]) -> None:
-    """Check that objects missing from a listing do not exist. A listing may be wrong, late or truncated.
-
-    Raises:
-        TransientStoreError: one exists.
+    """Check that objects missing from a listing do not exist, else raise TransientStoreError: the listing may be wrong, late
+    or truncated.
     """
     for key, found in zip(unlisted, in_parallel(functools.partial(exists, reader.store), unlisted, None), strict=True):
         if found:

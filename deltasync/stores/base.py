@@ -137,11 +137,8 @@ class Store(Protocol):
 
 
 def check_key(key: str) -> str:
-    """Return `key` unchanged.
-
-    Raises:
-        ConfigError: the key is empty, has more than 900 characters or a character other than letters, digits and `._=+@-/`,
-            or a part of it is empty or starts with a dot.
+    """Return `key` unchanged. Raise ConfigError unless it has at most 900 characters, all of its parts consist of letters,
+    digits and `._=+@-`, and none starts with a dot.
     """
     if not _KEY.fullmatch(key) or len(key) > 900:
         raise ConfigError(f"Not a valid object key: {key!r}.")

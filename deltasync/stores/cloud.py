@@ -58,9 +58,6 @@ class CloudStore(ObstoreStore):
     """The bucket at an `s3://`, `gs://` or `az://` URL (see `open_store`).
 
     Clients are created on first use, so the store can be pickled, and opened before a fork.
-
-    Raises:
-        ConfigError: the URL has another form.
     """
 
     def __init__(self, url: str) -> None:
