@@ -69,6 +69,16 @@ class Copied:
         wrong = [*problems, *(each for each in done if isinstance(each, DeltaSyncError))]
         return cls(version=version, objects=len(stored), bytes=sum(stored), skipped=done.count(None), problems=wrong)
 
+    def __add__(self, other: Copied) -> Copied:
+        problems = {str(problem): problem for problem in (*self.problems, *other.problems)}
+        return Copied(
+            version=other.version,
+            objects=self.objects + other.objects,
+            bytes=self.bytes + other.bytes,
+            skipped=self.skipped + other.skipped,
+            problems=[*problems.values()],
+        )
+
 
 def copy(source: ChannelReader, target: Store) -> Copied:
     """Copy the current objects of a channel one by one. Damaged objects are left out and reported.
