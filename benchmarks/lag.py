@@ -100,10 +100,8 @@ def carry(ports: dict[str, int], pipe: Connection) -> None:
 
 
 class Server:
-    """The server behind its lines, each in a process of its own. Use as a `with` block.
-
-    Attributes:
-        urls: The channel's URLs through the line of each of `ENDS`.
+    """The server behind its lines, each in a process of its own. `urls` are the channel's through the line of each of
+    `ENDS`.
     """
 
     def __enter__(self) -> Server:
@@ -172,9 +170,8 @@ def running(target: Any, *args: Any) -> Iterator[Connection]:
 def measure(case: Case) -> dict[str, Any]:
     """Publish versions, and measure when they are live.
 
-    Returns:
-        `payload_bytes`, and for each version: `lag_s` from the beginning of the publish, `encode_s`, `held_s`; `requests` of
-        one version by kind; `cold_puts`, records that were put on a new connection.
+    Returns `payload_bytes`, and for each version: `lag_s` from the beginning of the publish, `encode_s`, `held_s`;
+    `requests` of one version by kind; `cold_puts`, records that were put on a new connection.
     """
     random = np.random.default_rng(0)
     weights = {}

@@ -105,10 +105,7 @@ def run(billions: Sequence[float], link: float, store: float, folder: Path | Non
 def compute(points: Sequence[dict[str, Any]], link: float, store: float) -> dict[str, Any]:
     """Compute the cost of `DEPLOYMENTS` from one measured size, and the error for the other sizes.
 
-    Args:
-        points: Measurements of each size.
-        link: Gbit/s of each rank, and of each worker of a replica.
-        store: Gbit/s of the store to all replicas together.
+    `link` is in Gbit/s of each rank, and of each worker of a replica, `store` of the store to all replicas together.
     """
     base = min(points, key=lambda point: abs(point["elements"] - _BASE))
     checks = [

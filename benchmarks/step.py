@@ -31,12 +31,8 @@ from trl_callback import DeltaSyncConfig, DeltaWeightTransfer, gather
 def run(size: str, changed: float, rounds: int) -> dict[str, Any]:
     """Measure, and compare the last version's bits.
 
-    Returns:
-        Bytes of the weights and of the last delta, its changed elements and all elements; threads; median seconds of a copy
-        of the weights, and those that publishing adds to a step; these seconds of each step.
-
-    Raises:
-        AssertionError: wrong bits.
+    Returns bytes of the weights and of the last delta, its changed elements and all elements; threads; median seconds of a
+    copy of the weights, and those that publishing adds to a step; these seconds of each step.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

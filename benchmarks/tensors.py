@@ -30,14 +30,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def run(elements: int, many: int, few: int, changed: float, rounds: int) -> dict[str, Any]:
-    """Measure all.
-
-    Returns:
-        `models`, the medians of each; `tensor`, the cost of each; `experts`, those of the step; `bars`.
-
-    Raises:
-        AssertionError: a replica has other bits.
-    """
+    """Measure all: `models`, the medians of each; `tensor`, the cost of each; `experts`, those of the step; `bars`."""
     models = {}
     for count in (few, many):
         random = torch.Generator().manual_seed(0)
@@ -77,11 +70,7 @@ def _model(count: int, shape: tuple[int, ...], random: torch.Generator) -> Weigh
 
 
 def measure(weights: Weights, step: Callable[[], None], rounds: int) -> dict[str, float]:
-    """Publish and follow a version after each step; return medians.
-
-    Raises:
-        AssertionError: the replica has other bits.
-    """
+    """Publish and follow a version after each step; return medians."""
     found: dict[str, list[float]] = {}
     store = open_store(f"memory://{uuid.uuid4().hex}")
     with Publisher(store, codec="packed", anchor_every=1 << 30) as publisher:

@@ -44,10 +44,8 @@ class Bound:
 def bounds(old_N: np.ndarray, new_N: np.ndarray, history_N: np.ndarray | None = None) -> list[Bound]:
     """Return the bounds given nothing, given the old exponent, and given more.
 
-    Args:
-        old_N: uint16, bfloat16 bit patterns.
-        new_N: The bit patterns after the delta; at least one differs.
-        history_N: int8, see `simulate.update_history`; None leaves out the contexts that need it.
+    Bit patterns are bfloat16, uint16; at least one differs. `history_N` is that of `simulate.update_history`; without it the
+    contexts that need it are left out.
     """
     exponent_N = (old_N >> _EXPONENT_SHIFT) & _EXPONENT_MASK
     contexts: dict[str, tuple[np.ndarray, int]] = {

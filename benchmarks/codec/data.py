@@ -128,11 +128,7 @@ def replaced(element_count: int) -> Sample:
 
 
 def demo(url: str) -> Sample:
-    """Return all deltas between a channel's versions, of its bf16 tensors only.
-
-    Raises:
-        NotPublishedError: the channel has no two consecutive versions that differ.
-    """
+    """Return all deltas between a channel's versions, of its bf16 tensors only."""
     replica = Replica(url)
 
     def states() -> Iterator[dict[str, torch.Tensor]]:

@@ -40,16 +40,12 @@ Apply = Callable[[bytes, Bits], None]
 
 
 def run(samples: Iterable[Sample]) -> dict[str, Any]:
-    """Measure every encoding on every sample.
+    """Measure every encoding on every sample, one at a time.
 
-    Args:
-        samples: The samples, taken one at a time.
-
-    Returns:
-        `memcpy_gb_s`, bytes read plus bytes written by a thread for each core; `samples`, each with its `encodings` (sizes,
-        and GB/s of old and new weights scanned by diff + encode, alone and as a share of the copy before it, changed
-        elements/s decoded and written, by how many bytes encoding the first delta raised resident memory, the payload
-        included) and its `bounds`.
+    Returns `memcpy_gb_s`, bytes read plus bytes written by a thread for each core, and `samples`. Each has its `encodings`
+    (sizes, GB/s of old and new weights scanned by diff + encode, alone and as a share of the copy before it, changed
+    elements/s decoded and written, and the bytes by which encoding the first delta raised resident memory, the payload
+    included) and its `bounds`.
     """
     memcpy_gb_s = _memcpy()
     rows = []

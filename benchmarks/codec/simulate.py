@@ -106,11 +106,8 @@ def changes(
 def update_history(history_N: np.ndarray, old_N: np.ndarray, new_N: np.ndarray) -> np.ndarray:
     """Return the history after one more step.
 
-    Args:
-        history_N: int8: 0 for an element that never changed, otherwise the number of steps since it last did (1 for the
-            step just made, at most 127), positive if its bit pattern grew, negative if it shrank.
-        old_N: Bit patterns before the step.
-        new_N: Bit patterns after the step.
+    A history is int8: 0 for an element that never changed, otherwise the number of steps since it last did (1 for the step
+    just made, at most 127), positive if its bit pattern grew, negative if it shrank.
     """
     aged_N = history_N + np.sign(history_N) * (np.abs(history_N) < 127)
     changed_N = np.flatnonzero(old_N != new_N)

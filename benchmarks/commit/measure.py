@@ -39,17 +39,12 @@ def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs
         commits: Number of pauses measured; as many more are measured for versions that change nothing.
         window_s: Length of one window of the throughput, a version a second.
         pairs: Number of windows with and without versions.
-        device: Where vLLM runs, `cpu` or `cuda`. On a GPU only its server is measured, with its CUDA graphs: the
-            commit in one process writes into memory of the host.
+        device: Where vLLM runs, `cpu` or `cuda`. On a GPU only its server is measured, with its CUDA graphs: the commit in
+            one process writes into memory of the host.
 
     Returns:
         `model`: its size, elements, tensors, changed elements and payload; `commit`: see `patch.measure`, None on a GPU;
-        `pause`: see `server.pauses`; `throughput`: see `server.throughput`, of the tiny model.
-
-    Raises:
-        ConfigError: a package is missing.
-        DeltaSyncError: vLLM ended; the message has its last line.
-        AssertionError: wrong bits.
+            `pause`: see `server.pauses`; `throughput`: see `server.throughput`, of the tiny model.
     """
     _require_packages()
     pauses = [changed_fraction, 0.0] * commits

@@ -62,12 +62,8 @@ class Versions:
 
 
 def prepare(size: str, folder: Path, changes: Sequence[float]) -> Versions:
-    """Build a checkpoint and publish its versions.
-
-    Args:
-        size: One of `SIZES`.
-        folder: Directory for it; must not exist.
-        changes: The changed fraction of each version after the first.
+    """Build a checkpoint of one of `SIZES` in a new folder, and publish its versions: the first, and one for each changed
+    fraction.
     """
     checkpoint, channel = folder / "model", f"file://{folder / 'channel'}"
     folder.mkdir()

@@ -121,12 +121,7 @@ def _empty_cache(machine: Any) -> None:
 
 
 def _run_tests(interpreted: bool) -> None:
-    """Run the tests of the kernels, each file in a process of its own; the default suite has them interpreted.
-
-    Raises:
-        AssertionError: a test failed.
-        subprocess.TimeoutExpired: a file took longer than `TESTS_S`.
-    """
+    """Run the tests of the kernels, each file in a process of its own; the default suite has them interpreted."""
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if interpreted or missing:
         common.say(f"tests skipped: {'the default suite has them' if interpreted else 'no ' + ', '.join(missing)}")

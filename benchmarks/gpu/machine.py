@@ -112,13 +112,7 @@ class Machine:
         return statistics.median(times)
 
     def measure(self, what: str, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> Row:
-        """Measure an operation, and add it to the rows.
-
-        Args:
-            what: Name of the operation.
-            run: The operation.
-            before: Called before each run to make it possible; not measured.
-        """
+        """Measure an operation, each time after `before`, which is not measured, and add it to the rows."""
         row = Row(what=what, seconds=self.median_s(run, before))
         before()
         with self._counted(row):

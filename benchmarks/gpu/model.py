@@ -101,14 +101,10 @@ class Run:
         self.changed = Changed(Delta(self._layout, {}), {})
 
     def measure(self, copy_rate: float, scatter_s: float | None) -> None:
-        """Measure everything.
+        """Measure everything, and check the bits.
 
-        Args:
-            copy_rate: Bytes per second of a copy on the device, read and written.
-            scatter_s: Seconds of a plain scatter of as many elements, if a bar depends on it.
-
-        Raises:
-            AssertionError: wrong bits.
+        `copy_rate` is that of a copy on the device, in bytes read and written per second; `scatter_s` the time of a plain
+        scatter of as many elements, if a bar depends on it.
         """
         machine, memory = self._machine, self.memory
         memory.warm_up()

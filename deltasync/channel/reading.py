@@ -352,7 +352,7 @@ class ChannelReader:
 
 
 class _Description:
-    """What channel.json says of the tensors."""
+    """channel.json, and the layout of its tensors."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel, self.specs = channel, channel.specs

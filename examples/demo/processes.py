@@ -19,11 +19,7 @@ from demo import supervisor
 
 
 def get_json(url: str) -> Any:
-    """Return the JSON that a GET answers, None while nothing answers there.
-
-    Raises:
-        DeltaSyncError: the server answered with an error.
-    """
+    """Return the JSON that a GET answers, None while nothing answers there. Raise DeltaSyncError for an error answer."""
     try:
         with urllib.request.urlopen(url, timeout=30) as reply:
             return json.load(reply)
@@ -100,11 +96,7 @@ class Child:
         return self._process.poll() is None
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for its end; return its exit code, or the negative number of the signal.
-
-        Raises:
-            DeltaSyncError: it has not ended after `timeout_s`.
-        """
+        """Wait for its end; return its exit code, or the negative number of the signal."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as late:

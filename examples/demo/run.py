@@ -42,11 +42,8 @@ Say = Callable[[str], None]
 def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, task: str) -> dict[str, Any]:
     """Run the demo, write `summary.json` and `run.png`, and return the summary.
 
-    The options are those of `python examples/demo`; `say` is called with one line at a time.
-
-    Raises:
-        ConfigError: a package is missing, the port is in use, or the directory is not a demo's.
-        DeltaSyncError: the server or the trainer ended; quotes the last line of its log.
+    The options are those of `python examples/demo`; `say` is called with one line at a time. If the server or the trainer
+    ends, the error quotes the last line of its log.
     """
     began_s = time.monotonic()
     paths = (str(EXAMPLES), os.environ.get("PYTHONPATH"))

@@ -20,11 +20,11 @@ class Engine:
     """One engine.
 
     Attributes:
-        name: What it is called in the table and the picture.
-        command: What starts it, with {model}, {channel}, {port}, and {name}, which its requests have to give for the model.
+        name: Its name in the table and the picture.
+        command: Its command line, with {model}, {channel}, {port}, and {name}, the model's name in its requests.
         environment: The folder of its Python environment, and the `make` target that builds it; None for this one.
         variables: Environment variables of its command.
-        core: Which half of the cores it has: the first, or that of the trainer.
+        core: Its half of the cores: the first, or that of the trainer.
     """
 
     name: str

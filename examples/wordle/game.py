@@ -107,11 +107,8 @@ class Game:
     """One game. A guess that is none of the word list's costs a turn and earns nothing.
 
     The reward of a turn is its fraction of right letters, divided by `GUESSES`; the turns that a solution saves count as all
-    right. So the sum is between 0 and 1, grows with every letter, and is the higher the earlier the word is found.
-
-    Args:
-        words: See `word_list`.
-        seed: Determines the secret.
+    right. So the sum is between 0 and 1, grows with every letter, and is the higher the earlier the word is found. The seed
+    determines the secret.
     """
 
     def __init__(self, words: WordList, seed: int) -> None:
@@ -140,11 +137,7 @@ class Game:
         return sum(turn.reward for turn in self.turns)
 
     def guess(self, text: str) -> Turn:
-        """Make a guess, in small or capital letters.
-
-        Raises:
-            ValueError: the game is over.
-        """
+        """Make a guess, in small or capital letters, unless the game is over."""
         if self.done:
             raise ValueError("the game is over")
         word = text.strip().lower()

@@ -134,15 +134,10 @@ def demonstration_batch(
 
 
 def game_dataset(seed: int, game_count: int = 1024) -> Dataset:
-    """Make the games for TRL.
+    """Make games for TRL, determined by the seed.
 
-    Args:
-        seed: Determines the games.
-        game_count: Rows of the dataset.
-
-    Returns:
-        A dataset with the columns `prompt` (a conversation of one empty user message) and `seed` (of the game, which TRL
-        hands to the environment).
+    Returns a dataset with the columns `prompt` (a conversation of one empty user message) and `seed` (of the game, which TRL
+    passes to the environment).
     """
     from datasets import Dataset
 

@@ -63,11 +63,7 @@ class ServerSettings:
 
 
 class WordleServer:
-    """Serves while the `async with` block lasts.
-
-    Raises:
-        ConfigError: the address cannot be used, or the certificate cannot be read.
-    """
+    """Serves while the `async with` block lasts."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
