@@ -213,10 +213,15 @@ def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tu
         return by_rows(shards)() if columns else shards
     if is_peft(model):
         return _merged(model)
+    return _whole(model).items()
+
+
+def _whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint of a model that is neither sharded nor adapted."""
     held = held_tensors(model)
     saved = as_saved(model, held)
     check_form(model, held, saved)
-    return saved.items()
+    return saved
 
 
 def _merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -235,11 +240,7 @@ def _merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             for item in adapter.merged_by_layers(model, held):
                 yield from as_saved(base, dict([item])).items()
             return
-    base = adapter.merged(model)
-    held = held_tensors(base)
-    saved = as_saved(base, held)
-    check_form(base, held, saved)
-    yield from saved.items()
+    yield from _whole(adapter.merged(model)).items()
 
 
 def adapter_base_file(model: torch.nn.Module) -> dict[str, bytes]:

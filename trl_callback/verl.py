@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @CheckpointEngineRegistry.register("deltasync")
 class DeltaSyncCheckpointEngine(CheckpointEngine):
-    """One process's end of the channel.
+    """One process's end of the channel; the master is the actor that publishes.
 
     Args:
         bucket_size: Not used.

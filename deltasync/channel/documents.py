@@ -125,11 +125,9 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Anchor:
-    """Full weights: the files of a checkpoint directory, or a reference to a checkpoint elsewhere.
+    """Full weights: the files of a checkpoint `directory`, or a reference to a checkpoint elsewhere.
 
-    Attributes:
-        directory: Folder of all its files; empty for a reference.
-        model_files: Files other than weights: config, tokenizer, index.
+    `model_files` are those other than weights: config, tokenizer, index.
     """
 
     directory: str = ""
@@ -240,12 +238,10 @@ class EpochDocument:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Channel:
-    """channel.json, written once.
+    """channel.json, written once. Its tensors are in the publisher's order.
 
-    Attributes:
-        fencing: How writers succeed each other: `seal` or `lease`.
-        epoch: The first epoch, whose log begins with number 1.
-        tensors: Name -> (dtype, shape), in the publisher's order.
+    `fencing` says how writers succeed each other: `seal` or `lease`. `epoch` is the first one, whose log begins with number
+    1.
     """
 
     format: str = FORMAT

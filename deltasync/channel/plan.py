@@ -173,11 +173,10 @@ class _Search:
             found = cheapest(0 if have is None else have.version, target.version, edges)
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
-                message = (
-                    f"Cannot reach version {target} from {begin}: objects are missing or damaged. Replicas go on at "
-                    f"the next anchor or compaction. {problem}"
+                message = f"Cannot reach version {target} from {begin}: objects are missing or damaged."
+                raise MissingVersionError(
+                    f"{message} Replicas continue at the next anchor or compaction. {problem}".rstrip()
                 )
-                raise MissingVersionError(message.rstrip())
             try:
                 return self.read(have, found)
             except _ForkedError:
@@ -201,9 +200,8 @@ class _Search:
             self._epochs[version], self._known[info.key] = slot.epoch, info
             if version > 1:
                 edges.append(Edge(version - 1, version, info.bytes))
-            if (
-                version - 1 not in slots
-            ):  # where a compaction leads to it, it most likely is a delta whose base was forgotten
+            if version - 1 not in slots:
+                # Full weights; or, if a compaction leads to it, most likely a delta whose base was forgotten.
                 edges.append(Edge(0, version, info.bytes + full_bytes * (2 if version in compacted else 1)))
         for span, info in shortcuts:
             self._known[info.key] = info
@@ -223,15 +221,8 @@ class _Search:
                 assert at is not None
                 key = edge.key or at.key
                 found = read if key == guess else self._try_to_read(key)
-                if not isinstance(found, str) and (found.version != at or found.record.kind == "seal"):
-                    found = f"{key} does not lead to version {at}."
-                if (
-                    not chain
-                    and not isinstance(found, str)
-                    and found.is_shortcut
-                    and not self._has_fingerprint_of_record(found)
-                ):
-                    found = f"{key} promises other bits than the record of version {at}."
+                if not isinstance(found, str):
+                    found = self._checked(found, key, at, is_end=not chain)
                 if isinstance(found, str):
                     # The compaction after it may name a base that does not exist.
                     raise _UnreadableError(found, back[len(chain) - 1] if chain and chain[-1].is_shortcut else edge)
@@ -246,13 +237,16 @@ class _Search:
                     raise _ForkedError(f"{have} is not on the chain to {target}.")
         raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 
-    def _has_fingerprint_of_record(self, shortcut: StoredRecord) -> bool:
-        """Whether a shortcut has the fingerprint of the record that it leads to, if that is readable. Nothing else checks
-        it.
-        """
-        found = self._try_to_read(shortcut.version.key)
-        other = not isinstance(found, str) and found.version == shortcut.version and found
-        return not other or other.record.fingerprint == shortcut.record.fingerprint
+    def _checked(self, found: StoredRecord, key: str, at: VersionId, is_end: bool) -> StoredRecord | str:
+        """The object if it leads to version `at`, or else why it cannot be used."""
+        if found.version != at or found.record.kind == "seal":
+            return f"{key} does not lead to version {at}."
+        if is_end and found.is_shortcut:  # nothing else compares its fingerprint with that of the record
+            other = self._try_to_read(at.key)
+            known = other.record if isinstance(other, StoredRecord) and other.version == at else found.record
+            if known.fingerprint != found.record.fingerprint:
+                return f"{key} promises other bits than the record of version {at}."
+        return found
 
     def _try_to_read(self, key: str) -> StoredRecord | str:
         """The object, or why it cannot be used."""

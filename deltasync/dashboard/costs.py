@@ -94,12 +94,10 @@ class CostRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """The cost of a run so far. Dollars are None if no price is known.
+    """The cost of a run so far, by kind of action. Dollars are None if no price is known.
 
     Attributes:
-        rows: The cost of each kind of action.
         stored_bytes: Size of the channel now, without its small documents.
-        storage_usd: Cost of storing the objects until now.
         traffic_usd: Cost of the replicas' downloads, if they are outside the bucket's region.
         notes: The assumptions, in sentences.
     """

@@ -13,14 +13,12 @@ from deltasync.dashboard.costs import Costs
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VersionRow:
-    """One version.
+    """One version. Numbers of its delta and of its anchor, which may be announced separately, are None without one.
 
     Attributes:
         sha256: Digest of its record, None until another document names it.
         kind: `delta`, `anchor` or `reference`.
-        created_s: Time of encoding, in seconds since the epoch.
-        changed: Number of changed elements, None without a delta.
-        delta_bytes, anchor_bytes: Size of the payload, None without one. The anchor may be announced separately.
+        created_s: Time of encoding.
         delta_objects, anchor_objects: Number of payload files outside the record.
         token_lag: Mean, 95th percentile and maximum age in versions of tokens trained for its last publish; None if unknown.
     """
@@ -56,17 +54,14 @@ class CompactionRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaRow:
-    """One replica, as of its last heartbeat.
+    """One replica, as of its last heartbeat. Without a pin it follows the newest version.
 
     Attributes:
         state: The replica's reported state; `stale` if it could not read the channel for a while.
         live: Whether the heartbeat is recent and the replica has not stopped.
-        sha256: Digest of the served version.
         strange: Whether the served version is not the channel's version with this number.
         behind: Number of versions behind the newest, None if it serves none.
         lag_s: Seconds since the first missing version was encoded, 0 at the newest; None if not live, or pinned.
-        pin: The pin, None for the newest version.
-        age_s: Age of the heartbeat.
     """
 
     replica_id: str
@@ -94,11 +89,9 @@ class LagRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The state of a channel. Times are seconds since the epoch.
+    """The state of a channel. Times are seconds since the epoch. Before the first version most fields are empty.
 
     Attributes:
-        newest_version: The newest version, None before the first; then most other fields are empty.
-        head_sha256: Its digest, None if unknown.
         full_bytes: Size of the served weights.
         forgotten: Number of versions up to the newest that were deleted.
         unread: Number of existing versions that were not read.

@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 class Damage:
     """One object that is missing or damaged, or does not give the bits that it names.
 
-    Attributes:
-        sha256: The digest that other documents give for it, None if none does.
-        of: Key of the record or compaction that is unusable because of it.
+    `sha256` is the digest that other documents give for it, if any; `of` is the record or compaction that is unusable
+    because of it.
     """
 
     key: str
@@ -54,14 +53,12 @@ class Damage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of `check`.
+    """The result of `check`. Counts include damaged objects, and anchors those that were announced.
 
     Attributes:
-        versions, anchors, compactions: Counts, including damaged objects; anchors in records and announced ones.
         data_bytes: Size of all records, compactions, parts and anchors.
         publishing: Number of files that no document names yet, but that their author may still name.
         garbage_objects, garbage_bytes: Files that no document names; `prune` deletes them when they are old.
-        unreachable: Versions that no chain reaches.
         proven: Versions whose replayed bits have the published fingerprints; None if data was not read.
         unproven: All other versions, if data was read. They, or versions that they build on, are damaged.
     """
@@ -103,8 +100,7 @@ class Inspection:
     """Reads a channel's records, compactions and announcements, lists its files, and collects damages.
 
     Attributes:
-        records: Intact records by slot, without their bytes.
-        shortcuts: Intact compactions and announcements by key, without their bytes.
+        records, shortcuts: The intact ones, by slot or key, without their bytes.
         damages: The first problem of each damaged object, by key.
         proven: Versions that were replayed; None if `replay` did not run.
     """

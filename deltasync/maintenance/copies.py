@@ -47,13 +47,8 @@ Outcome = int | DeltaSyncError | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
-    """The result of `copy`.
-
-    Attributes:
-        version: The newest version in the source's listing.
-        objects, bytes: Number and size of the objects stored in the target, without head.
-        skipped: Number of objects that the target had already.
-        problems: Problems of objects that are damaged or missing in the source, which were left out.
+    """The result of `copy`: the newest version in the source's listing, the objects that were stored in the target, without
+    head, and the number of those that it had. `problems` are those of objects that are damaged or missing in the source.
     """
 
     version: VersionId | None

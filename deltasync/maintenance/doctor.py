@@ -32,13 +32,9 @@ _CLOCK_S = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
+    """The result of one check, in one sentence, and the cure.
 
-    Attributes:
-        check: Name of the check.
-        state: With a `failure` a trainer or a replica cannot work; with a `warning` it works, but worse.
-        found: The finding in one sentence.
-        advice: The cure; empty if none is needed.
+    With a `failure` a trainer or a replica cannot work; with a `warning` it works, but worse.
     """
 
     check: str

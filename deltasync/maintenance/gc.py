@@ -70,11 +70,11 @@ def _contents(store: Store, held: Scan, stored_s: Mapping[str, float]) -> Conten
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
-    """The result of `prune`: the objects that it deleted, or would delete, and those that it kept.
+    """The result of `prune`: what it deleted, or would delete, and what it kept.
 
     Attributes:
         objects: Deleted files, which no document named.
-        heartbeats: Deleted heartbeats, which were older than a week, by key.
+        heartbeats: Keys of deleted heartbeats, which were older than a week.
         waiting: Kept files that no document names yet, but that their author may still name.
         young: Kept files that are newer than the grace period, named or not.
     """

@@ -41,13 +41,10 @@ _ROUNDS = 3  # a restored record may name files that are missing too
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Repaired:
-    """The repair of one object.
+    """The repair of one object: its problem, and what was done.
 
-    Attributes:
-        problem: The object's problem.
-        outcome: `put back`; `bypassed`: a replacement was stored; `not needed`: readers have another chain; `left`: no
-            repair is possible now.
-        how: Details of the outcome.
+    The outcome is `put back`; `bypassed`: a replacement was stored; `not needed`: readers have another chain; `left`: no
+    repair is possible now.
     """
 
     key: str

@@ -21,12 +21,8 @@ Records = Mapping[Slot, Record | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeepPolicy:
-    """The versions to keep: those that at least one attribute selects, and always the newest.
-
-    Attributes:
-        last: Keep the newest N versions.
-        anchors: Keep the newest N versions with an anchor.
-        step_every: Keep versions whose trainer step is a multiple of N.
+    """The versions to keep: the newest `last`, the newest `anchors` that have an anchor, those whose trainer step is a
+    multiple of `step_every`, and always the newest.
     """
 
     last: int | None = None
@@ -49,7 +45,6 @@ class ForgetPlan:
         asked: Versions that the `KeepPolicy` selects.
         leading: Their bases, back to an anchor.
         recent: Versions that were needed within the grace period.
-        versions: Versions to forget.
         compactions: Keys of compactions and announcements to forget, because one of their ends is not kept.
         keys: All objects to delete, in an order that leaves the kept versions readable at any moment.
     """
@@ -71,11 +66,13 @@ class ForgetPlan:
 class Contents:
     """The contents of a channel.
 
+    `announced` and `compacted` have only shortcuts whose files all exist. Times are those of storing, 0 if unknown.
+
     Attributes:
         records: The record in each slot, None for damaged ones.
-        stored_s: Modification time of each record, compaction and announcement, by key; 0 if unknown.
-        announced: Time of each version's announced anchor, for anchors whose files all exist.
-        compacted: For each version, the bases of its compactions and their times, for compactions whose files all exist.
+        stored_s: Time of each record, compaction and announcement, by key.
+        announced: Time of each version's announced anchor.
+        compacted: For each version, the bases of its compactions and their times.
     """
 
     records: Records

@@ -79,10 +79,8 @@ class Scan:
     """Records, compactions and announcements of a channel, without those that were forgotten during the scan.
 
     Attributes:
-        slots: The listing's entry of each record, ascending.
-        records: Document of each record, None for damaged ones.
-        shortcut_infos: The listing's entry of each compaction and announcement, by key.
-        shortcuts: Documents of the shortcuts that were read, None for damaged ones, by key.
+        slots, shortcut_infos: The listing's entries, by slot (ascending) and by key.
+        records, shortcuts: Documents of those that were read, None for damaged ones, by slot and by key.
         problems: The error of each damaged object, by key.
         stored: Objects that were read as a whole, by key, without their bytes.
     """

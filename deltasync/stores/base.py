@@ -26,10 +26,8 @@ _KEY = re.compile(rf"{_PART}(/{_PART})*")
 class ObjectInfo:
     """One object in a listing or an event.
 
-    Attributes:
-        modified_s: Time of the write on the store's clock, in seconds since the epoch; 0 if unknown.
-        content: The store's own hash of the bytes, or None. `Store.read` uses it to return these bytes even after the key
-            was overwritten.
+    `modified_s` is the time of the write on the store's clock, in seconds since the epoch, 0 if unknown. `content` is the
+    store's own hash of the bytes, or None: with it `Store.read` returns these bytes even after the key was overwritten.
     """
 
     key: str
