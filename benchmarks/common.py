@@ -60,8 +60,7 @@ def command(doc: str | None, measure: Callable[..., Any], lines: Callable[[Any],
     run(main)
 
 
-PART = "--part"
-"""Option with which a benchmark starts itself for one of its parts."""
+PART = "--part"  # option with which a benchmark starts itself for one of its parts
 
 
 def in_processes(module: str, parts: Iterable[str], folder: Path, size: float) -> dict[str, Any]:

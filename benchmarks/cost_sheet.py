@@ -28,8 +28,7 @@ from tests.servers import reverse_proxy
 from tests.servers.s3 import KEYS, MotoServer
 
 VERSIONS, POLLS = 10, 20
-HEAD_S = 0.5
-"""Wait after each version for head.json, which is written behind it."""
+HEAD_S = 0.5  # wait after each version for head.json, which is written behind it
 ELEMENTS = 4_000_000
 PART = os.urandom(100_000)
 

@@ -49,19 +49,12 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A case to measure.
+    """A case to measure."""
 
-    Attributes:
-        shapes: Shapes of the tensors.
-        line: Shape of both lines, once the first version is published.
-        versions: Number of versions, after a few to warm up.
-        between_s: Time from one publish to the next.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    line: Shape
-    versions: int
-    between_s: float
+    shapes: dict[str, tuple[int, ...]]  # shapes of the tensors
+    line: Shape  # shape of both lines, once the first version is published
+    versions: int  # number of versions, after a few to warm up
+    between_s: float  # time from one publish to the next
 
 
 def cases(versions: int) -> dict[str, Case]:

@@ -53,8 +53,7 @@ _README = {
 
 _SPANS = {"one step": 1, "compaction of 8": 8, "compaction of 32": 32}
 
-_QWEN3_8B = 8.19e9
-"""Parameters of Qwen3-8B."""
+_QWEN3_8B = 8.19e9  # parameters of Qwen3-8B
 
 Row = Sequence[object]
 

@@ -19,11 +19,9 @@ from typing import Annotated, Any, Self, TypedDict
 from deltasync.errors import ConfigError
 
 CODECS = ("packed", "context", "raw")
-AUTO = "auto"
-"""The `codec` of a publisher that chooses `packed` or `context` for each version (`deltasync.publish.encode`)."""
+AUTO = "auto"  # the `codec` of a publisher that chooses `packed` or `context` for each version (`deltasync.publish.encode`)
 _CASTS = "(bfloat16|float16|float32|keep)"
-DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"
-"""Pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)."""
+DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"  # pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)
 _DTYPES = "one of bfloat16, float16, float32, fp8, keep, or with patterns of names as in bfloat16,*.router.*=float32"
 PIN = r"newest|(?P<version>[1-9][0-9]{0,17})|every (?P<every>[1-9][0-9]{0,8})|(?P<behind>[1-9][0-9]{0,8}) behind"
 """Pattern of the setting `pin` (`deltasync.following.Pin`)."""

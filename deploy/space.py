@@ -69,26 +69,20 @@ class SpaceSettings:
     """What all Spaces of one deployment have in common: the options of this script.
 
     Attributes:
-        files: Folder to upload: the Dockerfile and what belongs to it.
-        variables: Environment at build time and at run time.
         secrets: Environment at run time, which the Hub shows to nobody.
-        hardware: The Hub's name of it, None to leave it as it is; a new Space has a free CPU.
-        sleep_s: The Space stops after so long without requests; only with `hardware`.
-        package: The requirement that pip installs, or the path of a wheel, which is uploaded.
-        trusted_keys: File of public keys, which is uploaded.
 
     Raises:
         ConfigError: a file is missing or invalid, or `sleep_s` is given without `hardware`.
     """
 
-    files: Path
-    package: str
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    files: Path  # folder to upload: the Dockerfile and what belongs to it
+    package: str  # the requirement that pip installs, or the path of a wheel, which is uploaded
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # environment at build time and at run time
     secrets: Mapping[str, str] = dataclasses.field(default_factory=dict)
     private: bool = False
-    hardware: str | None = None
-    sleep_s: int | None = None
-    trusted_keys: str | None = None
+    hardware: str | None = None  # the Hub's name of it, None to leave it as it is; a new Space has a free CPU
+    sleep_s: int | None = None  # the Space stops after so long without requests; only with `hardware`
+    trusted_keys: str | None = None  # file of public keys, which is uploaded
 
     def __post_init__(self) -> None:
         if not (self.files / "Dockerfile").is_file():

@@ -26,14 +26,11 @@ HEADER = "x-deltasync-versions"
 
 _Version = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_VERSION)]
 _SPANS = msgspec.json.Decoder(tuple[list[tuple[_Version, Count]]])  # one choice
-
-UNKNOWN = 0
-"""Stands for a version (which begin with 1) that no reply named, or for a token that the model did not make."""
+UNKNOWN = 0  # stands for a version (which begin with 1) that no reply named, or for a token that the model did not make
 
 _UNKNOWN_LAG = -1
 
-_MOST_REFUSED = 256
-"""Training ends after this number of consecutive samples whose replies name no version."""
+_MOST_REFUSED = 256  # training ends after this number of consecutive samples whose replies name no version
 
 
 def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:

@@ -27,8 +27,7 @@ from trl_callback.record import History, VersionRecord
 from trl_callback.tokens import TokenAges
 
 _MARGIN_S = 60.0
-_LAST_ANSWER_S = 60.0
-"""How long an upload that was given up may take to end: a request under way may still be answered."""
+_LAST_ANSWER_S = 60.0  # how long an upload that was given up may take to end: a request under way may still be answered
 
 
 class DeltaWeightTransfer:

@@ -21,19 +21,12 @@ _MAX_AGE = 15
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bound:
-    """The bits per changed element that an ideal coder needs.
+    """The bits per changed element that an ideal coder needs."""
 
-    Attributes:
-        context: What the coder knows of each element.
-        index_bits: Bits for which elements changed.
-        step_bits: Bits for how much they changed.
-        model_bits: Bits for the class counts and frequencies, which are not in the other two.
-    """
-
-    context: str
-    index_bits: float
-    step_bits: float
-    model_bits: float
+    context: str  # what the coder knows of each element
+    index_bits: float  # bits for which elements changed
+    step_bits: float  # bits for how much they changed
+    model_bits: float  # bits for the class counts and frequencies, which are not in the other two
 
     @property
     def total_bits(self) -> float:

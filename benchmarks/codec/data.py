@@ -57,19 +57,12 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """Deltas that are measured together.
+    """Deltas that are measured together."""
 
-    Attributes:
-        source: `simulation`, `masters`, `demo` or `finetune`.
-        label: Which deltas of the source.
-        specs: The tensors, all bfloat16.
-        deltas: The deltas; each has all tensors and changes something.
-    """
-
-    source: str
-    label: str
-    specs: dict[str, TensorSpec]
-    deltas: list[Delta]
+    source: str  # `simulation`, `masters`, `demo` or `finetune`
+    label: str  # which deltas of the source
+    specs: dict[str, TensorSpec]  # the tensors, all bfloat16
+    deltas: list[Delta]  # the deltas; each has all tensors and changes something
 
     @property
     def element_count(self) -> int:

@@ -29,27 +29,19 @@ class Versions:
     """A checkpoint and a channel whose first version it is.
 
     Attributes:
-        checkpoint: Directory of the checkpoint.
-        channel: URL of the channel.
-        run_id: Run of the channel.
-        published: Digests of the versions, by number.
-        records: Files of the records, from version 1 on, where readers find them.
-        sha256: Digests of each tensor's bits, at version 1, at version 2 and at the last one.
         element_count, tensor_count: Size of the model.
-        changed: Number of elements that version 2 changes.
-        payload_bytes: Size of the delta of version 2.
     """
 
-    checkpoint: Path
-    channel: str
-    run_id: str
-    published: dict[int, str]
-    records: tuple[Path, ...]
-    sha256: dict[int, dict[str, str]]
+    checkpoint: Path  # directory of the checkpoint
+    channel: str  # URL of the channel
+    run_id: str  # run of the channel
+    published: dict[int, str]  # digests of the versions, by number
+    records: tuple[Path, ...]  # files of the records, from version 1 on, where readers find them
+    sha256: dict[int, dict[str, str]]  # digests of each tensor's bits, at version 1, at version 2 and at the last one
     element_count: int
     tensor_count: int
-    changed: int
-    payload_bytes: int
+    changed: int  # number of elements that version 2 changes
+    payload_bytes: int  # size of the delta of version 2
 
     def show(self, version: int) -> None:
         """Make this version the channel's newest."""

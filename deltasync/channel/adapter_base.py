@@ -19,8 +19,7 @@ from deltasync.kernels import cpu
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of, cast
 
-FILE = "adapter_base.json"
-"""The companion file of an adapter's anchors."""
+FILE = "adapter_base.json"  # the companion file of an adapter's anchors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,8 +28,7 @@ _FINGERPRINTS, _PLANES = "deltasync.fingerprints", "deltasync.planes"
 INDEX = "model.safetensors.index.json"
 Take = Callable[[str, np.ndarray], int]
 """Writes a tensor's unsigned bit patterns into an array of shape N, and returns their fingerprint."""
-Room = Callable[[str, int], np.ndarray]
-"""Returns writable bytes for a file, by its name and size."""
+Room = Callable[[str, int], np.ndarray]  # returns writable bytes for a file, by its name and size
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
 """Suffixes of files that hold weights. Some of these formats run code when they are loaded."""
 

@@ -20,20 +20,14 @@ from deltasync.stores.base import check_key
 from deltasync.tensors import ITEM_BYTES, TensorSpec
 
 REFERENCE = "reference"
-COMPRESSED = "zstd"
-"""The compression of weight files, and the feature that a record with such an anchor requires."""
+COMPRESSED = "zstd"  # the compression of weight files, and the feature that a record with such an anchor requires
 
 SHORTCUTS = ("compaction", "announcement")
 """Kinds of shortcuts: objects outside the log, each of which makes the chain to a version shorter."""
 
-FEATURES = frozenset({REFERENCE, COMPRESSED})
-"""Features that this reader knows."""
-
-CHANNEL_BYTES = 32 << 20
-"""Most bytes of channel.json."""
-
-SMALL_BYTES = 4 << 10
-"""Most bytes of head.json, of an epoch's document, and of a heartbeat."""
+FEATURES = frozenset({REFERENCE, COMPRESSED})  # features that this reader knows
+CHANNEL_BYTES = 32 << 20  # most bytes of channel.json
+SMALL_BYTES = 4 << 10  # most bytes of head.json, of an epoch's document, and of a heartbeat
 
 _LARGEST = (1 << 63) - 1
 Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
@@ -145,8 +139,6 @@ class Record:
             to a version, by a delta or by an announced anchor.
         version, epoch: The slot; of a compaction or an announcement, that of the version it leads to.
         base: The version that it follows; of a compaction, where it starts. None in version 1 and in announcements.
-        fingerprint: Fingerprint of the model at `version`; None in a seal.
-        sha256: Digest of the record of `version`; in compactions and announcements only.
         token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens trained for its last publish.
     """
 
@@ -157,11 +149,11 @@ class Record:
     epoch: Epoch
     created_at: _Time
     base: VersionId | None = None
-    fingerprint: Fingerprint | None = None
+    fingerprint: Fingerprint | None = None  # fingerprint of the model at `version`; None in a seal
     delta: Delta | None = None
     anchor: Anchor | None = None
     next_epoch: Epoch | None = None
-    sha256: Sha256 | None = None
+    sha256: Sha256 | None = None  # digest of the record of `version`; in compactions and announcements only
     step: Annotated[int, msgspec.Meta(ge=-_LARGEST - 1, le=_LARGEST)] | None = None
     coalesced: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)] = 1
     token_lag: TokenLag | msgspec.UnsetType = msgspec.UNSET

@@ -20,8 +20,7 @@ from deltasync.stores.wrapper import WrappedStore
 
 logger = get_logger(__name__)
 
-REVIEW_S = 30.0
-"""How often the stores are compared. A copy that lags behind by more is left."""
+REVIEW_S = 30.0  # how often the stores are compared. A copy that lags behind by more is left.
 _PATIENCE_S = 5.0  # for all answers to one comparison
 _TIMES_FASTER = 2.0  # a store is changed only for one that answers this many times faster
 

@@ -34,14 +34,11 @@ from deltasync.errors import (
 )
 from deltasync.stores.base import ObjectInfo, Store
 
-LIVE_S = 60.0
-"""A replica counts as live until its heartbeat is this old."""
-EXPIRED_S = 3600.0
-"""A heartbeat that was stored longer ago than this is not read."""
+LIVE_S = 60.0  # a replica counts as live until its heartbeat is this old
+EXPIRED_S = 3600.0  # a heartbeat that was stored longer ago than this is not read
 STOPPED = "stopped"
 """State in the last heartbeat of a replica that ended in order. It serves nothing, and nobody waits for it."""
-UNKNOWN = "unknown"
-"""State of a server that answers 404 when it is asked for its status: it does not follow."""
+UNKNOWN = "unknown"  # state of a server that answers 404 when it is asked for its status: it does not follow
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 _ANSWER_S = 5.0
@@ -58,22 +55,19 @@ class Heartbeat:
     """The status of a replica, as it writes it to the channel.
 
     Attributes:
-        run_id: The run that it follows, None while it does not know.
         version, epoch, sha256: Identity of the version that it serves, None before the first.
-        state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
-        pin: The versions that it takes, None for the newest. Nobody waits for a pinned replica.
         time_s: Time of writing, in seconds since 1970, by the replica's clock. In a heartbeat that was read: when a later
             one was first seen, or else when it was stored, by the store's clock, if the store reports that.
     """
 
     replica_id: str
-    run_id: str | None
+    run_id: str | None  # the run that it follows, None while it does not know
     version: Number | None
-    state: str
+    state: str  # `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`
     epoch: Epoch | None = None
     sha256: Sha256 | None = None
     newest_version: Number | None = None
-    pin: str | None = None
+    pin: str | None = None  # the versions that it takes, None for the newest. Nobody waits for a pinned replica.
     error: str | None = None
     time_s: float = dataclasses.field(default_factory=time.time)
 

@@ -24,9 +24,7 @@ from deltasync.tensors.delta import joined
 _PARTS_AHEAD = 4
 
 _REFERENCE_BYTES = 8, 64 << 20  # of a checkpoint for each byte of the channel's model, and in addition
-
-FILES_AHEAD = 2
-"""Weight files that are fetched and checked, each by a thread, while one is used."""
+FILES_AHEAD = 2  # weight files that are fetched and checked, each by a thread, while one is used
 
 
 def fetch(reader: ChannelReader, stored: StoredRecord) -> list[tuple[str, bytes]]:

@@ -21,9 +21,7 @@ from deltasync.codec.dense import MOST_WINDOW_BYTES
 from deltasync.errors import CorruptDataError
 from deltasync.tensors import TensorSpec
 
-PIECE_BYTES = 4 << 20
-"""Most bytes of a tensor that are in memory at once."""
-
+PIECE_BYTES = 4 << 20  # most bytes of a tensor that are in memory at once
 _GAP_BYTES = 1 << 17  # unwanted bytes that cost less than another request
 _AHEAD = 2  # requests under way while a piece is used
 _HEADER_BYTES = 1 << 16  # most headers are smaller

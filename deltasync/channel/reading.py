@@ -28,8 +28,7 @@ from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.cache import CachedStore
 from deltasync.tensors import Layout, TensorSpec
 
-MOST_DAMAGED = 64
-"""Most records, missing or damaged, that one search passes over."""
+MOST_DAMAGED = 64  # most records, missing or damaged, that one search passes over
 
 _Document = TypeVar("_Document", Channel, Head, EpochDocument)
 

@@ -21,8 +21,7 @@ from deltasync.codec.base import Encoded, body
 from deltasync.errors import CorruptDataError
 from deltasync.tensors import TensorSpec, weight_elements
 
-INLINE_BYTES = 4 << 20
-"""Largest payload that is stored inside its record, in bytes."""
+INLINE_BYTES = 4 << 20  # largest payload that is stored inside its record, in bytes
 
 _LENGTH = struct.Struct("<Q")
 _NO_DIGEST = "0" * 64

@@ -12,8 +12,7 @@ from deltasync.cli.output import echo
 from deltasync.stores.base import Store
 from deltasync.stores.wrapper import WrappedStore
 
-PATIENCE_S = 4.0
-"""Seconds after which a call is reported."""
+PATIENCE_S = 4.0  # seconds after which a call is reported
 _AGAIN_S = 60.0  # from one report about a store to the next
 
 _Result = TypeVar("_Result")

@@ -36,22 +36,14 @@ class Rates:
     """Requests and bytes of the actions at a store.
 
     A replica polls once a second, or rarely if the store reports changes; more often when a version is due (`Poll`).
-
-    Attributes:
-        publish: Publishing a version whose payload is in its record, then reading and replacing head.
-        put: Storing one more object: a part, a file of an anchor, a compaction.
-        follow: Reading a version whose payload is in its record.
-        get: Reading one more object.
-        poll: Requesting a record that does not exist yet.
-        heartbeat: Replacing a replica's heartbeat.
     """
 
-    publish: Exchange = Exchange()
-    put: Exchange = Exchange()
-    follow: Exchange = Exchange()
-    get: Exchange = Exchange()
-    poll: Exchange = Exchange()
-    heartbeat: Exchange = Exchange()
+    publish: Exchange = Exchange()  # publishing a version whose payload is in its record, then reading and replacing head
+    put: Exchange = Exchange()  # storing one more object: a part, a file of an anchor, a compaction
+    follow: Exchange = Exchange()  # reading a version whose payload is in its record
+    get: Exchange = Exchange()  # reading one more object
+    poll: Exchange = Exchange()  # requesting a record that does not exist yet
+    heartbeat: Exchange = Exchange()  # replacing a replica's heartbeat
     polls_per_hour: int = 0
     polls_per_version: int = 0
 
@@ -76,8 +68,7 @@ _HUB = Rates(
     heartbeat=Exchange(3, 1_680, 660),
     polls_per_hour=120,
 )
-RATES = {"s3": _S3, "gs": _S3, "az": _S3, "hf": _HUB}
-"""Rates by the scheme of a channel's URL."""
+RATES = {"s3": _S3, "gs": _S3, "az": _S3, "hf": _HUB}  # rates by the scheme of a channel's URL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,19 +85,13 @@ class CostRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """The cost of a run so far, by kind of action. Dollars are None if no price is known.
-
-    Attributes:
-        stored_bytes: Size of the channel now, without its small documents.
-        traffic_usd: Cost of the replicas' downloads, if they are outside the bucket's region.
-        notes: The assumptions, in sentences.
-    """
+    """The cost of a run so far, by kind of action. Dollars are None if no price is known."""
 
     rows: list[CostRow]
-    stored_bytes: int
+    stored_bytes: int  # size of the channel now, without its small documents
     storage_usd: float | None
-    traffic_usd: float | None
-    notes: list[str]
+    traffic_usd: float | None  # cost of the replicas' downloads, if they are outside the bucket's region
+    notes: list[str]  # the assumptions, in sentences
 
     @property
     def usd(self) -> float | None:

@@ -23,8 +23,7 @@ from deltasync.dashboard.costs import (
 )
 from deltasync.maintenance.budget import Budget
 
-STEP_BITS = 1.8
-"""Bits of a changed element's step in deltas of `packed` (`benchmarks.codec`)."""
+STEP_BITS = 1.8  # bits of a changed element's step in deltas of `packed` (`benchmarks.codec`)
 
 PART_CHANGED, COMPACTION_PART_ELEMENTS = 1 << 20, 1 << 25
 """Changed elements in a part of a delta, and elements of a part of a compaction."""
@@ -48,12 +47,6 @@ class Forecast:
     """The storage, requests and cost of a run. Dollars are list prices of S3, as in `costs`.
 
     Attributes:
-        uploads: The trainer's uploads, by kind.
-        stored_per_delta: Bytes of deltas, compactions and later anchors for each byte of delta.
-        joiner_bytes: Download at the end of the run of a late joiner that has the first weights.
-        joiner_of_full: That download and the first weights, divided by the bytes of full weights.
-        held_bytes: Size of the channel at the end.
-        bounded_bytes: Largest size of the channel with `keep_last`; None without it.
         replica_bytes, replica_requests: Download of one replica.
         put_usd, get_usd, storage_usd, traffic_usd: Cost of the whole run with all replicas. Traffic costs only if the
             replicas are outside the bucket's region.
@@ -69,12 +62,12 @@ class Forecast:
     full_bytes: int
     delta_bytes: int
     bits_per_changed: float
-    uploads: list[Item]
-    stored_per_delta: float
-    joiner_bytes: int
-    joiner_of_full: float
-    held_bytes: int
-    bounded_bytes: int | None
+    uploads: list[Item]  # the trainer's uploads, by kind
+    stored_per_delta: float  # bytes of deltas, compactions and later anchors for each byte of delta
+    joiner_bytes: int  # download at the end of the run of a late joiner that has the first weights
+    joiner_of_full: float  # that download and the first weights, divided by the bytes of full weights
+    held_bytes: int  # size of the channel at the end
+    bounded_bytes: int | None  # largest size of the channel with `keep_last`; None without it
     replica_bytes: int
     replica_requests: int
     put_usd: float

@@ -56,11 +56,7 @@ class Report:
     """The result of `check`. Counts include damaged objects, and anchors those that were announced.
 
     Attributes:
-        data_bytes: Size of all records, compactions, parts and anchors.
-        publishing: Number of files that no document names yet, but that their author may still name.
         garbage_objects, garbage_bytes: Files that no document names; `prune` deletes them when they are old.
-        proven: Versions whose replayed bits have the published fingerprints; None if data was not read.
-        unproven: All other versions, if data was read. They, or versions that they build on, are damaged.
     """
 
     problems: list[DeltaSyncError]
@@ -68,13 +64,13 @@ class Report:
     versions: int
     anchors: int
     compactions: int
-    data_bytes: int
-    publishing: int
+    data_bytes: int  # size of all records, compactions, parts and anchors
+    publishing: int  # number of files that no document names yet, but that their author may still name
     garbage_objects: int
     garbage_bytes: int
     unreachable: list[int]
-    proven: list[int] | None
-    unproven: list[int]
+    proven: list[int] | None  # versions whose replayed bits have the published fingerprints; None if data was not read
+    unproven: list[int]  # all other versions, if data was read. They, or versions that they build on, are damaged.
 
     @property
     def exit_code(self) -> int:

@@ -21,8 +21,7 @@ from deltasync.stores.base import Store
 from deltasync.stores.probe import decides
 
 CHANGED_FRACTION = 0.01
-BITS_PER_CHANGED = 9.93
-"""Bits per changed element of `packed` at 1 % changed, see docs/benchmarks.md."""
+BITS_PER_CHANGED = 9.93  # bits per changed element of `packed` at 1 % changed, see docs/benchmarks.md
 
 _BLOB_BYTES = 8 << 20
 _READS = 7

@@ -70,19 +70,12 @@ def _contents(store: Store, held: Scan, stored_s: Mapping[str, float]) -> Conten
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
-    """The result of `prune`: what it deleted, or would delete, and what it kept.
+    """The result of `prune`: what it deleted, or would delete, and what it kept."""
 
-    Attributes:
-        objects: Deleted files, which no document named.
-        heartbeats: Keys of deleted heartbeats, which were older than a week.
-        waiting: Kept files that no document names yet, but that their author may still name.
-        young: Kept files that are newer than the grace period, named or not.
-    """
-
-    objects: list[ObjectInfo]
-    heartbeats: list[str]
-    waiting: list[ObjectInfo]
-    young: list[ObjectInfo]
+    objects: list[ObjectInfo]  # deleted files, which no document named
+    heartbeats: list[str]  # keys of deleted heartbeats, which were older than a week
+    waiting: list[ObjectInfo]  # kept files that no document names yet, but that their author may still name
+    young: list[ObjectInfo]  # kept files that are newer than the grace period, named or not
 
 
 def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = False) -> Pruned:

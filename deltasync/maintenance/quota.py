@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-WINDOW_S = 300.0
-"""Length of the window in which the Hub counts requests."""
-
-EVERY_S = (5.0, 10.0, 30.0, 60.0)
-"""Times between two versions, in seconds."""
+WINDOW_S = 300.0  # length of the window in which the Hub counts requests
+EVERY_S = (5.0, 10.0, 30.0, 60.0)  # times between two versions, in seconds
 
 
 class Requests(NamedTuple):

@@ -15,8 +15,7 @@ from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, MissingVersionError
 
-Records = Mapping[Slot, Record | None]
-"""The record in each slot, None where it is damaged."""
+Records = Mapping[Slot, Record | None]  # the record in each slot, None where it is damaged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,22 +38,14 @@ class KeepPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ForgetPlan:
-    """The versions that `forget` keeps and deletes, ascending.
+    """The versions that `forget` keeps and deletes, ascending."""
 
-    Attributes:
-        asked: Versions that the `KeepPolicy` selects.
-        leading: Their bases, back to an anchor.
-        recent: Versions that were needed within the grace period.
-        compactions: Keys of compactions and announcements to forget, because one of their ends is not kept.
-        keys: All objects to delete, in an order that leaves the kept versions readable at any moment.
-    """
-
-    asked: list[Slot]
-    leading: list[Slot]
-    recent: list[Slot]
+    asked: list[Slot]  # versions that the `KeepPolicy` selects
+    leading: list[Slot]  # their bases, back to an anchor
+    recent: list[Slot]  # versions that were needed within the grace period
     versions: list[Slot]
-    compactions: list[str]
-    keys: list[str]
+    compactions: list[str]  # keys of compactions and announcements to forget, because one of their ends is not kept
+    keys: list[str]  # all objects to delete, in an order that leaves the kept versions readable at any moment
 
     @property
     def kept(self) -> list[Slot]:
@@ -69,15 +60,12 @@ class Contents:
     `announced` and `compacted` have only shortcuts whose files all exist. Times are those of storing, 0 if unknown.
 
     Attributes:
-        records: The record in each slot, None for damaged ones.
-        stored_s: Time of each record, compaction and announcement, by key.
-        announced: Time of each version's announced anchor.
         compacted: For each version, the bases of its compactions and their times.
     """
 
-    records: Records
-    stored_s: Mapping[str, float]
-    announced: Mapping[Slot, float]
+    records: Records  # the record in each slot, None for damaged ones
+    stored_s: Mapping[str, float]  # time of each record, compaction and announcement, by key
+    announced: Mapping[Slot, float]  # time of each version's announced anchor
     compacted: Mapping[Slot, Mapping[Slot, float]] = dataclasses.field(default_factory=dict)
 
     def before(self, time_s: float) -> Contents:

@@ -20,13 +20,10 @@ from deltasync.errors import DeltaSyncError, FormatError, MissingVersionError, O
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.retries import retried
 
-THREADS, WHOLE = 8, 4
-"""Concurrent reads of documents, and of whole objects."""
+THREADS, WHOLE = 8, 4  # concurrent reads of documents, and of whole objects
 
 _LISTED_DELAY_S = 2.0  # wait before an incomplete listing is requested again
-
-Progress = Callable[[str, int, int], None]
-"""Called with the name of the work, the amount done and the total."""
+Progress = Callable[[str, int, int], None]  # called with the name of the work, the amount done and the total
 _progress: ContextVar[Progress] = ContextVar("deltasync_progress", default=lambda what, done, total: None)
 
 _thread = threading.local()  # `stop` ends the waits of `result_or_error` in a thread of `in_parallel`
@@ -81,16 +78,14 @@ class Scan:
     Attributes:
         slots, shortcut_infos: The listing's entries, by slot (ascending) and by key.
         records, shortcuts: Documents of those that were read, None for damaged ones, by slot and by key.
-        problems: The error of each damaged object, by key.
-        stored: Objects that were read as a whole, by key, without their bytes.
     """
 
     slots: dict[Slot, ObjectInfo]
     records: dict[Slot, Record | None]
     shortcut_infos: dict[str, ObjectInfo]
     shortcuts: dict[str, Record | None]
-    problems: dict[str, DeltaSyncError]
-    stored: dict[str, StoredRecord]
+    problems: dict[str, DeltaSyncError]  # the error of each damaged object, by key
+    stored: dict[str, StoredRecord]  # objects that were read as a whole, by key, without their bytes
 
     def whole(self) -> list[Record]:
         """All undamaged documents."""

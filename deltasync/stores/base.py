@@ -13,8 +13,7 @@ from typing import Protocol
 
 from deltasync.errors import ConfigError, CorruptDataError
 
-REQUEST_S = 20.0
-"""Time limit for the final request of a guarded `Store.put`."""
+REQUEST_S = 20.0  # time limit for the final request of a guarded `Store.put`
 
 # The rules of the strictest store (the Hub's S3 gateway) hold for all stores.
 # No part may start with a dot: this excludes `.` and `..`, and LocalStore gives such names to unfinished files.

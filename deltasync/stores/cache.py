@@ -36,9 +36,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[bytes], None]
-"""Raises FormatError if the bytes are not those of the object."""
-
+Check = Callable[[bytes], None]  # raises FormatError if the bytes are not those of the object
 _MOST_FILES = 4096  # adding an object lists all files
 _POLL_S = 0.005
 # Longest waits for a lock, whose holder may hang. They exceed the time of a download, and of writing a file.

@@ -8,31 +8,20 @@ import importlib.resources
 import random
 from collections import Counter
 
-LENGTH = 5
-"""Letters of a word."""
-
-GUESSES = 6
-"""Guesses of a game."""
-
-REDUCED_LETTERS = "aelst"
-"""The alphabet of the reduced game."""
+LENGTH = 5  # letters of a word
+GUESSES = 6  # guesses of a game
+REDUCED_LETTERS = "aelst"  # the alphabet of the reduced game
 
 WORD_LISTS = ("reduced", "full")
 
 
 @dataclasses.dataclass(frozen=True)
 class WordList:
-    """What may be the secret, and what may be guessed.
+    """What may be the secret, and what may be guessed."""
 
-    Attributes:
-        secrets: In alphabetical order.
-        letters: All letters that occur in them.
-        listed_only: Whether a guess has to be one of `secrets`, or any word of `LENGTH` of these letters.
-    """
-
-    secrets: tuple[str, ...]
-    letters: str
-    listed_only: bool
+    secrets: tuple[str, ...]  # in alphabetical order
+    letters: str  # all letters that occur in them
+    listed_only: bool  # whether a guess has to be one of `secrets`, or any word of `LENGTH` of these letters
 
     def refusal(self, guess: str) -> str | None:
         """Why `guess` is none, as a sentence; None if it is one."""

@@ -8,8 +8,7 @@ import msgspec
 
 from wordle.game import GUESSES, Game, Turn
 
-TOKEN_VARIABLE = "DELTASYNC_ENVIRONMENT_TOKEN"
-"""Environment variable with the bearer token of server and client."""
+TOKEN_VARIABLE = "DELTASYNC_ENVIRONMENT_TOKEN"  # environment variable with the bearer token of server and client
 
 LONGEST_ID = 255
 LONGEST_GUESS = 64
@@ -28,19 +27,15 @@ class WordleObservation(msgspec.Struct):
     """What a player sees.
 
     Attributes:
-        episode_id: Names the game in later requests.
-        message: One sentence.
         marks: For each letter of the guess G (right), Y (elsewhere) or X (not in the word); empty before the first guess and
             for a guess that was none.
-        guesses_left: Until the game is over.
-        score: Sum of the rewards so far, between 0 and 1.
     """
 
-    episode_id: str
-    message: str
+    episode_id: str  # names the game in later requests
+    message: str  # one sentence
     marks: str
-    guesses_left: int
-    score: float
+    guesses_left: int  # until the game is over
+    score: float  # sum of the rewards so far, between 0 and 1
 
 
 class WordleState(msgspec.Struct):
