@@ -319,9 +319,8 @@ class ReplicaSettings(ReaderSettings):
     use_proxy: bool = False
 
     def at_port(self, port: int, rank: int | None = None) -> Self:
-        """Return these settings with a replica id that is the same after a restart at this port, unless one was given.
-
-        `rank` is the engine's, if several engines share one port.
+        """Return these settings with a replica id that stays the same at this port (and for this engine's rank), unless
+        given.
         """
         if self.replica_id != _default_replica_id():
             return self

@@ -46,9 +46,7 @@ def check(model: torch.nn.Module) -> None:
 
 
 def check_merges(model: torch.nn.Module) -> None:
-    """Check that the adapters can be merged, and that merged weights equal the trained ones: no layer that is tied to
-    another one may be adapted alone. Raises ConfigError.
-    """
+    """Check that the adapters can be merged into what is trained; a layer that is tied to another cannot (ConfigError)."""
     peft_model: Any = unwrapped(model)
     modules, layers = dict(peft_model.get_base_model().named_modules()), _adapted_layers(peft_model.get_base_model())
     adapted = {

@@ -104,8 +104,8 @@ class DeltaSyncCallback(TrainerCallback):
         gather.check_form_of(model, self.config.adapter_only)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Bind the model and the run before TRL opens the transfer, and publish the initial weights. If one process fails,
-        all do.
+        """Bind model and run before TRL opens the transfer, and publish the initial weights. If one process fails, all
+        do.
         """
         ranks.in_all_processes(lambda: self._prepare(args, state, model, kwargs))
         together = gather.is_sharded(model)

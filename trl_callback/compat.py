@@ -68,9 +68,7 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
 
 
 def check_transfer(transfer: Any, is_main: bool) -> None:
-    """Check that the running trainer syncs its weights only with `transfer`: neither the callback nor another transfer was
-    added later (ConfigError).
-    """
+    """Check that the running trainer syncs its weights only with `transfer`, and nothing was added later (ConfigError)."""
     trainer: Any = _trainer()
     found = getattr(trainer, "weight_transfer", None)
     sends_adapter = getattr(trainer, "_lora_sync", False)

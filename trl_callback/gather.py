@@ -132,9 +132,7 @@ def saved_form(model: torch.nn.Module, tensors: Mapping[str, Any]) -> dict[str, 
 
 
 def check_form(model: torch.nn.Module, held: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Check that a checkpoint holds just the elements that all of a model's tensors hold, in the same dtypes (else
-    ConfigError).
-    """
+    """Check that a checkpoint holds just the elements of all of a model's tensors, in the same dtypes (else ConfigError)."""
 
     def elements(tensors: Mapping[str, Any]) -> dict[torch.dtype, int]:
         counts: dict[torch.dtype, int] = {}

@@ -119,10 +119,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Anchor:
-    """Full weights: the files of a checkpoint `directory`, or a reference to a checkpoint elsewhere.
-
-    `model_files` are those other than weights: config, tokenizer, index.
-    """
+    """Full weights: files of a checkpoint directory, or a reference; `model_files` are config, tokenizer and the index."""
 
     directory: str = ""
     files: Annotated[list[File], msgspec.Meta(max_length=_FILES)] = dataclasses.field(default_factory=list)

@@ -28,9 +28,7 @@ _Result = TypeVar("_Result")
 
 
 def open_failover(channel: str | os.PathLike[str] | Store | Sequence[str]) -> Store:
-    """Open the store of a channel: as `open_store`, or from several URLs in a list or separated by spaces, the channel
-    first, then copies of it.
-    """
+    """Open a channel's store: one of `open_store`'s URLs, or several, in a list or text: the channel, then copies of it."""
     if isinstance(channel, str) and all("://" in part for part in channel.split()):
         channel = channel.split() or channel
     if isinstance(channel, list | tuple):

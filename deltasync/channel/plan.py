@@ -47,10 +47,7 @@ class Edge:
 
 
 def cheapest(start: int, target: int, edges: Iterable[Edge]) -> list[Edge] | None:
-    """The cheapest sequence of edges from version `start` (0: nothing) to `target`, None if there is none.
-
-    It may also begin at 0, because full weights can be loaded at any time.
-    """
+    """The cheapest edges from version `start` (0: nothing), or from 0, to `target`; None if no edges lead there."""
     # Edges only lead forward, so in ascending order the cost of every base is known first.
     cost: dict[int, float] = {0: 0, start: 0}
     last: dict[int, Edge] = {}

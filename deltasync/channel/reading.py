@@ -251,9 +251,8 @@ class ChannelReader:
             raise MissingVersionError(f"{file.key} is named by a record but is not in {self.store.url}.") from None
 
     def fetch_ahead(self, key: str, most_bytes: int) -> int:
-        """Read an object before its digest is known, for the node's cache, or else for `fetch`, which waits for it.
-
-        Returns its size, 0 if it cannot be read.
+        """Read an object before its digest is known, for the node's cache, or else for `fetch`. Return its size, 0 on
+        failure.
         """
         future = self.held[key] = Future[bytes]()
         data = b""

@@ -117,10 +117,7 @@ class Trusted:
 
 
 def signer_of(settings: PublisherSettings) -> Signer | None:
-    """The signer that a publisher's settings name, None if it does not sign.
-
-    Raises ConfigError like `Signer`, or if the settings name trusted keys but no signing key.
-    """
+    """The signer that a publisher's settings name, None if it does not sign. ConfigError if only trusted keys are set."""
     if settings.signing_key is not None:
         return Signer(settings.signing_key, settings.trusted_keys)
     if settings.trusted_keys is not None:

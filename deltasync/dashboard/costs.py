@@ -33,10 +33,7 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Requests and bytes of the actions at a store.
-
-    A replica polls once a second, or rarely if the store reports changes; more often when a version is due (`Poll`).
-    """
+    """Requests and bytes of the actions at a store. A replica polls more often when a version is due (`Poll`)."""
 
     publish: Exchange = Exchange()  # publishing a version whose payload is in its record, then reading and replacing head
     put: Exchange = Exchange()  # storing one more object: a part, a file of an anchor, a compaction

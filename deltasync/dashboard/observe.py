@@ -104,9 +104,8 @@ class Observer:
         return self._documents[self._lineage[number].key]
 
     def _observe(self, beat: Heartbeat) -> None:
-        """Record a replica's lag when it moves to a newer version.
-
-        Moves backwards, to a pin, or to versions from before the replica's first heartbeat are not counted.
+        """Record a replica's lag when it moves to a newer version, but not to a pin, or to one before its first
+        heartbeat.
         """
         before = self._served.get(beat.replica_id)
         moved = beat.version is not None and before is not None and beat.version > before

@@ -22,9 +22,8 @@ _REFRESH_S = 60.0  # between two listings of compactions and announced anchors
 
 
 class _Copies:
-    """A `Target` whose state is the copies in other stores. Staging copies files, a commit copies the records.
-
-    `copied` is the sum of the objects stored since it was last None.
+    """A `Target`: copies in other stores. `stage` copies files, `commit` records; `copied` sums objects until it is
+    taken.
     """
 
     progressed_s = 0.0

@@ -20,8 +20,8 @@ Records = Mapping[Slot, Record | None]  # the record in each slot, None where it
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeepPolicy:
-    """The versions to keep: the newest `last`, the newest `anchors` that have an anchor, those whose trainer step is a
-    multiple of `step_every`, and always the newest.
+    """The versions to keep: the newest `last`, the newest `anchors` with full weights, each `step_every` steps; the
+    newest.
     """
 
     last: int | None = None
@@ -84,10 +84,7 @@ class Contents:
         return slot in self.announced or (record is not None and record.anchor is not None)
 
     def chain_to(self, slot: Slot, passed: Collection[Slot] = ()) -> Iterator[Slot]:
-        """Yield a version and its bases, back to the nearest anchor or to a version in `passed`.
-
-        A compaction from a version with an anchor skips the versions between.
-        """
+        """Yield a version and its bases, back to an anchor or to a version in `passed`, over compactions from an anchor."""
         at: Slot | None = slot
         while at not in passed:
             if at is None or (at not in self.records and at not in self.announced):

@@ -178,8 +178,8 @@ def exists(store: Store, key: str) -> bool:
 
 
 def check_listing(reader: ChannelReader, unlisted: Sequence[str]) -> None:
-    """Check that objects missing from a listing do not exist, else raise TransientStoreError: the listing may be wrong, late
-    or truncated.
+    """Check that objects missing from a listing do not exist; else the listing is wrong, late or truncated, and it
+    raises.
     """
     for key, found in zip(unlisted, in_parallel(functools.partial(exists, reader.store), unlisted, None), strict=True):
         if found:

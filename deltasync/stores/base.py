@@ -134,8 +134,8 @@ class Store(Protocol):
 
 
 def check_key(key: str) -> str:
-    """Return `key` unchanged. Raise ConfigError unless it has at most 900 characters, all of its parts consist of letters,
-    digits and `._=+@-`, and none starts with a dot.
+    """Return `key` unchanged, or raise ConfigError: of letters, digits and `._=+@-/`, no part starts with a dot, 900 at
+    most.
     """
     if not _KEY.fullmatch(key) or len(key) > 900:
         raise ConfigError(f"Not a valid object key: {key!r}.")

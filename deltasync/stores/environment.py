@@ -46,10 +46,7 @@ def check_cloud(scheme: str) -> None:
 
 
 def check_role() -> None:
-    """Raise ConfigError if there are no credentials for S3: neither variables nor a metadata service that may give a role's.
-
-    obstore would ask the service for 20 s.
-    """
+    """Raise ConfigError if no variables hold credentials for S3 and no metadata service answers; obstore would wait 20 s."""
     if any(os.environ.get(name) for name in (*_S3_CREDENTIALS, "HTTP_PROXY", "http_proxy")):
         return
     service = urlsplit(os.environ.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254")
