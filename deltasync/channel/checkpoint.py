@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
 from safetensors import safe_open
@@ -18,7 +18,7 @@ from deltasync.channel import ranges
 from deltasync.channel.anchors import INDEX
 from deltasync.channel.documents import Reference
 from deltasync.codec.base import LIBRARY_ERRORS, entries
-from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
+from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError, describe
 from deltasync.kernels import cpu, cpu_diff
 from deltasync.tensors import SAFETENSORS_DTYPES, Delta, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, cast
@@ -27,9 +27,15 @@ from deltasync.tensors.delta import of_tensor
 _WEIGHTS = "model.safetensors"
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 _REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>\S+))?")
-_WEIGHT_FILE = re.compile(r"\w[\w.=+-]*\.safetensors", re.ASCII)
 _TORCH_DTYPES = {entry: getattr(torch, name) for name, entry in SAFETENSORS_DTYPES.items()}
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.=+-]*\.safetensors\Z")]]
+
+
+describe(_Index)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,12 +209,9 @@ def _download(
 def _weight_map(path: Path) -> dict[str, str]:
     """The weight file of each tensor, by the index of a checkpoint."""
     try:
-        names = dict(json.loads(path.read_bytes())["weight_map"])
-        if not all(isinstance(file, str) and _WEIGHT_FILE.fullmatch(file) for file in names.values()):
-            raise ValueError("a weight file has another name than *.safetensors")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (OSError, *UNREADABLE_JSON) as error:
         raise CorruptDataError(f"{path} is not the index of a checkpoint: {error!r}.") from error
-    return names
 
 
 @contextlib.contextmanager
