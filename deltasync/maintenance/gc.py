@@ -55,17 +55,12 @@ def _contents(store: Store, held: Scan, stored_s: Mapping[str, float]) -> Conten
     shortcuts = {key: record for key, record in held.shortcuts.items() if record is not None}
     prefixes = {file.key.split("/")[0] for record in shortcuts.values() for file in record.files}
     sizes = {info.key: info.bytes for prefix in sorted(prefixes) for info in store.list(f"{prefix}/")}
-    announced: dict[Slot, float] = {}
-    compacted: dict[Slot, dict[Slot, float]] = {}
+    found: dict[Slot, dict[Slot | None, float]] = {}
     for key, record in shortcuts.items():
-        if not all(sizes.get(file.key) == file.bytes for file in record.files):
-            continue
-        if record.base is None:
-            announced[record.slot] = min(stored_s[key], announced.get(record.slot, stored_s[key]))
-        else:
-            bases, base = compacted.setdefault(record.slot, {}), record.base.slot
+        if all(sizes.get(file.key) == file.bytes for file in record.files):
+            bases, base = found.setdefault(record.slot, {}), None if record.base is None else record.base.slot
             bases[base] = min(stored_s[key], bases.get(base, stored_s[key]))
-    return Contents(records=held.records, stored_s=stored_s, announced=announced, compacted=compacted)
+    return Contents(records=held.records, stored_s=stored_s, shortcuts=found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

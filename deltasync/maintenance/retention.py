@@ -55,39 +55,35 @@ class ForgetPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """The contents of a channel.
-
-    `announced` and `compacted` have only shortcuts whose files all exist. Times are those of storing, 0 if unknown.
-
-    Attributes:
-        compacted: For each version, the bases of its compactions and their times.
-    """
+    """The contents of a channel. Times are those of storing, 0 if unknown."""
 
     records: Records  # the record in each slot, None for damaged ones
     stored_s: Mapping[str, float]  # time of each record, compaction and announcement, by key
-    announced: Mapping[Slot, float]  # time of each version's announced anchor
-    compacted: Mapping[Slot, Mapping[Slot, float]] = dataclasses.field(default_factory=dict)
+    # For each version its shortcuts whose files all exist: their bases, None for an announced anchor, and their times.
+    shortcuts: Mapping[Slot, Mapping[Slot | None, float]] = dataclasses.field(default_factory=dict)
 
     def before(self, time_s: float) -> Contents:
         """Return the part that was stored before a time."""
         records = {slot: record for slot, record in self.records.items() if was_stored(self.stored_s[slot.key], time_s)}
-        announced = {slot: stored_s for slot, stored_s in self.announced.items() if was_stored(stored_s, time_s)}
-        compacted = {
+        shortcuts = {
             slot: {base: stored_s for base, stored_s in bases.items() if was_stored(stored_s, time_s)}
-            for slot, bases in self.compacted.items()
+            for slot, bases in self.shortcuts.items()
         }
-        return dataclasses.replace(self, records=records, announced=announced, compacted=compacted)
+        return dataclasses.replace(self, records=records, shortcuts=shortcuts)
+
+    def _is_announced(self, slot: Slot) -> bool:
+        return None in self.shortcuts.get(slot, ())
 
     def has_anchor(self, slot: Slot) -> bool:
         """Whether a reader can start at this version."""
         record = self.records.get(slot)
-        return slot in self.announced or (record is not None and record.anchor is not None)
+        return self._is_announced(slot) or (record is not None and record.anchor is not None)
 
     def chain_to(self, slot: Slot, passed: Collection[Slot] = ()) -> Iterator[Slot]:
         """Yield a version and its bases, back to an anchor or to a version in `passed`, over compactions from an anchor."""
         at: Slot | None = slot
         while at not in passed:
-            if at is None or (at not in self.records and at not in self.announced):
+            if at is None or (at not in self.records and not self._is_announced(at)):
                 raise MissingVersionError(
                     f"Version {slot.version} is to be kept, but is not readable, because an earlier version is missing. "
                     "Nothing was forgotten. Run `deltasync check`, or keep fewer versions."
@@ -95,7 +91,7 @@ class Contents:
             yield at
             if self.has_anchor(at):
                 return
-            compacted = [base for base in self.compacted.get(at, ()) if self.has_anchor(base)]
+            compacted = [base for base in self.shortcuts.get(at, ()) if base is not None and self.has_anchor(base)]
             if compacted:
                 yield max(compacted)
                 return
@@ -141,7 +137,7 @@ def plan_forget(contents: Contents, keep: KeepPolicy, since_s: float) -> ForgetP
     for slot in asked:
         needed.update(contents.chain_to(slot, needed))
     before = contents.before(since_s)
-    past = dataclasses.replace(contents, announced=before.announced, compacted=before.compacted)
+    past = dataclasses.replace(contents, shortcuts=before.shortcuts)
     was_needed: set[Slot] = set()
     for slot in {*_asked(before, keep), *(records.keys() - before.records.keys())}:
         with contextlib.suppress(MissingVersionError):
