@@ -100,18 +100,13 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """A checkpoint outside the channel: a model on the Hugging Face Hub at a commit, or an absolute directory.
-
-    Attributes:
-        fingerprints: Fingerprint of every tensor of the channel, as it is served.
-        tied: Tensors that the checkpoint holds only under the name of another one, and that name.
-    """
+    """A checkpoint outside the channel: a model on the Hugging Face Hub at a commit, or an absolute directory."""
 
     repo: str | None = None
     revision: str | None = None
     path: str | None = None
-    fingerprints: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)
-    tied: dict[str, str] = dataclasses.field(default_factory=dict)
+    fingerprints: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)  # of all tensors, as they are served
+    tied: dict[str, str] = dataclasses.field(default_factory=dict)  # tensors that it holds only under another's name
 
     def __str__(self) -> str:
         return f"{self.repo}@{self.revision}" if self.path is None else self.path

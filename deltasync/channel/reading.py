@@ -42,11 +42,6 @@ class ChannelReader:
         store: The channel's store.
         trusted_keys: Public keys, or their file; one of them must have signed each record. None for the file that the
             environment names; without it signatures are not checked.
-
-    Attributes:
-        trusted: The keys, None if signatures are not checked.
-        signed: Whether channel.json has a signature, checked or not; False until it was read.
-        held: Objects fetched before their digest was known, by key; each is dropped when it is used.
     """
 
     def __init__(self, store: Store, trusted_keys: str | Path | Trusted | None = None) -> None:
@@ -54,10 +49,10 @@ class ChannelReader:
         settings = ReaderSettings.from_env(trusted_keys=None if isinstance(trusted_keys, Trusted) else trusted_keys)
         if not isinstance(trusted_keys, Trusted):
             trusted_keys = None if settings.trusted_keys is None else Trusted(path=Path(settings.trusted_keys))
-        self.trusted = trusted_keys
+        self.trusted = trusted_keys  # None if signatures are not checked
         self._token_repos = (settings.reference_repos or "").split(",")
-        self.signed = False
-        self.held: dict[str, Future[bytes]] = {}
+        self.signed = False  # whether channel.json was read and has a signature, checked or not
+        self.held: dict[str, Future[bytes]] = {}  # fetched before their digest was known, by key; dropped when used
         self._described: _Description | None = None
         self._confirmed = False  # whether a record of the same run was read
 

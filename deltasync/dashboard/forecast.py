@@ -44,13 +44,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """The storage, requests and cost of a run. Dollars are list prices of S3, as in `costs`.
-
-    Attributes:
-        replica_bytes, replica_requests: Download of one replica.
-        put_usd, get_usd, storage_usd, traffic_usd: Cost of the whole run with all replicas. Traffic costs only if the
-            replicas are outside the bucket's region.
-    """
+    """The storage, requests and cost of a run with all replicas. Dollars are list prices of S3, as in `costs`."""
 
     params: float
     changed_fraction: float
@@ -68,12 +62,12 @@ class Forecast:
     joiner_of_full: float  # that download and the first weights, divided by the bytes of full weights
     held_bytes: int  # size of the channel at the end
     bounded_bytes: int | None  # largest size of the channel with `keep_last`; None without it
-    replica_bytes: int
+    replica_bytes: int  # download of one replica
     replica_requests: int
     put_usd: float
     get_usd: float
     storage_usd: float
-    traffic_usd: float
+    traffic_usd: float  # only if the replicas are outside the bucket's region
 
 
 def delta_bits(changed_fraction: float) -> float:

@@ -13,12 +13,7 @@ from deltasync.dashboard.costs import Costs
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VersionRow:
-    """One version. Numbers of its delta and of its anchor, which may be announced separately, are None without one.
-
-    Attributes:
-        delta_objects, anchor_objects: Number of payload files outside the record.
-        token_lag: Mean, 95th percentile and maximum age in versions of tokens trained for its last publish; None if unknown.
-    """
+    """One version. Numbers of its delta and of its anchor, which may be announced separately, are None without one."""
 
     version: int
     epoch: str
@@ -31,10 +26,12 @@ class VersionRow:
     changed: int | None
     delta_bytes: int | None
     anchor_bytes: int | None
-    delta_objects: int
+    delta_objects: int  # payload files outside the record
     anchor_objects: int
     coalesced: int
-    token_lag: TokenLag | None
+    token_lag: (
+        TokenLag | None
+    )  # mean, 95th percentile and maximum age, in versions, of tokens trained for its last publish
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,11 +53,7 @@ class Damage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of `check`. Counts include damaged objects, and anchors those that were announced.
-
-    Attributes:
-        garbage_objects, garbage_bytes: Files that no document names; `prune` deletes them when they are old.
-    """
+    """The result of `check`. Counts include damaged objects, and anchors those that were announced."""
 
     problems: list[DeltaSyncError]
     newest: VersionId | None
@@ -66,7 +62,7 @@ class Report:
     compactions: int
     data_bytes: int  # size of all records, compactions, parts and anchors
     publishing: int  # number of files that no document names yet, but that their author may still name
-    garbage_objects: int
+    garbage_objects: int  # files that no document names; `prune` deletes them when they are old
     garbage_bytes: int
     unreachable: list[int]
     proven: list[int] | None  # versions whose replayed bits have the published fingerprints; None if data was not read
@@ -95,16 +91,13 @@ def check(reader: ChannelReader, *, read_data: bool = False) -> Report:
 class Inspection:
     """Reads a channel's records, compactions and announcements, lists its files, and collects damages.
 
-    Attributes:
-        records, shortcuts: The intact ones, by slot or key, without their bytes.
-        damages: The first problem of each damaged object, by key.
-        proven: Versions that were replayed; None if `replay` did not run.
+    Intact `records` and `shortcuts` are kept without their bytes.
     """
 
     def __init__(self, reader: ChannelReader) -> None:
         self.reader = reader
-        self.damages: dict[str, Damage] = {}
-        self.proven: set[Slot] | None = None
+        self.damages: dict[str, Damage] = {}  # the first problem of each damaged object, by key
+        self.proven: set[Slot] | None = None  # versions that were replayed; None if `replay` did not run
         # Head first, then records, then files: an object is stored after those that it names.
         head = reader.head()
         held = self._held = scan_channel(reader, whole=True)

@@ -73,17 +73,12 @@ def in_parallel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Scan:
-    """Records, compactions and announcements of a channel, without those that were forgotten during the scan.
+    """Records, compactions and announcements of a channel, without those that were forgotten during the scan."""
 
-    Attributes:
-        slots, shortcut_infos: The listing's entries, by slot (ascending) and by key.
-        records, shortcuts: Documents of those that were read, None for damaged ones, by slot and by key.
-    """
-
-    slots: dict[Slot, ObjectInfo]
-    records: dict[Slot, Record | None]
-    shortcut_infos: dict[str, ObjectInfo]
-    shortcuts: dict[str, Record | None]
+    slots: dict[Slot, ObjectInfo]  # the listing's entry of each record, ascending
+    records: dict[Slot, Record | None]  # None for damaged ones
+    shortcut_infos: dict[str, ObjectInfo]  # the listing's entry of each compaction and announcement, by key
+    shortcuts: dict[str, Record | None]  # of those that were read, by key; None for damaged ones
     problems: dict[str, DeltaSyncError]  # the error of each damaged object, by key
     stored: dict[str, StoredRecord]  # objects that were read as a whole, by key, without their bytes
 
