@@ -325,12 +325,15 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "json.md"
 
 
 def fields(kind: type) -> dict[str, tuple[str, str]]:
-    """Return the type and meaning of each field, from the docstrings of the class and its bases."""
+    """Return the type and meaning of each field, from docstrings and comments of the class and its bases."""
     meanings: dict[str, str] = {}
     for each in reversed([found for found in inspect.getmro(kind) if found.__doc__]):
         text = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2]
         for names, meaning in re.findall(r"^    ([a-z0-9_, ]+): (.*(?:\n     .*)*)", text, re.MULTILINE):
             meanings |= dict.fromkeys(names.split(", "), re.sub(r"\s+", " ", meaning))
+        if dataclasses.is_dataclass(each):
+            for name, meaning in re.findall(r"^    (\w+): .*  # (.*)", inspect.getsource(each), re.MULTILINE):
+                meanings[name] = f"{meaning[0].upper()}{meaning[1:]}".rstrip(".") + "."
     return {
         name: (_said(hint), meanings.get(name, "").replace("None", "null"))
         for name, hint in typing.get_type_hints(kind).items()

@@ -44,7 +44,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """The storage, requests and cost of a run with all replicas. Dollars are list prices of S3, as in `costs`."""
+    """The storage, requests and cost of a run. Dollars are list prices of S3, as in `costs`."""
 
     params: float
     changed_fraction: float
@@ -63,11 +63,11 @@ class Forecast:
     held_bytes: int  # size of the channel at the end
     bounded_bytes: int | None  # largest size of the channel with `keep_last`; None without it
     replica_bytes: int  # download of one replica
-    replica_requests: int
-    put_usd: float
-    get_usd: float
-    storage_usd: float
-    traffic_usd: float  # only if the replicas are outside the bucket's region
+    replica_requests: int  # requests of one replica
+    put_usd: float  # cost of the uploads of the whole run with all replicas
+    get_usd: float  # cost of the requests to download of the whole run with all replicas
+    storage_usd: float  # cost of storing the objects during the run
+    traffic_usd: float  # cost of the downloads, if the replicas are outside the bucket's region
 
 
 def delta_bits(changed_fraction: float) -> float:

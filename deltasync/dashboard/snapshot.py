@@ -13,7 +13,7 @@ from deltasync.dashboard.costs import Costs
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VersionRow:
-    """One version. Numbers of its delta and of its anchor, which may be announced separately, are None without one."""
+    """One version."""
 
     version: int
     epoch: str
@@ -21,15 +21,15 @@ class VersionRow:
     kind: str  # `delta`, `anchor` or `reference`
     base_version: int | None
     step: int | None
-    created_s: float  # time of encoding
+    created_s: float  # time of encoding, in seconds since the epoch
     codec: str | None
-    changed: int | None
-    delta_bytes: int | None
-    anchor_bytes: int | None
-    delta_objects: int  # payload files outside the record
-    anchor_objects: int
+    changed: int | None  # number of changed elements, None without a delta
+    delta_bytes: int | None  # size of the payload, None without one. The anchor may be announced separately.
+    anchor_bytes: int | None  # size of the payload, None without one. The anchor may be announced separately.
+    delta_objects: int  # number of payload files outside the record
+    anchor_objects: int  # number of payload files outside the record
     coalesced: int
-    token_lag: (
+    token_lag: (  # mean, 95th percentile and maximum age in versions of tokens trained for its last publish
         TokenLag | None
     )  # mean, 95th percentile and maximum age, in versions, of tokens trained for its last publish
 
@@ -54,12 +54,12 @@ class ReplicaRow:
     state: str  # the replica's reported state; `stale` if it could not read the channel for a while
     live: bool  # whether the heartbeat is recent and the replica has not stopped
     version: int | None
-    sha256: str | None
+    sha256: str | None  # digest of the served version
     strange: bool  # whether the served version is not the channel's version with this number
     behind: int | None  # number of versions behind the newest, None if it serves none
     lag_s: float | None  # seconds since the first missing version was encoded, 0 at the newest; None if not live, or pinned
-    age_s: float
-    pin: str | None
+    age_s: float  # age of the heartbeat
+    pin: str | None  # the pin, None for the newest version
     error: str | None
 
 

@@ -31,15 +31,14 @@ _CLOCK_S = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check, in one sentence, and the cure.
+    """The result of one check."""
 
-    With a `failure` a trainer or a replica cannot work; with a `warning` it works, but worse.
-    """
-
-    check: str
-    state: Literal["ok", "warning", "failure"]
-    found: str
-    advice: str = ""
+    check: str  # name of the check
+    state: Literal[
+        "ok", "warning", "failure"
+    ]  # `failure`: a trainer or a replica cannot work; `warning`: it works, but worse
+    found: str  # the finding in one sentence
+    advice: str = ""  # the cure; empty if none is needed
 
 
 _ADVICE = {

@@ -41,16 +41,12 @@ _ROUNDS = 3  # a restored record may name files that are missing too
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Repaired:
-    """The repair of one object: its problem, and what was done.
-
-    The outcome is `put back`; `bypassed`: a replacement was stored; `not needed`: readers have another chain; `left`: no
-    repair is possible now.
-    """
+    """The repair of one object."""
 
     key: str
-    problem: str
-    outcome: str
-    how: str
+    problem: str  # the object's problem
+    outcome: str  # `put back`, `bypassed` (a replacement was stored), `not needed`, or `left`: no repair is possible now
+    how: str  # details of the outcome
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
