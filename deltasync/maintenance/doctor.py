@@ -34,9 +34,7 @@ class Finding:
     """The result of one check."""
 
     check: str  # name of the check
-    state: Literal[
-        "ok", "warning", "failure"
-    ]  # `failure`: a trainer or a replica cannot work; `warning`: it works, but worse
+    state: Literal["ok", "warning", "failure"]  # at a failure trainer or replica cannot work, at a warning they work worse
     found: str  # the finding in one sentence
     advice: str = ""  # the cure; empty if none is needed
 
