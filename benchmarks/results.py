@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks import common
 from benchmarks.codec import published
 from deltasync.config import CODECS
-from deltasync.dashboard.forecast import forecast
+from deltasync.dashboard.costs import forecast
 
 RESULTS = common.ROOT / "docs" / "results"
 PAGES = (common.ROOT / "README.md", *sorted((common.ROOT / "docs").rglob("*.md")))

@@ -19,7 +19,7 @@ from benchmarks import common
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
-from deltasync.dashboard.forecast import forecast
+from deltasync.dashboard.costs import forecast
 from deltasync.stores import Store
 from deltasync.stores.base import ObjectInfo
 from deltasync.stores.wrapper import WrappedStore

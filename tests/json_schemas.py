@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from deltasync.channel.documents import VersionId
-from deltasync.dashboard.forecast import Forecast
+from deltasync.dashboard.costs import Forecast
 from deltasync.dashboard.snapshot import CompactionRow, ReplicaRow, VersionRow
 from deltasync.maintenance.doctor import Finding
 from deltasync.maintenance.repairs import Repaired

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from deltasync.cli.options import channel_command, grace, seconds
-from deltasync.cli.output import count, echo, echo_json, field, ranges, show_copied, with_bars
+from deltasync.cli.output import ReportedStore, count, echo, echo_json, field, ranges, show_copied, with_bars
 from deltasync.config import CODECS
 
 if TYPE_CHECKING:
@@ -227,7 +227,6 @@ def cp(reader: ChannelReader, target: str, as_json: bool) -> None:
     then exits non-zero.
     """
     from deltasync import maintenance
-    from deltasync.cli.waiting import ReportedStore
     from deltasync.stores import open_store
 
     copied = with_bars(maintenance.copy, reader, ReportedStore(open_store(target)))

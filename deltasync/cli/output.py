@@ -1,23 +1,31 @@
-"""Output of the commands: lines (`echo`, `field`, `echo_json`), tables with cells from `cell`, and progress bars."""
+"""Output of the commands: lines, tables with cells from `cell`, progress bars, and reports of slow calls."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 
 from deltasync.errors import printable
+from deltasync.stores.base import Store
+from deltasync.stores.wrapper import WrappedStore
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
     from deltasync.maintenance import Copied
+
+PATIENCE_S = 4.0  # seconds after which a call is reported
+_AGAIN_S = 60.0  # from one report about a store to the next
 
 _Result = TypeVar("_Result")
 
@@ -114,3 +122,45 @@ def ranges(numbers: Iterable[int]) -> str:
     runs = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
     ends = [[number for _, number in run] for _, run in runs]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)
+
+
+@contextlib.contextmanager
+def reported(call: str, advice: str, is_due: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Print a line on stderr if the block takes longer than `PATIENCE_S` and `is_due` agrees.
+
+    `call` names the call and its place, as in `read of head.json at s3://bucket/run`; `advice` says what to do.
+    """
+
+    def report() -> None:
+        if is_due():
+            echo(f"deltasync: {call} has not finished after {PATIENCE_S:g} s; the command waits. {advice}", err=True)
+
+    timer = threading.Timer(PATIENCE_S, report)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class ReportedStore(WrappedStore):
+    """A store whose slow calls are reported, at most once a minute."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._lock = threading.Lock()
+        self._next_s = 0.0
+
+    def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
+        """Run the call, and report it if it is slow."""
+        call = f"{verb} of {key} at {self.url}" if key else f"{verb} of {self.url}"
+        with reported(call, f"Ctrl-C ends it; `deltasync doctor {self.url}` tests the store.", self._is_due):
+            return action()
+
+    def _is_due(self) -> bool:
+        with self._lock:
+            if time.monotonic() < self._next_s:
+                return False
+            self._next_s = time.monotonic() + _AGAIN_S
+            return True

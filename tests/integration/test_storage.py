@@ -18,7 +18,7 @@ from deltasync import Publisher, Replica, Retention, open_store
 from deltasync.channel import keys, requests
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
-from deltasync.dashboard.forecast import COMPACTION_PART_ELEMENTS, PART_CHANGED, compaction_bits, delta_bits, forecast
+from deltasync.dashboard.costs import COMPACTION_PART_ELEMENTS, PART_CHANGED, compaction_bits, delta_bits, forecast
 from deltasync.maintenance.budget import LEAST_COMPACTED, Budget
 from deltasync.publish import encode
 from deltasync.publish.maintenance import Sample
