@@ -181,7 +181,7 @@ def best_s(action: Callable[[], object], prepare: Callable[[], object] = lambda:
 
 
 def peak_extra_bytes(action: Callable[[], object]) -> int | None:
-    """Return how far resident memory rises during an action, in bytes; None where /proc does not tell."""
+    """Return how far resident memory rises during an action, in bytes; None without /proc."""
     try:
         ctypes.CDLL(None).malloc_trim(0)  # otherwise reused memory that was freed before would not count
         Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present

@@ -190,9 +190,9 @@ def measure(case: Case) -> dict[str, Any]:
             time.sleep(max(0.0, began_s + case.between_s - time.monotonic()))
         exchanges = server.taken()
         replica.send(None)
-        while not isinstance(told := replica.recv(), str):
+        while not isinstance(answer := replica.recv(), str):
             pass
-    assert told == models.digest(weights), "the replica has other bits"
+    assert answer == models.digest(weights), "the replica has other bits"
     return {
         "payload_bytes": receipt.payload_bytes,
         "versions": rows,

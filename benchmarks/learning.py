@@ -148,7 +148,7 @@ def pushing_client(base: type, folder: Path, arm: str) -> type:
 
 
 def begin_dense(folder: Path) -> None:
-    """Make the directory of a checkpoint, with the config of the model beside it."""
+    """Make the directory of a checkpoint, with the config of the model."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_bytes((folder.parent / "model" / "config.json").read_bytes())
 
@@ -201,13 +201,13 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 def plot(results: dict[str, dict[str, Any]]) -> None:
     """Plot reward over steps."""
-    looks = {
+    styles = {
         "dense": {"color": "tab:orange", "linewidth": 4, "alpha": 0.5},
         "deltasync": {"color": "tab:blue", "linewidth": 1.2, "marker": "o", "markersize": 3},
         "frozen": {"color": "tab:gray", "linewidth": 1, "linestyle": "--"},
     }
     title = "GRPO, same seeds: deltasync and a dense transfer give the same parameters, bit for bit"
-    plot_rewards(PLOT, title, [(results[arm]["rewards"], {"label": arm, **look}) for arm, look in looks.items()])
+    plot_rewards(PLOT, title, [(results[arm]["rewards"], {"label": arm, **style}) for arm, style in styles.items()])
 
 
 def plot_rewards(target: Path, title: str, lines: Iterable[tuple[Sequence[float], dict[str, Any]]]) -> None:

@@ -141,7 +141,7 @@ def train(channel: str, steps_file: Path, seconds: float) -> None:
             args=TrainingArguments(
                 output_dir=folder,
                 max_steps=1_000_000,
-                per_device_train_batch_size=32,  # a step is long beside its upload, as in training
+                per_device_train_batch_size=32,  # a step is longer than its upload, as in training
                 learning_rate=1e-6,
                 use_cpu=True,
                 logging_steps=50,

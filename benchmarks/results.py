@@ -206,7 +206,7 @@ def _three_digits(value: float) -> str:
 
 
 def codec_reported() -> Iterator[str]:
-    """Yield what peers' own code needed, beside our implementation of it."""
+    """Yield the bits that peers reported for their own code, and those of our implementation of it."""
     rows: list[Row] = []
     for whose, changed, reported, known, encoding, master in published.PEER_BITS:
         ours = _bits_at(master, "one step", encoding, changed or 0.0107)

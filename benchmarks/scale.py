@@ -24,7 +24,7 @@ from deltasync import Publisher, Replica
 
 CHANGED = 0.01
 _TIMES = "held_s", "visible_s", "apply_s"
-_DELTAS = 4  # counted; one more before them meets new memory and is left out
+_DELTAS = 4  # counted; one more before them meets new memory and is not counted
 _BASE = 0.6e9  # elements of the size that all others are computed from
 _ROUND_TRIPS = 2.5
 _ROUND_TRIP_S = 0.05

@@ -1,4 +1,4 @@
-"""The time that publishing adds to an optimizer step, beside that of a copy of the weights.
+"""The time that publishing adds to an optimizer step, compared with that of a copy of the weights.
 
     python -m benchmarks.step [--size 0.6b] [--changed 0.01] [--rounds 10] [--json]
 

@@ -1,10 +1,10 @@
-"""What a channel stores for each byte of delta, and what a late joiner fetches, by default settings.
+"""The bytes that a channel stores for each byte of delta, and those that a late joiner fetches, with default settings.
 
     python -m benchmarks.storage [--elements 8e6] [--versions 210] [--changed 0.01 0.001] [--json]
 
-A model of bfloat16 weights is published to a store in memory. In each version a share of its elements, chosen anew, moves by
-one step up or down. Counted are the bytes of deltas, compactions and anchors after the first version, and what a replica
-reads that joins after the last one. Beside it stands what `deltasync cost` computes for the same run.
+A model of bfloat16 weights is published to a store in memory. In each version a random share of its elements moves by one
+step up or down. The benchmark counts the bytes of deltas, compactions and anchors after the first version, and those that a
+replica reads when it joins after the last one. The estimate of `deltasync cost` for the same run is shown with them.
 """
 
 from __future__ import annotations

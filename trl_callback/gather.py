@@ -59,7 +59,7 @@ def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> Non
         raise ConfigError("The parameters are sharded by FSDP1, which DeltaSyncCallback cannot publish. Train with FSDP2.")
     if is_sharded(model):
         for name, tensor in model.named_parameters():
-            if hasattr(tensor, "placements") and is_range(tensor):  # others are cut anew
+            if hasattr(tensor, "placements") and is_range(tensor):  # others are cut again
                 part_of(name, tensor)
 
 
@@ -101,7 +101,7 @@ def as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[s
     is_foreign = any(type(operation).__module__ != revert_weight_conversion.__module__ for operation in operations)
     if not is_foreign or _is_quantized(model):
         return _reverted(model, tensors)
-    # With the quantizer's, which transformers does not tell from the model's, weights would be quantized again.
+    # With the quantizer's, which transformers does not distinguish from the model's, weights would be quantized again.
     model._weight_conversions = [
         *(each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)),
         *(each for each in loaded if isinstance(each, PrefixChange)),
@@ -242,7 +242,7 @@ def _merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def adapter_base_file(model: torch.nn.Module) -> dict[str, bytes]:
-    """Return what tells the base model of an adapter from others, by file name."""
+    """Return the file that identifies the base model of an adapter, by its name."""
     base, tensors = adapter.base_of(model), adapter.base_tensors(model)
     name = "" if not getattr(getattr(base, "config", None), "_name_or_path", None) else loaded_from(model)
     saved = tensors if _is_quantized(base) else as_saved(base, tensors)
@@ -286,7 +286,7 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
 def _save(what: str, thing: Any, folder: str) -> None:
     try:
         thing.save_pretrained(folder)
-    except Exception as error:  # noqa: BLE001 - training needs no such file, and the error is anybody's
+    except Exception as error:  # noqa: BLE001 - training needs no such file, and any error may occur
         reason = str(error).partition("\n")[0]
         logger.warning("Checkpoints of the channel will have no %s: %s: %s", what, type(error).__name__, reason)
 
@@ -299,7 +299,7 @@ def _unloaded_base(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _config(model: PreTrainedModel, dtype: str) -> Any:
-    """The config of what is published, which may differ from the model's."""
+    """The config of the published weights, which may differ from the model's."""
     config, default = copy.deepcopy(model.config), dtype.partition(",")[0]
     config.dtype = {"keep": str(model.dtype).removeprefix("torch."), "fp8": "bfloat16"}.get(default, default)
     if dtype == "fp8":

@@ -72,7 +72,7 @@ def check(args: Any, model: torch.nn.Module, url: str, *, compares: bool, name: 
     changing, mode = _sampling_changes(args, model), status.get("logprobs_mode")
     if mode == "processed_logprobs" or (not changing and mode in (None, "raw_logprobs")):
         return True
-    problem = "does not tell what its log probabilities are" if mode is None else f"gives {mode}"
+    problem = "does not say which log probabilities it gives" if mode is None else f"gives {mode}"
     sampled = f" with {', '.join(changing)}" if changing else ""
     raise ConfigError(
         f"The vLLM server at {url} {problem}, and the trainer compares its own with those of the tokens as sampled{sampled}"

@@ -71,7 +71,7 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Tell every process the version; none connects to another."""
+        """Give the version to every process; none connects to another."""
         (version,) = [each["version"] for each in metadata if each]
         return {"version": [version] * actor_wg_world_size}, {"version": [version] * rollout_world_size}
 

@@ -1,6 +1,6 @@
 """How small a delta can be: what its indices and steps cost an ideal coder, given what reader and writer both know.
 
-An index set costs log2 of the number of sets of that size, in each class of elements that a context tells apart:
+An index set costs log2 of the number of sets of that size, in each class of elements that a context distinguishes:
 log2 C(N, K), summed over the classes. The steps cost their empirical entropy in each class. Both are bounds for coders
 that know the class counts and step frequencies for free; `Bound.model_bits` is about what these would cost, half a log2
 of the sample for each number. All figures are bits per changed element.
@@ -38,7 +38,7 @@ def bounds(old_N: np.ndarray, new_N: np.ndarray, history_N: np.ndarray | None = 
     """Return the bounds given nothing, given the old exponent, and given more.
 
     Bit patterns are bfloat16, uint16; at least one differs. `history_N` is that of `simulate.update_history`; without it the
-    contexts that need it are left out.
+    contexts that need it are omitted.
     """
     exponent_N = (old_N >> _EXPONENT_SHIFT) & _EXPONENT_MASK
     contexts: dict[str, tuple[np.ndarray, int]] = {

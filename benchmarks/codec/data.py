@@ -157,7 +157,7 @@ def finetune() -> Iterator[Sample]:
         if len(deltas) == TUNING_STEPS:
             yield Sample("finetune", label, specs, deltas[-TUNING_DELTAS:])
         else:
-            say(f"{label}: steps without any change, left out")
+            say(f"{label}: steps without any change, skipped")
 
 
 def _small_model(vocabulary: int) -> Qwen3ForCausalLM:

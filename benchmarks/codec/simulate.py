@@ -4,7 +4,7 @@ Weights are student-t distributed (heavier tails than a Gaussian, as trained wei
 follows an AR(1) process of unit variance, as Adam's normalised steps do. A change becomes visible in bf16 only when it
 crosses a rounding boundary, so which weights change depends on their exponent, and on what the steps are added to: an fp32
 master that is one for a while, an fp32 master that started on the bf16 values of a checkpoint, or the bf16 values
-themselves. Beside what was published of real runs, at its density:
+themselves. Compared with published numbers of real runs, at their density:
 
     master                                        fp32     bf16 start    bf16    published
     changed by 8 steps, times that of one          5.1         4.8       1.7     1.7   PULSE, Qwen2.5-7B in bf16, 0.86 %

@@ -1,4 +1,4 @@
-"""The cost of a commit in a real vLLM: time beside vLLM's own sparse path, pause of generation, throughput, memory.
+"""The cost of a commit in a real vLLM: time compared with vLLM's own sparse path, pause of generation, throughput, memory.
 
     python -m benchmarks.commit [--size 0.6b] [--commits 8] [--device cuda] [--json]
 

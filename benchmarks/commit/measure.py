@@ -1,7 +1,7 @@
-"""What a commit costs: written into a real vLLM beside vLLM's own sparse path, and on a real server under load.
+"""The cost of a commit: in a real vLLM, compared with vLLM's own sparse path, and on a real server under load.
 
     versions   the model and the versions
-    engine     commits in one process beside vLLM's own path (patch)
+    engine     commits in one process, compared with vLLM's own path (patch)
     server     pauses and throughput of a server
 
 Needs vLLM, and for the tokenizer's template TRL. Everything is written to a temporary folder.

@@ -20,7 +20,7 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
             (
                 "pause of generation, last token before to first after",
                 f"{1e3 * silence:.0f} ms; {1e3 * usual:.0f} are usual between two tokens, "
-                f"the scatter took {1e3 * scatter:.0f} beside vLLM's spinning threads",
+                f"the scatter took {1e3 * scatter:.0f} next to vLLM's spinning threads",
             ),
             ("the same, of a version without a change", f"{1e3 * pause['unchanged']['silence_s']:.0f} ms"),
             ("throughput of the tiny model with a version per second", f"{result['throughput']['share']:.0%}"),

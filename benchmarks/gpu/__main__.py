@@ -138,7 +138,7 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield f"{result['device']}, CUDA {result['cuda']}"
     yield from common.table(("", "ms", "GB/s", "launches", "waits", "peak MB", ""), map(_cells, result["rows"]))
     yield ""
-    verdicts = {True: "met", False: "MISSED", None: "for a GPU to tell"}
+    verdicts = {True: "met", False: "MISSED", None: "needs a GPU"}
     bars = [(bar["what"], f"{bar['found']:.2f}", f"{bar['most']:g}", verdicts[bar["met"]]) for bar in result["bars"]]
     yield from common.table(("", "found", "at most", ""), bars)
     for name, error in result["failures"].items():

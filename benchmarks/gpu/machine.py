@@ -36,7 +36,7 @@ class Row:
 
 @dataclasses.dataclass(kw_only=True)
 class Bar:
-    """A bar: `found` may be at most `most`. None if only a GPU can tell."""
+    """A bar: `found` may be at most `most`. None if only a GPU can decide it."""
 
     what: str
     found: float

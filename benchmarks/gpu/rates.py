@@ -1,4 +1,4 @@
-"""The rate of every kernel on one large tensor, beside a copy on the same device."""
+"""The rate of every kernel on one large tensor, compared with a copy on the same device."""
 
 from __future__ import annotations
 

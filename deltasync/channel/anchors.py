@@ -26,6 +26,7 @@ from deltasync.tensors.bits import bits_of, spec_of, tensor_of
 _Table = TypeVar("_Table")
 _FINGERPRINTS, _PLANES = "deltasync.fingerprints", "deltasync.planes"
 INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 1 << 30  # largest weight file that a tool writes
 Take = Callable[[str, np.ndarray], int]
 """Writes a tensor's unsigned bit patterns into an array of shape N, and returns their fingerprint."""
 Room = Callable[[str, int], np.ndarray]  # returns writable bytes for a file, by its name and size
@@ -42,7 +43,10 @@ def read_model_files(directory: Path) -> dict[str, bytes]:
 
 
 def weight_files(
-    tensors: Mapping[str, torch.Tensor], fingerprints: Mapping[str, int], shard_bytes: int, compression: str | None = None
+    tensors: Mapping[str, torch.Tensor],
+    fingerprints: Mapping[str, int],
+    shard_bytes: int = SHARD_BYTES,
+    compression: str | None = None,
 ) -> Iterator[tuple[str, bytes | memoryview]]:
     """`taken_files` of contiguous tensors on the host, whose fingerprints are known."""
     specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}

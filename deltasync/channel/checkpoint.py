@@ -203,7 +203,7 @@ def _download(
             return Path(snapshot_download(repo, revision=revision, local_files_only=True))
         reason = " ".join(str(error).split())
         hint = "" if with_token else " It was asked for without a token: set DELTASYNC_REFERENCE_REPOS if it needs one."
-        raise ConfigError(f"{repo}@{revision or 'main'} cannot be had from the Hub or its cache: {reason}{hint}") from error
+        raise ConfigError(f"{repo}@{revision or 'main'} is neither on the Hub nor in its cache: {reason}{hint}") from error
 
 
 def _weight_map(path: Path) -> dict[str, str]:

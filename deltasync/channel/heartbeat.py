@@ -210,8 +210,8 @@ def post(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> 
 
 
 def wake(urls: Sequence[str], version: int) -> None:
-    """Tell servers to look for a version now instead of at their next poll. One that does not answer is ignored."""
-    # The time-out is too short for a wait: a server looks as soon as it is asked for a version.
+    """Make servers poll for a version now. One that does not answer is ignored."""
+    # The time-out is too short for a wait: a server polls as soon as it is asked for a version.
     body = msgspec.json.encode({"version": version, "timeout_s": 0.001})
     each(urls, lambda url: _call(f"{url}/deltasync/sync", body), time.monotonic() + _ANSWER_S)
 
@@ -408,7 +408,7 @@ def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> 
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: urllib would send the token to whatever host it names."""
+    """Follows no redirect: urllib would send the token to any host that it names."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         """Return None, which makes the redirect an error."""

@@ -2,8 +2,8 @@
 
 A chain is a list of records, compactions and announcements. Each leads from its base to its version; anchors lead from
 nothing. The cheapest chain is estimated from listings, where versions are numbers. Then its objects are read from the end
-back. Each must have the identity by which the one after it names its base, down to the identity that the replica has, or to
-full weights.
+back. Each must have the identity that the one after it gives for its base, down to the version of the replica, or to full
+weights.
 
 A chain back has the records to undo, newest first, and then the record of the older version that is wanted.
 """

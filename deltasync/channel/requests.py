@@ -1,4 +1,4 @@
-"""Ask a running publisher for an anchor: an object in the channel, which the publisher looks for as it publishes.
+"""Ask a running publisher for an anchor: an object in the channel, which the publisher checks for as it publishes.
 
     requests/anchor.json    {"format": "deltasync/2", "version": N}
 

@@ -33,7 +33,7 @@ def let_go(lock: Any) -> None:
 _first: int | None = None
 """The process that computed first. A forked child lacks the threads of its kernels, and OpenMP would end it."""
 
-_CURE = "Start processes by 'spawn' or 'forkserver'"
+_CURE = "Start processes with 'spawn' or 'forkserver'"
 
 
 class Home:
@@ -122,7 +122,7 @@ class Workers:
         self._work()
 
     def drop(self) -> None:
-        """Leave out the actions that have not begun."""
+        """Discard the actions that have not begun."""
         with self.lock:
             self._actions.clear()
 

@@ -29,9 +29,7 @@ class VersionRow:
     delta_objects: int  # number of payload files outside the record
     anchor_objects: int  # number of payload files outside the record
     coalesced: int
-    token_lag: (  # mean, 95th percentile and maximum age in versions of tokens trained for its last publish
-        TokenLag | None
-    )  # mean, 95th percentile and maximum age, in versions, of tokens trained for its last publish
+    token_lag: TokenLag | None  # mean, 95th percentile and maximum age in versions of tokens trained for its last publish
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

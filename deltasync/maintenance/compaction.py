@@ -137,8 +137,7 @@ def write_anchor(
     replica: Replica,
     model_files: Mapping[str, bytes],
     *,
-    signer: Signer | None = None,
-    shard_bytes: int = 1 << 30,
+    signer: Signer | None,
 ) -> StoredRecord:
     """Store the weights of a replica as an anchor with `model_files`, and announce it if its files decode to them."""
     version, author = replica.identity, keys.new_author()
@@ -146,9 +145,8 @@ def write_anchor(
     folder, tensors = keys.anchor_folder(version.version, author), replica.state_dict()
     files: list[File] = []
     extra: list[File] = []
-    for name, data in itertools.chain(
-        anchors.weight_files(tensors, replica.fingerprints, shard_bytes), sorted(model_files.items())
-    ):
+    made = anchors.weight_files(tensors, replica.fingerprints)
+    for name, data in itertools.chain(made, sorted(model_files.items())):
         weights = name.endswith(anchors.WEIGHTS)
         for tensor, bits_N, _ in anchors.read_weights(data, reader.specs) if weights else ():
             if not np.array_equal(bits_N, bits_of(tensors[tensor])):

@@ -175,11 +175,7 @@ def read_object(source: ChannelReader, item: File) -> bytes:
 
 
 def export(
-    reader: ChannelReader,
-    version: int | None,
-    directory: Path,
-    *,
-    shard_bytes: int = 1 << 30,
+    reader: ChannelReader, version: int | None, directory: Path, *, shard_bytes: int = anchors.SHARD_BYTES
 ) -> VersionId:
     """Write one version, the newest if None, as a checkpoint directory that transformers and vLLM load. Check every bit.
 
