@@ -1,4 +1,4 @@
-"""What benchmarks share: command line, description of the machine, timing, tables. Imports no third-party package."""
+"""Shared by the benchmarks: command line, description of the machine, timing, tables. Imports no third-party package."""
 
 from __future__ import annotations
 

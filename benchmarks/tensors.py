@@ -1,4 +1,4 @@
-"""What each tensor costs: models of many small tensors and of few large ones, with as many elements.
+"""The cost of each tensor: models of many small tensors and of few large ones, with as many elements.
 
     python -m benchmarks.tensors [--elements 20000000] [--many 20000] [--few 30] [--changed 0.01] [--rounds 7] [--json]
 

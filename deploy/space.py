@@ -61,7 +61,7 @@ class Call:
             return getattr(api, self.method)(**self.arguments)
         except _FAILURES as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
-            raise StoreError(f"{self} failed: {reason}. What came before it is done; run this again to go on.") from None
+            raise StoreError(f"{self} failed: {reason}. The steps before it are done; run this again to continue.") from None
 
 
 def plan(

@@ -1,4 +1,4 @@
-"""What `benchmarks.commit` measures on: a Qwen3 with random weights, and a channel of versions that change 1 % of it.
+"""The versions that `benchmarks.commit` commits: a Qwen3 with random weights, and a channel whose versions change 1 % of it.
 
 All versions are published beforehand, and their records are put aside. A record is put back to let its version arrive, so
 that no work of the publisher is measured.

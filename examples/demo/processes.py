@@ -41,8 +41,8 @@ def interrupt_on_sigterm() -> None:
 class Child:
     """One child process in a session of its own. It and all that it started end with the `with` block and with this process.
 
-    `demo.supervisor`, a process between the two, sees to that, even on SIGKILL. What a child leaves behind when it
-    ends by itself is ended too. Linux only.
+    `demo.supervisor`, a process between the two, does this, even on SIGKILL. Processes that a child leaves
+    behind are ended too. Linux only.
 
     Args:
         name: Subject of the sentences in messages, such as "The trainer".

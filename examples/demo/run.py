@@ -73,7 +73,7 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
             say(f"the environment is up at {train[-1]} (log: {out / 'environment.log'})")
         env = {**environ, "OMP_NUM_THREADS": "1", "DELTASYNC_CODEC": codec}
         trainer = stack.enter_context(Child("The trainer", train, env, out / "trainer.log", cores()[1]))
-        say(f"starting AsyncGRPOTrainer beside it (log: {out / 'trainer.log'})")
+        say(f"starting AsyncGRPOTrainer (log: {out / 'trainer.log'})")
         server.wait_until(lambda: get_json(f"{url}/deltasync/status"), SERVER_START_S, "to start")
         say("waiting for the first steps; vLLM is up")
         proofs = _watch(steps, out, url, server, trainer, say)

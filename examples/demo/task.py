@@ -1,4 +1,4 @@
-"""What the demo's model learns: a `Task`, and the one that comes with the demo, counting without skipping.
+"""The task that the demo's model learns: a `Task`, and the one that comes with the demo, counting without skipping.
 
 The user writes `count from 17`; a perfect answer is `17 18 19 20 ...`, `NUMBER_COUNT` numbers of two digits. The warm-up
 shows demonstrations of a teacher who often skips a number; reinforcement learning has to remove the skips.
@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a demo's model learns. Another package has its task as `TASK` in its module `task`.
+    """The task that a demo's model learns. Another package has its task as `TASK` in its module `task`.
 
     Attributes:
         build_tokenizer: Returns the tokenizer, with a chat template whose answers TRL can parse.

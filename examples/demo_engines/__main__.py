@@ -58,7 +58,7 @@ class Running:
         """Its status, with its last commits; None while it does not answer."""
         try:
             found: dict[str, Any] | None = get_json(f"{self.url}/deltasync/status?commits={commits}")
-        except DeltaSyncError:  # it is up, and cannot tell yet
+        except DeltaSyncError:  # it is up, but cannot answer yet
             return None
         return found
 

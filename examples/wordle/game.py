@@ -17,7 +17,7 @@ WORD_LISTS = ("reduced", "full")
 
 @dataclasses.dataclass(frozen=True)
 class WordList:
-    """What may be the secret, and what may be guessed."""
+    """The words that may be the secret, and those that may be guessed."""
 
     secrets: tuple[str, ...]  # in alphabetical order
     letters: str  # all letters that occur in them
@@ -52,7 +52,7 @@ def word_list(name: str) -> WordList:
 
 
 def marks(guess: str, secret: str) -> str:
-    """What the game says about a guess: for each letter G (right), Y (elsewhere in the secret) or X (not in it).
+    """The marks of a guess: for each letter G (right), Y (elsewhere in the secret) or X (not in it).
 
     A letter of the secret is accounted for once: by a right guess of it first, then by the leftmost others.
     """
@@ -71,7 +71,7 @@ def marks(guess: str, secret: str) -> str:
 
 
 def answer(guess: str, found: str, done: bool) -> str:
-    """What a model is told after a guess: its marks written with its letters, and whether the game is over.
+    """The text for a model after a guess: its marks written with its letters, and whether the game is over.
 
     A right letter is large, one that is elsewhere small, and one that is not in the word a dot; all dots if it was no guess.
     """

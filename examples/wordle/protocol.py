@@ -1,4 +1,4 @@
-"""What travels between client and server: OpenEnv's requests and replies (openenv 0.10) with the fields of this game."""
+"""The messages between client and server: OpenEnv's requests and replies (openenv 0.10) with the fields of this game."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ EpisodeId = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_ID)]
 
 
 class WordleAction(msgspec.Struct):
-    """What a player does: guess a word."""
+    """An action of a player: to guess a word."""
 
     guess: Annotated[str, msgspec.Meta(max_length=LONGEST_GUESS)]
     metadata: dict[str, Any] = {}
 
 
 class WordleObservation(msgspec.Struct):
-    """What a player sees.
+    """An observation of a player.
 
     Attributes:
         marks: For each letter of the guess G (right), Y (elsewhere) or X (not in the word); empty before the first guess and
@@ -91,7 +91,7 @@ def reply(episode_id: str, game: Game, message: str, reward: float | None, marks
 
 
 def sentence(game: Game, turn: Turn) -> str:
-    """What to tell a player after this turn."""
+    """The observation of a player after this turn."""
     said = turn.refusal if turn.refusal is not None else f"{turn.guess} {turn.marks}."
     return f"{said} The word is {game.secret}." if game.done else said
 
