@@ -254,7 +254,9 @@ def loaded_from(model: torch.nn.Module) -> str:
     config = getattr(adapter.base_of(model), "config", None)
     name, commit = getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None)
     if not name:
-        raise ConfigError('The model does not say what it was loaded from, so initial="auto" is not for it; name it.')
+        raise ConfigError(
+            'The model does not name the checkpoint that it was loaded from. Name it instead of initial="auto".'
+        )
     return str(name) if commit is None else f"{name}@{commit}"
 
 

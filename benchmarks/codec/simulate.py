@@ -54,7 +54,7 @@ DEGREES_OF_FREEDOM = 8.0
 MOMENTUM = 0.9
 
 Master = Literal["fp32", "bf16 start", "bf16"]
-"""The weights that steps are added to: fp32 values, fp32 values that started as bf16 ones, or bf16 values (all sums rounded)."""
+"""The weights that steps are added to: fp32 values, fp32 values that began as bf16 ones, or bf16 values (sums rounded)."""
 
 Change = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Old and new bit patterns, uint16, and the history of the old ones (see `update_history`), int8; all of shape N."""

@@ -227,7 +227,7 @@ def behind_cache(store: Store, directory: str | None, limit_bytes: int, workers:
     Args:
         store: The channel's store. `file://` and `memory://` are not cached: the kernel caches files already.
         directory: The cache directory; None for one in the system's temporary directory. A single worker adds nothing to
-            that one, because no process shares it, but reads what was prefetched.
+            that one, because no process shares it, but reads prefetched objects.
         limit_bytes: Limit for the cache; 0 for no cache.
         workers: Number of worker processes.
     """
