@@ -22,14 +22,14 @@ import shutil
 import statistics
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import common
-from benchmarks.learning import begin_dense, write_dense
+from benchmarks.learning import begin_dense, plot_rewards, write_dense
 
 ARMS = ("dense", "deltasync")
 LAST = 10  # steps whose mean reward is compared
@@ -160,24 +160,12 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 def plot(rewards: dict[str, list[list[float]]]) -> None:
     """Plot reward over steps, each run as a thin line, the mean of an arm as a thick one."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    lines: list[tuple[Sequence[float], dict[str, Any]]] = []
     for arm, color in zip(ARMS, ("tab:orange", "tab:blue"), strict=True):
-        for run in rewards[arm]:
-            axis.plot(range(1, len(run) + 1), run, color=color, linewidth=0.8, alpha=0.4)
+        lines += [(run, {"color": color, "linewidth": 0.8, "alpha": 0.4}) for run in rewards[arm]]
         mean = [statistics.fmean(step) for step in zip(*rewards[arm], strict=False)]
-        axis.plot(range(1, len(mean) + 1), mean, color=color, linewidth=2.5, label=f"{arm}, mean of {len(rewards[arm])}")
-    axis.set_xlabel("step")
-    axis.set_ylabel("reward")
-    axis.set_title("AsyncGRPO: deltasync and a dense transfer learn alike", fontsize=10)
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.savefig(PLOT, dpi=110)
-    pyplot.close(figure)
+        lines.append((mean, {"color": color, "linewidth": 2.5, "label": f"{arm}, mean of {len(rewards[arm])}"}))
+    plot_rewards(PLOT, "AsyncGRPO: deltasync and a dense transfer learn alike", lines)
 
 
 if __name__ == "__main__":

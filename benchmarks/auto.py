@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,14 +144,11 @@ def lines(result: list[dict[str, Any]]) -> Iterator[str]:
     yield from common.table(("elements, link", *(f"`{codec}`" for codec in CODECS), "`auto` took", "loss"), rows)
 
 
-def main() -> None:
-    """Run the benchmark by the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--elements", type=int, nargs="+", default=ELEMENTS, help="sizes, multiples of 16,777,216")
-    given = parser.parse_args()
-    result = [row for element_count in given.elements for row in measure(element_count)]
-    common.emit(given.json, result, lines(result))
+def run(elements: Sequence[int]) -> list[dict[str, Any]]:
+    """Measure each size."""
+    return [row for element_count in elements for row in measure(element_count)]
 
 
 if __name__ == "__main__":
-    common.run(main)
+    sizes = common.option("--elements", type=int, nargs="+", default=ELEMENTS, help="sizes, multiples of 16,777,216")
+    common.command(__doc__, run, lines, sizes)

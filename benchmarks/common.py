@@ -1,4 +1,4 @@
-"""What benchmarks share: command line, description of the machine, timing, tables. Imports no third-party package."""
+"""Shared by the benchmarks: command line, description of the machine, timing, tables. Imports no third-party package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +38,46 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", action="store_true", help="print JSON with command, commit, hardware and versions")
     return made
+
+
+def option(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return an option of `command`, by the arguments of `argparse.ArgumentParser.add_argument`."""
+    return names, settings
+
+
+def command(doc: str | None, measure: Callable[..., Any], lines: Callable[[Any], Iterable[str]], *options: Any) -> None:
+    """Run a benchmark by its command line: `measure` gets the options by name, and `lines` are those of its result."""
+    made = parser(doc)
+    for names, settings in options:
+        made.add_argument(*names, **settings)
+    given = vars(made.parse_args())
+    as_json = given.pop("json")
+
+    def main() -> None:
+        result = measure(**given)
+        emit(as_json, result, lines(result))
+
+    run(main)
+
+
+PART = "--part"  # option with which a benchmark starts itself for one of its parts
+
+
+def in_processes(module: str, parts: Iterable[str], folder: Path, size: float) -> dict[str, Any]:
+    """Run parts of a benchmark, each in a process of its own (`run_part`), and return their results by name."""
+    found = {}
+    for part in parts:
+        line = [sys.executable, "-m", f"benchmarks.{module}", PART, part, str(folder), str(size)]
+        found[part] = json.loads(subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+    return found
+
+
+def run_part(parts: Mapping[str, Callable[[Path, float], object]]) -> bool:
+    """Run the part that `in_processes` asks this process for, and print its result. Return whether there is one."""
+    if sys.argv[1:2] != [PART]:
+        return False
+    print(json.dumps(parts[sys.argv[2]](Path(sys.argv[3]), float(sys.argv[4]))))
+    return True
 
 
 def run(main: Callable[[], object]) -> None:
@@ -141,7 +181,7 @@ def best_s(action: Callable[[], object], prepare: Callable[[], object] = lambda:
 
 
 def peak_extra_bytes(action: Callable[[], object]) -> int | None:
-    """Return how far resident memory rises during an action, in bytes; None where /proc does not tell."""
+    """Return how far resident memory rises during an action, in bytes; None without /proc."""
     try:
         ctypes.CDLL(None).malloc_trim(0)  # otherwise reused memory that was freed before would not count
         Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present
@@ -158,11 +198,14 @@ def status_bytes(field: str) -> int:
     return 1024 * int(fields[field].split()[0])
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table; all columns but the first are aligned to the right."""
-    texts = [list(columns), *([str(cell) for cell in row] for row in rows)]
+def table(columns: Sequence[object], rows: Iterable[Sequence[object]], words: int = 1) -> Iterator[str]:
+    """Yield the lines of a Markdown table; all columns after the first `words` are aligned to the right."""
+    texts = [[str(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(3, *(len(row[column]) for row in texts)) for column in range(len(columns))]
-    texts.insert(1, ["-" * width if not column else "-" * (width - 1) + ":" for column, width in enumerate(widths)])
+    texts.insert(1, ["-" * width if at < words else "-" * (width - 1) + ":" for at, width in enumerate(widths)])
     for row in texts:
-        first, *rest = zip(row, widths, strict=True)
-        yield f"| {' | '.join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)])} |"
+        cells = (
+            text.ljust(width) if at < words else text.rjust(width)
+            for at, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield f"| {' | '.join(cells)} |"

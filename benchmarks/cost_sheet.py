@@ -28,8 +28,7 @@ from tests.servers import reverse_proxy
 from tests.servers.s3 import KEYS, MotoServer
 
 VERSIONS, POLLS = 10, 20
-HEAD_S = 0.5
-"""Wait after each version for head.json, which is written behind it."""
+HEAD_S = 0.5  # wait after each version for head.json, which is written behind it
 ELEMENTS = 4_000_000
 PART = os.urandom(100_000)
 
@@ -140,15 +139,14 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
         yield ""
 
 
-def main() -> None:
-    """Run the benchmark by the command line."""
-    given = common.parser(__doc__).parse_args()
+def run() -> dict[str, Any]:
+    """Measure both stores."""
     result = {}
     for name, server in (("S3", s3), ("Hugging Face", hugging_face)):
         with server() as (url, proxy):
             result[name] = measure(url, proxy)
-    common.emit(given.json, result, lines(result))
+    return result
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.command(__doc__, run, lines)

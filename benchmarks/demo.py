@@ -20,7 +20,7 @@ from demo.run import run
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
     """Yield the result as lines of text."""
-    yield from common.table(("", ""), report.table(result))
+    yield from common.table(("", ""), report.table(result), words=2)
 
 
 def main() -> None:

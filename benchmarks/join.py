@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,42 +23,12 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.commit.versions import change
 from benchmarks.common import status_bytes, table, timed
-from deltasync import Publisher, Replica, open_store
+from benchmarks.models import change, digest, model, warm_up
+from deltasync import Publisher, Replica
 from deltasync.tensors.bits import bits_of
 
-Weights = dict[str, torch.Tensor]
-
-_FULL_BYTES = 1.19e9
 _DELTAS = 3
-
-
-def main() -> None:
-    """Run the benchmark by the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--gigabytes", type=float, default=0.3)
-    parser.add_argument("--folder", type=Path, default=None, help="directory for the channel; default: a temporary one")
-    parser.add_argument("--part", choices=PARTS, help="used by the benchmark itself")
-    given = parser.parse_args()
-    if given.part is not None:
-        print(json.dumps(PARTS[given.part](given.folder, given.gigabytes)))
-        return
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        result = measure(Path(folder), given.gigabytes)
-    common.emit(given.json, result, lines(result))
-
-
-def measure(folder: Path, gigabytes: float) -> dict[str, Any]:
-    """Measure seconds and bytes of each part, in a process of its own."""
-    found: dict[str, Any] = {}
-    for name in PARTS:
-        command = [sys.executable, "-m", "benchmarks.join", "--part", name]
-        command += ["--folder", str(folder), "--gigabytes", str(gigabytes)]
-        output = subprocess.run(command, cwd=common.ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
-        found[name] = json.loads(output)
-    assert found["join"]["sha256"] == found["publish"]["sha256"]
-    return found
 
 
 def floors(folder: Path, gigabytes: float) -> dict[str, float]:
@@ -84,7 +51,7 @@ def floors(folder: Path, gigabytes: float) -> dict[str, float]:
             os.fsync(file.fileno())
         (folder / "plain").unlink()
 
-    def digest() -> None:
+    def sha256() -> None:
         found = hashlib.sha256()
         for tensor in weights.values():
             found.update(bits_of(tensor).data)
@@ -94,7 +61,7 @@ def floors(folder: Path, gigabytes: float) -> dict[str, float]:
         "new_copy_s": timed(copy)[0],
         "copy_s": common.best_s(copy),
         "disk_s": common.best_s(write),
-        "sha256_s": common.best_s(digest),
+        "sha256_s": common.best_s(sha256),
     }
 
 
@@ -116,7 +83,7 @@ def publish(folder: Path, gigabytes: float) -> dict[str, Any]:
             receipt.wait(600)
             seconds_s.append(seconds)
             if number == _DELTAS:
-                sha256 = _digest(weights)
+                sha256 = digest(weights)
     return {
         "held_s": held_s,
         "visible_s": visible_s,
@@ -135,38 +102,18 @@ def join(folder: Path, gigabytes: float) -> dict[str, Any]:
     replica = Replica(f"file://{folder}/channel")
     join_s, version = timed(lambda: replica.sync(1 + _DELTAS))
     assert version == 1 + _DELTAS
-    return {"join_s": join_s, "peak_bytes": peak_bytes(), "sha256": _digest(replica.state_dict())}
+    return {"join_s": join_s, "peak_bytes": peak_bytes(), "sha256": digest(replica.state_dict())}
 
 
 PARTS: dict[str, Callable[[Path, float], dict[str, Any]]] = {"floors": floors, "publish": publish, "join": join}
 
 
-def model(gigabytes: float) -> Weights:
-    """Return random weights of about this size."""
-    share = gigabytes * 1e9 / _FULL_BYTES
-    shapes = {"model.embed_tokens.weight": (round(151_936 * share), 1024)}
-    for layer in range(max(1, round(28 * share))):
-        start = f"model.layers.{layer}"
-        for name, shape in (("q", (2048, 1024)), ("k", (1024, 1024)), ("v", (1024, 1024)), ("o", (1024, 2048))):
-            shapes[f"{start}.self_attn.{name}_proj.weight"] = shape
-        for name, shape in (("gate", (3072, 1024)), ("up", (3072, 1024)), ("down", (1024, 3072))):
-            shapes[f"{start}.mlp.{name}_proj.weight"] = shape
-    random = torch.Generator().manual_seed(0)
-    made = {}
-    for name, shape in shapes.items():
-        made[name] = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02, generator=random)
-    return made
-
-
-def warm_up() -> None:
-    """Load the kernels by publishing and following two versions in memory."""
-    store, weights = open_store("memory://warm"), model(0.05)
-    with Publisher(store, dtype="keep") as publisher:
-        publisher.publish(weights).wait(60)
-        change(weights, 0.01, seed=1)
-        publisher.publish(weights).wait(60)
-    Replica(store).sync()
-    store.delete(*[info.key for info in store.list("")])
+def measure(gigabytes: float, folder: Path | None) -> dict[str, Any]:
+    """Measure seconds and bytes of each part, in a process of its own."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        found = common.in_processes("join", PARTS, Path(name), gigabytes)
+    assert found["join"]["sha256"] == found["publish"]["sha256"]
+    return found
 
 
 def _peak() -> Callable[[], int]:
@@ -177,51 +124,30 @@ def _peak() -> Callable[[], int]:
     return lambda: status_bytes("VmHWM") - before
 
 
-def _digest(weights: Weights) -> str:
-    found = hashlib.sha256()
-    for name in sorted(weights):
-        found.update(bits_of(weights[name]).data)
-    return found.hexdigest()
-
-
 def lines(result: dict[str, Any]) -> Iterator[str]:
     """Yield the result as lines of text."""
     floors, publish, join = (result[name] for name in PARTS)
-    size, copy_s, sha256_s = (floors[name] for name in ("weight_bytes", "copy_s", "sha256_s"))
-    slower_s = max(floors["disk_s"], sha256_s)
-    rows = (
-        (
-            "copy of the weights into new memory",
-            f"{floors['new_copy_s']:.3f} s",
-            f"{floors['new_copy_s'] / copy_s:.1f} copies",
-        ),
-        ("copy of the weights, in memory", f"{copy_s:.3f} s", ""),
-        ("write and sync of as many bytes", f"{floors['disk_s']:.3f} s", ""),
-        ("sha256 of them, in one thread", f"{sha256_s:.3f} s", ""),
-        ("first anchor: trainer held", f"{publish['held_s']:.3f} s", f"{publish['held_s'] / copy_s:.1f} copies"),
-        (
-            "first anchor: visible",
-            f"{publish['visible_s']:.3f} s",
-            f"{publish['visible_s'] / slower_s:.2f} of disk or sha256",
-        ),
-        ("delta of 1 %: trainer held", f"{publish['delta_s']:.3f} s", f"{publish['delta_s'] / copy_s:.1f} copies"),
-        (
-            "the same while an anchor is written",
-            f"{publish['beside_s']:.3f} s",
-            f"{publish['beside_s'] / copy_s:.1f} copies",
-        ),
-        ("late join: anchor and 3 deltas", f"{join['join_s']:.3f} s", f"{join['join_s'] / sha256_s:.2f} of sha256"),
-        *(
-            (f"peak memory of {who}", f"{held / 1e9:.2f} GB", f"{held / size:.2f} of the weights")
-            for who, held in (
-                ("a publisher, model included, first anchor", publish["first_bytes"]),
-                ("the same, with deltas and an anchor", publish["peak_bytes"]),
-                ("a replica that joins", join["peak_bytes"]),
-            )
-        ),
-    )
-    yield from table((f"{size / 1e9:.2f} GB of weights", "", "ratio"), rows)
+    weights = floors["weight_bytes"]
+    peaks = ("publisher", publish["peak_bytes"]), ("late joiner", join["peak_bytes"])
+
+    def row(text: str, seconds: float, floor: str, name: str) -> tuple[str, str, str]:
+        return text, f"{seconds:.2f} s", f"{seconds / floors[floor]:.1f} times {name}, {floors[floor]:.2f} s"
+
+    rows = [
+        row("first publish: the trainer is held", publish["held_s"], "copy_s", "a copy"),
+        row("first publish: until it is visible", publish["visible_s"], "disk_s", "writing to the disk"),
+        row("a late joiner, with three deltas", join["join_s"], "sha256_s", "sha256"),
+        *((f"{who}: peak memory", f"{peak / 1e9:.2f} GB", f"{peak / weights:.2f} weights") for who, peak in peaks),
+    ]
+    yield from table((f"{weights / 1e9:.2f} GB of full weights, a directory", "", ""), rows, words=3)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    if not common.run_part(PARTS):
+        common.command(
+            __doc__,
+            measure,
+            lines,
+            common.option("--gigabytes", type=float, default=0.3),
+            common.option("--folder", type=Path, default=None, help="directory for the channel; default: a temporary one"),
+        )

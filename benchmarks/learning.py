@@ -16,12 +16,11 @@ frozen others.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import common
-from deltasync.tensors.bits import bits_of
+from benchmarks.models import digests
 
 ARMS = ("frozen", "deltasync", "dense")
 LEARNING_RATE = 2e-4  # the demo's rate would hardly move the reward in so few steps
@@ -119,7 +118,7 @@ def train(arm: str, server_url: str, out: Path, steps: int) -> None:
         train_dataset=task.prompt_dataset(0),
         callbacks=[sync] if arm == "deltasync" else [],
     )
-    before = digests(trainer.model)
+    before = digests(trainer.model.state_dict())
     started = time.perf_counter()
     trainer.train()
     result = {
@@ -127,7 +126,7 @@ def train(arm: str, server_url: str, out: Path, steps: int) -> None:
         "rewards": [line["reward"] for line in trainer.state.log_history if "reward" in line],
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
         "before": before,
-        "after": digests(trainer.model),
+        "after": digests(trainer.model.state_dict()),
         "parameters": trainer.model.num_parameters(),
         "bytes": [record.payload_bytes for record in sync.history[1:]],
     }
@@ -159,11 +158,6 @@ def write_dense(folder: Path, named_tensors: Iterator[tuple[str, torch.Tensor]])
     weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in named_tensors}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-
-
-def digests(model: torch.nn.Module) -> dict[str, str]:
-    """Return the sha256 of each parameter's bits, in the dtype of training."""
-    return {name: hashlib.sha256(bits_of(tensor).tobytes()).hexdigest() for name, tensor in model.state_dict().items()}
 
 
 def compare(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -207,27 +201,32 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 def plot(results: dict[str, dict[str, Any]]) -> None:
     """Plot reward over steps."""
+    styles = {
+        "dense": {"color": "tab:orange", "linewidth": 4, "alpha": 0.5},
+        "deltasync": {"color": "tab:blue", "linewidth": 1.2, "marker": "o", "markersize": 3},
+        "frozen": {"color": "tab:gray", "linewidth": 1, "linestyle": "--"},
+    }
+    title = "GRPO, same seeds: deltasync and a dense transfer give the same parameters, bit for bit"
+    plot_rewards(PLOT, title, [(results[arm]["rewards"], {"label": arm, **style}) for arm, style in styles.items()])
+
+
+def plot_rewards(target: Path, title: str, lines: Iterable[tuple[Sequence[float], dict[str, Any]]]) -> None:
+    """Plot rewards over steps to a file; each line is the rewards and the options of matplotlib's `plot`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    looks = {
-        "dense": {"color": "tab:orange", "linewidth": 4, "alpha": 0.5},
-        "deltasync": {"color": "tab:blue", "linewidth": 1.2, "marker": "o", "markersize": 3},
-        "frozen": {"color": "tab:gray", "linewidth": 1, "linestyle": "--"},
-    }
     figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for arm, look in looks.items():
-        rewards = results[arm]["rewards"]
-        axis.plot(range(1, len(rewards) + 1), rewards, label=arm, **look)
+    for rewards, look in lines:
+        axis.plot(range(1, len(rewards) + 1), rewards, **look)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("step")
     axis.set_ylabel("reward")
-    axis.set_title("GRPO, same seeds: deltasync and a dense transfer give the same parameters, bit for bit", fontsize=10)
+    axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
     axis.legend()
-    figure.savefig(PLOT, dpi=110)
+    figure.savefig(target, dpi=110)
     pyplot.close(figure)
 
 

@@ -11,7 +11,6 @@ published bit is wrong.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -26,15 +25,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks import common
 from benchmarks.common import table
+from benchmarks.models import digest
 from deltasync import Replica
-from deltasync.tensors.bits import bits_of
 from demo import model as demo_model
 from demo.processes import Child, interrupt_on_sigterm
 from tests.http_faults import FaultProxy, status
 from tests.servers.s3 import KEYS, MotoServer
 from trl_callback import DeltaSyncCallback, gather
-
-DTYPE = torch.bfloat16
 
 
 def main() -> None:
@@ -110,14 +107,6 @@ def run(server: MotoServer, proxy: FaultProxy, seconds: float, *, outage: bool) 
     }
 
 
-def digest(weights: dict[str, torch.Tensor]) -> str:
-    """Return the sha256 over all weights in the served dtype."""
-    found = hashlib.sha256()
-    for name in sorted(weights):
-        found.update(bits_of(weights[name].to(DTYPE).contiguous()).tobytes())
-    return found.hexdigest()
-
-
 class Steps(TrainerCallback):
     """Writes when each step ended and the weights' digest to a file; ends the training after a time."""
 
@@ -130,7 +119,11 @@ class Steps(TrainerCallback):
         now = time.monotonic()
         if self._ends_s is None:
             self._ends_s = now + self._seconds
-        line = {"step": state.global_step, "time_s": now, "sha256": digest(dict(gather.stream_of(model)))}
+        line = {
+            "step": state.global_step,
+            "time_s": now,
+            "sha256": digest({name: tensor.to(torch.bfloat16) for name, tensor in gather.stream_of(model)}),
+        }
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         control.should_training_stop = now >= self._ends_s
@@ -148,7 +141,7 @@ def train(channel: str, steps_file: Path, seconds: float) -> None:
             args=TrainingArguments(
                 output_dir=folder,
                 max_steps=1_000_000,
-                per_device_train_batch_size=32,  # a step is long compared with its upload, as in training
+                per_device_train_batch_size=32,  # a step is longer than its upload, as in training
                 learning_rate=1e-6,
                 use_cpu=True,
                 logging_steps=50,

@@ -72,12 +72,5 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.0f} MB"
 
 
-def main() -> None:
-    """Print the table."""
-    given = common.parser(__doc__).parse_args()
-    result = measure()
-    common.emit(given.json, result, lines(result))
-
-
 if __name__ == "__main__":
-    common.run(main)
+    common.command(__doc__, measure, lines)

@@ -14,10 +14,10 @@ figure in a sentence between `<!-- result: NAME -->` and `<!-- / -->`.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import math
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks import common
 from benchmarks.codec import published
 from deltasync.config import CODECS
-from deltasync.dashboard.forecast import forecast
+from deltasync.dashboard.costs import forecast
 
 RESULTS = common.ROOT / "docs" / "results"
 PAGES = (common.ROOT / "README.md", *sorted((common.ROOT / "docs").rglob("*.md")))
@@ -53,10 +53,7 @@ _README = {
 
 _SPANS = {"one step": 1, "compaction of 8": 8, "compaction of 32": 32}
 
-_FLOORS = {"copy_s": "a copy", "disk_s": "writing to the disk", "sha256_s": "sha256"}
-
-_QWEN3_8B = 8.19e9
-"""Parameters of Qwen3-8B."""
+_QWEN3_8B = 8.19e9  # parameters of Qwen3-8B
 
 Row = Sequence[object]
 
@@ -75,10 +72,27 @@ def updated(text: str) -> str:
 
 def _table(columns: Row, rows: Iterable[Row], words: int | None = None) -> Iterator[str]:
     """Return a table in Markdown; columns after the first `words` are aligned to the right."""
-    words = len(columns) if words is None else words
-    rule = ["---"] * words + ["---:"] * (len(columns) - words)
-    for row in (columns, rule, *rows):
-        yield f"|{'|'.join(f' {cell} ' if str(cell) else ' ' for cell in row)}|"
+    return _squeezed(common.table(columns, rows, len(columns) if words is None else words))
+
+
+def _squeezed(lines: Iterable[str]) -> Iterator[str]:
+    """Return a command's output without padding, its sentences as paragraphs."""
+    for line in lines:
+        if line.startswith("|"):
+            yield re.sub(r"-{4,}", "---", re.sub(r" +", " ", line))
+        else:
+            yield f"\n{line}."
+
+
+def _of_command(name: str, module: str = "", function: str = "lines") -> Callable[[], Iterator[str]]:
+    """Return a function that yields the text output of a benchmark, and where it is from."""
+
+    def table() -> Iterator[str]:
+        lines = getattr(importlib.import_module(f"benchmarks.{module or name}"), function)
+        yield from _squeezed(lines(load(name)["result"]))
+        yield from _source(name)
+
+    return table
 
 
 def _source(*names: str, notes: bool = True) -> Iterator[str]:
@@ -192,7 +206,7 @@ def _three_digits(value: float) -> str:
 
 
 def codec_reported() -> Iterator[str]:
-    """Yield what peers' own code needed, and our implementation of it."""
+    """Yield the bits that peers reported for their own code, and those of our implementation of it."""
     rows: list[Row] = []
     for whose, changed, reported, known, encoding, master in published.PEER_BITS:
         ours = _bits_at(master, "one step", encoding, changed or 0.0107)
@@ -251,135 +265,6 @@ def codec_readme() -> Iterator[str]:
     yield f"|{' ---: |' * len(heads)}"
     yield f"| {' | '.join(bits)} |"
     yield from _source("codec_masters", notes=False)
-
-
-# --- vLLM, training, recovery -------------------------------------------------------------------------------------------
-
-
-def commit() -> Iterator[str]:
-    """Yield the table of a commit into a real vLLM."""
-    result = load("commit")["result"]
-    of_process, pause, throughput = result["commit"], result["pause"], result["throughput"]
-    ours, peers = of_process["deltasync"], of_process["vllm"]
-    changed = result["model"]["changed"]
-    commit_s = sum(ours[part]["median_s"] for part in ("commit", "confirm") if part in ours)
-    each = {key: of_process[f"{key}_bytes"] / changed for key in ("staged", "stage_extra", "vllm_extra")}
-    peer_ms = " / ".join(f"{1e3 * peer['median_s']:.0f}" for peer in peers.values())
-    times = " / ".join(f"{peer['median_s'] / commit_s:.0f}" for peer in peers.values())
-    silence, usual = pause["changed"]["silence_s"], pause["token_gap_s"]
-    rows = (
-        ("elements, changed", f"{result['model']['element_count']:,}, {changed:,}"),
-        ("fetch, decode, translate (while serving), median", f"{1e3 * ours['stage']['median_s']:.0f} ms"),
-        ("commit with confirmation, median", f"{1e3 * commit_s:.0f} ms"),
-        ("rollback, median", f"{1e3 * ours['rollback']['median_s']:.0f} ms"),
-        ("a plain scatter in one thread, median", f"{1e3 * of_process['plain']['median_s']:.0f} ms"),
-        ("vLLM's own path, default / duplicates unchecked, median", f"{peer_ms} ms: {times} commits"),
-        (
-            "pause of generation, last token before to first after",
-            f"{1e3 * silence:.0f} ms; {1e3 * usual:.0f} are usual between two tokens, "
-            f"the scatter took {1e3 * pause['changed']['scatter_s']:.0f} while vLLM's threads spin",
-        ),
-        ("the same, of a version without a change", f"{1e3 * pause['unchanged']['silence_s']:.0f} ms"),
-        ("throughput of the tiny model with a version per second", f"{throughput['share']:.0%}"),
-        ("staged on the device, old values included", f"{each['staged']:.1f} bytes per change"),
-        (
-            "peak of staging, decoding on the host included / of vLLM's path",
-            f"{each['stage_extra']:.1f} / {each['vllm_extra']:.0f} bytes per change",
-        ),
-    )
-    yield from _table(("", ""), rows)
-    yield from _source("commit")
-
-
-def step() -> Iterator[str]:
-    """Yield what publishing adds to a step."""
-    result = load("step")["result"]
-    rows = (
-        ("copy of the weights", _span(result["copy_s"], 1e3, 0), "1"),
-        ("added to a step by publishing", _span(result["step_s"], 1e3, 0), _span(result["copies"], 1, 1)),
-    )
-    yield from _table((f"{result['weight_bytes'] / 1e9:.2f} GB of weights, 1 % changed", "ms", "copies"), rows)
-    yield from _source("step")
-
-
-def _span(found: float | list[float], factor: float, digits: int) -> str:
-    """Return a number, or the range of several runs, as text."""
-    ends = found if isinstance(found, list) else [found]
-    return " to ".join(f"{factor * end:.{digits}f}" for end in ends)
-
-
-def recovery() -> Iterator[str]:
-    """Yield the table of rollback and loading again."""
-    result = load("recovery")["result"]
-    texts = {
-        "commit_s": "commit of 1 % changed",
-        "rollback_s": "rollback of a commit of 1 % changed",
-        "load_s": "load of an anchor into an empty replica",
-        "audit_and_load_s": "after a flipped bit: audit, and load again",
-    }
-    rows = [(text, f"{statistics.median(result[key]):.3f} s") for key, text in texts.items() if key in result]
-    yield from _table((f"{result['elements']:,} elements", "median"), rows)
-    yield from _source("recovery")
-
-
-def _command_table(name: str, lines: Callable[[Any], Iterator[str]]) -> Iterator[str]:
-    """Yield the command's text output without padding."""
-    for line in lines(load(name)["result"]):
-        if line.startswith("| -"):
-            yield re.sub(r"-+", "---", line)
-        else:
-            yield re.sub(r" +", " ", line) if line.startswith("|") else f"\n{line}."
-    yield from _source(name)
-
-
-def outage() -> Iterator[str]:
-    """Yield the table of training through an outage."""
-    from benchmarks import outage
-
-    return _command_table("outage", outage.lines)
-
-
-def learning() -> Iterator[str]:
-    """Yield the table of GRPO with three transfers."""
-    from benchmarks import learning
-
-    return _command_table("learning", learning.lines)
-
-
-def async_learning() -> Iterator[str]:
-    """Yield the table of AsyncGRPO with two transfers."""
-    from benchmarks import async_learning
-
-    return _command_table("async_learning", async_learning.lines)
-
-
-def placement() -> Iterator[str]:
-    """Yield the table of `benchmarks.placement`."""
-    from benchmarks import placement
-
-    return _command_table("placement", placement.lines)
-
-
-def auto() -> Iterator[str]:
-    """Yield the table of `benchmarks.auto`: three settings of `codec` over links."""
-    from benchmarks import auto
-
-    return _command_table("auto", auto.lines)
-
-
-def shards() -> Iterator[str]:
-    """Yield the table of `benchmarks.shards`: `context` under tensor parallelism."""
-    from benchmarks import shards
-
-    return _command_table("shards", shards.lines)
-
-
-def demo() -> Iterator[str]:
-    """Yield the demo's summary."""
-    from demo import report
-
-    yield from _table(("", ""), report.table(load("demo")["result"]))
-    yield from _source("demo")
 
 
 # --- hosts, faults, soak ---------------------------------------------------------------------------------------------
@@ -472,58 +357,6 @@ def chaos() -> Iterator[str]:
     yield from _source("chaos")
 
 
-def lag() -> Iterator[str]:
-    """Yield the table of `benchmarks.lag`: from a publish to live bits over long lines."""
-    lines = {"small": "200 ms per round trip", "large": "50 ms, 100 Mbit/s"}
-    found = load("lag")["result"]
-    rows = [
-        (
-            lines[name],
-            f"{case['payload_bytes'] / 1e6:.2f} MB",
-            f"{case['lag_s']['p50']:.2f} s",
-            f"{case['lag_s']['p95']:.2f} s",
-            f"{case['units']['p50']:.2f} {case['unit']}",
-        )
-        for name, case in found.items()
-        if name in lines
-    ]
-    yield from _table(("line", "a version", "lag, p50", "p95", "that is"), rows)
-    yield from _source("lag")
-
-
-def join() -> Iterator[str]:
-    """Yield the table of `benchmarks.join`: full weights, published and fetched."""
-    found = load("join")["result"]
-    floors, publish, joined = found["floors"], found["publish"], found["join"]
-    weights = floors["weight_bytes"]
-    peaks = ("publisher", publish["peak_bytes"]), ("late joiner", joined["peak_bytes"])
-
-    def times(seconds: float, floor: str) -> str:
-        return f"{seconds / floors[floor]:.1f} times {_FLOORS[floor]}, {floors[floor]:.2f} s"
-
-    yield from _table((f"{weights / 1e9:.2f} GB of full weights, a directory", "", ""), [
-        ("first publish: the trainer is held", f"{publish['held_s']:.2f} s", times(publish["held_s"], "copy_s")),
-        ("first publish: until it is visible", f"{publish['visible_s']:.2f} s", times(publish["visible_s"], "disk_s")),
-        ("a late joiner, with three deltas", f"{joined['join_s']:.2f} s", times(joined["join_s"], "sha256_s")),
-        *((f"{who}: peak memory", f"{peak / 1e9:.2f} GB", f"{peak / weights:.2f} weights") for who, peak in peaks),
-    ])  # fmt: skip
-    yield from _source("join")
-
-
-def scale() -> Iterator[str]:
-    """Yield the table of `benchmarks.scale`: measured sizes."""
-    from benchmarks import scale
-
-    return _command_table("scale", scale.measured)
-
-
-def scale_computed() -> Iterator[str]:
-    """Yield what follows for larger models."""
-    from benchmarks import scale
-
-    return _command_table("scale", scale.computed)
-
-
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "codec-sizes": lambda: _codec_sizes("codec"),
     "codec-masters": codec_masters,
@@ -533,23 +366,23 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "codec-speed": codec_speed,
     "saved": saved,
     "codec-readme": codec_readme,
-    "auto": auto,
-    "shards": shards,
-    "commit": commit,
-    "step": step,
-    "recovery": recovery,
-    "outage": outage,
-    "learning": learning,
-    "async-learning": async_learning,
-    "placement": placement,
-    "demo": demo,
+    "auto": _of_command("auto"),
+    "shards": _of_command("shards"),
+    "commit": _of_command("commit", "commit.report"),
+    "step": _of_command("step"),
+    "recovery": _of_command("recovery"),
+    "outage": _of_command("outage"),
+    "learning": _of_command("learning"),
+    "async-learning": _of_command("async_learning"),
+    "placement": _of_command("placement"),
+    "demo": _of_command("demo"),
     "hosts": lambda: _as_written("hosts"),
     "soak": lambda: _as_written("soak"),
     "chaos": chaos,
-    "lag": lag,
-    "join": join,
-    "scale": scale,
-    "scale-computed": scale_computed,
+    "lag": _of_command("lag"),
+    "join": _of_command("join"),
+    "scale": _of_command("scale", function="measured"),
+    "scale-computed": _of_command("scale", function="computed"),
     "wordle": lambda: _as_written("wordle"),
     **{f"faults-{page}": functools.partial(faults, page) for page in _FAULT_PAGES},
 }

@@ -11,24 +11,20 @@ same computation is compared with the other sizes that were measured. Uses no GP
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.commit.versions import change
 from benchmarks.common import say, table, timed
-from benchmarks.join import model, warm_up
+from benchmarks.models import change, model, warm_up
 from deltasync import Publisher, Replica
 
 CHANGED = 0.01
 _TIMES = "held_s", "visible_s", "apply_s"
-_DELTAS = 4  # counted; one more before them meets new memory and is left out
+_DELTAS = 4  # counted; one more before them meets new memory and is not counted
 _BASE = 0.6e9  # elements of the size that all others are computed from
 _ROUND_TRIPS = 2.5
 _ROUND_TRIP_S = 0.05
@@ -51,36 +47,6 @@ DEPLOYMENTS = (
     Deployment("1T", 1e12, 256, 16),
 )
 REPLICAS = 8, 64, 256
-
-
-def main() -> None:
-    """Run the benchmark by the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--billions", type=float, nargs="+", default=[0.15, 0.6, 1.2, 3.0], help="elements to measure")
-    parser.add_argument("--link", type=float, default=10.0, help="Gbit/s of each rank, and of each worker")
-    parser.add_argument("--store", type=float, default=400.0, help="Gbit/s that the store gives to all replicas together")
-    parser.add_argument("--folder", type=Path, default=None, help="directory for channels; default: a temporary one")
-    parser.add_argument("--part", choices=PARTS, help="used by the benchmark itself")
-    given = parser.parse_args()
-    if given.part is not None:
-        print(json.dumps(PARTS[given.part](given.folder, given.billions[0])))
-        return
-    points = []
-    for billions in given.billions:
-        say(f"{billions:g} B elements")
-        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            points.append(_in_processes(Path(folder), billions))
-    result = compute(points, given.link, given.store)
-    common.emit(given.json, result, lines(result))
-
-
-def _in_processes(folder: Path, billions: float) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for part in PARTS:
-        command = [sys.executable, "-m", "benchmarks.scale", "--part", part, "--billions", str(billions)]
-        output = subprocess.run([*command, "--folder", str(folder)], cwd=common.ROOT, stdout=subprocess.PIPE, check=True)
-        found |= json.loads(output.stdout)
-    return found
 
 
 def publish(folder: Path, billions: float) -> dict[str, Any]:
@@ -125,13 +91,21 @@ def follow(folder: Path, billions: float) -> dict[str, Any]:
 PARTS: dict[str, Callable[[Path, float], dict[str, Any]]] = {"publish": publish, "follow": follow}
 
 
+def run(billions: Sequence[float], link: float, store: float, folder: Path | None) -> dict[str, Any]:
+    """Measure each size, its parts in processes of their own, and compute the others."""
+    points = []
+    for size in billions:
+        say(f"{size:g} B elements")
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            found = common.in_processes("scale", PARTS, Path(name), size)
+        points.append({**found["publish"], **found["follow"]})
+    return compute(points, link, store)
+
+
 def compute(points: Sequence[dict[str, Any]], link: float, store: float) -> dict[str, Any]:
     """Compute the cost of `DEPLOYMENTS` from one measured size, and the error for the other sizes.
 
-    Args:
-        points: Measurements of each size.
-        link: Gbit/s of each rank, and of each worker of a replica.
-        store: Gbit/s of the store to all replicas together.
+    `link` is in Gbit/s of each rank, and of each worker of a replica, `store` of the store to all replicas together.
     """
     base = min(points, key=lambda point: abs(point["elements"] - _BASE))
     checks = [
@@ -198,4 +172,13 @@ def computed(result: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    if not common.run_part(PARTS):
+        common.command(
+            __doc__,
+            run,
+            lines,
+            common.option("--billions", type=float, nargs="+", default=[0.15, 0.6, 1.2, 3.0], help="elements to measure"),
+            common.option("--link", type=float, default=10.0, help="Gbit/s of each rank, and of each worker"),
+            common.option("--store", type=float, default=400.0, help="Gbit/s of the store to all replicas together"),
+            common.option("--folder", type=Path, default=None, help="directory for channels; default: a temporary one"),
+        )

@@ -81,12 +81,5 @@ def lines(result: list[dict[str, Any]]) -> Iterator[str]:
     yield from common.table(heads, rows)
 
 
-def main() -> None:
-    """Run the benchmark by the command line."""
-    given = common.parser(__doc__).parse_args()
-    result = [measure(shape) for shape in SHAPES]
-    common.emit(given.json, result, lines(result))
-
-
 if __name__ == "__main__":
-    common.run(main)
+    common.command(__doc__, lambda: [measure(shape) for shape in SHAPES], lines)

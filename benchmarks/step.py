@@ -1,4 +1,4 @@
-"""The time that publishing adds to an optimizer step, compared with a copy of the weights.
+"""The time that publishing adds to an optimizer step, compared with that of a copy of the weights.
 
     python -m benchmarks.step [--size 0.6b] [--changed 0.01] [--rounds 10] [--json]
 
@@ -21,62 +21,49 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import common
-from benchmarks.commit import versions
+from benchmarks.commit.versions import SIZES, build_checkpoint
 from benchmarks.common import table
+from benchmarks.models import change
 from deltasync import Replica
 from trl_callback import DeltaSyncConfig, DeltaWeightTransfer, gather
 
 
-def main() -> None:
-    """Run the benchmark by the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument(
-        "--size", choices=versions.SIZES, default="0.6b", help="model of the shape of Qwen3-0.6B, or the demo's"
-    )
-    parser.add_argument("--changed", type=float, default=0.01, help="fraction of the elements that a step changes")
-    parser.add_argument("--rounds", type=int, default=10, help="steps to measure")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result = run(Path(folder), given.size, given.changed, given.rounds)
-    common.emit(given.json, result, lines(result))
-
-
-def run(folder: Path, size: str, changed: float, rounds: int) -> dict[str, Any]:
+def run(size: str, changed: float, rounds: int) -> dict[str, Any]:
     """Measure, and compare the last version's bits.
 
-    Returns:
-        Bytes of the weights and of the last delta, its changed elements and all elements; threads; median seconds of a copy
-        of the weights, and those that publishing adds to a step; these seconds of each step.
-
-    Raises:
-        AssertionError: wrong bits.
+    Returns bytes of the weights and of the last delta, its changed elements and all elements; threads; median seconds of a
+    copy of the weights, and those that publishing adds to a step; these seconds of each step.
     """
-    versions.build_checkpoint(size, folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
-    weights = dict(gather.stream_of(model))
-    channel = f"file://{folder}/channel"
-    transfer = DeltaWeightTransfer(DeltaSyncConfig(channel, anchor_every=1 << 30))
-    transfer.bind(model)
-    transfer.open()
-    copies = {name: torch.empty_like(weight) for name, weight in weights.items()}
-    publish_s, memcpy_s = [], []
-    for number in range(rounds + 2):  # the first is an anchor, the second meets new memory
-        if number:
-            versions.change(weights, changed, seed=number)
-        before = time.perf_counter()
-        transfer.publish(gather.stream_of(model))
-        publish_s.append(time.perf_counter() - before)
-        transfer.record(ack_s=None)
-        transfer.flush()
-        before = time.perf_counter()
-        for name, weight in weights.items():
-            copies[name].copy_(weight)
-        memcpy_s.append(time.perf_counter() - before)
-    transfer.destroy()
-    replica = Replica(channel)
-    replica.sync()
-    published = replica.state_dict()
-    assert all(torch.equal(published[name].view(torch.int16), weight.view(torch.int16)) for name, weight in weights.items())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build_checkpoint(size, folder / "model")
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+        weights = dict(gather.stream_of(model))
+        channel = f"file://{folder}/channel"
+        transfer = DeltaWeightTransfer(DeltaSyncConfig(channel, anchor_every=1 << 30))
+        transfer.bind(model)
+        transfer.open()
+        copies = {name: torch.empty_like(weight) for name, weight in weights.items()}
+        publish_s, memcpy_s = [], []
+        for number in range(rounds + 2):  # the first is an anchor, the second meets new memory
+            if number:
+                change(weights, changed, seed=number)
+            before = time.perf_counter()
+            transfer.publish(gather.stream_of(model))
+            publish_s.append(time.perf_counter() - before)
+            transfer.record(ack_s=None)
+            transfer.flush()
+            before = time.perf_counter()
+            for name, weight in weights.items():
+                copies[name].copy_(weight)
+            memcpy_s.append(time.perf_counter() - before)
+        transfer.destroy()
+        replica = Replica(channel)
+        replica.sync()
+        published = replica.state_dict()
+        assert all(
+            torch.equal(published[name].view(torch.int16), weight.view(torch.int16)) for name, weight in weights.items()
+        )
 
     last = transfer.history[-1]
     copy_s, step_s = statistics.median(memcpy_s[2:]), statistics.median(publish_s[2:])
@@ -94,15 +81,25 @@ def run(folder: Path, size: str, changed: float, rounds: int) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """Yield the result as lines of text."""
-    yield (
-        f"{result['weight_bytes'] / 1e9:.2f} GB, {result['changed']:,} of {result['total']:,} changed, "
-        f"payload {result['payload_bytes'] / 1e6:.2f} MB; "
-        f"threads: {result['threads']['deltasync']} in deltasync's kernels, {result['threads']['torch']} in torch's copy"
+    """Yield the result as lines of text. Each number may be a list, of the least and the most of several runs."""
+
+    def span(name: str, factor: float, digits: int) -> str:
+        found = result[name]
+        return " to ".join(f"{factor * each:.{digits}f}" for each in (found if isinstance(found, list) else [found]))
+
+    rows = (
+        ("copy of the weights", span("copy_s", 1e3, 0), "1"),
+        ("added to a step by publishing", span("step_s", 1e3, 0), span("copies", 1, 1)),
     )
-    rows = (("copy of the weights", result["copy_s"]), ("added to a step", result["step_s"]))
-    yield from table(("", "ms", "copies"), [(name, f"{1e3 * s:.1f}", f"{s / result['copy_s']:.2f}") for name, s in rows])
+    yield from table((f"{result['weight_bytes'] / 1e9:.2f} GB of weights, 1 % changed", "ms", "copies"), rows, words=3)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.command(
+        __doc__,
+        run,
+        lines,
+        common.option("--size", choices=SIZES, default="0.6b", help="model of the shape of Qwen3-0.6B, or the demo's"),
+        common.option("--changed", type=float, default=0.01, help="fraction of the elements that a step changes"),
+        common.option("--rounds", type=int, default=10, help="steps to measure"),
+    )

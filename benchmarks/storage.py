@@ -1,10 +1,10 @@
-"""What a channel stores for each byte of delta, and what a late joiner fetches, by default settings.
+"""The bytes that a channel stores for each byte of delta, and those that a late joiner fetches, with default settings.
 
     python -m benchmarks.storage [--elements 8e6] [--versions 210] [--changed 0.01 0.001] [--json]
 
 A model of bfloat16 weights is published to a store in memory. In each version a random share of its elements moves by one
-step up or down. The benchmark counts the bytes of deltas, compactions and anchors after the first version, and the bytes
-that a replica reads which joins after the last one. It also prints what `deltasync cost` computes for the same run.
+step up or down. The benchmark counts the bytes of deltas, compactions and anchors after the first version, and those that a
+replica reads when it joins after the last one. The estimate of `deltasync cost` for the same run is shown with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks import common
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
-from deltasync.dashboard.forecast import forecast
+from deltasync.dashboard.costs import forecast
 from deltasync.stores import Store
 from deltasync.stores.base import ObjectInfo
 from deltasync.stores.wrapper import WrappedStore
@@ -30,15 +30,9 @@ Weights = dict[str, torch.Tensor]
 TENSORS = 24
 
 
-def main() -> None:
-    """Run the benchmark by the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--elements", type=float, default=8e6)
-    parser.add_argument("--versions", type=int, default=210, help="published after the first")
-    parser.add_argument("--changed", type=float, nargs="+", default=[0.01, 0.001])
-    given = parser.parse_args()
-    found = [measure(int(given.elements), changed, given.versions) for changed in given.changed]
-    common.emit(given.json, found, lines(found))
+def run(elements: float, versions: int, changed: Iterable[float]) -> list[dict[str, Any]]:
+    """Measure a run for each changed fraction."""
+    return [measure(int(elements), each, versions) for each in changed]
 
 
 def measure(elements: int, changed: float, versions: int, **options: Any) -> dict[str, Any]:
@@ -165,4 +159,11 @@ def _sum(sizes: dict[str, int], prefix: str) -> int:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.command(
+        __doc__,
+        run,
+        lines,
+        common.option("--elements", type=float, default=8e6),
+        common.option("--versions", type=int, default=210, help="published after the first"),
+        common.option("--changed", type=float, nargs="+", default=[0.01, 0.001]),
+    )

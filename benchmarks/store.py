@@ -53,17 +53,12 @@ class CountingStore(WrappedStore):
 
 
 def run(url: str, payload_bytes: int) -> dict[str, Any]:
-    """Measure the store at `url`.
+    """Measure the store, in a folder made below `url`, with large objects and a delta of `payload_bytes`.
 
-    Args:
-        url: URL below which a folder is made for the benchmark.
-        payload_bytes: Size of the large objects and of the delta.
-
-    Returns:
-        `large`: MB/s of the client and of the store in turn, medians (None for a client that has no plain put and
-        get), and the store's share of the client's put and get, the median of neighbours; `small`: ms of each verb, p50 and
-        p95; `version`: bytes of a delta and seconds of its stages; `calls` of store verbs: of publishing and following it,
-        and of a poll that finds nothing new.
+    Returns `large`: MB/s of the client and of the store in turn, medians (None for a client that has no plain put and get),
+    and the store's share of the client's put and get, the median of neighbours; `small`: ms of each verb, p50 and p95;
+    `version`: bytes of a delta and seconds of its stages; `calls` of store verbs: of publishing and following it, and of a
+    poll that finds nothing new.
     """
     folder = _below(url, f"bench-{uuid.uuid4().hex[:12]}")
     store = open_store(folder)
@@ -248,17 +243,13 @@ def _below(url: str, name: str) -> str:
     return f"{path.rstrip('/')}/{check_key(name)}{mark}{options}"
 
 
-def main() -> None:
-    """Run the benchmark by the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("url", metavar="URL")
-    parser.add_argument(
-        "--bytes", dest="payload_bytes", type=int, default=32 << 20, help="size of the large objects and of the delta"
-    )
-    given = parser.parse_args()
-    result = run(given.url, given.payload_bytes)
-    common.emit(given.json, result, lines(result))
-
-
 if __name__ == "__main__":
-    common.run(main)
+    common.command(
+        __doc__,
+        run,
+        lines,
+        common.option("url", metavar="URL"),
+        common.option(
+            "--bytes", dest="payload_bytes", type=int, default=32 << 20, help="size of the large objects and of the delta"
+        ),
+    )

@@ -1,4 +1,4 @@
-"""What each tensor costs: models of many small tensors and of few large ones, with as many elements.
+"""The cost of each tensor: models of many small tensors and of few large ones, with as many elements.
 
     python -m benchmarks.tensors [--elements 20000000] [--many 20000] [--few 30] [--changed 0.01] [--rounds 7] [--json]
 
@@ -29,28 +29,8 @@ _BARS = {"held_us": 5.0, "publish_us": 5.0, "sync_us": 5.0, "wire_bytes": 20.0, 
 Weights = dict[str, torch.Tensor]
 
 
-def main() -> None:
-    """Run the benchmark by the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--elements", type=int, default=20_000_000, help="elements of each model")
-    parser.add_argument("--many", type=int, default=20_000, help="tensors of one model")
-    parser.add_argument("--few", type=int, default=30, help="tensors of the other")
-    parser.add_argument("--changed", type=float, default=0.01, help="fraction of the elements that a version changes")
-    parser.add_argument("--rounds", type=int, default=7, help="versions to measure")
-    given = parser.parse_args()
-    result = run(given.elements, given.many, given.few, given.changed, given.rounds)
-    common.emit(given.json, result, lines(result))
-
-
 def run(elements: int, many: int, few: int, changed: float, rounds: int) -> dict[str, Any]:
-    """Measure all.
-
-    Returns:
-        `models`, the medians of each; `tensor`, the cost of each; `experts`, those of the step; `bars`.
-
-    Raises:
-        AssertionError: a replica has other bits.
-    """
+    """Measure all: `models`, the medians of each; `tensor`, the cost of each; `experts`, those of the step; `bars`."""
     models = {}
     for count in (few, many):
         random = torch.Generator().manual_seed(0)
@@ -90,11 +70,7 @@ def _model(count: int, shape: tuple[int, ...], random: torch.Generator) -> Weigh
 
 
 def measure(weights: Weights, step: Callable[[], None], rounds: int) -> dict[str, float]:
-    """Publish and follow a version after each step; return medians.
-
-    Raises:
-        AssertionError: the replica has other bits.
-    """
+    """Publish and follow a version after each step; return medians."""
     found: dict[str, list[float]] = {}
     store = open_store(f"memory://{uuid.uuid4().hex}")
     with Publisher(store, codec="packed", anchor_every=1 << 30) as publisher:
@@ -146,4 +122,13 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.command(
+        __doc__,
+        run,
+        lines,
+        common.option("--elements", type=int, default=20_000_000, help="elements of each model"),
+        common.option("--many", type=int, default=20_000, help="tensors of one model"),
+        common.option("--few", type=int, default=30, help="tensors of the other"),
+        common.option("--changed", type=float, default=0.01, help="fraction of the elements that a version changes"),
+        common.option("--rounds", type=int, default=7, help="versions to measure"),
+    )

@@ -19,11 +19,9 @@ from typing import Annotated, Any, Self, TypedDict
 from deltasync.errors import ConfigError
 
 CODECS = ("packed", "context", "raw")
-AUTO = "auto"
-"""The `codec` of a publisher that chooses `packed` or `context` for each version (`deltasync.publish.encode`)."""
+AUTO = "auto"  # the `codec` of a publisher that chooses `packed` or `context` for each version (`deltasync.publish.encode`)
 _CASTS = "(bfloat16|float16|float32|keep)"
-DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"
-"""Pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)."""
+DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"  # pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)
 _DTYPES = "one of bfloat16, float16, float32, fp8, keep, or with patterns of names as in bfloat16,*.router.*=float32"
 PIN = r"newest|(?P<version>[1-9][0-9]{0,17})|every (?P<every>[1-9][0-9]{0,8})|(?P<behind>[1-9][0-9]{0,8}) behind"
 """Pattern of the setting `pin` (`deltasync.following.Pin`)."""
@@ -72,14 +70,10 @@ class _Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **explicit: Any) -> Self:
-        """Return settings from explicit arguments, else the environment, else the defaults.
+        """Return settings from explicit arguments (None means "not given"), else the environment, else the defaults.
 
-        Args:
-            environ: Variables to use instead of `os.environ`, for tests.
-            **explicit: Values of fields; None means "not given".
-
-        Raises:
-            ConfigError: a field is unknown, or a value does not parse or is out of range.
+        `environ` replaces `os.environ` in tests. Raises ConfigError if a field is unknown, or a value does not parse or is
+        out of range.
         """
         env = os.environ if environ is None else environ
         hints = typing.get_type_hints(cls)
@@ -130,11 +124,7 @@ def _check(name: str, value: Any, hint: Any, shown: bool) -> None:
 
 
 def whole_number(name: str, value: Any, least: int = -(1 << 63)) -> int:
-    """Convert an argument to a 64-bit int. Integers of numpy are allowed.
-
-    Raises:
-        ConfigError: it is not a whole number, or less than `least`.
-    """
+    """Convert an argument to a 64-bit int of at least `least`. Integers of numpy are allowed. Else raises ConfigError."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) < 1 << 63:
         bound = f"from {least} on" if least > 0 else "of 64 bits"
         raise ConfigError(f"{name} must be a whole number {bound}, not {value!r}.")
@@ -142,11 +132,7 @@ def whole_number(name: str, value: Any, least: int = -(1 << 63)) -> int:
 
 
 def token_ages(value: Any) -> tuple[float, float, float]:
-    """Convert the argument `token_lag` to floats: mean, 95th percentile and maximum age of tokens, in versions.
-
-    Raises:
-        ConfigError: it is not three numbers in the range that readers accept.
-    """
+    """Convert the argument `token_lag` to floats: mean, 95th percentile and maximum age of tokens, in versions."""
     ages = value if isinstance(value, Sequence) else ()
     if len(ages) != 3 or not all(isinstance(age, numbers.Real) and 0 <= float(age) < 1 << 63 for age in ages):
         raise ConfigError(f"token_lag must be three numbers from 0 on, not {value!r}.")
@@ -333,9 +319,8 @@ class ReplicaSettings(ReaderSettings):
     use_proxy: bool = False
 
     def at_port(self, port: int, rank: int | None = None) -> Self:
-        """Return these settings with a replica id that is the same after a restart at this port, unless one was given.
-
-        `rank` is the engine's, if several engines share one port.
+        """Return these settings with a replica id that stays the same at this port (and for this engine's rank), unless
+        given.
         """
         if self.replica_id != _default_replica_id():
             return self
@@ -345,9 +330,8 @@ class ReplicaSettings(ReaderSettings):
     def with_called_channel(self, channel: str | None) -> Self:
         """Return these settings with the channel that a remote caller names; None for the configured one.
 
-        Raises:
-            ConfigError: the channel is neither the configured one nor below one of `allowed_channels`; or its URL has
-                options, with which a caller could choose a server (`?endpoint=`).
+        Raises ConfigError if the channel is neither the configured one nor below one of `allowed_channels`; or its URL has
+        options, with which a caller could choose a server (`?endpoint=`).
         """
         if channel is None or channel == self.channel:
             return self

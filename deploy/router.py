@@ -27,12 +27,8 @@ _PORTS = {"http": 80, "https": 443}
 def servers(urls: Iterable[str], ca_file: str = "@system-ca") -> dict[str, str]:
     """HAProxy's address and options of each replica, by the name that is sent as its Host header.
 
-    Args:
-        urls: Replicas, such as http://10.0.0.5:8000 or https://user-name.hf.space.
-        ca_file: File with the authorities that may certify replicas at https://.
-
-    Raises:
-        ConfigError: a URL has another form, or is given twice.
+    `urls` are such as http://10.0.0.5:8000 or https://user-name.hf.space; `ca_file` holds the authorities that may certify
+    replicas at https://. Raises ConfigError if a URL has another form, or is given twice.
     """
     found: dict[str, str] = {}
     for url in urls:

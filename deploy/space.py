@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,121 +61,66 @@ class Call:
             return getattr(api, self.method)(**self.arguments)
         except _FAILURES as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
-            raise StoreError(f"{self} failed: {reason}. What came before it is done; run this again to go on.") from None
+            raise StoreError(f"{self} failed: {reason}. The steps before it are done; run this again to continue.") from None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpaceSettings:
-    """What all Spaces of one deployment have in common: the options of this script.
-
-    Attributes:
-        files: Folder to upload: the Dockerfile and what belongs to it.
-        variables: Environment at build time and at run time.
-        secrets: Environment at run time, which the Hub shows to nobody.
-        hardware: The Hub's name of it, None to leave it as it is; a new Space has a free CPU.
-        sleep_s: The Space stops after so long without requests; only with `hardware`.
-        package: The requirement that pip installs, or the path of a wheel, which is uploaded.
-        trusted_keys: File of public keys, which is uploaded.
-
-    Raises:
-        ConfigError: a file is missing or invalid, or `sleep_s` is given without `hardware`.
-    """
-
-    files: Path
-    package: str
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    secrets: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    private: bool = False
-    hardware: str | None = None
-    sleep_s: int | None = None
-    trusted_keys: str | None = None
-
-    def __post_init__(self) -> None:
-        if not (self.files / "Dockerfile").is_file():
-            raise ConfigError(f"There is no {self.files / 'Dockerfile'}; --files names the folder, such as examples/wordle.")
-        if self.wheel is not None and not self.wheel.is_file():
-            raise ConfigError(f"There is no wheel {self.package}; `make dist` builds one into dist/.")
-        if self.trusted_keys is not None:
-            Trusted(path=Path(self.trusted_keys))
-        if self.sleep_s is not None and self.hardware is None:
-            raise ConfigError("When a Space sleeps can only be set together with its hardware.")
-
-    @property
-    def wheel(self) -> Path | None:
-        """The package, if it is a wheel."""
-        return Path(self.package) if self.package.endswith(".whl") and "://" not in self.package else None
-
-
-def replica_settings(
-    channel: str,
-    model: str,
+def plan(
+    spaces: Sequence[str],
     *,
-    vllm_arguments: str = "",
+    files: Path,
+    package: str,
     variables: Mapping[str, str],
     secrets: Mapping[str, str],
-    **others: Any,
-) -> SpaceSettings:
-    """Settings of a Space that serves `model` and follows `channel`.
+    private: bool,
+    hardware: str | None,
+    sleep_s: int | None,
+    trusted_keys: str | None = None,
+) -> list[Call]:
+    """Return the calls, in order, that make these Spaces, and the bucket of their channel, or bring them up to date.
 
-    Raises:
-        ConfigError: a Space cannot reach the channel, or a secret is missing that it needs.
+    `files` is the folder to upload, with the Dockerfile, and `package` the requirement that pip installs, or the path of a
+    wheel, which is uploaded; so is the file of public keys. Variables are the environment at build time and at run time,
+    secrets at run time only. Without `hardware` a Space keeps its own; a new one has a free CPU. ConfigError if a file is
+    missing or invalid, or `sleep_s` is given without `hardware`.
     """
-    url = open_store(channel).url
-    if url.startswith(("memory://", "file://")):
-        raise ConfigError(f"A Space cannot reach {url}; the channel must be a bucket, such as hf://buckets/user/run/a.")
-    needed = {"DELTASYNC_HTTP_TOKEN": "without it anyone can use the server"}
-    if url.startswith("hf://"):
-        needed["HF_TOKEN"] = f"the replica reads {url} with it and writes its heartbeats there"
-    _require(secrets, needed)
-    named = {"DELTASYNC_CHANNEL": url, "MODEL": model}
-    if vllm_arguments:
-        named["VLLM_ARGUMENTS"] = vllm_arguments
-    return SpaceSettings(files=_FILES, variables={**named, **variables}, secrets=secrets, **others)
-
-
-def environment_settings(*, secrets: Mapping[str, str], **others: Any) -> SpaceSettings:
-    """Settings of a Space that serves an environment, such as Wordle. Raises ConfigError if a secret is missing."""
-    _require(secrets, {"DELTASYNC_ENVIRONMENT_TOKEN": "without it anyone can use the server"})
-    return SpaceSettings(secrets=secrets, **others)
+    wheel = Path(package) if package.endswith(".whl") and "://" not in package else None
+    if not (files / "Dockerfile").is_file():
+        raise ConfigError(f"There is no {files / 'Dockerfile'}; --files names the folder, such as examples/wordle.")
+    if wheel is not None and not wheel.is_file():
+        raise ConfigError(f"There is no wheel {package}; `make dist` builds one into dist/.")
+    if sleep_s is not None and hardware is None:
+        raise ConfigError("When a Space sleeps can only be set together with its hardware.")
+    uploads, extra = list[tuple[str, str]](), ""
+    if trusted_keys is not None:
+        Trusted(path=Path(trusted_keys))
+        variables, extra = {**variables, "DELTASYNC_TRUSTED_KEYS": f"/app/{_TRUSTED_KEYS}"}, "[signing]"
+        uploads.append((trusted_keys, _TRUSTED_KEYS))
+    if wheel is not None:
+        uploads.append((package, wheel.name))
+        package = f"./{wheel.name}{extra}"
+    channel, calls = variables.get("DELTASYNC_CHANNEL", ""), list[Call]()
+    if channel.startswith("hf://"):
+        calls.append(Call("create_bucket", {"bucket_id": bucket_of(channel)[0], "private": True, "exist_ok": True}))
+    for space in spaces:
+        name, of_space = {"repo_id": space}, {"repo_id": space, "repo_type": "space"}
+        calls.append(Call("create_repo", {**of_space, "space_sdk": "docker", "private": private, "exist_ok": True}))
+        for key, value in {"PACKAGE": package, **variables}.items():
+            calls.append(Call("add_space_variable", {**name, "key": key, "value": value}))
+        calls += [Call("add_space_secret", {**name, "key": key, "value": value}) for key, value in secrets.items()]
+        if hardware is not None:
+            sleep = {} if sleep_s is None else {"sleep_time": sleep_s}
+            calls.append(Call("request_space_hardware", {**name, "hardware": hardware, **sleep}))
+        for path, target in uploads:
+            calls.append(Call("upload_file", {**of_space, "path_or_fileobj": path, "path_in_repo": target}))
+        folder = {"folder_path": str(files), "ignore_patterns": [*_NOT_UPLOADED]}
+        calls += [Call("upload_folder", {**of_space, **folder}), Call("space_info", name)]
+    return calls
 
 
 def _require(secrets: Mapping[str, str], needed: Mapping[str, str]) -> None:
     for name, reason in needed.items():
         if not secrets.get(name):
             raise ConfigError(f"The Space needs the secret {name}: {reason}.")
-
-
-def plan(spaces: Sequence[str], settings: SpaceSettings) -> list[Call]:
-    """The calls, in order, that make the bucket of the channel and these Spaces, or bring them up to date."""
-    channel, calls = settings.variables.get("DELTASYNC_CHANNEL", ""), list[Call]()
-    if channel.startswith("hf://"):
-        calls = [Call("create_bucket", {"bucket_id": bucket_of(channel)[0], "private": True, "exist_ok": True})]
-    for space in spaces:
-        calls += _space(space, settings)
-    return calls
-
-
-def _space(space: str, settings: SpaceSettings) -> Iterator[Call]:
-    of_space = {"repo_id": space, "repo_type": "space"}
-    yield Call("create_repo", {**of_space, "space_sdk": "docker", "private": settings.private, "exist_ok": True})
-    variables, package, extra = dict(settings.variables), settings.package, ""
-    if settings.trusted_keys is not None:
-        variables["DELTASYNC_TRUSTED_KEYS"], extra = f"/app/{_TRUSTED_KEYS}", "[signing]"
-    if settings.wheel is not None:
-        package = f"./{settings.wheel.name}{extra}"
-    for key, value in {"PACKAGE": package, **variables}.items():
-        yield Call("add_space_variable", {"repo_id": space, "key": key, "value": value})
-    for key, value in settings.secrets.items():
-        yield Call("add_space_secret", {"repo_id": space, "key": key, "value": value})
-    if settings.hardware is not None:
-        sleep = {} if settings.sleep_s is None else {"sleep_time": settings.sleep_s}
-        yield Call("request_space_hardware", {"repo_id": space, "hardware": settings.hardware, **sleep})
-    if settings.trusted_keys is not None:
-        yield Call("upload_file", {**of_space, "path_or_fileobj": settings.trusted_keys, "path_in_repo": _TRUSTED_KEYS})
-    if (wheel := settings.wheel) is not None:
-        yield Call("upload_file", {**of_space, "path_or_fileobj": settings.package, "path_in_repo": wheel.name})
-    yield Call("upload_folder", {**of_space, "folder_path": str(settings.files), "ignore_patterns": [*_NOT_UPLOADED]})
-    yield Call("space_info", {"repo_id": space})
 
 
 def _variables(ctx: click.Context, param: click.Parameter, given: Sequence[str]) -> dict[str, str]:
@@ -252,7 +197,15 @@ def main() -> None:
     help="File of public keys, which is uploaded. Replicas accept only what one of them has signed.",
 )
 @_with_common_options
-def vllm(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
+def vllm(
+    spaces: tuple[str, ...],
+    channel: str,
+    model: str,
+    vllm_arguments: str,
+    variables: dict[str, str],
+    secrets: dict[str, str],
+    **options: Any,
+) -> None:
     """Serve MODEL with vLLM in each of the Spaces USER/NAME, as a replica of the channel.
 
     This needs the secret DELTASYNC_HTTP_TOKEN, which requests must present, and HF_TOKEN for a bucket of the Hub:
@@ -264,7 +217,16 @@ def vllm(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) 
         --package dist/deltasync-0.1.0-py3-none-any.whl --model Qwen/Qwen3-0.6B --hardware l4x1 \\
         --secret HF_TOKEN --secret DELTASYNC_HTTP_TOKEN
     """
-    _deploy(spaces, replica_settings(**options), dry_run, as_json)
+    url = open_store(channel).url
+    if url.startswith(("memory://", "file://")):
+        raise ConfigError(f"A Space cannot reach {url}; the channel must be a bucket, such as hf://buckets/user/run/a.")
+    needed = {"DELTASYNC_HTTP_TOKEN": "without it anyone can use the server"}
+    if url.startswith("hf://"):
+        needed["HF_TOKEN"] = f"the replica reads {url} with it and writes its heartbeats there"
+    _require(secrets, needed)
+    more = {"VLLM_ARGUMENTS": vllm_arguments} if vllm_arguments else {}
+    variables = {"DELTASYNC_CHANNEL": url, "MODEL": model, **more, **variables}
+    _deploy(spaces, files=_FILES, variables=variables, secrets=secrets, **options)
 
 
 @main.command("wordle")
@@ -276,7 +238,7 @@ def vllm(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) 
     help="The environment's folder.",
 )
 @_with_common_options
-def wordle(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
+def wordle(spaces: tuple[str, ...], secrets: dict[str, str], **options: Any) -> None:
     """Serve the Wordle environment in each of the Spaces USER/NAME.
 
     This needs the secret DELTASYNC_ENVIRONMENT_TOKEN, which requests must present:
@@ -287,11 +249,12 @@ def wordle(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any
       python deploy/space.py wordle user/wordle --package dist/deltasync-0.1.0-py3-none-any.whl \\
         --secret DELTASYNC_ENVIRONMENT_TOKEN --variable WORDS=full
     """
-    _deploy(spaces, environment_settings(**options), dry_run, as_json)
+    _require(secrets, {"DELTASYNC_ENVIRONMENT_TOKEN": "without it anyone can use the server"})
+    _deploy(spaces, secrets=secrets, **options)
 
 
-def _deploy(spaces: Sequence[str], settings: SpaceSettings, dry_run: bool, as_json: bool) -> None:
-    calls, hosts, api = plan(spaces, settings), {}, HfApi(library_name="deltasync")
+def _deploy(spaces: Sequence[str], dry_run: bool, as_json: bool, **options: Any) -> None:
+    calls, hosts, api = plan(spaces, **options), {}, HfApi(library_name="deltasync")
     for call in calls:
         if not as_json:
             echo(str(call))

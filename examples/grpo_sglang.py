@@ -23,7 +23,7 @@ from trl_callback import DeltaSyncCallback, DeltaSyncConfig
 
 @dataclass
 class ScriptArguments:
-    """What is trained, and where its rollouts are made."""
+    """The trained model, and the server of its rollouts."""
 
     model: str
     server: str = "http://localhost:30000"

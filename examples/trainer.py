@@ -25,7 +25,7 @@ from trl_callback import DeltaSyncCallback, DeltaSyncConfig
 
 @dataclass
 class ScriptArguments:
-    """What is trained."""
+    """The trained model."""
 
     model: str
 

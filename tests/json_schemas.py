@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from deltasync.channel.documents import VersionId
-from deltasync.dashboard.forecast import Forecast
+from deltasync.dashboard.costs import Forecast
 from deltasync.dashboard.snapshot import CompactionRow, ReplicaRow, VersionRow
 from deltasync.maintenance.doctor import Finding
 from deltasync.maintenance.repairs import Repaired
@@ -22,76 +22,48 @@ class LogLine(TypedDict):
     """A version, or a compaction or an announced anchor that produces one.
 
     Attributes:
-        version: The version, or the one that the compaction or anchor produces.
-        sha256: Digest of the record; null until another document names it.
-        key: The object's key.
-        kind: `delta`, `anchor`, `compaction` or `announced`.
-        reference: The checkpoint that it refers to instead of holding weights.
-        base_version: The base of a delta or compaction.
-        step: The trainer's step.
-        created_at: Time of encoding on the writer's clock.
-        changed_fraction: Changed elements divided by all elements.
         delta_bytes, anchor_bytes: Size of the payload.
-        bits_per_changed: Payload bits per changed element of a delta or compaction.
-        coalesced: Number of publications merged into it.
-        fingerprint: The model's fingerprint.
     """
 
-    version: int
+    version: int  # the version, or the one that the compaction or anchor produces
     epoch: str
-    sha256: str | None
-    key: str
-    kind: str
-    reference: str | None
-    base_version: int | None
-    step: int | None
-    created_at: str
-    changed_fraction: float
+    sha256: str | None  # digest of the record; null until another document names it
+    key: str  # the object's key
+    kind: str  # `delta`, `anchor`, `compaction` or `announced`
+    reference: str | None  # the checkpoint that it refers to instead of holding weights
+    base_version: int | None  # the base of a delta or compaction
+    step: int | None  # the trainer's step
+    created_at: str  # time of encoding on the writer's clock
+    changed_fraction: float  # changed elements divided by all elements
     delta_bytes: int | None
     anchor_bytes: int | None
-    bits_per_changed: float | None
-    coalesced: int
-    fingerprint: str | None
+    bits_per_changed: float | None  # payload bits per changed element of a delta or compaction
+    coalesced: int  # number of publications merged into it
+    fingerprint: str | None  # the model's fingerprint
 
 
 class Shown(TypedDict):
-    """A record or compaction.
-
-    Attributes:
-        bytes: The object's size.
-        document: The document that [the format](../format.md) defines.
-    """
+    """A record or compaction."""
 
     key: str
     sha256: str
-    bytes: int
-    document: dict[str, Any]
+    bytes: int  # the object's size
+    document: dict[str, Any]  # the document that [the format](../format.md) defines
 
 
 class Asked(TypedDict):
-    """The answer of the publisher.
+    """The answer of the publisher."""
 
-    Attributes:
-        asked: The newest version at the time of the request.
-        version: The version that has the anchor; null if the command did not wait for it.
-        key: The anchor's announcement, or the version's record.
-    """
-
-    asked: int
-    version: int | None
-    key: str | None
+    asked: int  # the newest version at the time of the request
+    version: int | None  # the version that has the anchor; null if the command did not wait for it
+    key: str | None  # the anchor's announcement, or the version's record
 
 
 class Problem(TypedDict):
-    """A problem of the channel.
+    """A problem of the channel."""
 
-    Attributes:
-        error: The kind of error.
-        exit_code: The command's exit code for this problem alone.
-    """
-
-    error: str
-    exit_code: int
+    error: str  # the kind of error
+    exit_code: int  # the command's exit code for this problem alone
     message: str
 
 
@@ -99,62 +71,41 @@ class Checked(TypedDict):
     """The contents and the problems of a channel.
 
     Attributes:
-        newest: The newest version, if it is known.
         versions, anchors, compactions: Counts, including damaged objects.
-        data_bytes: Size of all records, compactions, parts and anchors.
-        publishing: Files that no record names yet.
-        garbage_objects: Number of files that no record names.
-        garbage_bytes: Their size.
-        unreachable: Versions that no chain reaches.
-        proven: Versions whose bits were proven; null if data was not read.
-        unproven: The other versions, if data was read.
     """
 
     problems: list[Problem]
-    newest: VersionId | None
+    newest: VersionId | None  # the newest version, if it is known
     versions: int
     anchors: int
     compactions: int
-    data_bytes: int
-    publishing: int
-    garbage_objects: int
-    garbage_bytes: int
-    unreachable: list[int]
-    proven: list[int] | None
-    unproven: list[int]
+    data_bytes: int  # size of all records, compactions, parts and anchors
+    publishing: int  # files that no record names yet
+    garbage_objects: int  # number of files that no record names
+    garbage_bytes: int  # their size
+    unreachable: list[int]  # versions that no chain reaches
+    proven: list[int] | None  # versions whose bits were proven; null if data was not read
+    unproven: list[int]  # the other versions, if data was read
 
 
 class RepairDone(TypedDict):
-    """The result of a repair.
-
-    Attributes:
-        lost: Versions that are still unreachable.
-        exit_code: The command's exit code.
-    """
+    """The result of a repair."""
 
     objects: list[Repaired]
-    lost: list[int]
-    exit_code: int
+    lost: list[int]  # versions that are still unreachable
+    exit_code: int  # the command's exit code
 
 
 class Forgot(TypedDict):
-    """Numbers of versions, and keys of their records.
-
-    Attributes:
-        asked: Records that an option selects.
-        leading: Bases of the versions that were asked for.
-        recent: Records kept because they were needed within the grace period.
-        deleted: Keys of all objects that were deleted, or would be.
-        compactions: The compactions among them.
-    """
+    """Numbers of versions, and keys of their records."""
 
     kept: list[int]
     forgotten: list[int]
-    asked: list[str]
-    leading: list[str]
-    recent: list[str]
-    deleted: list[str]
-    compactions: list[str]
+    asked: list[str]  # records that an option selects
+    leading: list[str]  # bases of the versions that were asked for
+    recent: list[str]  # records kept because they were needed within the grace period
+    deleted: list[str]  # keys of all objects that were deleted, or would be
+    compactions: list[str]  # the compactions among them
     dry_run: bool
 
 
@@ -162,72 +113,52 @@ class Pruned(TypedDict):
     """Objects that were deleted, or would be.
 
     Attributes:
-        objects: Their keys.
-        heartbeats: Keys of heartbeats that are older than a week.
-        bytes: Size of the objects.
         waiting_objects, waiting_bytes: Kept, because they may be about to be published.
-        young_objects: Kept, because they are newer than the grace period.
     """
 
-    objects: list[str]
-    heartbeats: list[str]
-    bytes: int
+    objects: list[str]  # their keys
+    heartbeats: list[str]  # keys of heartbeats that are older than a week
+    bytes: int  # size of the objects
     waiting_objects: int
     waiting_bytes: int
-    young_objects: int
+    young_objects: int  # kept, because they are newer than the grace period
     dry_run: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportedFiles(VersionId):
-    """A version as a checkpoint.
+    """A version as a checkpoint."""
 
-    Attributes:
-        files: Sizes by path.
-    """
-
-    files: dict[str, int]
+    files: dict[str, int]  # sizes by path
 
 
 class CopiedObjects(TypedDict):
     """The result of a copy.
 
     Attributes:
-        version: The newest version in the source's listing.
         objects, bytes: Number and size of the objects stored in the target, without head.
-        skipped: Number of objects that the target had already.
-        problems: Damaged or missing objects of the source, which were left out.
     """
 
-    version: VersionId | None
+    version: VersionId | None  # the newest version in the source's listing
     objects: int
     bytes: int
-    skipped: int
-    problems: list[str]
+    skipped: int  # number of objects that the target had already
+    problems: list[str]  # damaged or missing objects of the source, which were left out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Followed(VersionId):
-    """A version whose bits are in host memory.
+    """A version whose bits are in host memory."""
 
-    Attributes:
-        sync_s: Seconds for fetching and applying it.
-        fingerprint: The model's fingerprint.
-    """
-
-    sync_s: float
-    fingerprint: str
+    sync_s: float  # seconds for fetching and applying it
+    fingerprint: str  # the model's fingerprint
 
 
 class Served(TypedDict):
-    """The version that a server serves now.
-
-    Attributes:
-        waited_s: Seconds until it served this version.
-    """
+    """The version that a server serves now."""
 
     version: int
-    waited_s: float
+    waited_s: float  # seconds until it served this version
 
 
 class Waiting(TypedDict):
@@ -239,14 +170,10 @@ class Waiting(TypedDict):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VersionSeen(VersionRow):
-    """A version.
-
-    Attributes:
-        changed_fraction: Changed elements divided by all elements; null without a delta.
-    """
+    """A version."""
 
     event: Literal["version"]
-    changed_fraction: float | None
+    changed_fraction: float | None  # changed elements divided by all elements; null without a delta
 
 
 class AnchorSeen(TypedDict):
@@ -273,15 +200,11 @@ class ReplicaSeen(ReplicaRow):
 
 
 class Forgotten(TypedDict):
-    """Versions that were forgotten.
-
-    Attributes:
-        left: Number of versions that are still shown.
-    """
+    """Versions that were forgotten."""
 
     event: Literal["forgotten"]
     count: int
-    left: int
+    left: int  # number of versions that are still shown
 
 
 class ProblemSeen(TypedDict):
@@ -325,12 +248,15 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "json.md"
 
 
 def fields(kind: type) -> dict[str, tuple[str, str]]:
-    """Return the type and meaning of each field, from the docstrings of the class and its bases."""
+    """Return the type and meaning of each field, from docstrings and comments of the class and its bases."""
     meanings: dict[str, str] = {}
     for each in reversed([found for found in inspect.getmro(kind) if found.__doc__]):
         text = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2]
         for names, meaning in re.findall(r"^    ([a-z0-9_, ]+): (.*(?:\n     .*)*)", text, re.MULTILINE):
             meanings |= dict.fromkeys(names.split(", "), re.sub(r"\s+", " ", meaning))
+        if each.__module__.partition(".")[0] in ("deltasync", "tests", "__main__"):
+            for name, meaning in re.findall(r"^    (\w+): .*  # (.*)", inspect.getsource(each), re.MULTILINE):
+                meanings[name] = f"{meaning[0].upper()}{meaning[1:]}".rstrip(".") + "."
     return {
         name: (_said(hint), meanings.get(name, "").replace("None", "null"))
         for name, hint in typing.get_type_hints(kind).items()

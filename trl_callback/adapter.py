@@ -21,11 +21,7 @@ _AROUND_BASE = re.compile(r"\.((token_adapter\.)?base_layer|original_module)\b")
 
 
 def check(model: torch.nn.Module) -> None:
-    """Check that the model has exactly one active adapter, which can be published without the base model.
-
-    Raises:
-        ConfigError: the model has no adapter, or several are active.
-    """
+    """Check that the model has exactly one active adapter, publishable without the base model (else ConfigError)."""
     peft_model: Any = unwrapped(model)
     if not hasattr(peft_model, "get_base_model"):
         raise ConfigError(
@@ -50,11 +46,7 @@ def check(model: torch.nn.Module) -> None:
 
 
 def check_merges(model: torch.nn.Module) -> None:
-    """Check that the adapters can be merged, and that the merged weights equal the trained ones.
-
-    Raises:
-        ConfigError: PEFT cannot merge them, or they adapt one of two tied layers.
-    """
+    """Check that the adapters can be merged into what is trained; a layer that is tied to another cannot (ConfigError)."""
     peft_model: Any = unwrapped(model)
     modules, layers = dict(peft_model.get_base_model().named_modules()), _adapted_layers(peft_model.get_base_model())
     adapted = {
@@ -91,7 +83,7 @@ def _has_bias(layer: Any) -> bool:
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the active adapter's tensors by their names in `adapter_model.safetensors`; they alias the live weights.
 
-    The tensors equal those of `save_pretrained(..., save_embedding_layers=False)`, which sends no request to the Hub.
+    They equal those of `save_pretrained(..., save_embedding_layers=False)`, which sends no request to the Hub.
     """
     from peft import get_peft_model_state_dict
 

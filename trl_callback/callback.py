@@ -104,9 +104,8 @@ class DeltaSyncCallback(TrainerCallback):
         gather.check_form_of(model, self.config.adapter_only)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Bind the model and the run before TRL opens the transfer, and publish the initial weights.
-
-        A failure in one process is raised in all, with its rank.
+        """Bind model and run before TRL opens the transfer, and publish the initial weights. If one process fails, all
+        do.
         """
         ranks.in_all_processes(lambda: self._prepare(args, state, model, kwargs))
         together = gather.is_sharded(model)
@@ -165,11 +164,7 @@ class DeltaSyncCallback(TrainerCallback):
             known += [] if transfer.publisher.run_id in known else [transfer.publisher.run_id]
 
     def finish(self, state: TrainerState, model: Any) -> None:
-        """Publish the final weights, which other callbacks may have changed, and wait for the uploads.
-
-        Raises:
-            PublishError: the last version did not become visible.
-        """
+        """Publish the final weights, which other callbacks may have changed, and wait for the uploads."""
         transfer = self._transfer
         if transfer.publisher is None:
             return

@@ -45,9 +45,6 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
     All processes call it. Without a `weight_transfer` argument, TRL builds a `WeightTransferClient` between `on_init_end`
     and the end of the constructor. For a PEFT model, TRL first asks the server whether to send the adapter alone; here the
     answer is no, as with a `weight_transfer` argument. Returns a function that undoes the replacement if TRL built none.
-
-    Raises:
-        ConfigError: this trainer has no transfer that could be replaced.
     """
     import trl
 
@@ -71,11 +68,7 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
 
 
 def check_transfer(transfer: Any, is_main: bool) -> None:
-    """Check that the running trainer syncs its weights only with `transfer`.
-
-    Raises:
-        ConfigError: it does not, because the callback or another transfer was added later.
-    """
+    """Check that the running trainer syncs its weights only with `transfer`, and nothing was added later (ConfigError)."""
     trainer: Any = _trainer()
     found = getattr(trainer, "weight_transfer", None)
     sends_adapter = getattr(trainer, "_lora_sync", False)
@@ -177,10 +170,7 @@ def _watch_loss(trainer: Any, ages: TokenAges) -> None:
 
 
 def rollout_server(args: Any) -> tuple[str, str | None] | None:
-    """Return the URL of the server that the running trainer's rollout worker uses, and the model that it requests.
-
-    None if the worker is not TRL's.
-    """
+    """Return the URL of the server of TRL's rollout worker, and the model that it requests; None for another worker."""
     worker = getattr(_trainer(), "rollout_worker", None)
     if not _names_in_trl(worker):
         return None
@@ -193,9 +183,6 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
     TRL has no argument for it. It builds the client between `on_init_end`, when this is called, and the end of the trainer's
     constructor. The replacement holds for one client. vLLM need not be installed here, because a client that sends no
     weights uses only HTTP. Returns a function that undoes the replacement if no client was made.
-
-    Raises:
-        ConfigError: TRL has no such client.
     """
     try:
         import trl
@@ -251,9 +238,6 @@ def replace_stream(take_part: Callable[[], None]) -> None:
     TRL streams the weights in all processes, which gather each tensor together. The main process passes the stream to the
     weight transfer or to the client, which do not read it. The others iterate it, which now calls `take_part` instead. TRL
     no longer merges adapters into the live weights for the stream.
-
-    Raises:
-        ConfigError: the trainer has no such stream.
     """
     trainer: Any = _trainer()
 

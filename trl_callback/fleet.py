@@ -95,12 +95,8 @@ class Pace:
         return None if self._served is None else self._served.receipt.version
 
     def keep(self, receipt: Receipt) -> float:
-        """Add a version that was just published, wait until the fleet is close enough, and return the seconds.
-
-        The first version is always awaited.
-
-        Raises:
-            BaseException: the error of `wait_for`.
+        """Add a published version, wait until the fleet is close enough (always for the first version), and return the
+        seconds.
         """
         before_s = time.perf_counter()
         with self._changed:

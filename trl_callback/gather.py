@@ -45,11 +45,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> None:
-    """Check that the processes hold everything that is to be published, whole or in shards.
-
-    Raises:
-        ConfigError: the adapters cannot be merged or published alone, or the way of sharding is not supported.
-    """
+    """Check that the processes hold everything that is to be published, whole or in shards (else ConfigError)."""
     if adapter_only:
         adapter.check(model)
     elif is_peft(model) and not hasattr(unwrapped(model), "merge_and_unload"):
@@ -63,16 +59,12 @@ def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> Non
         raise ConfigError("The parameters are sharded by FSDP1, which DeltaSyncCallback cannot publish. Train with FSDP2.")
     if is_sharded(model):
         for name, tensor in model.named_parameters():
-            if hasattr(tensor, "placements") and is_range(tensor):  # others are cut anew
+            if hasattr(tensor, "placements") and is_range(tensor):  # others are cut again
                 part_of(name, tensor)
 
 
 def check_form_of(model: torch.nn.Module, adapter_only: bool = False) -> None:
-    """Check before training that a model can be published: besides `check_publishable`, that saving keeps what is trained.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check before training that a model can be published, and that saving keeps what is trained (else ConfigError)."""
     check_publishable(model, adapter_only)
     if adapter_only:
         return
@@ -109,7 +101,7 @@ def as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[s
     is_foreign = any(type(operation).__module__ != revert_weight_conversion.__module__ for operation in operations)
     if not is_foreign or _is_quantized(model):
         return _reverted(model, tensors)
-    # With the quantizer's, which transformers does not tell from the model's, weights would be quantized again.
+    # With the quantizer's, which transformers does not distinguish from the model's, weights would be quantized again.
     model._weight_conversions = [
         *(each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)),
         *(each for each in loaded if isinstance(each, PrefixChange)),
@@ -140,11 +132,7 @@ def saved_form(model: torch.nn.Module, tensors: Mapping[str, Any]) -> dict[str, 
 
 
 def check_form(model: torch.nn.Module, held: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Check that a checkpoint holds just the elements that all of a model's tensors hold, in the same dtypes.
-
-    Raises:
-        ConfigError: saving the model would change them.
-    """
+    """Check that a checkpoint holds just the elements of all of a model's tensors, in the same dtypes (else ConfigError)."""
 
     def elements(tensors: Mapping[str, Any]) -> dict[torch.dtype, int]:
         counts: dict[torch.dtype, int] = {}
@@ -169,11 +157,9 @@ def _shown(counts: Mapping[torch.dtype, int]) -> str:
 def shards_as_saved(model: torch.nn.Module, held: dict[str, Any], rank: int) -> Iterable[tuple[str, Any]]:
     """Return the shards that a rank holds as shards of a checkpoint's tensors, without gathering any.
 
-    A tensor that a checkpoint holds in another form is converted alone, when it is asked for, in memory for all of it.
-    If there is no such tensor, these are the items of `held`.
-
-    Raises:
-        ConfigError: a checkpoint's tensor is made of several in memory, or of one in another order.
+    A tensor that a checkpoint holds in another form is converted alone, when it is asked for, in memory for all of it. If
+    there is no such tensor, these are the items of `held`. A checkpoint's tensor that is made of several in memory, or of
+    one in another order, is refused (ConfigError).
     """
     saved = saved_form(model, held)
     check_form(model, held, saved)
@@ -213,9 +199,7 @@ def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tu
     """Return what this process is to publish, as `save_pretrained` would write it, in the dtype of training.
 
     The tensors of a dict's items alias the live weights or stay in memory; those of an iterator are made when asked for.
-
-    Raises:
-        ConfigError: the model cannot be published, see `check_publishable`.
+    Raises like `check_publishable`.
     """
     check_publishable(model, adapter_only)
     if adapter_only:
@@ -227,10 +211,15 @@ def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tu
         return by_rows(shards)() if columns else shards
     if is_peft(model):
         return _merged(model)
+    return _whole(model).items()
+
+
+def _whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint of a model that is neither sharded nor adapted."""
     held = held_tensors(model)
     saved = as_saved(model, held)
     check_form(model, held, saved)
-    return saved.items()
+    return saved
 
 
 def _merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -249,15 +238,11 @@ def _merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             for item in adapter.merged_by_layers(model, held):
                 yield from as_saved(base, dict([item])).items()
             return
-    base = adapter.merged(model)
-    held = held_tensors(base)
-    saved = as_saved(base, held)
-    check_form(base, held, saved)
-    yield from saved.items()
+    yield from _whole(adapter.merged(model)).items()
 
 
 def adapter_base_file(model: torch.nn.Module) -> dict[str, bytes]:
-    """Return what tells the base model of an adapter from others, by file name."""
+    """Return the file that identifies the base model of an adapter, by its name."""
     base, tensors = adapter.base_of(model), adapter.base_tensors(model)
     name = "" if not getattr(getattr(base, "config", None), "_name_or_path", None) else loaded_from(model)
     saved = tensors if _is_quantized(base) else as_saved(base, tensors)
@@ -265,15 +250,13 @@ def adapter_base_file(model: torch.nn.Module) -> dict[str, bytes]:
 
 
 def loaded_from(model: torch.nn.Module) -> str:
-    """Return the checkpoint that `from_pretrained` loaded a model from: a directory, or a model on the Hub at a commit.
-
-    Raises:
-        ConfigError: it was not loaded from any.
-    """
+    """Return the checkpoint that `from_pretrained` loaded a model from: a directory, or a model on the Hub at a commit."""
     config = getattr(adapter.base_of(model), "config", None)
     name, commit = getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None)
     if not name:
-        raise ConfigError('The model does not say what it was loaded from, so initial="auto" is not for it; name it.')
+        raise ConfigError(
+            'The model does not name the checkpoint that it was loaded from. Name it instead of initial="auto".'
+        )
     return str(name) if commit is None else f"{name}@{commit}"
 
 
@@ -305,7 +288,7 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
 def _save(what: str, thing: Any, folder: str) -> None:
     try:
         thing.save_pretrained(folder)
-    except Exception as error:  # noqa: BLE001 - training needs no such file, and the error is anybody's
+    except Exception as error:  # noqa: BLE001 - training needs no such file, and any error may occur
         reason = str(error).partition("\n")[0]
         logger.warning("Checkpoints of the channel will have no %s: %s: %s", what, type(error).__name__, reason)
 
@@ -318,7 +301,7 @@ def _unloaded_base(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _config(model: PreTrainedModel, dtype: str) -> Any:
-    """The config of what is published, which may differ from the model's."""
+    """The config of the published weights, which may differ from the model's."""
     config, default = copy.deepcopy(model.config), dtype.partition(",")[0]
     config.dtype = {"keep": str(model.dtype).removeprefix("torch."), "fp8": "bfloat16"}.get(default, default)
     if dtype == "fp8":

@@ -15,11 +15,8 @@ from deltasync.stores.wrapper import WrappedStore
 
 logger = logging.getLogger(__name__)
 
-RETRIES = 10_000
-"""Enough for days: while training goes on, retrying is the best that can be done with a version."""
-
-OPEN_S = 60.0
-"""Longest time for retries of the store before training."""
+RETRIES = 10_000  # enough for days: while training goes on, retrying is the best that can be done with a version
+OPEN_S = 60.0  # longest time for retries of the store before training
 
 _WARN_AFTER_S = 10.0
 _SHARE = 0.05  # largest fraction of the time for encoding a queued version again
@@ -28,11 +25,7 @@ _Result = TypeVar("_Result")
 
 
 class PatientStore(WrappedStore):
-    """A store wrapper that can be given up.
-
-    Attributes:
-        trouble: The last request's transient error, None if it succeeded.
-    """
+    """A store wrapper that can be given up. `trouble` is the last request's transient error, None if it succeeded."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)

@@ -31,8 +31,7 @@ def _processes() -> Iterator[Peers]:
 def in_all_processes(action: Callable[[], _Value]) -> _Value:
     """Run an action in each process of a trainer and return its result in this one; all of them call this.
 
-    Raises:
-        BaseException: what the action raises; in the other processes a `DeltaSyncError` with the rank and the message.
+    Its error is raised here; in the other processes a `DeltaSyncError` with the rank and the message.
     """
     with _processes() as peers:
         return peers.all(action)
@@ -41,8 +40,7 @@ def in_all_processes(action: Callable[[], _Value]) -> _Value:
 def check_replicas(model: torch.nn.Module) -> None:
     """Check that all processes hold the same parameters, of which the main one publishes its own; all of them call this.
 
-    Raises:
-        ConfigError: they differ, as local experts do; in all processes.
+    Raises ConfigError in all processes if they differ, as local experts do.
     """
     params = {name: param.detach() for name, param in model.named_parameters()}
     plain = {name: data for name, data in params.items() if type(data) is torch.Tensor and not data.is_meta}

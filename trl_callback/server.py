@@ -32,9 +32,8 @@ _OF_CHECKPOINT = ("min_p", "presence_penalty", "frequency_penalty")
 
 
 def _sampling_changes(args: Any, model: torch.nn.Module) -> list[str]:
-    """The settings that sample from another distribution than the model's, as `name=value`.
-
-    They are in the trainer's arguments and the model's `generation_config`, which is the server's default.
+    """The settings that sample from another distribution than the model's, as `name=value`: those of the trainer's arguments
+    and of the model's `generation_config`, which is the server's default.
     """
     settings = {name: getattr(args, name, values[0]) for name, values in _NEUTRAL.items()}
     changing = {name: value for name, value in settings.items() if value not in _NEUTRAL[name]}
@@ -49,16 +48,9 @@ def _sampling_changes(args: Any, model: torch.nn.Module) -> list[str]:
 def check(args: Any, model: torch.nn.Module, url: str, *, compares: bool, name: str | None, wait_s: float | None) -> bool:
     """Ask the server at `url` whether it follows a channel, and whether its answers can be trained with.
 
-    Args:
-        args: The trainer's arguments.
-        model: The trainer's model.
-        url: The server's.
-        compares: Whether the trainer compares log probabilities.
-        name: The model that the trainer asks for; None if it asks the server for it.
-        wait_s: How long to ask a server that does not answer; if that is None, the answer then is False.
-
-    Raises:
-        ConfigError: it does not follow, serves another model, or gives log probabilities that cannot be compared.
+    `compares` says whether the trainer compares log probabilities; `name` is the model that it asks for, None if it asks the
+    server for it. A server that does not answer is asked for `wait_s`; if that is None, the answer then is False. Raises
+    ConfigError if the server does not follow, serves another model, or gives log probabilities that cannot be compared.
     """
     deadline = time.monotonic() + (wait_s or 0.0)
     while (status := heartbeat.ask_status(url)) is None and time.monotonic() < deadline:
@@ -80,7 +72,7 @@ def check(args: Any, model: torch.nn.Module, url: str, *, compares: bool, name: 
     changing, mode = _sampling_changes(args, model), status.get("logprobs_mode")
     if mode == "processed_logprobs" or (not changing and mode in (None, "raw_logprobs")):
         return True
-    problem = "does not tell what its log probabilities are" if mode is None else f"gives {mode}"
+    problem = "does not say which log probabilities it gives" if mode is None else f"gives {mode}"
     sampled = f" with {', '.join(changing)}" if changing else ""
     raise ConfigError(
         f"The vLLM server at {url} {problem}, and the trainer compares its own with those of the tokens as sampled{sampled}"

@@ -26,14 +26,11 @@ HEADER = "x-deltasync-versions"
 
 _Version = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_VERSION)]
 _SPANS = msgspec.json.Decoder(tuple[list[tuple[_Version, Count]]])  # one choice
-
-UNKNOWN = 0
-"""Stands for a version (which begin with 1) that no reply named, or for a token that the model did not make."""
+UNKNOWN = 0  # stands for a version (which begin with 1) that no reply named, or for a token that the model did not make
 
 _UNKNOWN_LAG = -1
 
-_MOST_REFUSED = 256
-"""Training ends after this number of consecutive samples whose replies name no version."""
+_MOST_REFUSED = 256  # training ends after this number of consecutive samples whose replies name no version
 
 
 def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:
@@ -68,10 +65,9 @@ class VersionedLogProb(float):
 
 
 class VersionedMetrics(dict[str, float]):
-    """A sample's metrics with its versions. TRL passes this object from scoring to training.
+    """A sample's metrics with its `versions`: int64 of shape (tokens,), in the order of the sample's `input_ids`.
 
-    Attributes:
-        versions: int64 of shape (tokens,), in the order of the sample's `input_ids`.
+    TRL passes this object from scoring to training.
     """
 
     versions: np.ndarray
@@ -169,10 +165,8 @@ class TokenAges:
         """Prepare a sample that the trainer receives from its queue. Return False if no token is left to train.
 
         Sets its `model_version` to the sync of its oldest trained token, which TRL compares with `max_staleness`. Clears
-        `completion_mask` of tokens older than the bound, and of those of unknown age.
-
-        Raises:
-            ConfigError: many consecutive samples had no versions.
+        `completion_mask` of tokens older than the bound, and of those of unknown age. Raises ConfigError after many
+        consecutive samples without versions.
         """
         given = trained = np.asarray(sample.completion_mask, dtype=bool)
         lags = self._lags_of(_versions_of(sample.metrics, len(trained)))

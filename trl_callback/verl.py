@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @CheckpointEngineRegistry.register("deltasync")
 class DeltaSyncCheckpointEngine(CheckpointEngine):
-    """One process's end of the channel.
+    """One process's end of the channel; the master is the actor that publishes.
 
     Args:
         bucket_size: Not used.
@@ -71,7 +71,7 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Tell every process the version; none connects to another."""
+        """Give the version to every process; none connects to another."""
         (version,) = [each["version"] for each in metadata if each]
         return {"version": [version] * actor_wg_world_size}, {"version": [version] * rollout_world_size}
 
@@ -86,11 +86,7 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Publish at the master, and wait until the version is visible; elsewhere take part in gathering the weights.
-
-        Raises:
-            PublishError: the version did not become visible.
-        """
+        """Publish at the master, and wait until the version is visible; elsewhere take part in gathering the weights."""
         if self._publisher is None:
             collections.deque(weights, maxlen=0)
             return {}
@@ -99,11 +95,7 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
         return {"deltasync/version": done.version, "deltasync/payload_bytes": done.payload_bytes}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield all weights of the version, each in host memory that the next update overwrites.
-
-        Raises:
-            NotPublishedError, MissingVersionError: it was not published in time.
-        """
+        """Yield all weights of the version, each in host memory that the next update overwrites."""
         if self._version is None:
             raise ConfigError("verl asked for weights before it had said which version.")
         if self._replica is None:

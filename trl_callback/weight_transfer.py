@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ from trl_callback.record import History, VersionRecord
 from trl_callback.tokens import TokenAges
 
 _MARGIN_S = 60.0
-_LAST_ANSWER_S = 60.0
-"""How long an upload that was given up may take to end: a request under way may still be answered."""
+_LAST_ANSWER_S = 60.0  # how long an upload that was given up may take to end: a request under way may still be answered
 
 
 class DeltaWeightTransfer:
@@ -111,7 +109,15 @@ class DeltaWeightTransfer:
         self._together, self.published_step = together, None
         config = self.config
         with self._store.within(min(OPEN_S, config.ack_timeout_s)):
-            self.publisher = self._opened(*ranks.in_all_processes(self._read) if together else self._read())
+            self.publisher = Publisher(
+                self._store,
+                codec=config.codec,
+                anchor_every=config.anchor_every,
+                retries=RETRIES,
+                signing_key=config.signing_key,
+                group=dist.group.WORLD if together else None,
+                **(ranks.in_all_processes(self._arguments) if together else self._arguments()),
+            )
         if config.ack != "none":
             asked = TrainerSettings.from_env(max_behind=config.max_behind).max_behind
             default = 0 if self.on_policy else 1
@@ -125,8 +131,8 @@ class DeltaWeightTransfer:
                 f"To see versions and replicas: deltasync watch {url}\n"
             )
 
-    def _read(self) -> tuple[dict[str, bytes], PublisherSettings, bool, str | None]:
-        """Return what a publisher needs from the model, the environment and the store: files, settings, resume, initial."""
+    def _arguments(self) -> dict[str, Any]:
+        """Return the publisher's arguments that come from the model, the environment and the store."""
         assert self._model is not None
         config = self.config
         settings = PublisherSettings.from_env(dtype=config.served_dtype)
@@ -135,27 +141,14 @@ class DeltaWeightTransfer:
             files = adapter.files(self._model) | gather.adapter_base_file(self._model)
         else:
             files = gather.checkpoint_files(self._model, self._processing_class, dtype)
-        initial = gather.loaded_from(self._model) if config.initial == "auto" else config.initial
-        return files, dataclasses.replace(settings, dtype=dtype), config.resume or self._holds_our_run(), initial
-
-    def _opened(
-        self, files: Mapping[str, bytes], settings: PublisherSettings, resume: bool, initial: str | None
-    ) -> Publisher:
-        config = self.config
-        return Publisher(
-            self._store,
-            codec=config.codec,
-            anchor_every=config.anchor_every,
-            dtype=settings.dtype,
-            retries=RETRIES,
-            signing_key=config.signing_key,
-            model_files=files,
-            initial=initial,
-            resume=resume,
-            group=dist.group.WORLD if self._together else None,
+        return {
+            "dtype": dtype,
+            "model_files": files,
+            "initial": gather.loaded_from(self._model) if config.initial == "auto" else config.initial,
+            "resume": config.resume or self._holds_our_run(),
             # The other processes wait for the main process, which waits for the fleet.
-            peer_timeout_s=max(settings.peer_timeout_s, config.ack_timeout_s + _MARGIN_S),
-        )
+            "peer_timeout_s": max(settings.peer_timeout_s, config.ack_timeout_s + _MARGIN_S),
+        }
 
     def _holds_our_run(self) -> bool:
         with contextlib.suppress(NotPublishedError):
@@ -182,12 +175,7 @@ class DeltaWeightTransfer:
             self.publish(functools.partial(gather.stream_of, self._model))
 
     def publish_shards(self) -> None:
-        """Publish this process's shards, and wait like `resume`. All processes call it; if one fails, all fail.
-
-        Raises:
-            PublishError: nothing was published, or the version did not become visible.
-            AckTimeoutError: see `resume`.
-        """
+        """Publish this process's shards, and wait like `resume`. All processes call it; if one fails, all fail."""
         assert self._model is not None and self.publisher is not None
         if self._pace is None and self.is_behind():
             return
@@ -251,11 +239,7 @@ class DeltaWeightTransfer:
         wait(ack, urls)
 
     def destroy(self) -> None:
-        """Finish the uploads and close the channel. It may be opened again.
-
-        Raises:
-            PublishError: the last version did not become visible within `config.ack_timeout_s`.
-        """
+        """Finish the uploads (`flush`) and close the channel. It may be opened again."""
         if (publisher := self.publisher) is None:
             return
         try:
@@ -269,8 +253,7 @@ class DeltaWeightTransfer:
     def flush(self) -> None:
         """Wait for the uploads. After `config.ack_timeout_s` they are given up, except for a request that is under way.
 
-        Raises:
-            PublishError: the last version did not become visible.
+        Raises PublishError if the last version did not become visible.
         """
         publisher = self.publisher
         assert publisher is not None

@@ -1,4 +1,4 @@
-"""Size and throughput of our codecs and of other systems' encodings on the same deltas, compared with entropy bounds.
+"""Size and throughput of our codecs and of other systems' encodings on the same deltas, compared with the entropy bounds.
 
     python -m benchmarks.codec [--data finetune] [--changed 0.01] [--plot codec.png] [--json]
 
@@ -57,7 +57,7 @@ def samples(source: str, fractions: Sequence[float], elements: int, channel: str
         yield data.replaced(elements)
     if source in ("demo", "real", "all"):
         if channel is None:
-            common.say("no --channel given, so the demo's deltas are left out")
+            common.say("no --channel given, so the demo's deltas are skipped")
         else:
             yield data.demo(channel)
     if source in ("finetune", "real", "all"):

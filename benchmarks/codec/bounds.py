@@ -1,6 +1,6 @@
 """How small a delta can be: what its indices and steps cost an ideal coder, given what reader and writer both know.
 
-An index set costs log2 of the number of sets of that size, in each class of elements that a context tells apart:
+An index set costs log2 of the number of sets of that size, in each class of elements that a context distinguishes:
 log2 C(N, K), summed over the classes. The steps cost their empirical entropy in each class. Both are bounds for coders
 that know the class counts and step frequencies for free; `Bound.model_bits` is about what these would cost, half a log2
 of the sample for each number. All figures are bits per changed element.
@@ -21,19 +21,12 @@ _MAX_AGE = 15
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bound:
-    """The bits per changed element that an ideal coder needs.
+    """The bits per changed element that an ideal coder needs."""
 
-    Attributes:
-        context: What the coder knows of each element.
-        index_bits: Bits for which elements changed.
-        step_bits: Bits for how much they changed.
-        model_bits: Bits for the class counts and frequencies, which are not in the other two.
-    """
-
-    context: str
-    index_bits: float
-    step_bits: float
-    model_bits: float
+    context: str  # what the coder knows of each element
+    index_bits: float  # bits for which elements changed
+    step_bits: float  # bits for how much they changed
+    model_bits: float  # bits for the class counts and frequencies, which are not in the other two
 
     @property
     def total_bits(self) -> float:
@@ -44,10 +37,8 @@ class Bound:
 def bounds(old_N: np.ndarray, new_N: np.ndarray, history_N: np.ndarray | None = None) -> list[Bound]:
     """Return the bounds given nothing, given the old exponent, and given more.
 
-    Args:
-        old_N: uint16, bfloat16 bit patterns.
-        new_N: The bit patterns after the delta; at least one differs.
-        history_N: int8, see `simulate.update_history`; None leaves out the contexts that need it.
+    Bit patterns are bfloat16, uint16; at least one differs. `history_N` is that of `simulate.update_history`; without it the
+    contexts that need it are omitted.
     """
     exponent_N = (old_N >> _EXPONENT_SHIFT) & _EXPONENT_MASK
     contexts: dict[str, tuple[np.ndarray, int]] = {

@@ -57,19 +57,12 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """Deltas that are measured together.
+    """Deltas that are measured together."""
 
-    Attributes:
-        source: `simulation`, `masters`, `demo` or `finetune`.
-        label: Which deltas of the source.
-        specs: The tensors, all bfloat16.
-        deltas: The deltas; each has all tensors and changes something.
-    """
-
-    source: str
-    label: str
-    specs: dict[str, TensorSpec]
-    deltas: list[Delta]
+    source: str  # `simulation`, `masters`, `demo` or `finetune`
+    label: str  # which deltas of the source
+    specs: dict[str, TensorSpec]  # the tensors, all bfloat16
+    deltas: list[Delta]  # the deltas; each has all tensors and changes something
 
     @property
     def element_count(self) -> int:
@@ -128,11 +121,7 @@ def replaced(element_count: int) -> Sample:
 
 
 def demo(url: str) -> Sample:
-    """Return all deltas between a channel's versions, of its bf16 tensors only.
-
-    Raises:
-        NotPublishedError: the channel has no two consecutive versions that differ.
-    """
+    """Return all deltas between a channel's versions, of its bf16 tensors only."""
     replica = Replica(url)
 
     def states() -> Iterator[dict[str, torch.Tensor]]:
@@ -168,7 +157,7 @@ def finetune() -> Iterator[Sample]:
         if len(deltas) == TUNING_STEPS:
             yield Sample("finetune", label, specs, deltas[-TUNING_DELTAS:])
         else:
-            say(f"{label}: steps without any change, left out")
+            say(f"{label}: steps without any change, skipped")
 
 
 def _small_model(vocabulary: int) -> Qwen3ForCausalLM:

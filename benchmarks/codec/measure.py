@@ -1,4 +1,4 @@
-"""Size and speed of our codecs and of the peers' encodings on the same deltas, with bounds and the machine's memcpy.
+"""Size and speed of our codecs and of the peers' encodings on the same deltas, with the bounds and the machine's memcpy.
 
 Sizes are exact; times are the best of several repeats. Times of encoding are the median of five rounds, each right after a
 copy that it is compared with: on a shared machine the speed of memory changes from one second to the next. Every encoding is
@@ -40,16 +40,12 @@ Apply = Callable[[bytes, Bits], None]
 
 
 def run(samples: Iterable[Sample]) -> dict[str, Any]:
-    """Measure every encoding on every sample.
+    """Measure every encoding on every sample, one at a time.
 
-    Args:
-        samples: The samples, taken one at a time.
-
-    Returns:
-        `memcpy_gb_s`, bytes read plus bytes written by a thread for each core; `samples`, each with its `encodings` (sizes,
-        and GB/s of old and new weights scanned by diff + encode, alone and as a share of the copy before it, changed
-        elements/s decoded and written, by how many bytes encoding the first delta raised resident memory, the payload
-        included) and its `bounds`.
+    Returns `memcpy_gb_s`, bytes read plus bytes written by a thread for each core, and `samples`. Each has its `encodings`
+    (sizes, GB/s of old and new weights scanned by diff + encode, alone and as a share of the copy before it, changed
+    elements/s decoded and written, and the bytes by which encoding the first delta raised resident memory, the payload
+    included) and its `bounds`.
     """
     memcpy_gb_s = _memcpy()
     rows = []
@@ -61,8 +57,8 @@ def run(samples: Iterable[Sample]) -> dict[str, Any]:
 
 
 def _measure_sample(sample: Sample, memcpy_gb_s: Callable[[], float]) -> dict[str, Any]:
-    ways = [(name, "deltasync", _ours(name, sample.specs)) for name in CODECS]
-    ways += [(peer.name, peer.systems, _theirs(peer, sample.specs)) for peer in PEERS]
+    encodings = [(name, "deltasync", _ours(name, sample.specs)) for name in CODECS]
+    encodings += [(peer.name, peer.systems, _theirs(peer, sample.specs)) for peer in PEERS]
     return {
         "source": sample.source,
         "label": sample.label,
@@ -71,7 +67,8 @@ def _measure_sample(sample: Sample, memcpy_gb_s: Callable[[], float]) -> dict[st
         "changed": sample.changed,
         "changed_fraction": sample.changed / sample.element_count / len(sample.deltas),
         "encodings": [
-            {"name": name, "systems": systems, **_measure(sample, *way, memcpy_gb_s)} for name, systems, way in ways
+            {"name": name, "systems": systems, **_measure(sample, *functions, memcpy_gb_s)}
+            for name, systems, functions in encodings
         ],
         "bounds": [dataclasses.asdict(bound) | {"total_bits": bound.total_bits} for bound in bounds.bounds(*sample.flat())],
     }

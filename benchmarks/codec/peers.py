@@ -26,21 +26,13 @@ _OWN_BLOCK_BYTES = 1 << 14  # a zstd block costs up to some hundred bytes for it
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """One changed tensor.
+    """One changed tensor."""
 
-    Attributes:
-        old_N: uint16 bit patterns before.
-        new_N: uint16 bit patterns after.
-        index_K: int64, flat, ascending.
-        step_K: New minus old, modulo 2**16.
-        columns: Size of the tensor's last dimension.
-    """
-
-    old_N: np.ndarray
-    new_N: np.ndarray
-    index_K: np.ndarray
-    step_K: np.ndarray
-    columns: int
+    old_N: np.ndarray  # uint16 bit patterns before
+    new_N: np.ndarray  # uint16 bit patterns after
+    index_K: np.ndarray  # int64, flat, ascending
+    step_K: np.ndarray  # new minus old, modulo 2**16
+    columns: int  # size of the tensor's last dimension
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,18 +40,14 @@ class Peer:
     """One encoding.
 
     Attributes:
-        name: Its name, which says what it does.
-        systems: The systems that use it.
-        encode_tensor: Returns the streams of one changed tensor.
         apply_tensor: Applies the joined streams, given K, to bit patterns of shape N, in place; `columns` is last.
-        compress: Whether the whole payload is compressed into a zstd frame of level 1.
     """
 
-    name: str
-    systems: str
-    encode_tensor: Callable[[Change], tuple[bytes, ...]]
+    name: str  # its name, which says what it does
+    systems: str  # the systems that use it
+    encode_tensor: Callable[[Change], tuple[bytes, ...]]  # returns the streams of one changed tensor
     apply_tensor: Callable[[bytes, int, np.ndarray, int], None]
-    compress: bool = True
+    compress: bool = True  # whether the whole payload is compressed into a zstd frame of level 1
 
     def encode(self, old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray], columns: Mapping[str, int]) -> bytes:
         """Compare old and new weights and return the payload."""

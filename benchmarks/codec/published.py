@@ -1,4 +1,4 @@
-"""What others published: how much a step changes, and what their own code needed."""
+"""Numbers that others published: the changes of a step, and the bits of their own code."""
 
 from __future__ import annotations
 

@@ -158,10 +158,8 @@ def decode(stream: np.ndarray, parts: list[tuple[int, int]]) -> np.ndarray:
 def class_gaps(old_N: np.ndarray, index_K: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Turn changed elements into gaps between their ranks inside the class of the old bfloat16 exponent.
 
-    If more than half of a class changed, its unchanged elements are listed instead.
-
-    Returns:
-        Gaps of all classes, int64; where each class starts in them, and the end; whether it lists the unchanged ones.
+    If more than half of a class changed, its unchanged elements are listed instead. Returns the gaps of all classes, int64;
+    where each class starts in them, and the end; whether it lists the unchanged ones.
     """
     size_C, changed_C = _classes(old_N, index_K)
     complement_C = 2 * changed_C > size_C

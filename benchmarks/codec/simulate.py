@@ -4,7 +4,7 @@ Weights are student-t distributed (heavier tails than a Gaussian, as trained wei
 follows an AR(1) process of unit variance, as Adam's normalised steps do. A change becomes visible in bf16 only when it
 crosses a rounding boundary, so which weights change depends on their exponent, and on what the steps are added to: an fp32
 master that is one for a while, an fp32 master that started on the bf16 values of a checkpoint, or the bf16 values
-themselves. Beside what was published of real runs, at its density:
+themselves. Compared with published numbers of real runs, at their density:
 
     master                                        fp32     bf16 start    bf16    published
     changed by 8 steps, times that of one          5.1         4.8       1.7     1.7   PULSE, Qwen2.5-7B in bf16, 0.86 %
@@ -54,7 +54,7 @@ DEGREES_OF_FREEDOM = 8.0
 MOMENTUM = 0.9
 
 Master = Literal["fp32", "bf16 start", "bf16"]
-"""What the steps are added to: fp32 values, fp32 values that started as bf16 ones, or bf16 values (each sum is rounded)."""
+"""The weights that steps are added to: fp32 values, fp32 values that began as bf16 ones, or bf16 values (sums rounded)."""
 
 Change = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Old and new bit patterns, uint16, and the history of the old ones (see `update_history`), int8; all of shape N."""
@@ -106,11 +106,8 @@ def changes(
 def update_history(history_N: np.ndarray, old_N: np.ndarray, new_N: np.ndarray) -> np.ndarray:
     """Return the history after one more step.
 
-    Args:
-        history_N: int8: 0 for an element that never changed, otherwise the number of steps since it last did (1 for the
-            step just made, at most 127), positive if its bit pattern grew, negative if it shrank.
-        old_N: Bit patterns before the step.
-        new_N: Bit patterns after the step.
+    A history is int8: 0 for an element that never changed, otherwise the number of steps since it last did (1 for the step
+    just made, at most 127), positive if its bit pattern grew, negative if it shrank.
     """
     aged_N = history_N + np.sign(history_N) * (np.abs(history_N) < 127)
     changed_N = np.flatnonzero(old_N != new_N)

@@ -1,1 +1,1 @@
-"""What a commit costs in a real vLLM."""
+"""The cost of a commit in a real vLLM."""

@@ -1,7 +1,7 @@
-"""The cost of a commit: into a real vLLM, compared with vLLM's own sparse path, and on a real server under load.
+"""The cost of a commit: in a real vLLM, compared with vLLM's own sparse path, and on a real server under load.
 
     versions   the model and the versions
-    engine     commits in one process, and vLLM's own path (patch)
+    engine     commits in one process, compared with vLLM's own path (patch)
     server     pauses and throughput of a server
 
 Needs vLLM, and for the tokenizer's template TRL. Everything is written to a temporary folder.
@@ -39,17 +39,12 @@ def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs
         commits: Number of pauses measured; as many more are measured for versions that change nothing.
         window_s: Length of one window of the throughput, a version a second.
         pairs: Number of windows with and without versions.
-        device: Where vLLM runs, `cpu` or `cuda`. On a GPU only its server is measured, with its CUDA graphs: the
-            commit in one process writes into memory of the host.
+        device: Where vLLM runs, `cpu` or `cuda`. On a GPU only its server is measured, with its CUDA graphs: the commit in
+            one process writes into memory of the host.
 
     Returns:
         `model`: its size, elements, tensors, changed elements and payload; `commit`: see `patch.measure`, None on a GPU;
-        `pause`: see `server.pauses`; `throughput`: see `server.throughput`, of the tiny model; `ratios` between them.
-
-    Raises:
-        ConfigError: a package is missing.
-        DeltaSyncError: vLLM ended; the message has its last line.
-        AssertionError: wrong bits.
+            `pause`: see `server.pauses`; `throughput`: see `server.throughput`, of the tiny model.
     """
     _require_packages()
     pauses = [changed_fraction, 0.0] * commits
@@ -81,27 +76,7 @@ def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs
         "changed": versions.changed,
         "payload_bytes": versions.payload_bytes,
     }
-    result = {"model": model, "commit": commit, "pause": pause, "throughput": throughput}
-    return result | {"ratios": _ratios(result)}
-
-
-def _ratios(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers by which a commit is judged."""
-    commit, pause, changed = result["commit"], result["pause"], result["model"]["changed"]
-    extra_s, scatter_s = pause["changed"]["extra_s"], pause["changed"]["scatter_s"]
-    of_server = {
-        "pause_per_scatter": extra_s / scatter_s,
-        "pause_beyond_empty_per_scatter": (extra_s - pause["unchanged"]["extra_s"]) / scatter_s,
-        "throughput_share": result["throughput"]["share"],
-    }
-    if commit is None:
-        return of_server
-    ours_s = commit["deltasync"]["commit"]["median_s"] + commit["deltasync"]["confirm"]["median_s"]
-    return of_server | {
-        "vllm_per_commit": {name: peer["median_s"] / ours_s for name, peer in commit["vllm"].items()},
-        "commit_per_plain_scatter": ours_s / commit["plain"]["median_s"],
-        "staged_bytes_per_changed": commit["staged_bytes"] / changed,
-    }
+    return {"model": model, "commit": commit, "pause": pause, "throughput": throughput}
 
 
 def _commit(folder: Path, versions: Versions) -> dict[str, Any]:

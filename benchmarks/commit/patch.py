@@ -36,22 +36,14 @@ Write = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 def measure(
     model: torch.nn.Module, channel: str, old_sha256: dict[str, str], new_sha256: dict[str, str], repeats: int
 ) -> dict[str, Any]:
-    """Measure commits of version 2 into a model that holds version 1.
+    """Measure commits of version 2 into a model that holds version 1, and compare the bits.
 
-    Args:
-        model: The model, as vLLM loaded it.
-        channel: URL of a channel whose newest version is 2.
-        old_sha256: Digests of each tensor's bits at version 1.
-        new_sha256: Digests at version 2.
-        repeats: Repeats of each measurement, after a first one.
+    `channel` has the newest version 2; the digests are those of each tensor's bits at versions 1 and 2. Each measurement is
+    repeated `repeats` times after a first one.
 
-    Returns:
-        Seconds of deltasync's stages, of vLLM's path for each of `PEERS`, and of the plain scatter: of the first time, which
-        may compile or ask for memory, the median of the others and the best; the bytes that stay staged on the device until
-        the commit is confirmed; the extra memory at its peak, of staging and of vLLM's path.
-
-    Raises:
-        AssertionError: one of them left other bits.
+    Returns seconds of deltasync's stages, of vLLM's path for each of `PEERS`, and of the plain scatter: of the first time,
+    which may compile or ask for memory, the median of the others and the best; the bytes that stay staged on the device
+    until the commit is confirmed; the extra memory at its peak, of staging and of vLLM's path.
     """
     reader = ChannelReader(open_store(channel))
     segments = plan.record(model, reader.specs, loader.LOADER).segments

@@ -51,13 +51,7 @@ def environ(**settings: str) -> dict[str, str]:
 
 
 class Server:
-    """A running server and the versions that it will get.
-
-    Args:
-        url: URL of the server.
-        versions: The versions of its channel.
-        child: The process.
-    """
+    """A running server, its URL and process, and the versions of its channel."""
 
     def __init__(self, url: str, versions: Versions, child: Child) -> None:
         self._url = url
@@ -145,15 +139,9 @@ def serve(versions: Versions, log: Path, device: str = "cpu") -> Iterator[Server
 def pauses(server: Server, commits: int) -> dict[str, Any]:
     """Let versions arrive while completions are streamed, in turn one that changes weights and one that changes nothing.
 
-    The latter shows what a pause costs without a commit.
-
-    Args:
-        server: A server whose next `2 * commits` versions are of these two kinds in turn.
-        commits: Number of versions of each kind.
-
-    Returns:
-        `token_gap_s`, the usual time between two tokens; for `changed` and `unchanged`, medians: `silence_s`, from the last
-        token before to the first after, `extra_s`, how much longer than usual that is, and the server's own numbers.
+    The latter shows what a pause costs without a commit. The server's next `2 * commits` versions are of these two kinds in
+    turn. Returns `token_gap_s`, the usual time between two tokens; for `changed` and `unchanged`, medians: `silence_s`, from
+    the last token before to the first after, `extra_s`, how much longer than usual that is, and the server's own numbers.
     """
     streams: list[list[float]] = []
 
@@ -210,13 +198,7 @@ def outside(gaps: Sequence[tuple[float, float]], windows: Sequence[tuple[float, 
 def throughput(server: Server, window_s: float, pairs: int) -> dict[str, Any]:
     """Measure tokens per second under load, in windows without versions and with one a second, in turn.
 
-    Args:
-        server: A server whose channel holds a version for every second of the windows with versions.
-        window_s: Length of a window.
-        pairs: Number of windows of each kind.
-
-    Returns:
-        `without` and `with_versions`, tokens per second of each window; `share`, of all windows together.
+    Returns `without` and `with_versions`, tokens per second of each of the `pairs` of windows; `share`, of all together.
     """
     rates: dict[bool, list[float]] = {False: [], True: []}
     with _clients(_REQUESTS, lambda _: server.complete(_TOKENS)):
@@ -244,11 +226,7 @@ def _rate(server: Server, window_s: float, arriving: bool) -> float:
 
 @contextlib.contextmanager
 def _clients(count: int, ask: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run threads that send one request after the other until the `with` block ends; the event says that it has.
-
-    Raises:
-        DeltaSyncError: a request failed.
-    """
+    """Run threads that send one request after the other until the `with` block ends; the event says that it has."""
     done = threading.Event()
     failures: list[Exception] = []
 

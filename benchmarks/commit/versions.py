@@ -1,4 +1,4 @@
-"""What `benchmarks.commit` measures on: a Qwen3 with random weights, and a channel of versions that change 1 % of it.
+"""The versions that `benchmarks.commit` commits: a Qwen3 with random weights, and a channel whose versions change 1 % of it.
 
 All versions are published beforehand, and their records are put aside. A record is put back to let its version arrive, so
 that no work of the publisher is measured.
@@ -7,23 +7,20 @@ that no work of the publisher is measured.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from benchmarks.common import say
+from benchmarks.models import change, digests
 from deltasync.channel import keys
 from deltasync.publish import Publisher
 from deltasync.stores import open_store
-from deltasync.tensors.bits import bits_of
 
 SIZES = ("0.6b", "tiny")
 
-_MAX_STEP = 2  # ULP
 _MAX_POSITIONS = 2048
 
 
@@ -32,27 +29,19 @@ class Versions:
     """A checkpoint and a channel whose first version it is.
 
     Attributes:
-        checkpoint: Directory of the checkpoint.
-        channel: URL of the channel.
-        run_id: Run of the channel.
-        published: Digests of the versions, by number.
-        records: Files of the records, from version 1 on, where readers find them.
-        sha256: Digests of each tensor's bits, at version 1, at version 2 and at the last one.
         element_count, tensor_count: Size of the model.
-        changed: Number of elements that version 2 changes.
-        payload_bytes: Size of the delta of version 2.
     """
 
-    checkpoint: Path
-    channel: str
-    run_id: str
-    published: dict[int, str]
-    records: tuple[Path, ...]
-    sha256: dict[int, dict[str, str]]
+    checkpoint: Path  # directory of the checkpoint
+    channel: str  # URL of the channel
+    run_id: str  # run of the channel
+    published: dict[int, str]  # digests of the versions, by number
+    records: tuple[Path, ...]  # files of the records, from version 1 on, where readers find them
+    sha256: dict[int, dict[str, str]]  # digests of each tensor's bits, at version 1, at version 2 and at the last one
     element_count: int
     tensor_count: int
-    changed: int
-    payload_bytes: int
+    changed: int  # number of elements that version 2 changes
+    payload_bytes: int  # size of the delta of version 2
 
     def show(self, version: int) -> None:
         """Make this version the channel's newest."""
@@ -65,12 +54,8 @@ class Versions:
 
 
 def prepare(size: str, folder: Path, changes: Sequence[float]) -> Versions:
-    """Build a checkpoint and publish its versions.
-
-    Args:
-        size: One of `SIZES`.
-        folder: Directory for it; must not exist.
-        changes: The changed fraction of each version after the first.
+    """Build a checkpoint of one of `SIZES` in a new folder, and publish its versions: the first, and one for each changed
+    fraction.
     """
     checkpoint, channel = folder / "model", f"file://{folder / 'channel'}"
     folder.mkdir()
@@ -140,36 +125,3 @@ def build_checkpoint(size: str, out: Path) -> None:
         model = Qwen3ForCausalLM._from_config(config)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-
-
-def change(weights: dict[str, torch.Tensor], fraction: float, seed: int) -> None:
-    """Move a fraction of the elements, at random positions of every tensor, by one or two ULP. Mutates `weights`."""
-    if not fraction:
-        return
-    random = np.random.default_rng(seed)
-    for tensor in weights.values():
-        bits_N = bits_of(tensor)
-        index_K = _positions(random, bits_N.size, fraction)
-        step_K = random.integers(1, _MAX_STEP + 1, index_K.size, dtype=np.uint16)
-        grows_K = random.integers(0, 2, index_K.size, dtype=np.uint16) > 0
-        old_K = bits_N[index_K]
-        grows_K |= old_K & 0x7FFF <= _MAX_STEP  # below zero lies NaN
-        bits_N[index_K] = np.where(grows_K, old_K + step_K, old_K - step_K)
-
-
-def _positions(random: np.random.Generator, element_count: int, fraction: float) -> np.ndarray:
-    """Return ascending positions; each element has the same probability."""
-    found = []
-    last = -1
-    while last < element_count:
-        expected = fraction * (element_count - last)
-        gap_K = random.geometric(fraction, int(expected + 4 * expected**0.5) + 16)
-        found.append(last + np.cumsum(gap_K))
-        last = int(found[-1][-1])
-    index_K = np.concatenate(found)
-    return index_K[index_K < element_count]
-
-
-def digests(weights: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return the sha256 of each tensor's bits."""
-    return {name: hashlib.sha256(bits_of(tensor).data).hexdigest() for name, tensor in weights.items()}

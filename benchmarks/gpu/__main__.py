@@ -121,12 +121,7 @@ def _empty_cache(machine: Any) -> None:
 
 
 def _run_tests(interpreted: bool) -> None:
-    """Run the tests of the kernels, each file in a process of its own; the default suite has them interpreted.
-
-    Raises:
-        AssertionError: a test failed.
-        subprocess.TimeoutExpired: a file took longer than `TESTS_S`.
-    """
+    """Run the tests of the kernels, each file in a process of its own; the default suite has them interpreted."""
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if interpreted or missing:
         common.say(f"tests skipped: {'the default suite has them' if interpreted else 'no ' + ', '.join(missing)}")
@@ -143,7 +138,7 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield f"{result['device']}, CUDA {result['cuda']}"
     yield from common.table(("", "ms", "GB/s", "launches", "waits", "peak MB", ""), map(_cells, result["rows"]))
     yield ""
-    verdicts = {True: "met", False: "MISSED", None: "for a GPU to tell"}
+    verdicts = {True: "met", False: "MISSED", None: "needs a GPU"}
     bars = [(bar["what"], f"{bar['found']:.2f}", f"{bar['most']:g}", verdicts[bar["met"]]) for bar in result["bars"]]
     yield from common.table(("", "found", "at most", ""), bars)
     for name, error in result["failures"].items():

@@ -23,30 +23,20 @@ _KERNELS = ("_mark", "_compact"), ("_prepare", "_swap", "_fingerprint")
 
 @dataclasses.dataclass(kw_only=True)
 class Row:
-    """Measurements of one operation.
+    """Measurements of one operation."""
 
-    Attributes:
-        what: Name of the operation.
-        seconds: Median.
-        launches: Number of kernels launched; if interpreted, of Triton's only.
-        waits: How often the host waited for the device; None if interpreted.
-        peak_bytes: Peak of device memory beyond what was used before; None if interpreted.
-        rate: Bytes per second that it reads and writes, where that is meaningful.
-        note: Anything else.
-    """
-
-    what: str
-    seconds: float
-    launches: int | None = None
-    waits: int | None = None
-    peak_bytes: int | None = None
-    rate: float | None = None
-    note: str = ""
+    what: str  # name of the operation
+    seconds: float  # median
+    launches: int | None = None  # number of kernels launched; if interpreted, of Triton's only
+    waits: int | None = None  # how often the host waited for the device; None if interpreted
+    peak_bytes: int | None = None  # peak of device memory beyond what was used before; None if interpreted
+    rate: float | None = None  # bytes per second that it reads and writes, where that is meaningful
+    note: str = ""  # anything else
 
 
 @dataclasses.dataclass(kw_only=True)
 class Bar:
-    """A bar: `found` may be at most `most`. None if only a GPU can tell."""
+    """A bar: `found` may be at most `most`. None if only a GPU can decide it."""
 
     what: str
     found: float
@@ -112,13 +102,7 @@ class Machine:
         return statistics.median(times)
 
     def measure(self, what: str, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> Row:
-        """Measure an operation, and add it to the rows.
-
-        Args:
-            what: Name of the operation.
-            run: The operation.
-            before: Called before each run to make it possible; not measured.
-        """
+        """Measure an operation, each time after `before`, which is not measured, and add it to the rows."""
         row = Row(what=what, seconds=self.median_s(run, before))
         before()
         with self._counted(row):

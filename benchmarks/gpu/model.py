@@ -20,21 +20,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclasses.dataclass
 class Model:
-    """One model on a device.
+    """One model on a device."""
 
-    Attributes:
-        specs: The checkpoint's tensors.
-        weights: The trainer's weights, bfloat16; views of `flat`.
-        flat: All these weights as int16.
-        segments: The replica's tensors; views of `live`, which has the same layout.
-        live: The replica's memory.
-    """
-
-    specs: dict[str, TensorSpec]
-    weights: dict[str, torch.Tensor]
-    flat: torch.Tensor
-    segments: dict[str, list[Segment]]
-    live: torch.Tensor
+    specs: dict[str, TensorSpec]  # the checkpoint's tensors
+    weights: dict[str, torch.Tensor]  # the trainer's weights, bfloat16; views of `flat`
+    flat: torch.Tensor  # all these weights as int16
+    segments: dict[str, list[Segment]]  # the replica's tensors; views of `live`, which has the same layout
+    live: torch.Tensor  # the replica's memory
 
     @classmethod
     def build(cls, shapes: Shapes, device: torch.device) -> Model:
@@ -100,14 +92,10 @@ class Run:
         self.changed = Changed(Delta(self._layout, {}), {})
 
     def measure(self, copy_rate: float, scatter_s: float | None) -> None:
-        """Measure everything.
+        """Measure everything, and check the bits.
 
-        Args:
-            copy_rate: Bytes per second of a copy on the device, read and written.
-            scatter_s: Seconds of a plain scatter of as many elements, if a bar depends on it.
-
-        Raises:
-            AssertionError: wrong bits.
+        `copy_rate` is that of a copy on the device, in bytes read and written per second; `scatter_s` the time of a plain
+        scatter of as many elements, if a bar depends on it.
         """
         machine, memory = self._machine, self.memory
         memory.warm_up()

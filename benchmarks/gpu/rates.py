@@ -1,4 +1,4 @@
-"""The rate of every kernel on one large tensor, beside a copy on the same device."""
+"""The rate of every kernel on one large tensor, compared with a copy on the same device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,8 @@ def measure(machine: Machine, element_count: int, changed_fraction: float) -> di
     """Measure each kernel, and check its result.
 
     Bytes are those read and written, as for a copy: both tensors for a comparison, the tensor for a fingerprint, and for
-    each element that is exchanged its position, its value twice, and a sector of memory twice.
-
-    Returns:
-        `copy`: bytes per second; `scatter_s`: seconds of a plain scatter of the changed elements.
-
-    Raises:
-        AssertionError: a kernel is wrong.
+    each element that is exchanged its position, its value twice, and a sector of memory twice. Returns `copy`, bytes per
+    second, and `scatter_s`, seconds of a plain scatter of the changed elements.
     """
     device = machine.device
     old_N = random_bits(element_count, device, 0)

@@ -16,11 +16,7 @@ _GPU_ALONE = "needs a GPU"
 
 
 def captured_graph(machine: Machine, run: Run) -> None:
-    """Check that a captured graph computes with the new weights after a commit: it reads them where they are.
-
-    Raises:
-        AssertionError: it computes with other weights.
-    """
+    """Check that a captured graph computes with the new weights after a commit: it reads them where they are."""
     if machine.interpreted:
         machine.rows.append(Row(what="captured graph", seconds=0.0, note=_GPU_ALONE))
         return
@@ -90,12 +86,7 @@ def staging_beside_work(machine: Machine, run: Run) -> None:
 
 
 def anchor_without_room(machine: Machine, run: Run) -> None:
-    """Load full weights whose bits all differ, on a device without room for a second copy; then load the old ones.
-
-    Raises:
-        AssertionError: wrong bits.
-        torch.OutOfMemoryError: this took more memory.
-    """
+    """Load full weights whose bits all differ, on a device without room for a second copy; then load the old ones."""
     model, memory = run.model, run.memory
     other = {name: (~tensor.view(torch.int16)).cpu().numpy().reshape(-1) for name, tensor in model.weights.items()}
     weights = [(name, bits_N.view("u2"), None) for name, bits_N in other.items()]

@@ -19,8 +19,7 @@ from deltasync.kernels import cpu
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of, cast
 
-FILE = "adapter_base.json"
-"""The companion file of an adapter's anchors."""
+FILE = "adapter_base.json"  # the companion file of an adapter's anchors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +42,7 @@ class AdapterBase:
 
     @classmethod
     def decode(cls, data: bytes) -> AdapterBase:
-        """Parse the file.
-
-        Raises:
-            CorruptDataError: it is not valid.
-        """
+        """Parse the file. Raise CorruptDataError if it is not valid."""
         try:
             return msgspec.json.decode(data, type=cls)
         except UNREADABLE_JSON as error:
@@ -58,11 +53,7 @@ class AdapterBase:
         return msgspec.json.encode(self) + b"\n"
 
     def compare(self, checkpoint: Checkpoint) -> Compared:
-        """Compare this base with a checkpoint, tensor by tensor.
-
-        Raises:
-            CorruptDataError: a file of the checkpoint is damaged.
-        """
+        """Compare this base with a checkpoint, tensor by tensor."""
         common = [name for name in self.tensors if name in checkpoint.files]
         found = {name: _fingerprint(name, tensor) for name, tensor in checkpoint.tensors(common)}
         return Compared(

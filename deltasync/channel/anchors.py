@@ -18,7 +18,7 @@ import torch
 from deltasync.channel import keys
 from deltasync.channel.documents import COMPRESSED, Fingerprint
 from deltasync.codec import dense
-from deltasync.codec.base import FORMAT, body, layout, read_metadata, views
+from deltasync.codec.base import FORMAT, body, entries, layout, read_metadata
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec, fingerprint, weight_bytes
 from deltasync.tensors.bits import bits_of, spec_of, tensor_of
@@ -26,20 +26,16 @@ from deltasync.tensors.bits import bits_of, spec_of, tensor_of
 _Table = TypeVar("_Table")
 _FINGERPRINTS, _PLANES = "deltasync.fingerprints", "deltasync.planes"
 INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 1 << 30  # largest weight file that a tool writes
 Take = Callable[[str, np.ndarray], int]
 """Writes a tensor's unsigned bit patterns into an array of shape N, and returns their fingerprint."""
-Room = Callable[[str, int], np.ndarray]
-"""Returns writable bytes for a file, by its name and size."""
+Room = Callable[[str, int], np.ndarray]  # returns writable bytes for a file, by its name and size
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
 """Suffixes of files that hold weights. Some of these formats run code when they are loaded."""
 
 
 def read_model_files(directory: Path) -> dict[str, bytes]:
-    """Read the files at the top of a checkpoint directory that are not weights, by name: config, tokenizer, templates.
-
-    Raises:
-        ConfigError: there is no such directory.
-    """
+    """Read the files at the top of a checkpoint directory that are not weights, by name: config, tokenizer, templates."""
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory with a config and a tokenizer.")
     files = (path for path in sorted(directory.iterdir()) if path.is_file() and not path.name.startswith("."))
@@ -47,7 +43,10 @@ def read_model_files(directory: Path) -> dict[str, bytes]:
 
 
 def weight_files(
-    tensors: Mapping[str, torch.Tensor], fingerprints: Mapping[str, int], shard_bytes: int, compression: str | None = None
+    tensors: Mapping[str, torch.Tensor],
+    fingerprints: Mapping[str, int],
+    shard_bytes: int = SHARD_BYTES,
+    compression: str | None = None,
 ) -> Iterator[tuple[str, bytes | memoryview]]:
     """`taken_files` of contiguous tensors on the host, whose fingerprints are known."""
     specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
@@ -68,15 +67,9 @@ def taken_files(
 ) -> Iterator[tuple[str, bytes | memoryview]]:
     """Make weight files one after the other, as (file name, bytes), then the index if there are several.
 
-    Args:
-        specs: The tensors.
-        take: Is called once for each tensor, in the order of `specs`, when the tensor's file is made.
-        shard_bytes: Most bytes of a file before compression; a larger tensor has a file of its own.
-        compression: `COMPRESSED`, or None for files that transformers and vLLM load.
-        room: Where files that are not compressed are made; in new memory if None.
-
-    Raises:
-        ConfigError: an unknown compression.
+    `take` is called once for each tensor, in the order of `specs`, when the tensor's file is made. A file has at most
+    `shard_bytes` before compression, unless a single tensor is larger. With the `compression` `COMPRESSED`, transformers and
+    vLLM cannot load it. Other files are made in `room`, by default in new memory.
     """
     if compression not in (None, COMPRESSED):
         raise ConfigError(f"Anchors are compressed by {COMPRESSED!r} or not at all, not by {compression!r}.")
@@ -109,15 +102,15 @@ def _plain(specs: Sequence[TensorSpec], take: Take, file_name: str, room: Room) 
 
 
 def _compressed(specs: Sequence[TensorSpec], take: Take) -> bytes:
-    entries, planes, digests = dict[str, torch.Tensor](), dict[str, list[int]](), dict[str, int]()
+    held, planes, digests = dict[str, torch.Tensor](), dict[str, list[int]](), dict[str, int]()
     for spec in specs:
         bits_N = np.empty(spec.element_count, spec.bits_dtype)
         digests[spec.name] = take(spec.name, bits_N)
-        entries[spec.name] = tensor_of(bits_N, spec)
+        held[spec.name] = tensor_of(bits_N, spec)
         if (found := dense.compress(bits_N)) is not None:
-            planes[spec.name], entries[spec.name] = found
+            planes[spec.name], held[spec.name] = found
     metadata = {**_metadata(digests), "format": FORMAT, _PLANES: json.dumps(planes, separators=(",", ":"))}
-    return b"".join(body(entries, metadata))
+    return b"".join(body(held, metadata))
 
 
 def _metadata(digests: Mapping[str, int]) -> dict[str, str]:
@@ -143,24 +136,40 @@ def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> I
 
     Uncompressed bits are a read-only view of `data` where that is aligned. Otherwise one tensor at a time is in memory.
     Nothing that `specs` lacks is decompressed.
-
-    Raises:
-        CorruptDataError: the file cannot be read, or has a tensor that is not as in `specs`.
     """
-    digests, planes, entries = fingerprints(data), planes_of(data), views(data)
-    if unknown := planes.keys() - entries.keys():
-        raise CorruptDataError(f"The anchor's weight file names planes of {unknown.pop()!r}, which it does not hold.")
-    for name, (dtype, shape, byte_B) in entries.items():
-        spec = specs.get(name)
-        if spec is None or name not in digests:
-            raise CorruptDataError(f"The anchor's weight file holds {name!r}, which the channel or its fingerprints lack.")
-        if name in planes:
-            entry = torch.from_numpy(byte_B.copy()) if dtype == "U8" else None
-            yield name, dense.decompress(entry, planes[name], spec), digests[name]
-        elif (dtype, shape) == (SAFETENSORS_DTYPES[spec.dtype], spec.shape):
-            yield name, np.require(byte_B.view(spec.bits_dtype), requirements="A"), digests[name]
+    digests, file_B = fingerprints(data), np.frombuffer(data, np.uint8)
+    for spec, first, last, sizes in contents(data, len(data), specs):
+        if spec.name not in digests:
+            raise CorruptDataError(f"The anchor's weight file has no fingerprint of {spec.name!r}.")
+        byte_B = file_B[first:last]
+        if sizes is None:
+            bits_N = np.require(byte_B.view(spec.bits_dtype), requirements="A")
         else:
+            bits_N = dense.decompress(torch.from_numpy(byte_B.copy()), sizes, spec)
+        yield spec.name, bits_N, digests[spec.name]
+
+
+def contents(
+    head: bytes | memoryview, size: int, specs: Mapping[str, TensorSpec]
+) -> Iterator[tuple[TensorSpec, int, int, list[int] | None]]:
+    """Check the tensors of a weight file of `size` bytes, from its first bytes with the whole header.
+
+    Yields each tensor's spec, its first byte, the byte behind its last one, and the sizes of its planes if it is compressed.
+    Raises CorruptDataError if the header is damaged, or a tensor is not as in `specs`.
+    """
+    planes, found = planes_of(head), entries(head, size)
+    if unknown := planes.keys() - found.keys():
+        raise CorruptDataError(f"The anchor's weight file names planes of {unknown.pop()!r}, which it does not hold.")
+    for name, (dtype, shape, first, last) in found.items():
+        spec, sizes = specs.get(name), planes.get(name)
+        if spec is None:
+            raise CorruptDataError(f"The anchor's weight file holds {name!r}, which the channel lacks.")
+        if sizes is not None:
+            if dtype != "U8" or len(sizes) != spec.item_bytes or sum(sizes) != last - first:
+                raise CorruptDataError(f"The planes of {name!r} do not have the sizes that its weight file says.")
+        elif (dtype, shape) != (SAFETENSORS_DTYPES[spec.dtype], spec.shape):
             raise CorruptDataError(f"The anchor's weight file holds {name} {dtype}{list(shape)} instead of {spec}.")
+        yield spec, first, last, sizes
 
 
 def fingerprints(data: bytes | memoryview) -> dict[str, int]:

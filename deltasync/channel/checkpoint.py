@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
 from safetensors import safe_open
@@ -18,7 +18,7 @@ from deltasync.channel import ranges
 from deltasync.channel.anchors import INDEX
 from deltasync.channel.documents import Reference
 from deltasync.codec.base import LIBRARY_ERRORS, entries
-from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
+from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError, describe
 from deltasync.kernels import cpu, cpu_diff
 from deltasync.tensors import SAFETENSORS_DTYPES, Delta, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, cast
@@ -27,9 +27,15 @@ from deltasync.tensors.delta import of_tensor
 _WEIGHTS = "model.safetensors"
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 _REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>\S+))?")
-_WEIGHT_FILE = re.compile(r"\w[\w.=+-]*\.safetensors", re.ASCII)
 _TORCH_DTYPES = {entry: getattr(torch, name) for name, entry in SAFETENSORS_DTYPES.items()}
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.=+-]*\.safetensors\Z")]]
+
+
+describe(_Index)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,18 +48,15 @@ class Checkpoint:
     def read(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray]]:
         """Read these tensors file by file: name, unsigned bit patterns of shape N, as they are served.
 
-        Floating-point tensors are rounded to the dtype of their spec, to nearest even.
-
-        Raises:
-            ModelMismatchError: a tensor is missing, or has another shape or dtype.
-            CorruptDataError: a file is damaged.
+        Floating-point tensors are rounded to the dtype of their spec, to nearest even. Raises ModelMismatchError if a tensor
+        is missing, or has another shape or dtype.
         """
         self._check_names(specs)
         for name, tensor in self.tensors(specs):
             yield name, bits_of(self._served(tensor, specs[name]))
 
     def ranges(self, specs: Mapping[str, TensorSpec], wanted: ranges.Ranges) -> Iterator[ranges.Piece]:
-        """Read ranges of these tensors in pieces, as they are served, file by file. Raises as `read`."""
+        """Read ranges of these tensors in pieces, as they are served, file by file. Raises like `read`."""
         self._check_names(specs)
         by_file: dict[Path, list[str]] = {}
         for name in specs:
@@ -77,11 +80,7 @@ class Checkpoint:
             raise ModelMismatchError(f"{self.reference} lacks {first_five(missing)}, which the model has.")
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read these tensors, which the checkpoint has, file by file, as they are stored.
-
-        Raises:
-            CorruptDataError: a file is damaged.
-        """
+        """Read these tensors, which the checkpoint has, file by file, as they are stored."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.files[self._source(name)], []).append(name)
@@ -116,11 +115,7 @@ class Checkpoint:
 
 
 def find(where: str | Path) -> Reference:
-    """Make a reference to a directory, or to a model on the Hub (`namespace/name[@revision]`) at its current commit.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or it cannot be reached.
-    """
+    """Make a reference to a directory, or to a model on the Hub (`namespace/name[@revision]`) at its current commit."""
     if isinstance(where, Path) or Path(where).is_dir():
         return Reference(path=str(Path(where).absolute()))
     match = _REPO.fullmatch(where)
@@ -132,14 +127,8 @@ def find(where: str | Path) -> Reference:
 def load(reference: Reference, limit_bytes: int | None = None, *, with_token: bool = True) -> Checkpoint:
     """Find a checkpoint on this machine; a model on the Hub is downloaded unless it is in the Hub's cache.
 
-    Args:
-        reference: Where it is.
-        limit_bytes: Most bytes to download; None for no limit.
-        with_token: Whether the machine's token of the Hub may be used.
-
-    Raises:
-        ConfigError: it does not exist, cannot be reached, or is larger.
-        CorruptDataError: a file is damaged.
+    `limit_bytes` is the most to download, None for no limit; `with_token` says whether the machine's token of the Hub may be
+    used. Raises ConfigError if the checkpoint does not exist, cannot be reached, or is larger.
     """
     bounds = limit_bytes, with_token
     directory = _directory(reference, [_WEIGHTS, INDEX], *bounds)
@@ -167,11 +156,7 @@ def compare(
 ) -> tuple[dict[str, int], list[Delta]]:
     """Compare ranges of a checkpoint's tensors with a model's bits, which are flat and unsigned.
 
-    Returns:
-        The fingerprint of each range in the checkpoint, and the steps that lead to the model, in pieces.
-
-    Raises:
-        ModelMismatchError, CorruptDataError: as `Checkpoint.read`.
+    Returns the fingerprint of each range in the checkpoint, and the steps that lead to the model, in pieces.
     """
     parts, changes = dict.fromkeys(layout.specs, 0), []
     for name, at, old_N in checkpoint.ranges(layout.specs, held):
@@ -218,18 +203,15 @@ def _download(
             return Path(snapshot_download(repo, revision=revision, local_files_only=True))
         reason = " ".join(str(error).split())
         hint = "" if with_token else " It was asked for without a token: set DELTASYNC_REFERENCE_REPOS if it needs one."
-        raise ConfigError(f"{repo}@{revision or 'main'} cannot be had from the Hub or its cache: {reason}{hint}") from error
+        raise ConfigError(f"{repo}@{revision or 'main'} is neither on the Hub nor in its cache: {reason}{hint}") from error
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     """The weight file of each tensor, by the index of a checkpoint."""
     try:
-        names = dict(json.loads(path.read_bytes())["weight_map"])
-        if not all(isinstance(file, str) and _WEIGHT_FILE.fullmatch(file) for file in names.values()):
-            raise ValueError("a weight file has another name than *.safetensors")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (OSError, *UNREADABLE_JSON) as error:
         raise CorruptDataError(f"{path} is not the index of a checkpoint: {error!r}.") from error
-    return names
 
 
 @contextlib.contextmanager

@@ -20,20 +20,14 @@ from deltasync.stores.base import check_key
 from deltasync.tensors import ITEM_BYTES, TensorSpec
 
 REFERENCE = "reference"
-COMPRESSED = "zstd"
-"""The compression of weight files, and the feature that a record with such an anchor requires."""
+COMPRESSED = "zstd"  # the compression of weight files, and the feature that a record with such an anchor requires
 
 SHORTCUTS = ("compaction", "announcement")
 """Kinds of shortcuts: objects outside the log, each of which makes the chain to a version shorter."""
 
-FEATURES = frozenset({REFERENCE, COMPRESSED})
-"""Features that this reader knows."""
-
-CHANNEL_BYTES = 32 << 20
-"""Most bytes of channel.json."""
-
-SMALL_BYTES = 4 << 10
-"""Most bytes of head.json, of an epoch's document, and of a heartbeat."""
+FEATURES = frozenset({REFERENCE, COMPRESSED})  # features that this reader knows
+CHANNEL_BYTES = 32 << 20  # most bytes of channel.json
+SMALL_BYTES = 4 << 10  # most bytes of head.json, of an epoch's document, and of a heartbeat
 
 _LARGEST = (1 << 63) - 1
 Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
@@ -106,18 +100,13 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """A checkpoint outside the channel: a model on the Hugging Face Hub at a commit, or an absolute directory.
-
-    Attributes:
-        fingerprints: Fingerprint of every tensor of the channel, as it is served.
-        tied: Tensors that the checkpoint holds only under the name of another one, and that name.
-    """
+    """A checkpoint outside the channel: a model on the Hugging Face Hub at a commit, or an absolute directory."""
 
     repo: str | None = None
     revision: str | None = None
     path: str | None = None
-    fingerprints: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)
-    tied: dict[str, str] = dataclasses.field(default_factory=dict)
+    fingerprints: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)  # of all tensors, as they are served
+    tied: dict[str, str] = dataclasses.field(default_factory=dict)  # tensors that it holds only under another's name
 
     def __str__(self) -> str:
         return f"{self.repo}@{self.revision}" if self.path is None else self.path
@@ -125,12 +114,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Anchor:
-    """Full weights: the files of a checkpoint directory, or a reference to a checkpoint elsewhere.
-
-    Attributes:
-        directory: Folder of all its files; empty for a reference.
-        model_files: Files other than weights: config, tokenizer, index.
-    """
+    """Full weights: files of a checkpoint directory, or a reference; `model_files` are config, tokenizer and the index."""
 
     directory: str = ""
     files: Annotated[list[File], msgspec.Meta(max_length=_FILES)] = dataclasses.field(default_factory=list)
@@ -147,8 +131,6 @@ class Record:
             to a version, by a delta or by an announced anchor.
         version, epoch: The slot; of a compaction or an announcement, that of the version it leads to.
         base: The version that it follows; of a compaction, where it starts. None in version 1 and in announcements.
-        fingerprint: Fingerprint of the model at `version`; None in a seal.
-        sha256: Digest of the record of `version`; in compactions and announcements only.
         token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens trained for its last publish.
     """
 
@@ -159,11 +141,11 @@ class Record:
     epoch: Epoch
     created_at: _Time
     base: VersionId | None = None
-    fingerprint: Fingerprint | None = None
+    fingerprint: Fingerprint | None = None  # fingerprint of the model at `version`; None in a seal
     delta: Delta | None = None
     anchor: Anchor | None = None
     next_epoch: Epoch | None = None
-    sha256: Sha256 | None = None
+    sha256: Sha256 | None = None  # digest of the record of `version`; in compactions and announcements only
     step: Annotated[int, msgspec.Meta(ge=-_LARGEST - 1, le=_LARGEST)] | None = None
     coalesced: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)] = 1
     token_lag: TokenLag | msgspec.UnsetType = msgspec.UNSET
@@ -240,12 +222,10 @@ class EpochDocument:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Channel:
-    """channel.json, written once.
+    """channel.json, written once. Its tensors are in the publisher's order.
 
-    Attributes:
-        fencing: How writers succeed each other: `seal` or `lease`.
-        epoch: The first epoch, whose log begins with number 1.
-        tensors: Name -> (dtype, shape), in the publisher's order.
+    `fencing` says how writers succeed each other: `seal` or `lease`. `epoch` is the first one, whose log begins with number
+    1.
     """
 
     format: str = FORMAT
@@ -282,9 +262,8 @@ def encode(document: Document) -> bytes:
 def decode(data: bytes | memoryview, kind: type[_Document], key: str) -> _Document:
     """Parse and check the document of the object at `key`.
 
-    Raises:
-        CorruptDataError: it is not valid JSON of this kind, or contradicts itself or its key.
-        UnsupportedFormatError: it has another format, or requires a feature that this reader does not know.
+    Raises UnsupportedFormatError if it has another format or needs a feature that this reader lacks, CorruptDataError if it
+    is not valid, or contradicts itself or its key.
     """
     try:
         header: dict[str, Any] = msgspec.json.decode(data, type=dict)

@@ -20,8 +20,7 @@ from deltasync.stores.wrapper import WrappedStore
 
 logger = get_logger(__name__)
 
-REVIEW_S = 30.0
-"""How often the stores are compared. A copy that lags behind by more is left."""
+REVIEW_S = 30.0  # how often the stores are compared. A copy that lags behind by more is left.
 _PATIENCE_S = 5.0  # for all answers to one comparison
 _TIMES_FASTER = 2.0  # a store is changed only for one that answers this many times faster
 
@@ -29,14 +28,7 @@ _Result = TypeVar("_Result")
 
 
 def open_failover(channel: str | os.PathLike[str] | Store | Sequence[str]) -> Store:
-    """Open the store of a channel.
-
-    Args:
-        channel: As in `open_store`, or several URLs in a list or separated by spaces: the channel, then copies of it.
-
-    Raises:
-        ConfigError: as `open_store`, or there is no URL.
-    """
+    """Open a channel's store: one of `open_store`'s URLs, or several, in a list or text: the channel, then copies of it."""
     if isinstance(channel, str) and all("://" in part for part in channel.split()):
         channel = channel.split() or channel
     if isinstance(channel, list | tuple):
@@ -82,11 +74,7 @@ class FailoverStore(WrappedStore):
         return None  # it would watch one store while another one is read
 
     def _ask_failover(self, action: Callable[[Store], _Result]) -> _Result:
-        """Read from the fastest store; if it fails, from the next one.
-
-        Raises:
-            ConfigError: the stores hold different runs.
-        """
+        """Read from the fastest store; if it fails, from the next one. Raises ConfigError if they hold different runs."""
         if self._due_s is None:
             self._review()
         elif time.monotonic() > self._due_s and not self._lock.locked():

@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,28 +34,19 @@ from deltasync.errors import (
 )
 from deltasync.stores.base import ObjectInfo, Store
 
-LIVE_S = 60.0
-"""A replica counts as live until its heartbeat is this old."""
-
-EXPIRED_S = 3600.0
-"""A heartbeat that was stored longer ago than this is not read."""
-
+LIVE_S = 60.0  # a replica counts as live until its heartbeat is this old
+EXPIRED_S = 3600.0  # a heartbeat that was stored longer ago than this is not read
 STOPPED = "stopped"
 """State in the last heartbeat of a replica that ended in order. It serves nothing, and nobody waits for it."""
+UNKNOWN = "unknown"  # state of a server that answers 404 when it is asked for its status: it does not follow
 
-UNKNOWN = "unknown"
-"""State of a server that answers 404 when it is asked for its status: it does not follow."""
-
-_FIRST_POLL_S = 0.01
-_LONGEST_POLL_S = 0.5
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 _ANSWER_S = 5.0
 _CONFIRM_S = 3.0  # how long a server has to answer 404, which a proxy may do while the server starts
 _REFRESH_S = 1.0  # least time for one refresh of all heartbeats, also for the last one
-
 _COARSE_S = 2.0  # stores report times in whole seconds
 _MOST_BYTES = 1 << 20  # of a server's answer
-_MOST_ERROR_CHARACTERS = 500
-_MOST_HEARTBEATS = 4096
+_MOST_ERROR_CHARACTERS, _MOST_HEARTBEATS = 500, 4096
 _STATUS = "deltasync/status?commits=0"
 
 
@@ -64,23 +55,19 @@ class Heartbeat:
     """The status of a replica, as it writes it to the channel.
 
     Attributes:
-        run_id: The run that it follows, None while it does not know.
         version, epoch, sha256: Identity of the version that it serves, None before the first.
-        state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
-        newest_version: The newest version that it has seen.
-        pin: Which versions it takes, None for the newest. Nobody waits for a pinned replica.
-        time_s: When it said so: seconds since 1970, by the replica's clock. Of one that was read, when it was seen to
-            be stored again, or else when it was stored, by the store's clock, if the store reports that.
+        time_s: Time of writing, in seconds since 1970, by the replica's clock. In a heartbeat that was read: when a later
+            one was first seen, or else when it was stored, by the store's clock, if the store reports that.
     """
 
     replica_id: str
-    run_id: str | None
+    run_id: str | None  # the run that it follows, None while it does not know
     version: Number | None
-    state: str
+    state: str  # `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`
     epoch: Epoch | None = None
     sha256: Sha256 | None = None
     newest_version: Number | None = None
-    pin: str | None = None
+    pin: str | None = None  # the versions that it takes, None for the newest. Nobody waits for a pinned replica.
     error: str | None = None
     time_s: float = dataclasses.field(default_factory=time.time)
 
@@ -102,85 +89,84 @@ def write(store: Store, heartbeat: Heartbeat) -> None:
     store.put(keys.replica(heartbeat.replica_id), msgspec.json.encode(heartbeat))
 
 
-def read_all(store: Store, run_id: str, deadline: float | None = None) -> list[Heartbeat]:
-    """Read the heartbeats of one run's replicas, sorted by replica id: the newest 4,096 that are readable and not expired.
-
-    Those not read by the deadline (`time.monotonic`) have the state `unread`.
-
-    Raises:
-        TransientStoreError: the heartbeats could not even be listed by the deadline.
-        StoreError: the heartbeats cannot be read.
-    """
-    return Heartbeats(store, run_id).refresh(deadline)
+def read_all(store: Store, run_id: str) -> list[Heartbeat]:
+    """Read the heartbeats of one run's replicas, see `Heartbeats.refresh`."""
+    return Heartbeats(store, run_id).refresh()
 
 
 _State = tuple[int, float, str | None]
 
 
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """An object that holds a heartbeat."""
+
+    state: _State
+    since_s: float
+    changed: bool = False  # whether it had another state before
+    read: _State | None = None  # the state in which it need not be read again
+    beats: list[Heartbeat] | None = None  # empty if it is unreadable; None until it was read
+
+
 class Heartbeats:
-    """The heartbeats in a store, for several looks: each lists them, and reads those that have changed."""
+    """The heartbeats of one run in a store. Each refresh lists them and reads those that have changed."""
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
         self._run_id = run_id
-        self._seen: dict[str, tuple[_State, float, bool]] = {}  # by key, since when, and whether it was another before
-        self._read: dict[str, tuple[_State | None, Heartbeat | Literal["unreadable"]]] = {}
+        self._known: dict[str, _Known] = {}
 
     def refresh(
         self, deadline: float | None = None, enough: Callable[[Heartbeat], bool] = lambda _: False
     ) -> list[Heartbeat]:
-        """Return all live heartbeats, as `read_all`; one that was `enough` before is not read again."""
+        """Return the heartbeats sorted by replica id: the newest 4,096 that are readable and not expired.
+
+        Those not read by the deadline (`time.monotonic`) have the state `unread`. One that was `enough` before is not read
+        again. Raises TransientStoreError if the heartbeats could not even be listed by the deadline.
+        """
         (listed,) = each([keys.REPLICAS], lambda prefix: list(self._store.list(prefix)), deadline)
         if listed is None:
             raise TransientStoreError(f"The heartbeats in {self._store.url} could not be listed in time.")
-        expired_s = time.time() - EXPIRED_S
+        expired_s, now_s = time.time() - EXPIRED_S, time.monotonic()
         recent = [info for info in listed if not 0 < info.modified_s < expired_s]  # 0 where the store reports no time
         recent = sorted(heapq.nlargest(_MOST_HEARTBEATS, recent, lambda info: info.modified_s), key=lambda info: info.key)
-        new = [info for info in recent if not self._is_known(info, enough)]
-        for info, beat in zip(new, each(new, self._read_one, deadline), strict=True):
-            state, since_s, _ = self._seen[info.key]
+        new = []
+        for info in recent:
+            state = (info.bytes, info.modified_s, info.content)
+            known = self._known.setdefault(info.key, _Known(state, now_s))
+            if known.state != state:
+                known.state, known.since_s, known.changed = state, now_s, True
+            if not (known.read == state and info.modified_s > 0) and not any(map(enough, known.beats or ())):
+                new.append(info)
+        for info, beats in zip(new, each(new, self._read_one, deadline), strict=True):
+            known = self._known[info.key]
             # Times are too coarse to show that it was stored again at once; so it is read until it has not for a while.
-            lasting = time.monotonic() - since_s > _COARSE_S
-            if beat is not None:
-                self._read[info.key] = (state if lasting else None, beat)
-            else:
-                self._read.pop(info.key, None)
-        found = [self._found(info) for info in recent]
-        return [beat for beat in found if isinstance(beat, Heartbeat) and beat.run_id == self._run_id]
+            lasting = time.monotonic() - known.since_s > _COARSE_S
+            known.beats, known.read = beats, known.state if lasting and beats is not None else None
+        return [beat for info in recent for beat in self._found(info) if beat.run_id == self._run_id]
 
-    def _is_known(self, info: ObjectInfo, enough: Callable[[Heartbeat], bool]) -> bool:
-        state = (info.bytes, info.modified_s, info.content)
-        if self._seen.get(info.key, (None,))[0] != state:
-            self._seen[info.key] = (state, time.monotonic(), info.key in self._seen)
-        read, beat = self._read.get(info.key, (None, None))
-        return (read == state and info.modified_s > 0) or (isinstance(beat, Heartbeat) and enough(beat))
+    def _found(self, info: ObjectInfo) -> list[Heartbeat]:
+        known = self._known[info.key]
+        if known.beats is None:  # it may be of this run
+            name, error = (
+                info.key.removeprefix(keys.REPLICAS).removesuffix(".json"),
+                "its heartbeat could not be read in time",
+            )
+            found = Heartbeat(replica_id=name, run_id=self._run_id, version=None, state="unread", error=error)
+            return [dataclasses.replace(found, time_s=info.modified_s or found.time_s)]
+        stored_s = time.time() - (time.monotonic() - known.since_s) if known.changed else info.modified_s
+        return [dataclasses.replace(beat, time_s=stored_s or beat.time_s) for beat in known.beats]
 
-    def _found(self, info: ObjectInfo) -> Heartbeat | Literal["unreadable"]:
-        _, beat = self._read.get(info.key, (None, None))
-        if beat is None:
-            return _unread(info, self._run_id)
-        _, since_s, changed = self._seen[info.key]
-        stored_s = time.time() - (time.monotonic() - since_s) if changed else info.modified_s
-        return dataclasses.replace(beat, time_s=stored_s) if isinstance(beat, Heartbeat) and stored_s else beat
-
-    def _read_one(self, info: ObjectInfo) -> Heartbeat | Literal["unreadable"]:
+    def _read_one(self, info: ObjectInfo) -> list[Heartbeat]:
         with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
-            return msgspec.json.decode(self._store.read(info.key, SMALL_BYTES), type=Heartbeat)
-        return "unreadable"
-
-
-def _unread(info: ObjectInfo, run_id: str) -> Heartbeat:
-    """Stands for a heartbeat that was not read in time: it may be of this run, and serves nothing."""
-    name = info.key.removeprefix(keys.REPLICAS).removesuffix(".json")
-    error = "its heartbeat could not be read in time"
-    time_s = info.modified_s or time.time()
-    return Heartbeat(replica_id=name, run_id=run_id, version=None, state="unread", error=error, time_s=time_s)
+            return [msgspec.json.decode(self._store.read(info.key, SMALL_BYTES), type=Heartbeat)]
+        return []
 
 
 def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list[Heartbeat]:
     """Ask servers for their heartbeats (`GET /deltasync/status`). One out of reach, or of another run, serves nothing.
 
-    A server that has not answered by the deadline (`time.monotonic`; by default ten seconds from now) is out of reach.
+    A server has until the deadline (`time.monotonic`) to answer, by default ten seconds.
     """
 
     def ask_one(url: str) -> Heartbeat:
@@ -194,9 +180,8 @@ def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list
 
 
 def ask_status(url: str) -> dict[str, Any] | None:
-    """Ask a server for its status without the commits; `DELTASYNC_HTTP_TOKEN` is sent.
-
-    Empty if the answer is not a JSON object; None if the server does not answer, or with an error of its own (5xx).
+    """Ask a server for its status without the commits, with `DELTASYNC_HTTP_TOKEN`. Empty if the answer is not a JSON
+    object; None if the server does not answer, or with an error of its own (5xx).
     """
     answer, _, code = _call(f"{url}/{_STATUS}")
     return None if code is None or code >= 500 else _json_object(answer)
@@ -209,13 +194,10 @@ def ask_models(url: str) -> list[str]:
 
 
 def post(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
-    """Post `body` to a server's route `sync` or `pin`, and wait until it serves the version that is asked for.
+    """Post `body` to a server's route `sync` or `pin`, wait until it serves the version that is asked for, and return its
+    answer.
 
-    Returns the server's answer, which has the `version` that it serves.
-
-    Raises:
-        AckTimeoutError: it does not serve the version in time.
-        DeltaSyncError: it does not answer, or refuses.
+    Raises AckTimeoutError if it does not serve the version in time, DeltaSyncError if it does not answer, or refuses.
     """
     url = url.rstrip("/")
     request = msgspec.json.encode({**body, "timeout_s": timeout_s})
@@ -228,18 +210,14 @@ def post(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> 
 
 
 def wake(urls: Sequence[str], version: int) -> None:
-    """Tell servers to look for a version now instead of at their next poll. One that does not answer is ignored."""
-    # The time-out is too short for a wait: a server looks as soon as it is asked for a version.
+    """Make servers poll for a version now. One that does not answer is ignored."""
+    # The time-out is too short for a wait: a server polls as soon as it is asked for a version.
     body = msgspec.json.encode({"version": version, "timeout_s": 0.001})
     each(urls, lambda url: _call(f"{url}/deltasync/sync", body), time.monotonic() + _ANSWER_S)
 
 
 def check_ack(ack: str | int) -> int | None:
-    """Number of replicas that `ack` asks for: 1 for `any`, None for `all`.
-
-    Raises:
-        ConfigError: it is not `any`, `all` or a number from 1 on.
-    """
+    """Return the number of replicas that `ack` asks for: 1 for `any`, None for `all`. Raise ConfigError for other texts."""
     if ack == "all":
         return None
     with contextlib.suppress(ValueError):
@@ -260,28 +238,26 @@ def wait_for(
     known: Heartbeats | None = None,
     required: bool = False,
 ) -> list[Heartbeat]:
-    """Block until the fleet serves a version. Wait for its upload first (`Receipt.wait`): a failed one never arrives.
+    """Block until the fleet serves a version or a later one, and return the heartbeats of the replicas that do.
+
+    Wait for the version's upload first (`Receipt.wait`): a failed one never arrives.
 
     Args:
         store: The channel's store.
         run_id: The run whose replicas count.
-        version: The version's number; a replica that serves a later one counts too.
+        version: The version's number.
         published: Digests of the records that the caller published, by number; may grow during the call. A replica counts
             only if it serves one of these, by the digest.
-        ack: `any`: at least one live replica serves it. A number: at least that many do. `all`: at least one replica is
-            live, and every live one serves it.
-        timeout_s: How long to wait. The last look may take a second more.
+        ack: `any`, or a number: at least that many live replicas serve it. `all`: every live replica serves it, and at least
+            one is live.
+        timeout_s: How long to wait. The last refresh may take a second more.
         urls: Servers to ask instead of reading heartbeats; `all` then means each of them.
         known: The heartbeats of the last call, so that only changed ones are read.
-        required: Whether the caller cannot go on without each of `urls`, so that one that follows nothing ends the wait.
-
-    Returns:
-        The heartbeats of the replicas that serve it.
+        required: Whether the caller needs each of `urls`: one that follows nothing then ends the wait.
 
     Raises:
         AckTimeoutError: time is up; it names the live replicas that lag, with their errors.
         ConfigError: a required server does not follow, or follows another run, and has said so for three seconds.
-        StoreError: the heartbeats cannot be read. A transient error is tried again until time is up.
     """
     needed = check_ack(ack)
     deadline = time.monotonic() + timeout_s
@@ -432,7 +408,7 @@ def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> 
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: urllib would send the token to whatever host it names."""
+    """Follows no redirect: urllib would send the token to any host that it names."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         """Return None, which makes the redirect an error."""

@@ -18,8 +18,7 @@ COMPACTIONS = "compactions/"
 ANNOUNCEMENTS = "announcements/"
 REPLICAS = "replicas/"
 ANCHOR_REQUEST = "requests/anchor.json"
-TOOL = "000000-"
-"""Prefix of the author names of tools, which have no epoch."""
+TOOL = "000000-"  # prefix of the author names of tools, which have no epoch
 
 LARGEST_VERSION = 9_999_999_999
 
@@ -46,7 +45,7 @@ class Slot:
 
     @property
     def newness(self) -> tuple[str, int]:
-        """Sort key by which the newer of two versions is the greater one: the epoch, then the number."""
+        """Sort key: the epoch, then the number. The newer of two versions has the greater one."""
         return self.epoch, self.version
 
 
@@ -165,5 +164,5 @@ def replica(replica_id: str) -> str:
 
 
 def probe(epoch: str) -> str:
-    """Key of the object by which a writer tests whether the store really creates only if absent."""
+    """Key of the object with which a writer tests whether the store creates only absent objects."""
     return f"probe/{epoch}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -24,9 +24,7 @@ from deltasync.tensors.delta import joined
 _PARTS_AHEAD = 4
 
 _REFERENCE_BYTES = 8, 64 << 20  # of a checkpoint for each byte of the channel's model, and in addition
-
-FILES_AHEAD = 2
-"""Weight files that are fetched and checked, each by a thread, while one is used."""
+FILES_AHEAD = 2  # weight files that are fetched and checked, each by a thread, while one is used
 
 
 def fetch(reader: ChannelReader, stored: StoredRecord) -> list[tuple[str, bytes]]:
@@ -43,61 +41,54 @@ def delta(
 ) -> Changed:
     """Decode a delta or a compaction: its changes, and the fingerprints of changed tensors after them.
 
-    Args:
-        reader: Reads the channel.
-        stored: The record of the version, or the compaction.
-        old: Returns the bits of a tensor before the change; some codecs need them.
-        wanted: As in `Codec.decode`.
-        fetched: The result of `fetch`; if None, files are fetched as they are needed.
-
-    Raises:
-        FormatError, MissingVersionError: as `ChannelReader.fetch` and `Codec.decode`.
+    `old` returns the bits of a tensor before the change; some codecs need them. `wanted` is as in `Codec.decode`. Without
+    `fetched`, the result of `fetch`, files are fetched as they are needed.
     """
     return decode(stored.record, _payloads(reader, stored) if fetched is None else fetched, reader.layout, old, wanted)
 
 
 def weights(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, np.ndarray, int]]:
-    """Read full weights, each tensor once: name, read-only unsigned bit patterns of shape N, fingerprint.
-
-    Raises:
-        FormatError, MissingVersionError: as `delta`; at the end, if a tensor is missing.
-    """
+    """Read full weights, each tensor once: name, read-only unsigned bit patterns of shape N, fingerprint."""
     record = stored.record
     if record.reference is not None:
         yield from _reference_weights(reader, record.version, record.reference)
         return
-    missing = dict(reader.specs)
-    for file, data in _files(reader, stored, FILES_AHEAD):
-        with _naming(file.key):
-            for name, bits_N, expected in read_weights(data, reader.specs):
-                if missing.pop(name, None) is None:
-                    raise CorruptDataError(f"{name} occurs twice.")
-                yield name, bits_N, expected
-    if missing:
-        raise CorruptDataError(f"The anchor of version {record.version} lacks {checkpoint.first_five(sorted(missing))}.")
+    with _each_once(reader, record) as note:
+        for file, data in _files(reader, stored, FILES_AHEAD):
+            with _naming(file.key):
+                for name, bits_N, expected in read_weights(data, reader.specs):
+                    note(name)
+                    yield name, bits_N, expected
 
 
 def ranges_of_weights(reader: ChannelReader, stored: StoredRecord, wanted: ranges.Ranges) -> Iterator[ranges.Piece]:
-    """Read ranges of full weights in pieces. The caller checks the fingerprint of all ranges together.
-
-    Raises:
-        FormatError, MissingVersionError: as `weights`.
-    """
+    """Read ranges of full weights in pieces. The caller checks the fingerprint of all ranges together."""
     record, specs = stored.record, reader.specs
     if record.reference is not None:
         with _loading(record.version, record.reference):
             yield from _referred(reader, record.version, record.reference).ranges(specs, wanted)
         return
-    missing = dict(specs)
-    for file in record.payload_files:
-        with _naming(file.key):
-            for found in ranges.read_weights(
-                ranges.RangedFile(file.bytes, functools.partial(reader.read_range, file)), specs, wanted
-            ):
-                if not isinstance(found, str):
-                    yield found
-                elif missing.pop(found, None) is None:
-                    raise CorruptDataError(f"{found} occurs twice.")
+    with _each_once(reader, record) as note:
+        for file in record.payload_files:
+            ranged = ranges.RangedFile(file.bytes, functools.partial(reader.read_range, file))
+            with _naming(file.key):
+                for found in ranges.read_weights(ranged, specs, wanted):
+                    if isinstance(found, str):
+                        note(found)
+                    else:
+                        yield found
+
+
+@contextlib.contextmanager
+def _each_once(reader: ChannelReader, record: Record) -> Iterator[Callable[[str], None]]:
+    """Yield a function to call with each tensor. Raise CorruptDataError if it is called twice for one, or not for all."""
+    missing = dict(reader.specs)
+
+    def note(name: str) -> None:
+        if missing.pop(name, None) is None:
+            raise CorruptDataError(f"{name} occurs twice.")
+
+    yield note
     if missing:
         raise CorruptDataError(f"The anchor of version {record.version} lacks {checkpoint.first_five(sorted(missing))}.")
 

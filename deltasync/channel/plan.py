@@ -2,8 +2,8 @@
 
 A chain is a list of records, compactions and announcements. Each leads from its base to its version; anchors lead from
 nothing. The cheapest chain is estimated from listings, where versions are numbers. Then its objects are read from the end
-back. Each must have the identity by which the one after it names its base, down to the identity that the replica has, or to
-full weights.
+back. Each must have the identity that the one after it gives for its base, down to the version of the replica, or to full
+weights.
 
 A chain back has the records to undo, newest first, and then the record of the older version that is wanted.
 """
@@ -38,10 +38,7 @@ _HELD_BYTES = 1 << 28  # most bytes of records that are kept for staging
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edge:
-    """A record, or a shortcut, by its listing.
-
-    It leads from number to number; `base` is 0 for nothing, `key` None for a version's record.
-    """
+    """A record or shortcut in a listing. It leads from number to number: `base` 0 is nothing, `key` is None for a record."""
 
     base: int
     version: int
@@ -50,10 +47,7 @@ class Edge:
 
 
 def cheapest(start: int, target: int, edges: Iterable[Edge]) -> list[Edge] | None:
-    """The cheapest sequence of edges from version `start` (0: nothing) to `target`, None if there is none.
-
-    It may also begin at 0, because full weights can be loaded at any time.
-    """
+    """The cheapest edges from version `start` (0: nothing), or from 0, to `target`; None if no edges lead there."""
     # Edges only lead forward, so in ascending order the cost of every base is known first.
     cost: dict[int, float] = {0: 0, start: 0}
     last: dict[int, Edge] = {}
@@ -80,19 +74,17 @@ def find_chain(
 ) -> list[StoredRecord]:
     """Find the records and compactions from one version to another; each is read, and its digest checked.
 
+    The chain is empty if `have` is `target`. It may start with full weights (`StoredRecord.use_anchor`).
+
     Args:
         reader: Reads the channel.
         have: The version that the replica has, None for nothing.
         target: The version that it wants.
-        avoid: Keys of objects not to use, because they are missing or damaged, or gave wrong bits, and the reason.
+        avoid: Keys of objects not to use, and why: they are missing or damaged, or gave wrong bits.
         at_hand: A record that was read already.
-
-    Returns:
-        The chain, empty if `have` is `target`. It may start with full weights (`StoredRecord.use_anchor`).
 
     Raises:
         MissingVersionError: nothing that can be read leads there.
-        StoreError: the store failed.
     """
     if have == target:
         return []
@@ -112,9 +104,6 @@ def find_chain_back(
     """Find the records and compactions to undo, newest first, then `target`, the record of an older version.
 
     The result is empty if full weights are cheaper, or the only chain. `avoid` is as in `find_chain`.
-
-    Raises:
-        StoreError: the store failed.
     """
     search = _Search(reader, have, avoid or {})
     start = target.record.version
@@ -181,11 +170,10 @@ class _Search:
             found = cheapest(0 if have is None else have.version, target.version, edges)
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
-                message = (
-                    f"Cannot reach version {target} from {begin}: objects are missing or damaged. Replicas go on at "
-                    f"the next anchor or compaction. {problem}"
+                message = f"Cannot reach version {target} from {begin}: objects are missing or damaged."
+                raise MissingVersionError(
+                    f"{message} Replicas continue at the next anchor or compaction. {problem}".rstrip()
                 )
-                raise MissingVersionError(message.rstrip())
             try:
                 return self.read(have, found)
             except _ForkedError:
@@ -209,9 +197,8 @@ class _Search:
             self._epochs[version], self._known[info.key] = slot.epoch, info
             if version > 1:
                 edges.append(Edge(version - 1, version, info.bytes))
-            if (
-                version - 1 not in slots
-            ):  # where a compaction leads to it, it most likely is a delta whose base was forgotten
+            if version - 1 not in slots:
+                # Full weights; or, if a compaction leads to it, most likely a delta whose base was forgotten.
                 edges.append(Edge(0, version, info.bytes + full_bytes * (2 if version in compacted else 1)))
         for span, info in shortcuts:
             self._known[info.key] = info
@@ -231,15 +218,8 @@ class _Search:
                 assert at is not None
                 key = edge.key or at.key
                 found = read if key == guess else self._try_to_read(key)
-                if not isinstance(found, str) and (found.version != at or found.record.kind == "seal"):
-                    found = f"{key} does not lead to version {at}."
-                if (
-                    not chain
-                    and not isinstance(found, str)
-                    and found.is_shortcut
-                    and not self._has_fingerprint_of_record(found)
-                ):
-                    found = f"{key} promises other bits than the record of version {at}."
+                if not isinstance(found, str):
+                    found = self._checked(found, key, at, is_end=not chain)
                 if isinstance(found, str):
                     # The compaction after it may name a base that does not exist.
                     raise _UnreadableError(found, back[len(chain) - 1] if chain and chain[-1].is_shortcut else edge)
@@ -254,14 +234,16 @@ class _Search:
                     raise _ForkedError(f"{have} is not on the chain to {target}.")
         raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 
-    def _has_fingerprint_of_record(self, shortcut: StoredRecord) -> bool:
-        """Whether a shortcut has the fingerprint of the record that it leads to, if that can be read.
-
-        Nothing else checks it.
-        """
-        found = self._try_to_read(shortcut.version.key)
-        other = not isinstance(found, str) and found.version == shortcut.version and found
-        return not other or other.record.fingerprint == shortcut.record.fingerprint
+    def _checked(self, found: StoredRecord, key: str, at: VersionId, is_end: bool) -> StoredRecord | str:
+        """The object if it leads to version `at`, or else why it cannot be used."""
+        if found.version != at or found.record.kind == "seal":
+            return f"{key} does not lead to version {at}."
+        if is_end and found.is_shortcut:  # nothing else compares its fingerprint with that of the record
+            other = self._try_to_read(at.key)
+            known = other.record if isinstance(other, StoredRecord) and other.version == at else found.record
+            if known.fingerprint != found.record.fingerprint:
+                return f"{key} promises other bits than the record of version {at}."
+        return found
 
     def _try_to_read(self, key: str) -> StoredRecord | str:
         """The object, or why it cannot be used."""

@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import zstandard
 
-from deltasync.channel.anchors import planes_of
+from deltasync.channel.anchors import contents
 from deltasync.channel.threads import ahead
-from deltasync.codec.base import MOST_HEADER_BYTES, entries
+from deltasync.codec.base import MOST_HEADER_BYTES
 from deltasync.codec.dense import MOST_WINDOW_BYTES
 from deltasync.errors import CorruptDataError
-from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
+from deltasync.tensors import TensorSpec
 
-PIECE_BYTES = 4 << 20
-"""Most bytes of a tensor that are in memory at once."""
-
+PIECE_BYTES = 4 << 20  # most bytes of a tensor that are in memory at once
 _GAP_BYTES = 1 << 17  # unwanted bytes that cost less than another request
 _AHEAD = 2  # requests under way while a piece is used
 _HEADER_BYTES = 1 << 16  # most headers are smaller
@@ -36,12 +34,7 @@ Piece = tuple[str, int, np.ndarray]
 
 
 class RangedFile(NamedTuple):
-    """A safetensors file of which ranges of bytes can be read.
-
-    Attributes:
-        size: Bytes of the file.
-        read: Reads from a first byte up to another one, which is not included.
-    """
+    """A safetensors file of `size` bytes, of which `read` returns ranges: from a first byte up to another one, excluded."""
 
     size: int
     read: Callable[[int, int], bytes]
@@ -67,11 +60,7 @@ class RangedFile(NamedTuple):
             raise CorruptDataError(f"{path} cannot be read: {error.strerror}.") from error
 
     def header(self) -> bytes:
-        """Return the first bytes of the file, with all of its header.
-
-        Raises:
-            CorruptDataError: the header is longer than the file, or than any header.
-        """
+        """Return the first bytes of the file, with all of its header. Raise CorruptDataError if the header is too long."""
         if self.size < 8:
             raise CorruptDataError("Not a safetensors file: it is too short.")
         data = self.read(0, min(self.size, _HEADER_BYTES))
@@ -93,9 +82,7 @@ class _Span(NamedTuple):
 def read_spans(file: RangedFile, wanted: Iterable[tuple[str, int, int, int, int]]) -> Iterator[tuple[str, int, memoryview]]:
     """Read ranges of entries, in the order of the file: name, flat index of the first element, and the bytes.
 
-    Args:
-        file: The file.
-        wanted: Name, first byte of the entry, bytes of an element, and the elements: the first, and behind the last.
+    `wanted` has name, first byte of the entry, bytes of an element, and the elements: the first, and behind the last.
     """
     spans = []
     for name, start, width, first, last in wanted:
@@ -118,30 +105,18 @@ def read_spans(file: RangedFile, wanted: Iterable[tuple[str, int, int, int, int]
 
 
 def read_weights(file: RangedFile, specs: Mapping[str, TensorSpec], ranges: Ranges) -> Iterator[str | Piece]:
-    """Read ranges of a weight file, compressed or not: the name of each tensor that it holds, then the pieces.
-
-    Raises:
-        CorruptDataError: the file cannot be read, or has a tensor that is not as in `specs`.
-    """
-    header = file.header()
-    planes, plain, compressed = planes_of(header), list[tuple[str, int, int, int, int]](), list[tuple[TensorSpec, int]]()
-    for name, (dtype, shape, first, last) in entries(header, file.size).items():
-        spec = specs.get(name)
-        if spec is None:
-            raise CorruptDataError(f"The anchor's weight file holds {name!r}, which the channel lacks.")
-        if name in planes:
-            if dtype != "U8" or len(planes[name]) != spec.item_bytes or sum(planes[name]) != last - first:
-                raise CorruptDataError(f"The planes of {name!r} do not have the sizes that its weight file says.")
-            compressed.append((spec, first))
-        elif (dtype, shape) == (SAFETENSORS_DTYPES[spec.dtype], spec.shape):
-            plain.append((name, first, spec.item_bytes, *ranges[name]))
+    """Read ranges of a weight file, compressed or not: the name of each tensor that it holds, then the pieces."""
+    plain, compressed = list[tuple[str, int, int, int, int]](), list[tuple[TensorSpec, int, list[int]]]()
+    for spec, first, _, sizes in contents(file.header(), file.size, specs):
+        if sizes is None:
+            plain.append((spec.name, first, spec.item_bytes, *ranges[spec.name]))
         else:
-            raise CorruptDataError(f"The anchor's weight file holds {name} {dtype}{list(shape)} instead of {spec}.")
-        yield name
+            compressed.append((spec, first, sizes))
+        yield spec.name
     for name, element, data in read_spans(file, plain):
         yield name, element, np.require(np.frombuffer(data, specs[name].bits_dtype), requirements="A")
-    for spec, first in compressed:
-        yield from _decompressed(file, first, planes[spec.name], spec, *ranges[spec.name])
+    for spec, first, sizes in compressed:
+        yield from _decompressed(file, first, sizes, spec, *ranges[spec.name])
 
 
 def _decompressed(

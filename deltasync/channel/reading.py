@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -27,8 +28,7 @@ from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.cache import CachedStore
 from deltasync.tensors import Layout, TensorSpec
 
-MOST_DAMAGED = 64
-"""Most records, missing or damaged, that one search passes over."""
+MOST_DAMAGED = 64  # most records, missing or damaged, that one search passes over
 
 _Document = TypeVar("_Document", Channel, Head, EpochDocument)
 
@@ -42,11 +42,6 @@ class ChannelReader:
         store: The channel's store.
         trusted_keys: Public keys, or their file; one of them must have signed each record. None for the file that the
             environment names; without it signatures are not checked.
-
-    Attributes:
-        trusted: The keys, None if signatures are not checked.
-        signed: Whether channel.json has a signature, checked or not; False until it was read.
-        held: Objects fetched before their digest was known, by key; each is dropped when it is used.
     """
 
     def __init__(self, store: Store, trusted_keys: str | Path | Trusted | None = None) -> None:
@@ -54,13 +49,11 @@ class ChannelReader:
         settings = ReaderSettings.from_env(trusted_keys=None if isinstance(trusted_keys, Trusted) else trusted_keys)
         if not isinstance(trusted_keys, Trusted):
             trusted_keys = None if settings.trusted_keys is None else Trusted(path=Path(settings.trusted_keys))
-        self.trusted = trusted_keys
+        self.trusted = trusted_keys  # None if signatures are not checked
         self._token_repos = (settings.reference_repos or "").split(",")
-        self.signed = False
-        self.held: dict[str, Future[bytes]] = {}
-        self._described: tuple[Channel, dict[str, TensorSpec]] | None = None
-        self._layout: Layout | None = None
-        self._bounds: tuple[Mapping[str, TensorSpec], Bounds] | None = None
+        self.signed = False  # whether channel.json was read and has a signature, checked or not
+        self.held: dict[str, Future[bytes]] = {}  # fetched before their digest was known, by key; dropped when used
+        self._described: _Description | None = None
         self._confirmed = False  # whether a record of the same run was read
 
     def may_use_token(self, repo: str | None) -> bool:
@@ -69,14 +62,15 @@ class ChannelReader:
 
     def channel(self) -> Channel:
         """channel.json, read once. Raises NotPublishedError if there is none yet."""
-        return self._description()[0]
+        return self._description.channel
 
-    def _description(self) -> tuple[Channel, dict[str, TensorSpec]]:
+    @property
+    def _description(self) -> _Description:
         if self._described is None:
             self._described = self._read_channel()
         return self._described
 
-    def _read_channel(self) -> tuple[Channel, dict[str, TensorSpec]]:
+    def _read_channel(self) -> _Description:
         try:
             data = self.store.read(keys.CHANNEL, documents.CHANNEL_BYTES)
         except ObjectMissingError:
@@ -87,23 +81,20 @@ class ChannelReader:
             self.trusted.check(keys.CHANNEL, data)
         found = documents.decode(data, Channel, keys.CHANNEL)
         self.signed = signed_by(data) is not None
-        return found, found.specs
+        return _Description(found)
 
     def check_run(self) -> None:
         """Read channel.json again, and check that it is of the run that was read first. A damaged one is ignored.
 
         If no record of the first run was read yet, the new one is taken: the first answer may have been damaged on the way.
-
-        Raises:
-            RunMismatchError: it is of another run.
-            NotPublishedError: it is gone.
+        Raises RunMismatchError if it is of another run, NotPublishedError if it is gone.
         """
         expected = self.channel().run_id
         try:
             described = self._read_channel()
         except FormatError:
             return
-        run_id = described[0].run_id
+        run_id = described.channel.run_id
         if run_id != expected and self._confirmed:
             raise RunMismatchError(
                 f"{self.store.url} now holds run {run_id}, and not {expected}, which was followed. Restart to follow it."
@@ -114,28 +105,22 @@ class ChannelReader:
     @property
     def run_id(self) -> str | None:
         """The run, None before channel.json was read."""
-        return None if self._described is None else self._described[0].run_id
+        return None if self._described is None else self._described.channel.run_id
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """The tensor table by name."""
-        return self._description()[1]
+        return self._description.specs
 
     @property
     def layout(self) -> Layout:
         """The tensors as vectors."""
-        specs = self.specs
-        if self._layout is None or self._layout.specs != specs:
-            self._layout = Layout(specs)
-        return self._layout
+        return self._description.layout
 
     @property
     def bounds(self) -> Bounds:
         """How large records may be."""
-        specs = self.specs
-        if self._bounds is None or self._bounds[0] is not specs:
-            self._bounds = specs, Bounds.of(specs)
-        return self._bounds[1]
+        return self._description.bounds
 
     def head(self) -> Head | None:
         """head.json, None if it is missing, damaged or of another run: it is only a hint."""
@@ -169,14 +154,9 @@ class ChannelReader:
     def stored(self, key: str, sha256: str | None = None, known: ObjectInfo | None = None) -> StoredRecord:
         """Read and check a record, a compaction or an announcement.
 
-        Args:
-            key: Its key.
-            sha256: The digest that it must have, None if it is not known. If it is, the node's cache is used.
-            known: Its entry in a listing or an event, if there was one.
-
-        Raises:
-            MissingVersionError: it is not in the store.
-            CorruptDataError: it is damaged, has another digest, or belongs to another run.
+        With the digest `sha256` that it must have, the node's cache is used. `known` is its entry in a listing or an event.
+        Raises MissingVersionError if it is not in the store, CorruptDataError if it is damaged, has another digest, or is of
+        another run.
         """
         most = self.bounds.most_bytes(key)
         try:
@@ -193,13 +173,9 @@ class ChannelReader:
         return self._decoded(data, key)
 
     def document(self, info: ObjectInfo) -> Record:
-        """Read only the document of a record, compaction or announcement, by its entry in a listing.
+        """Read only the document of a record, compaction or announcement, by its entry in a listing. Raises like `stored`.
 
         The signature is checked; the digest and the payload are not. Show the result, but never apply it.
-
-        Raises:
-            MissingVersionError: it is not in the store any more.
-            CorruptDataError: it is damaged, or belongs to another run.
         """
         if info.bytes > self.bounds.most_bytes(info.key):
             raise CorruptDataError(f"{info.key} has {info.bytes:,} bytes, which is more than it may have.")
@@ -246,12 +222,7 @@ class ChannelReader:
         return found
 
     def fetch(self, file: File) -> bytes:
-        """Read and check a file that a document names.
-
-        Raises:
-            MissingVersionError: it is not in the store.
-            CorruptDataError: it has another length or another sha256.
-        """
+        """Read and check a file that a document names. Raises MissingVersionError or CorruptDataError."""
         held = self.held.pop(file.key, None)
         if held is not None and sha256_hex(data := held.result()) == file.sha256:
             return data
@@ -262,11 +233,7 @@ class ChannelReader:
         return data
 
     def read_range(self, file: File, first: int, last: int) -> bytes:
-        """Read bytes from `first` up to `last` of a file that a document names. They are not checked.
-
-        Raises:
-            MissingVersionError: it is not in the store.
-        """
+        """Read bytes from `first` up to `last` of a file that a document names. They are not checked."""
         with self._is_named(file):
             return self.store.read_range(file.key, first, last)
 
@@ -279,10 +246,8 @@ class ChannelReader:
             raise MissingVersionError(f"{file.key} is named by a record but is not in {self.store.url}.") from None
 
     def fetch_ahead(self, key: str, most_bytes: int) -> int:
-        """Read an object before its digest is known, for the node's cache, or else for `fetch`, which waits for it.
-
-        Returns:
-            Its bytes, 0 if it cannot be read.
+        """Read an object before its digest is known, for the node's cache, or else for `fetch`. Return its size, 0 on
+        failure.
         """
         future = self.held[key] = Future[bytes]()
         data = b""
@@ -312,39 +277,33 @@ class ChannelReader:
 
     def compactions(self) -> list[tuple[Span, ObjectInfo]]:
         """List the compactions."""
-        return self._shortcuts(keys.COMPACTIONS)
+        return self.shortcuts(keys.COMPACTIONS)
 
     def announcements(self) -> list[tuple[Span, ObjectInfo]]:
         """List the announcements of anchors."""
-        return self._shortcuts(keys.ANNOUNCEMENTS)
+        return self.shortcuts(keys.ANNOUNCEMENTS)
 
-    def shortcuts(self) -> list[tuple[Span, ObjectInfo]]:
-        """List compactions and announcements."""
-        return [*self.compactions(), *self.announcements()]
-
-    def _shortcuts(self, prefix: str) -> list[tuple[Span, ObjectInfo]]:
-        return [(span, info) for info in self.store.list(prefix) if (span := keys.shortcut_of(info.key)) is not None]
+    def shortcuts(self, *prefixes: str) -> list[tuple[Span, ObjectInfo]]:
+        """List shortcuts under these prefixes; without any, compactions and announcements."""
+        infos = (info for prefix in prefixes or (keys.COMPACTIONS, keys.ANNOUNCEMENTS) for info in self.store.list(prefix))
+        return [(span, info) for info in infos if (span := keys.shortcut_of(info.key)) is not None]
 
     def epochs(self) -> list[str]:
         """List the epochs that have a document, ascending."""
         return sorted(epoch for info in self.store.list(keys.EPOCHS) if (epoch := keys.epoch_of(info.key)) is not None)
 
-    def newest(self, listed: Sequence[tuple[Slot, ObjectInfo]] | None = None) -> StoredRecord | None:
+    def newest(self) -> StoredRecord | None:
         """The last record of the greatest epoch, None if there is none. If it is a seal, its base is the newest version.
 
-        Args:
-            listed: The result of `slots`; None to list them now.
-
-        Raises:
-            FormatError: there are records, and none of the newest `MOST_DAMAGED` can be read.
+        Raises FormatError if there are records, and none of the newest `MOST_DAMAGED` can be read.
         """
-        found, damaged = self.newest_readable(self.slots() if listed is None else listed)
+        found, damaged = self.newest_readable(self.slots())
         if found is None and damaged is not None:
             raise damaged
         return found
 
     def newest_readable(self, listed: Sequence[tuple[Slot, ObjectInfo]]) -> tuple[StoredRecord | None, FormatError | None]:
-        """As `newest`, and why the newest of the damaged records that were passed over cannot be read; None if none was.
+        """`newest` of listed records, and the error of the newest damaged record that was passed over, if any.
 
         Up to `MOST_DAMAGED` are passed over; the limit bounds the cost of a flood of them.
         """
@@ -358,6 +317,11 @@ class ChannelReader:
                 problem = problem or error
         return None, problem
 
+    def newest_version(self) -> VersionId | None:
+        """The newest version, None before the first. Raises like `newest`."""
+        stored = self.newest()
+        return None if stored is None else stored.version if stored.record.is_version else stored.record.base
+
     def numbered(self, version: int) -> StoredRecord:
         """The record of a version by its number, in the greatest epoch. Raises MissingVersionError if there is none."""
         for slot, info in reversed(self.slots(keys.folder(version))):
@@ -369,10 +333,7 @@ class ChannelReader:
 
     def versions(self) -> Iterator[VersionId]:
         """Read the versions from the newest one back. Ends where one is missing or damaged."""
-        stored = self.newest()
-        if stored is not None:
-            newest = stored.version if stored.record.is_version else stored.record.base
-            yield from (found.version for found in self.back_from(newest))
+        yield from (found.version for found in self.back_from(self.newest_version()))
 
     def back_from(self, version: VersionId | None) -> Iterator[StoredRecord]:
         """Read the records from a version back. Ends where one is missing or damaged."""
@@ -381,6 +342,21 @@ class ChannelReader:
                 stored = self.record(version)
                 yield stored
                 version = stored.record.base
+
+
+class _Description:
+    """channel.json, and the layout of its tensors."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel, self.specs = channel, channel.specs
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return Layout(self.specs)
+
+    @functools.cached_property
+    def bounds(self) -> Bounds:
+        return Bounds.of(self.specs)
 
 
 def _check_digest(data: bytes, key: str, sha256: str) -> None:

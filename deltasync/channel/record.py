@@ -21,8 +21,7 @@ from deltasync.codec.base import Encoded, body
 from deltasync.errors import CorruptDataError
 from deltasync.tensors import TensorSpec, weight_elements
 
-INLINE_BYTES = 4 << 20
-"""Largest payload that is stored inside its record, in bytes."""
+INLINE_BYTES = 4 << 20  # largest payload that is stored inside its record, in bytes
 
 _LENGTH = struct.Struct("<Q")
 _NO_DIGEST = "0" * 64
@@ -93,10 +92,8 @@ def _sealed(record: Record, key: str, signer: Signer | None) -> bytes:
 def decode(data: bytes, key: str, trusted: Trusted | None) -> StoredRecord:
     """Parse and check the whole object at `key`, whose bytes are hashed once.
 
-    Raises:
-        SignatureError: `trusted` is given, and none of its keys has signed it; nothing else was looked at.
-        CorruptDataError: it is not a record, or contradicts itself.
-        UnsupportedFormatError: as `documents.decode`.
+    Raises SignatureError, and reads nothing else, if `trusted` is given and none of its keys has signed it; CorruptDataError
+    if it is not a record, or contradicts itself; UnsupportedFormatError like `documents.decode`.
     """
     found = decode_document(data, len(data), key, trusted)
     view = memoryview(data)
@@ -115,7 +112,7 @@ def document_bytes(end: bytes, key: str) -> int:
 
 
 def decode_document(end: bytes, size: int, key: str, trusted: Trusted | None) -> Record:
-    """Parse and check the document at the end of an object of `size` bytes. Raises as `decode`; the body is not looked at.
+    """Parse and check the document at the end of an object of `size` bytes, but not the body. Raises like `decode`.
 
     `end` is the last bytes of the object, at least `document_bytes`.
     """
@@ -162,13 +159,3 @@ class Bounds:
     def most_payload_bytes(self) -> int:
         """Most bytes that the parts or weight files of one record may have together."""
         return 32 * self.element_count + (self.tensor_count << 12) + 64 * self.name_bytes + (1 << 20)
-
-
-def most_bytes(key: str, specs: Mapping[str, TensorSpec]) -> int:
-    """As `Bounds.most_bytes`."""
-    return Bounds.of(specs).most_bytes(key)
-
-
-def most_payload_bytes(specs: Mapping[str, TensorSpec]) -> int:
-    """As `Bounds.most_payload_bytes`."""
-    return Bounds.of(specs).most_payload_bytes

@@ -1,4 +1,4 @@
-"""Ask a running publisher for an anchor: an object in the channel, which the publisher looks for as it publishes.
+"""Ask a running publisher for an anchor: an object in the channel, which the publisher checks for as it publishes.
 
     requests/anchor.json    {"format": "deltasync/2", "version": N}
 
@@ -29,11 +29,7 @@ def ask(store: Store, version: int) -> None:
 
 
 def asked(store: Store) -> int:
-    """Return the version after which an anchor is asked for, 0 if none is. A request that cannot be read counts as none.
-
-    Raises:
-        StoreError: the store failed.
-    """
+    """Return the version after which an anchor is asked for, 0 if none is. A request that cannot be read counts as none."""
     try:
         found = msgspec.json.decode(store.read(keys.ANCHOR_REQUEST, documents.SMALL_BYTES), type=_Request)
     except (ObjectMissingError, CorruptDataError, *UNREADABLE_JSON):

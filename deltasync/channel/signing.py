@@ -117,11 +117,7 @@ class Trusted:
 
 
 def signer_of(settings: PublisherSettings) -> Signer | None:
-    """The signer that a publisher's settings name, None if it does not sign.
-
-    Raises:
-        ConfigError: as `Signer`, or the settings name trusted keys but no signing key.
-    """
+    """The signer that a publisher's settings name, None if it does not sign. ConfigError if only trusted keys are set."""
     if settings.signing_key is not None:
         return Signer(settings.signing_key, settings.trusted_keys)
     if settings.trusted_keys is not None:
@@ -144,11 +140,7 @@ def require_signer(signer: Signer | None, signed: bool) -> None:
 def new_key(path: Path, name: str) -> str:
     """Make a key pair: the private key at `path`, readable by its owner only, the public key in `path` with `.pub` appended.
 
-    Returns:
-        The line in `.pub`: the public key and `name`.
-
-    Raises:
-        ConfigError: one of the files exists already, and stays as it is, or cannot be written.
+    Returns the line in `.pub`: the public key and `name`. Raises ConfigError if a file exists already or cannot be written.
     """
     library = _library()
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat

@@ -33,15 +33,11 @@ def let_go(lock: Any) -> None:
 _first: int | None = None
 """The process that computed first. A forked child lacks the threads of its kernels, and OpenMP would end it."""
 
-_CURE = "Start processes by 'spawn' or 'forkserver'"
+_CURE = "Start processes with 'spawn' or 'forkserver'"
 
 
 class Home:
-    """The process that an object belongs to.
-
-    Args:
-        what: The object's name in a message.
-    """
+    """The process that an object belongs to; `what` names the object in messages."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -54,11 +50,7 @@ class Home:
         return os.getpid() == self._process
 
     def check(self) -> None:
-        """Call this before whatever computes.
-
-        Raises:
-            ConfigError: this process is a fork of the object's, or of one whose kernels have threads.
-        """
+        """Refuse to compute in a fork of the object's process, or of one whose kernels have threads (ConfigError)."""
         global _first
         if not self.is_here:
             raise ConfigError(
@@ -80,14 +72,6 @@ def _has_openmp() -> bool:
     with contextlib.suppress(ValueError):  # none were started
         return numba is not None and bool(numba.threading_layer() == "omp")
     return False
-
-
-def start_or_run(action: Callable[[], None], name: str) -> None:
-    """Run an action in a daemon thread; in this one while the interpreter exits: Python 3.12 and newer start none then."""
-    try:
-        threading.Thread(target=action, name=name, daemon=True).start()
-    except RuntimeError:
-        action()
 
 
 class Workers:
@@ -137,6 +121,11 @@ class Workers:
                     return
         self._work()
 
+    def drop(self) -> None:
+        """Discard the actions that have not begun."""
+        with self.lock:
+            self._actions.clear()
+
     def close(self) -> None:
         """Wait until all actions have run."""
         while self.busy:
@@ -184,27 +173,13 @@ def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int
 def each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: float | None) -> list[_Result | None]:
     """Return the result of `action` for each item, None for those not done by the deadline (`time.monotonic`; None: wait).
 
-    The threads are daemons, so that the process can end while a store or a server hangs.
-
-    Raises:
-        Exception: the first exception, by the order of items, that `action` raised.
+    The threads are daemons, so that the process can end while a store or a server hangs. Raises the first exception of
+    `action`, by the order of items.
     """
-    waiting = deque(zip((futures := [Future[_Result]() for _ in items]), items, strict=True))
-
-    def work() -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                future, item = waiting.popleft()
-                try:
-                    future.set_result(action(item))
-                except Exception as error:  # noqa: BLE001 - raised below
-                    future.set_exception(error)
-
-    for _ in range(min(_AT_ONCE, len(items))):
-        start_or_run(work, "deltasync-each")
-    left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-    wait(futures, left_s, return_when=FIRST_EXCEPTION)
-    waiting.clear()
+    workers = Workers(_AT_ONCE, "deltasync-each")
+    futures = [workers.submit(action, item) for item in items]
+    wait(futures, None if deadline is None else max(0.0, deadline - time.monotonic()), return_when=FIRST_EXCEPTION)
+    workers.drop()
     if failed := [error for future in futures if future.done() and (error := future.exception()) is not None]:
         raise failed[0]
     return [future.result() if future.done() else None for future in futures]

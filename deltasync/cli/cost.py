@@ -37,8 +37,7 @@ def cost(
 
     The model is in bfloat16, and its changes are spread evenly. The command opens no channel.
     """
-    from deltasync.dashboard.costs import S3_GB_MONTH_USD
-    from deltasync.dashboard.forecast import forecast
+    from deltasync.dashboard.costs import S3_GB_MONTH_USD, forecast
 
     found = forecast(params, changed, every, days=days, replicas=replicas, keep_last=keep_last, by_reference=not full)
     if as_json:

@@ -14,7 +14,6 @@ from deltasync.cli.output import cell, echo_json, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
-    from deltasync.maintenance import Progress
     from deltasync.maintenance.doctor import Finding
 
 _SCALE = {"M": 1e6, "B": 1e9, "T": 1e12}
@@ -55,11 +54,12 @@ def doctor(reader: ChannelReader, model: float, as_json: bool) -> None:
     sys.exit(any(finding.state == "failure" for finding in findings))
 
 
-def _findings(reader: ChannelReader, model: float, progress: Progress) -> list[Finding]:
+def _findings(reader: ChannelReader, model: float) -> list[Finding]:
+    from deltasync.maintenance import progressed
     from deltasync.maintenance.doctor import examine
 
     findings: list[Finding] = []
     for finding in examine(reader, parameters=model):
         findings.append(finding)
-        progress(finding.check, 1, 1)
+        progressed(finding.check, 1, 1)
     return findings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltasync.cli.options import channel_command, timeout
-from deltasync.cli.output import echo, echo_json, show_copied, with_bars
+from deltasync.cli.output import ReportedStore, echo, echo_json, show_copied, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -82,7 +82,7 @@ def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: floa
     following = Follow(reader, target, settings, observer=printer, heartbeats=False)
     target.joining = True
     try:
-        with_bars(lambda progress: following.catch_up())
+        with_bars(following.catch_up)
         printer.show()
     except DeltaSyncError as error:
         if once or (following.version is None and not isinstance(error, NotPublishedError)):
@@ -104,7 +104,6 @@ def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: 
     readable, and the same command resumes. Ends with Ctrl-C or SIGTERM.
     """
     from deltasync import maintenance
-    from deltasync.cli.waiting import ReportedStore
     from deltasync.stores import open_store
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
     from deltasync.channel.record import StoredRecord
     from deltasync.errors import DeltaSyncError
-    from deltasync.maintenance import Progress
 
 _COLUMNS = ("version", "digest", "kind", "step", "time", "changed", "delta", "bits", "anchor")
 _LEFT = ("digest", "kind", "time")
@@ -99,9 +98,7 @@ def log(reader: ChannelReader, last: int | None, as_json: bool) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(shown)
 
 
-def _read(
-    reader: ChannelReader, last: int | None, progress: Progress
-) -> tuple[list[dict[str, Any]], str, list[DeltaSyncError]]:
+def _read(reader: ChannelReader, last: int | None) -> tuple[list[dict[str, Any]], str, list[DeltaSyncError]]:
     """Return the rows, the newest version as text, and the problems."""
     from deltasync import maintenance
     from deltasync.tensors import weight_elements
@@ -111,7 +108,7 @@ def _read(
         listed = list(slots)
         return listed if last is None else [slot for slot in listed if slot.version > listed[-1].version - last - 2]
 
-    held = maintenance.scan_channel(reader, progress, wanted=newest)
+    held = maintenance.scan_channel(reader, wanted=newest)
     shown = maintenance.lineage(held.records)[: last or None][::-1]
     digests = maintenance.identities(reader, held, shown)
     total = weight_elements(reader.specs.values())
@@ -192,21 +189,16 @@ def _find(reader: ChannelReader, what: str) -> StoredRecord:
     if what.isdecimal() and int(what) > 0:
         return reader.numbered(int(what))
     if what == "latest":
-        stored = reader.newest()
-        if stored is not None and stored.record.next_epoch is not None:  # a seal
-            stored = None if stored.record.base is None else reader.record(stored.record.base)
-        if stored is None:
+        if (newest := reader.newest_version()) is None:
             reader.channel()
             raise NotPublishedError(f"{reader.store.url} holds no version yet.")
-        return stored
+        return reader.record(newest)
     if keys.slot_of(what) is None and keys.shortcut_of(what) is None:
         raise ConfigError(f"{what!r} is neither a version, nor `latest`, nor the key of a record or compaction.")
     return reader.stored(what)
 
 
-def _shortcuts_and_changes(
-    reader: ChannelReader, stored: StoredRecord, progress: Progress
-) -> tuple[dict[str, Record], dict[str, int]]:
+def _shortcuts_and_changes(reader: ChannelReader, stored: StoredRecord) -> tuple[dict[str, Record], dict[str, int]]:
     """Return a version's compactions and announced anchors by key, and the number of changed elements by tensor.
 
     The numbers come from the headers of payloads, whose digests are not checked.
@@ -218,12 +210,10 @@ def _shortcuts_and_changes(
     record, found, changed = stored.record, {}, Counter[str]()
     if record.is_version:
         infos = [info for span, info in reader.shortcuts() if span.version == record.version]
-        shortcuts = in_parallel(reader.document, infos, "compactions", progress)
+        shortcuts = in_parallel(reader.document, infos, "compactions")
         found = {info.key: each for info, each in zip(infos, shortcuts, strict=True) if each.sha256 == stored.sha256}
     if record.delta is not None and record.base is not None:
         files = [File(key=stored.key, bytes=stored.size, sha256=stored.sha256), *record.delta.parts]
-        for counts in in_parallel(
-            lambda file: read_changed(reader.store, file, reader.layout), files, "payload headers", progress
-        ):
+        for counts in in_parallel(lambda file: read_changed(reader.store, file, reader.layout), files, "payload headers"):
             changed.update(counts)
     return found, changed

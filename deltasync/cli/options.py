@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from deltasync.cli.output import ReportedStore
+
 _FILE = click.Path(dir_okay=False)
 TRUSTED_KEYS = click.Option(
     ["--trusted-keys"],
@@ -41,7 +43,6 @@ def channel_command(
         def run(channel: str, trusted_keys: str | None, **options: Any) -> None:
             from deltasync.channel.reading import ChannelReader
             from deltasync.channel.signing import Trusted, signer_of
-            from deltasync.cli.waiting import ReportedStore
             from deltasync.config import PublisherSettings
             from deltasync.stores import open_store
 

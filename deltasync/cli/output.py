@@ -1,23 +1,31 @@
-"""Output of the commands: lines (`echo`, `field`, `echo_json`), tables with cells from `cell`, and progress bars."""
+"""Output of the commands: lines, tables with cells from `cell`, progress bars, and reports of slow calls."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 
 from deltasync.errors import printable
+from deltasync.stores.base import Store
+from deltasync.stores.wrapper import WrappedStore
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
     from deltasync.maintenance import Copied
+
+PATIENCE_S = 4.0  # seconds after which a call is reported
+_AGAIN_S = 60.0  # from one report about a store to the next
 
 _Result = TypeVar("_Result")
 
@@ -64,15 +72,15 @@ def text_of(value: Any, shown: Callable[[Any], str] = str) -> str:
 
 
 def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
-    """Run an action and return its result. Its `progress` is shown as bars on stderr, if that is a terminal.
+    """Run an action and return its result. Its progress is shown as bars on stderr, if that is a terminal.
 
     No bars are shown with --json. Until the first report, the bar has no end.
     """
-    from deltasync.maintenance import quiet
+    from deltasync.maintenance import reporting
 
     context = click.get_current_context(silent=True)
     if not sys.stderr.isatty() or (context is not None and context.params.get("as_json")):
-        return action(*arguments, progress=quiet, **options)
+        return action(*arguments, **options)
     from rich import progress
     from rich.console import Console
 
@@ -81,16 +89,16 @@ def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -
     bars = progress.Progress(
         *parts, progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True, redirect_stdout=False
     )
-    with bars as shown:
-        tasks = {name: shown.add_task(name, total=None)}
+    tasks = {name: bars.add_task(name, total=None)}
 
-        def show_progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                shown.update(tasks[name], visible=False)
-                tasks[what] = shown.add_task(what, total=total)
-            shown.update(tasks[what], completed=done, total=total)
+    def show_progress(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            bars.update(tasks[name], visible=False)
+            tasks[what] = bars.add_task(what, total=total)
+        bars.update(tasks[what], completed=done, total=total)
 
-        return action(*arguments, progress=show_progress, **options)
+    with bars, reporting(show_progress):
+        return action(*arguments, **options)
 
 
 def show_copied(copied: Copied, as_json: bool, line: str) -> int:
@@ -114,3 +122,45 @@ def ranges(numbers: Iterable[int]) -> str:
     runs = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
     ends = [[number for _, number in run] for _, run in runs]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)
+
+
+@contextlib.contextmanager
+def reported(call: str, advice: str, is_due: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Print a line on stderr if the block takes longer than `PATIENCE_S` and `is_due` agrees.
+
+    `call` names the call and its place, as in `read of head.json at s3://bucket/run`; `advice` says what to do.
+    """
+
+    def report() -> None:
+        if is_due():
+            echo(f"deltasync: {call} has not finished after {PATIENCE_S:g} s; the command waits. {advice}", err=True)
+
+    timer = threading.Timer(PATIENCE_S, report)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class ReportedStore(WrappedStore):
+    """A store whose slow calls are reported, at most once a minute."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._lock = threading.Lock()
+        self._next_s = 0.0
+
+    def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
+        """Run the call, and report it if it is slow."""
+        call = f"{verb} of {key} at {self.url}" if key else f"{verb} of {self.url}"
+        with reported(call, f"Ctrl-C ends it; `deltasync doctor {self.url}` tests the store.", self._is_due):
+            return action()
+
+    def _is_due(self) -> bool:
+        with self._lock:
+            if time.monotonic() < self._next_s:
+                return False
+            self._next_s = time.monotonic() + _AGAIN_S
+            return True

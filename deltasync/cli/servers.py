@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from deltasync.cli.output import echo, echo_json, with_bars
+from deltasync.cli.output import echo, echo_json, reported, with_bars
 
 _SERVER = click.argument("server", metavar="SERVER")
 _TIMEOUT = click.option(
@@ -47,10 +47,9 @@ def pin(server: str, pin: str, timeout_s: float, as_json: bool) -> None:
 
 def _post(server: str, route: str, body: dict[str, object], timeout_s: float, as_json: bool) -> None:
     from deltasync.channel import heartbeat
-    from deltasync.cli.waiting import reported
 
     with reported(f"{route} of {server}", f"It ends after {timeout_s:g} s; GET {server}/deltasync/status says why."):
-        answer = with_bars(lambda progress: heartbeat.post(server, route, body, timeout_s))
+        answer = with_bars(heartbeat.post, server, route, body, timeout_s)
     if as_json:
         echo_json(answer)
     else:

@@ -35,10 +35,6 @@ def read_changed(store: Store, file: File, layout: Layout) -> dict[str, int]:
 
     The result is empty for a record whose payload is in parts. Only the header and the counts are read, so no digest is
     checked.
-
-    Raises:
-        CorruptDataError: the header cannot be read.
-        ObjectMissingError, StoreError: see `Store.read_range`.
     """
     data = store.read_range(file.key, 0, min(max(file.bytes, 1), _FIRST_BYTES))
     if len(data) < 8 or (size := 8 + struct.unpack_from("<Q", data)[0]) > file.bytes:

@@ -18,7 +18,7 @@ from deltasync.dashboard.costs import estimate
 from deltasync.dashboard.heat import by_layer, read_changed
 from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, compaction_row, version_row
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
-from deltasync.maintenance import Progress, digests, in_parallel, quiet, result_or_error
+from deltasync.maintenance import digests, in_parallel, result_or_error
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.tensors import weight_bytes, weight_elements
 
@@ -32,11 +32,7 @@ _Result = TypeVar("_Result")
 class Observer:
     """Observes one channel from outside. `refresh` reads head, heartbeats and new documents, and lists now and then.
 
-    Args:
-        store: The channel's store.
-        last: Number of the newest versions to read.
-        heat: Number of the newest versions whose payload headers `read_headers` reads.
-        trusted_keys: See `ChannelReader`.
+    `last` is the number of newest versions to read, `heat` the number of those whose payload headers `read_headers` reads.
     """
 
     def __init__(self, store: Store, *, last: int = 500, heat: int = 0, trusted_keys: str | Trusted | None = None) -> None:
@@ -57,12 +53,8 @@ class Observer:
         self._tried: set[int] = set()  # versions whose headers were read since the last listing, damaged or not
         self._layers = Counter[str]()  # number of elements by layer
 
-    def refresh(self, progress: Progress = quiet) -> Snapshot:
-        """Read new objects, and return a snapshot.
-
-        Raises:
-            DeltaSyncError: the channel cannot be read now. `snapshot` still returns the earlier results.
-        """
+    def refresh(self) -> Snapshot:
+        """Read new objects, and return a snapshot. After an error, `snapshot` still returns the earlier results."""
         try:
             run_id = self._reader.channel().run_id
         except NotPublishedError:
@@ -70,14 +62,14 @@ class Observer:
         head = self._reader.head()
         newest = None if head is None else head.newest
         if newest != self._head or time.monotonic() - self._listed_s > _LIST_EVERY_S:
-            self._list(progress)
+            self._list()
             self._head = newest
         self._beats = heartbeat.read_all(self._reader.store, run_id)
         for beat in self._beats:
             self._observe(beat)
         return self.snapshot()
 
-    def _list(self, progress: Progress) -> None:
+    def _list(self) -> None:
         self._layers = self._layers or by_layer((spec.name, spec.element_count) for spec in self._reader.specs.values())
         slots = dict(self._reader.slots())
         last = max((slot.version for slot in slots), default=0)
@@ -86,7 +78,7 @@ class Observer:
         self._held = {info.key: info for info in (*(info for _, info in documents), *files)}
         recent = [info for of, info in documents if of.version > last - self._last - 1]
         unknown = {info.key: info for info in recent if info.key not in self._documents}
-        self._documents.update(self._gather(unknown, self._reader.document, "records", progress))
+        self._documents.update(self._gather(unknown, self._reader.document, "records"))
         versions = [slot for slot in slots if (read := self._documents.get(slot.key)) is not None and read.is_version]
         tip = max(versions, key=lambda slot: slot.newness, default=None)
         newest = 0 if tip is None else tip.version
@@ -97,10 +89,10 @@ class Observer:
         self._listed_s = time.monotonic()
 
     def _gather(
-        self, items: Mapping[str, _Item], read: Callable[[_Item], _Result], what: str, progress: Progress
+        self, items: Mapping[str, _Item], read: Callable[[_Item], _Result], what: str
     ) -> Iterator[tuple[str, _Result]]:
         """Yield (name, result) for each existing, undamaged item, and record the problems of damaged ones."""
-        results = in_parallel(lambda item: result_or_error(read, item), list(items.values()), what, progress)
+        results = in_parallel(lambda item: result_or_error(read, item), list(items.values()), what)
         for name, found in zip(items, results, strict=True):
             if isinstance(found, FormatError):
                 self._problems[name] = str(found)
@@ -112,9 +104,8 @@ class Observer:
         return self._documents[self._lineage[number].key]
 
     def _observe(self, beat: Heartbeat) -> None:
-        """Record a replica's lag when it moves to a newer version.
-
-        Moves backwards, to a pin, or to versions from before the replica's first heartbeat are not counted.
+        """Record a replica's lag when it moves to a newer version, but not to a pin, or to one before its first
+        heartbeat.
         """
         before = self._served.get(beat.replica_id)
         moved = beat.version is not None and before is not None and beat.version > before
@@ -127,15 +118,11 @@ class Observer:
             self._since_s[beat.replica_id] = beat.time_s
         self._served[beat.replica_id] = None if beat.state == heartbeat.STOPPED else beat.version
 
-    def read_headers(self, limit: int, progress: Progress = quiet) -> int:
-        """Read the payload headers of the newest `limit` unread versions, and return the number of unread ones left.
-
-        Raises:
-            StoreError: the headers cannot be read now.
-        """
+    def read_headers(self, limit: int) -> int:
+        """Read the payload headers of the newest `limit` unread versions, and return the number of unread ones left."""
         waiting = self._waiting_for_headers()
         now = {f"{self._lineage[number].key} header": number for number in waiting[-limit:]}
-        for name, changed in self._gather(now, self._read_header, "payload headers", progress):
+        for name, changed in self._gather(now, self._read_header, "payload headers"):
             layers = by_layer(changed.items())
             self._heat[now[name]] = [float(f"{layers[layer] / max(n, 1):.4g}") for layer, n in self._layers.items()]
         self._tried.update(now.values())

@@ -41,9 +41,6 @@ class PageServer:
     """Refreshes `observer` in a thread, and serves its snapshots to this machine only. No other thread uses `observer`.
 
     Port 0 means any free port; `interval_s` is the time between two refreshes.
-
-    Raises:
-        ConfigError: the port cannot be used.
     """
 
     def __init__(self, observer: Observer, port: int, interval_s: float) -> None:

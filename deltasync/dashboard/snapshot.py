@@ -13,33 +13,23 @@ from deltasync.dashboard.costs import Costs
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VersionRow:
-    """One version.
-
-    Attributes:
-        sha256: Digest of its record, None until another document names it.
-        kind: `delta`, `anchor` or `reference`.
-        created_s: Time of encoding, in seconds since the epoch.
-        changed: Number of changed elements, None without a delta.
-        delta_bytes, anchor_bytes: Size of the payload, None without one. The anchor may be announced separately.
-        delta_objects, anchor_objects: Number of payload files outside the record.
-        token_lag: Mean, 95th percentile and maximum age in versions of tokens trained for its last publish; None if unknown.
-    """
+    """One version."""
 
     version: int
     epoch: str
-    sha256: str | None
-    kind: str
+    sha256: str | None  # digest of its record, None until another document names it
+    kind: str  # `delta`, `anchor` or `reference`
     base_version: int | None
     step: int | None
-    created_s: float
+    created_s: float  # time of encoding, in seconds since the epoch
     codec: str | None
-    changed: int | None
-    delta_bytes: int | None
-    anchor_bytes: int | None
-    delta_objects: int
-    anchor_objects: int
+    changed: int | None  # number of changed elements, None without a delta
+    delta_bytes: int | None  # size of the payload, None without one. The anchor may be announced separately.
+    anchor_bytes: int | None  # size of the payload, None without one. The anchor may be announced separately.
+    delta_objects: int  # number of payload files outside the record
+    anchor_objects: int  # number of payload files outside the record
     coalesced: int
-    token_lag: TokenLag | None
+    token_lag: TokenLag | None  # mean, 95th percentile and maximum age in versions of tokens trained for its last publish
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,29 +46,18 @@ class CompactionRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaRow:
-    """One replica, as of its last heartbeat.
-
-    Attributes:
-        state: The replica's reported state; `stale` if it could not read the channel for a while.
-        live: Whether the heartbeat is recent and the replica has not stopped.
-        sha256: Digest of the served version.
-        strange: Whether the served version is not the channel's version with this number.
-        behind: Number of versions behind the newest, None if it serves none.
-        lag_s: Seconds since the first missing version was encoded, 0 at the newest; None if not live, or pinned.
-        pin: The pin, None for the newest version.
-        age_s: Age of the heartbeat.
-    """
+    """One replica, as of its last heartbeat. Without a pin it follows the newest version."""
 
     replica_id: str
-    state: str
-    live: bool
+    state: str  # the replica's reported state; `stale` if it could not read the channel for a while
+    live: bool  # whether the heartbeat is recent and the replica has not stopped
     version: int | None
-    sha256: str | None
-    strange: bool
-    behind: int | None
-    lag_s: float | None
-    age_s: float
-    pin: str | None
+    sha256: str | None  # digest of the served version
+    strange: bool  # whether the served version is not the channel's version with this number
+    behind: int | None  # number of versions behind the newest, None if it serves none
+    lag_s: float | None  # seconds since the first missing version was encoded, 0 at the newest; None if not live, or pinned
+    age_s: float  # age of the heartbeat
+    pin: str | None  # the pin, None for the newest version
     error: str | None
 
 
@@ -94,19 +73,7 @@ class LagRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The state of a channel. Times are seconds since the epoch.
-
-    Attributes:
-        newest_version: The newest version, None before the first; then most other fields are empty.
-        head_sha256: Its digest, None if unknown.
-        full_bytes: Size of the served weights.
-        forgotten: Number of versions up to the newest that were deleted.
-        unread: Number of existing versions that were not read.
-        heat: Version -> changed fraction of each layer.
-        heat_unread: Number of versions whose payload headers are unread.
-        problems: Damages, in sentences.
-        error: Error of the last refresh, None if it succeeded.
-    """
+    """The state of a channel. Times are seconds since the epoch. Before the first version most fields are empty."""
 
     url: str
     time_s: float
@@ -116,19 +83,19 @@ class Snapshot:
     head_sha256: str | None = None
     element_count: int = 0
     tensor_count: int = 0
-    full_bytes: int = 0
+    full_bytes: int = 0  # size of the served weights
     versions: list[VersionRow] = dataclasses.field(default_factory=list)
-    forgotten: int = 0
-    unread: int = 0
+    forgotten: int = 0  # number of versions up to the newest that were deleted
+    unread: int = 0  # number of existing versions that were not read
     compactions: list[CompactionRow] = dataclasses.field(default_factory=list)
     replicas: list[ReplicaRow] = dataclasses.field(default_factory=list)
     lags: list[LagRow] = dataclasses.field(default_factory=list)
     layers: list[str] = dataclasses.field(default_factory=list)
-    heat: dict[int, list[float]] = dataclasses.field(default_factory=dict)
-    heat_unread: int = 0
+    heat: dict[int, list[float]] = dataclasses.field(default_factory=dict)  # version -> changed fraction of each layer
+    heat_unread: int = 0  # number of versions whose payload headers are unread
     costs: Costs | None = None
-    problems: list[str] = dataclasses.field(default_factory=list)
-    error: str | None = None
+    problems: list[str] = dataclasses.field(default_factory=list)  # damages, in sentences
+    error: str | None = None  # error of the last refresh, None if it succeeded
 
 
 def version_row(slot: Slot, found: Record, sha256: str | None, announced: Record | None) -> VersionRow:

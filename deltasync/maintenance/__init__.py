@@ -1,6 +1,6 @@
 """Maintain a channel: `forget` and `prune`, `check` and `repair`, `copy`, `Relay`, `export`, `write_compaction`.
 
-Each function has a `ChannelReader` as its first argument and reports progress through a callback. Modules that hold weights
+Each function has a `ChannelReader` as its first argument and reports its progress (`reporting`). Modules that hold weights
 are imported on first use, so that functions that only read documents need neither torch nor numba.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deltasync.maintenance.checks import Report, check
 from deltasync.maintenance.gc import Pruned, forget, prune
 from deltasync.maintenance.retention import ForgetPlan, KeepPolicy, lineage
-from deltasync.maintenance.scan import Progress, digests, identities, in_parallel, quiet, result_or_error, scan_channel
+from deltasync.maintenance.scan import digests, identities, in_parallel, progressed, reporting, result_or_error, scan_channel
 
 if TYPE_CHECKING:
     from deltasync.maintenance.compaction import write_compaction
@@ -31,7 +31,6 @@ __all__ = [
     "Copied",
     "ForgetPlan",
     "KeepPolicy",
-    "Progress",
     "Pruned",
     "Relay",
     "Repair",
@@ -46,10 +45,11 @@ __all__ = [
     "identities",
     "in_parallel",
     "lineage",
+    "progressed",
     "prune",
-    "quiet",
     "quota",
     "repair",
+    "reporting",
     "result_or_error",
     "scan_channel",
     "source_of",

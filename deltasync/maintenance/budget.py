@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-SHARE = 0.33
-"""Bytes of compactions and anchors that may be stored for each byte of delta."""
+SHARE = 0.33  # bytes of compactions and anchors that may be stored for each byte of delta
 
 LARGE = 0.5
 """A compaction of more than this part of the weights is not written; full weights are, once they fit into the budget."""
 
-LEAST_COMPACTED = 16
-"""Versions that the next compaction covers at least: fewer are read about as soon without it."""
+LEAST_COMPACTED = 16  # versions that the next compaction covers at least: fewer are read about as soon without it
 
 
 class Budget:

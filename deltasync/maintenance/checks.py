@@ -25,11 +25,10 @@ from deltasync.errors import (
 from deltasync.maintenance.retention import References
 from deltasync.maintenance.scan import (
     WHOLE,
-    Progress,
     check_listing,
     digests,
     in_parallel,
-    quiet,
+    progressed,
     result_or_error,
     scan_channel,
 )
@@ -42,9 +41,8 @@ if TYPE_CHECKING:
 class Damage:
     """One object that is missing or damaged, or does not give the bits that it names.
 
-    Attributes:
-        sha256: The digest that other documents give for it, None if none does.
-        of: Key of the record or compaction that is unusable because of it.
+    `sha256` is the digest that other documents give for it, if any; `of` is the record or compaction that is unusable
+    because of it.
     """
 
     key: str
@@ -55,30 +53,20 @@ class Damage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of `check`.
-
-    Attributes:
-        versions, anchors, compactions: Counts, including damaged objects; anchors in records and announced ones.
-        data_bytes: Size of all records, compactions, parts and anchors.
-        publishing: Number of files that no document names yet, but that their author may still name.
-        garbage_objects, garbage_bytes: Files that no document names; `prune` deletes them when they are old.
-        unreachable: Versions that no chain reaches.
-        proven: Versions whose replayed bits have the published fingerprints; None if data was not read.
-        unproven: All other versions, if data was read. They, or versions that they build on, are damaged.
-    """
+    """The result of `check`. Counts include damaged objects, and anchors those that were announced."""
 
     problems: list[DeltaSyncError]
     newest: VersionId | None
     versions: int
     anchors: int
     compactions: int
-    data_bytes: int
-    publishing: int
-    garbage_objects: int
+    data_bytes: int  # size of all records, compactions, parts and anchors
+    publishing: int  # number of files that no document names yet, but that their author may still name
+    garbage_objects: int  # files that no document names; `prune` deletes them when they are old
     garbage_bytes: int
     unreachable: list[int]
-    proven: list[int] | None
-    unproven: list[int]
+    proven: list[int] | None  # versions whose replayed bits have the published fingerprints; None if data was not read
+    unproven: list[int]  # all other versions, if data was read. They, or versions that they build on, are damaged.
 
     @property
     def exit_code(self) -> int:
@@ -86,40 +74,33 @@ class Report:
         return max((problem.exit_code for problem in self.problems), default=0)
 
 
-def check(reader: ChannelReader, *, read_data: bool = False, progress: Progress = quiet) -> Report:
+def check(reader: ChannelReader, *, read_data: bool = False) -> Report:
     """Compare a channel's objects with its records.
 
     Records, seals and compactions must be whole, of one run, and have the digests that others name. Every version must be
     reachable. Every named file must be listed with its size. With `read_data` every file is also read, and every version,
-    anchor and compaction is applied to weights in host memory, to compare each sha256 and each fingerprint.
-
-    Raises:
-        NotPublishedError, FormatError: channel.json is missing or damaged, so nothing else can be checked.
-        StoreError: the store failed.
+    anchor and compaction is applied to weights in host memory, to compare each sha256 and each fingerprint. Without a
+    readable channel.json nothing can be checked, and its error is raised.
     """
-    inspection = Inspection(reader, progress)
+    inspection = Inspection(reader)
     if read_data:
-        inspection.replay(progress)
+        inspection.replay()
     return inspection.report()
 
 
 class Inspection:
     """Reads a channel's records, compactions and announcements, lists its files, and collects damages.
 
-    Attributes:
-        records: Intact records by slot, without their bytes.
-        shortcuts: Intact compactions and announcements by key, without their bytes.
-        damages: The first problem of each damaged object, by key.
-        proven: Versions that were replayed; None if `replay` did not run.
+    Intact `records` and `shortcuts` are kept without their bytes.
     """
 
-    def __init__(self, reader: ChannelReader, progress: Progress = quiet) -> None:
+    def __init__(self, reader: ChannelReader) -> None:
         self.reader = reader
-        self.damages: dict[str, Damage] = {}
-        self.proven: set[Slot] | None = None
+        self.damages: dict[str, Damage] = {}  # the first problem of each damaged object, by key
+        self.proven: set[Slot] | None = None  # versions that were replayed; None if `replay` did not run
         # Head first, then records, then files: an object is stored after those that it names.
         head = reader.head()
-        held = self._held = scan_channel(reader, progress, whole=True)
+        held = self._held = scan_channel(reader, whole=True)
         self.records = {slot: held.stored[slot.key] for slot in held.slots if slot.key in held.stored}
         self.shortcuts = {key: held.stored[key] for key in held.shortcuts if key in held.stored}
         self._sizes = {info.key: info.bytes for info in reader.store.list("")}
@@ -208,10 +189,10 @@ class Inspection:
             elif following not in epochs and max(epochs) > slot.epoch:  # else the epoch is about to be opened
                 self.add_damage(slot.key, f"{slot.key} names an epoch that does not exist.")
 
-    def read_files(self, progress: Progress = quiet) -> None:
+    def read_files(self) -> None:
         """Read every file and compare its sha256, without a replay."""
         files = [(stored, file) for stored in self.edges() for file in stored.record.files]
-        in_parallel(lambda pair: self._read_file(*pair), files, "files", progress, WHOLE)
+        in_parallel(lambda pair: self._read_file(*pair), files, "files", WHOLE)
 
     def _read_file(self, stored: StoredRecord, file: File) -> None:
         if file.key not in self.damages:
@@ -232,7 +213,7 @@ class Inspection:
                 found.add(stored.version.slot)
         return found
 
-    def replay(self, progress: Progress = quiet) -> None:
+    def replay(self) -> None:
         """Read every file, apply every version, anchor and compaction to weights in host memory, and compare the bits."""
         from deltasync.following import Follower  # needs torch, unlike the rest of this module
         from deltasync.live import LiveMemory
@@ -256,11 +237,11 @@ class Inspection:
                 committed = self._apply(follower, compaction)
                 if committed is not None:
                     end = self.versions.get(compaction.version.slot)
-                    if end is not None and end.base is not None and end.base.slot not in self.records:
-                        proven.add(compaction.version.slot)  # the versions between were forgotten
+                    if end is not None and end.record.fingerprint == compaction.record.fingerprint:
+                        proven.add(compaction.version.slot)
                     follower.rollback(committed)
                     follower.identified(found[0])
-            progress("replaying", done, len(edges))
+            progressed("replaying", done, len(edges))
         for compaction in [compaction for left in compactions.values() for compaction in left]:  # their bases are missing
             self._read_files_of(compaction)
 

@@ -22,7 +22,7 @@ from deltasync.errors import ConfigError, CorruptDataError, FormatError, Missing
 from deltasync.following import Replica
 from deltasync.kernels import cpu_diff
 from deltasync.live import model_fingerprint
-from deltasync.maintenance.scan import Progress, quiet
+from deltasync.maintenance.scan import progressed
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.delta import joined, of_tensor
@@ -37,17 +37,11 @@ def write_compaction(
     *,
     codec_name: str = "packed",
     signer: Signer | None = None,
-    progress: Progress = quiet,
 ) -> StoredRecord:
     """Store the compaction from version `base` to `version`, unless the channel has it, and return it.
 
     The bits of both versions are compared, which works for every codec, and across anchors and dense tensors. The encoded
     bytes are decoded again before they are stored. Needs memory for two copies of the weights.
-
-    Raises:
-        ConfigError: `base` is not before `version`, or the channel is signed and there is no `signer`.
-        UnsupportedFormatError: the codec is unknown.
-        MissingVersionError: one of the two versions is not in the channel.
     """
     if not 1 <= base < version:
         raise ConfigError(f"A compaction needs a base before its version, not base {base} and version {version}.")
@@ -67,19 +61,19 @@ def write_compaction(
                 if (found.base, found.version) == (start, end):
                     return found
     replica = Replica(reader)
-    progress("weights", 0, 2)
+    progressed("weights", 0, 2)
     replica.sync(base)
     old = {name: bits_of(tensor).copy() for name, tensor in replica.state_dict().items()}
-    progress("weights", 1, 2)
+    progressed("weights", 1, 2)
     replica.sync(version)
-    progress("weights", 2, 2)
+    progressed("weights", 2, 2)
     new = {name: bits_of(tensor) for name, tensor in replica.state_dict().items()}
     layout, pieces = reader.layout, []
     for done, (name, new_N) in enumerate(new.items(), start=1):
         index_K, step_K = cpu_diff.diff(old[name], new_N)
         if index_K.size:
             pieces.append(of_tensor(layout, name, index_K, step_K))
-        progress("tensors", done, len(reader.specs))
+        progressed("tensors", done, len(reader.specs))
     changes = joined(pieces) if pieces else None
     payload = None
     if changes is not None:
@@ -108,9 +102,6 @@ def encode_shortcut(
 
     `content` is the compaction's `delta`, with a `payload` unless nothing changes, or the announced `anchor`. `fingerprints`
     belong to the version's tensors. The result is decoded again like a reader does.
-
-    Raises:
-        CorruptDataError: the result cannot be decoded, or is larger than a compaction may be.
     """
     number = version.version
     key = keys.announcement(number, author) if base is None else keys.compaction(base.version, number, author)
@@ -127,7 +118,7 @@ def encode_shortcut(
     )
     stored = record.encode(document, key, payload, signer)
     assert stored.data is not None
-    if stored.size > record.most_bytes(key, reader.specs):
+    if stored.size > reader.bounds.most_bytes(key):
         raise CorruptDataError(f"{key} would have {stored.size:,} bytes, more than a compaction may have.")
     found = record.decode_document(stored.data, stored.size, key, reader.trusted)
     return dataclasses.replace(stored, record=found)
@@ -146,30 +137,23 @@ def write_anchor(
     replica: Replica,
     model_files: Mapping[str, bytes],
     *,
-    signer: Signer | None = None,
-    shard_bytes: int = 1 << 30,
-    progress: Progress = quiet,
+    signer: Signer | None,
 ) -> StoredRecord:
-    """Store the weights of a replica as an anchor, together with `model_files`, and announce it.
-
-    Raises:
-        CorruptDataError: the encoded files do not decode to the weights. The announcement was not stored.
-    """
+    """Store the weights of a replica as an anchor with `model_files`, and announce it if its files decode to them."""
     version, author = replica.identity, keys.new_author()
     assert version is not None
     folder, tensors = keys.anchor_folder(version.version, author), replica.state_dict()
     files: list[File] = []
     extra: list[File] = []
-    for name, data in itertools.chain(
-        anchors.weight_files(tensors, replica.fingerprints, shard_bytes), sorted(model_files.items())
-    ):
+    made = anchors.weight_files(tensors, replica.fingerprints)
+    for name, data in itertools.chain(made, sorted(model_files.items())):
         weights = name.endswith(anchors.WEIGHTS)
         for tensor, bits_N, _ in anchors.read_weights(data, reader.specs) if weights else ():
             if not np.array_equal(bits_N, bits_of(tensors[tensor])):
                 raise CorruptDataError(f"{folder}/{name} has wrong bits for {tensor}. It was not stored.")
         reader.store.put(f"{folder}/{name}", data)
         (files if weights else extra).append(File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)))
-        progress("files", len(files) + len(extra), len(files) + len(extra))
+        progressed("files", len(files) + len(extra), len(files) + len(extra))
     anchor = Anchor(directory=folder, files=files, model_files=extra)
     stored = encode_shortcut(reader, None, version, None, replica.fingerprints, signer, author, anchor=anchor)
     return put_shortcut(reader, stored)

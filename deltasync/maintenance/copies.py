@@ -30,13 +30,12 @@ from deltasync.errors import (
 from deltasync.following import Replica
 from deltasync.maintenance.scan import (
     WHOLE,
-    Progress,
     Scan,
     check_listing,
     digests,
     exists,
     in_parallel,
-    quiet,
+    progressed,
     result_or_error,
     scan_channel,
 )
@@ -48,13 +47,8 @@ Outcome = int | DeltaSyncError | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
-    """The result of `copy`.
-
-    Attributes:
-        version: The newest version in the source's listing.
-        objects, bytes: Number and size of the objects stored in the target, without head.
-        skipped: Number of objects that the target had already.
-        problems: Problems of objects that are damaged or missing in the source, which were left out.
+    """The result of `copy`: the newest version in the source's listing, the objects that were stored in the target, without
+    head, and the number of those that it had. `problems` are those of objects that are damaged or missing in the source.
     """
 
     version: VersionId | None
@@ -70,8 +64,18 @@ class Copied:
         wrong = [*problems, *(each for each in done if isinstance(each, DeltaSyncError))]
         return cls(version=version, objects=len(stored), bytes=sum(stored), skipped=done.count(None), problems=wrong)
 
+    def __add__(self, other: Copied) -> Copied:
+        problems = {str(problem): problem for problem in (*self.problems, *other.problems)}
+        return Copied(
+            version=other.version,
+            objects=self.objects + other.objects,
+            bytes=self.bytes + other.bytes,
+            skipped=self.skipped + other.skipped,
+            problems=[*problems.values()],
+        )
 
-def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) -> Copied:
+
+def copy(source: ChannelReader, target: Store) -> Copied:
     """Copy the current objects of a channel one by one. Damaged objects are left out and reported.
 
     The order is files, shortcuts, records by number, epochs, channel.json, head; shortcuts precede records because a record
@@ -82,13 +86,12 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
         RunMismatchError: the target holds another run.
         ChannelInUseError: the target has versions that the source lacks.
         ObjectExistsError: the target has an object of another size. It was not replaced.
-        StoreError: a store failed.
     """
     source.channel()
     if target.url == source.store.url:
         raise ConfigError(f"{target.url} is both source and target.")
     head = None if source.head() is None else source.store.read(keys.HEAD, documents.SMALL_BYTES)
-    held = scan_channel(source, progress)
+    held = scan_channel(source)
     there = {info.key: info.bytes for info in target.list("")}
     _check_target(source, target, held, there)
     one = functools.partial(_copy_object, source, target, there)
@@ -97,9 +100,9 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     shortcuts = [_file(held.shortcut_infos[key]) for key, found in held.shortcuts.items() if found]
     records = [_file(held.slots[slot], named.get(slot, "")) for slot, found in held.records.items() if found]
     parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
-    done = in_parallel(one, parts_first, "files", progress, WHOLE)
-    done += in_parallel(one, shortcuts, "compactions", progress, WHOLE)
-    done += in_parallel(one, records, "records", progress, 1)  # in order, so that the base of the newest is always there
+    done = in_parallel(one, parts_first, "files", WHOLE)
+    done += in_parallel(one, shortcuts, "compactions", WHOLE)
+    done += in_parallel(one, records, "records", 1)  # in order, so that the base of the newest is always there
     small = [_file(info) for info in source.store.list(keys.EPOCHS)]
     openings = {keys.epoch_document(slot.epoch) for slot in held.slots}
     check_listing(source, sorted(openings.difference(file.key for file in small)))
@@ -172,30 +175,21 @@ def read_object(source: ChannelReader, item: File) -> bytes:
 
 
 def export(
-    reader: ChannelReader,
-    version: int | None,
-    directory: Path,
-    *,
-    shard_bytes: int = 1 << 30,
-    progress: Progress = quiet,
+    reader: ChannelReader, version: int | None, directory: Path, *, shard_bytes: int = anchors.SHARD_BYTES
 ) -> VersionId:
     """Write one version, the newest if None, as a checkpoint directory that transformers and vLLM load. Check every bit.
 
-    Config and tokenizer come from the nearest anchor that has them, or from the checkpoint that it refers to. The directory
-    appears as a whole or not at all. Needs memory for the weights and for one weight file of at most `shard_bytes`, unless a
-    single tensor is larger.
-
-    Raises:
-        ConfigError: the directory is not empty, or cannot be written.
-        ChainError, FormatError: the version cannot be read.
+    Config and tokenizer come from the nearest anchor that has them, or from the checkpoint that it refers to. The directory,
+    which must be missing or empty, appears as a whole or not at all. Needs memory for the weights and for one weight file of
+    at most `shard_bytes`, unless a single tensor is larger.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} exists and is not empty. Nothing was written; choose another directory.")
     directory = directory.absolute()
     replica = Replica(reader)
-    progress("weights", 0, 1)
+    progressed("weights", 0, 1)
     replica.sync(version)
-    progress("weights", 1, 1)
+    progressed("weights", 1, 1)
     assert replica.identity is not None
     files = model_files(reader, replica.identity)
     temporary = directory.parent / f".{directory.name}.{uuid.uuid4().hex}.tmp"
@@ -205,7 +199,7 @@ def export(
             path = temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-            progress("files written", done, done)
+            progressed("files written", done, done)
         os.replace(temporary, directory)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}.") from error

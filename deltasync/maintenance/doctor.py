@@ -21,8 +21,7 @@ from deltasync.stores.base import Store
 from deltasync.stores.probe import decides
 
 CHANGED_FRACTION = 0.01
-BITS_PER_CHANGED = 9.93
-"""Bits per changed element of `packed` at 1 % changed, see docs/benchmarks/sizes.md."""
+BITS_PER_CHANGED = 9.93  # bits per changed element of `packed` at 1 % changed, see docs/benchmarks/sizes.md
 
 _BLOB_BYTES = 8 << 20
 _READS = 7
@@ -32,19 +31,12 @@ _CLOCK_S = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        check: Name of the check.
-        state: With a `failure` a trainer or a replica cannot work; with a `warning` it works, but worse.
-        found: The finding in one sentence.
-        advice: The cure; empty if none is needed.
-    """
-
-    check: str
-    state: Literal["ok", "warning", "failure"]
-    found: str
-    advice: str = ""
+    check: str  # name of the check
+    state: Literal["ok", "warning", "failure"]  # at a failure trainer or replica cannot work, at a warning they work worse
+    found: str  # the finding in one sentence
+    advice: str = ""  # the cure; empty if none is needed
 
 
 _ADVICE = {

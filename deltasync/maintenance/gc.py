@@ -15,7 +15,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.errors import MissingVersionError
 from deltasync.maintenance import retention
 from deltasync.maintenance.retention import Contents, ForgetPlan, KeepPolicy, References
-from deltasync.maintenance.scan import Progress, Scan, in_parallel, quiet, result_or_error, scan_channel
+from deltasync.maintenance.scan import Scan, in_parallel, progressed, result_or_error, scan_channel
 from deltasync.stores.base import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
@@ -25,22 +25,16 @@ _STALE_HEARTBEAT_S = 7 * 86400.0
 _BATCH = 500  # objects in one request to delete
 
 
-def forget(
-    reader: ChannelReader, keep: KeepPolicy, *, grace_s: float = GRACE_S, dry_run: bool = False, progress: Progress = quiet
-) -> ForgetPlan:
+def forget(reader: ChannelReader, keep: KeepPolicy, *, grace_s: float = GRACE_S, dry_run: bool = False) -> ForgetPlan:
     """Delete the records of all versions except those to keep and their bases. `prune` deletes their files later.
 
     Records are deleted one by one, newest first, so that the remaining versions are readable at any moment. After an
     interruption, a call with the same `keep` finishes the work. Versions that were needed less than `grace_s` ago are kept,
     because readers may use them. A `dry_run` writes nothing, so it measures ages with this machine's clock instead of the
-    store's.
-
-    Raises:
-        MissingVersionError: a version to keep cannot be read. Nothing was forgotten.
-        StoreError: the store failed. Some versions may have been forgotten.
+    store's. If a version to keep cannot be read, nothing is forgotten (MissingVersionError).
     """
     since_s = math.inf if grace_s <= 0 else _store_time(reader.store, dry_run) - grace_s
-    held = scan_channel(reader, progress)
+    held = scan_channel(reader)
     stored_s = {info.key: info.modified_s for info in (*held.slots.values(), *held.shortcut_infos.values())}
     contents = _contents(reader.store, held, stored_s)
     found = retention.plan_forget(contents, keep, since_s)
@@ -48,7 +42,7 @@ def forget(
         return found
     for done, key in enumerate(found.keys, start=1):  # one by one, because a store deletes a batch in any order
         reader.store.delete(key)
-        progress("forgetting", done, len(found.keys))
+        progressed("forgetting", done, len(found.keys))
     if found.keys:
         logger.info(
             "forgot versions=%d compactions=%d kept=%d", len(found.versions), len(found.compactions), len(found.kept)
@@ -61,37 +55,25 @@ def _contents(store: Store, held: Scan, stored_s: Mapping[str, float]) -> Conten
     shortcuts = {key: record for key, record in held.shortcuts.items() if record is not None}
     prefixes = {file.key.split("/")[0] for record in shortcuts.values() for file in record.files}
     sizes = {info.key: info.bytes for prefix in sorted(prefixes) for info in store.list(f"{prefix}/")}
-    announced: dict[Slot, float] = {}
-    compacted: dict[Slot, dict[Slot, float]] = {}
+    found: dict[Slot, dict[Slot | None, float]] = {}
     for key, record in shortcuts.items():
-        if not all(sizes.get(file.key) == file.bytes for file in record.files):
-            continue
-        if record.base is None:
-            announced[record.slot] = min(stored_s[key], announced.get(record.slot, stored_s[key]))
-        else:
-            bases, base = compacted.setdefault(record.slot, {}), record.base.slot
+        if all(sizes.get(file.key) == file.bytes for file in record.files):
+            bases, base = found.setdefault(record.slot, {}), None if record.base is None else record.base.slot
             bases[base] = min(stored_s[key], bases.get(base, stored_s[key]))
-    return Contents(records=held.records, stored_s=stored_s, announced=announced, compacted=compacted)
+    return Contents(records=held.records, stored_s=stored_s, shortcuts=found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
-    """The result of `prune`: the objects that it deleted, or would delete, and those that it kept.
+    """The result of `prune`: what it deleted, or would delete, and what it kept."""
 
-    Attributes:
-        objects: Deleted files, which no document named.
-        heartbeats: Deleted heartbeats, which were older than a week, by key.
-        waiting: Kept files that no document names yet, but that their author may still name.
-        young: Kept files that are newer than the grace period, named or not.
-    """
-
-    objects: list[ObjectInfo]
-    heartbeats: list[str]
-    waiting: list[ObjectInfo]
-    young: list[ObjectInfo]
+    objects: list[ObjectInfo]  # deleted files, which no document named
+    heartbeats: list[str]  # keys of deleted heartbeats, which were older than a week
+    waiting: list[ObjectInfo]  # kept files that no document names yet, but that their author may still name
+    young: list[ObjectInfo]  # kept files that are newer than the grace period, named or not
 
 
-def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = False, progress: Progress = quiet) -> Pruned:
+def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = False) -> Pruned:
     """Delete the files under `parts/` and `anchors/` that no document names, if they are older than `grace_s`.
 
     The order of its reads makes it safe while a publisher, a `forget` or another tool runs:
@@ -104,9 +86,6 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
     Files of a damaged record are kept, because `repair` may restore its bytes. `grace_s` must exceed the time from a
     reader's plan to its last read, and from a writer's upload of an anchor's file to the announcement. `dry_run` works as in
     `forget`.
-
-    Raises:
-        StoreError: the store failed. No named file was deleted.
     """
     store = reader.store
     reader.channel()
@@ -115,7 +94,7 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
     heartbeats = [info.key for info in store.list(keys.REPLICAS) if 0 < info.modified_s < now_s - _STALE_HEARTBEAT_S]
     since_s = math.inf if grace_s <= 0 else now_s - grace_s
     old = [info for info in files if retention.was_stored(info.modified_s, since_s)]
-    references = _references(reader, old, progress) if old else References({}, {})
+    references = _references(reader, old) if old else References({}, {})
     unnamed = [info for info in old if info.key not in references]
     waiting = [info for info in unnamed if references.in_progress(info.key)]
     found = sorted(set(unnamed).difference(waiting), key=lambda info: info.key)
@@ -123,15 +102,15 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
         doomed = [*(info.key for info in found), *heartbeats]
         for start in range(0, len(doomed), _BATCH):
             store.delete(*doomed[start : start + _BATCH])
-            progress("pruning", min(start + _BATCH, len(doomed)), len(doomed))
+            progressed("pruning", min(start + _BATCH, len(doomed)), len(doomed))
         logger.info("pruned objects=%d bytes=%d", len(found), sum(info.bytes for info in found))
     young = sorted(set(files).difference(old), key=lambda info: info.key)
     return Pruned(objects=found, heartbeats=heartbeats, waiting=waiting, young=young)
 
 
-def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Progress) -> References:
+def _references(reader: ChannelReader, files: Sequence[ObjectInfo]) -> References:
     """Read the documents that may name these files, including records that a listing may not show yet."""
-    held = scan_channel(reader, progress)
+    held = scan_channel(reader)
     references = References(held.records, held.shortcuts)
     places: set[str] = set()
     for key in (info.key for info in files if info.key not in references):
@@ -143,7 +122,7 @@ def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Pr
     def read(key: str) -> Record:
         return reader.stored(key).record
 
-    results = in_parallel(lambda key: result_or_error(read, key), unlisted, "unlisted records", progress)
+    results = in_parallel(lambda key: result_or_error(read, key), unlisted, "unlisted records")
     records, shortcuts = dict(held.records), dict(held.shortcuts)
     for key, found in zip(unlisted, results, strict=True):
         if isinstance(found, MissingVersionError):

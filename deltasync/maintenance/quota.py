@@ -5,17 +5,13 @@ Requests were counted with the tests' stand-in for the Hub: a version every 5 s,
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
-WINDOW_S = 300.0
-"""Length of the window in which the Hub counts requests."""
-
-EVERY_S = (5.0, 10.0, 30.0, 60.0)
-"""Times between two versions in `table`."""
+WINDOW_S = 300.0  # length of the window in which the Hub counts requests
+EVERY_S = (5.0, 10.0, 30.0, 60.0)  # times between two versions, in seconds
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Requests:
+class Requests(NamedTuple):
     """Requests counted against the two quotas that deltasync uses: the Hub's API, and `/resolve/`."""
 
     api: float
@@ -37,50 +33,25 @@ FOLLOWED, IDLE_MINUTE = Requests(1.0, 1.3), Requests(2.0, 4.0)  # of a replica t
 POLLED, POLLED_MINUTE = Requests(1.1, 10.9), Requests(7.0, 81.0)  # of a replica that polls
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Served:
-    """The most replicas that one account serves in addition to a trainer.
-
-    Attributes:
-        plan: The account's plan.
-        every_s: Time between two versions.
-        following: Number of replicas, if they read the feed of events.
-        polling: Number of replicas, if they poll.
-    """
-
-    plan: str
-    every_s: float
-    following: int
-    polling: int
-
-
-def served(plan: str, every_s: float) -> Served:
-    """Return how many replicas an account serves; the tighter quota decides."""
-    versions, minutes = WINDOW_S / every_s, WINDOW_S / 60
-
-    def most(version: Requests, minute: Requests) -> int:
-        quota = PLANS[plan]
-        api = (quota.api - versions * PUBLISHED.api) / (versions * version.api + minutes * minute.api)
-        resolvers = (quota.resolvers - versions * PUBLISHED.resolvers) / (
-            versions * version.resolvers + minutes * minute.resolvers
-        )
-        return max(0, int(min(api, resolvers)))
-
-    return Served(plan, every_s, most(FOLLOWED, IDLE_MINUTE), most(POLLED, POLLED_MINUTE))
-
-
-def table() -> list[Served]:
-    """Return a row for each time between versions and plan."""
-    return [served(plan, every_s) for every_s in EVERY_S for plan in PLANS]
-
-
 def sentences() -> list[str]:
-    """Return the table in words, a sentence for each time between two versions."""
+    """Return how many replicas an account serves in addition to a trainer, a sentence for each of `EVERY_S`."""
     return [
         f"A version every {every_s:g} s, one account: "
         + ", ".join(
-            f"{row.plan} {row.following} replicas ({row.polling} polling)" for row in table() if row.every_s == every_s
+            f"{plan} {_most(quota, every_s, FOLLOWED, IDLE_MINUTE)} replicas "
+            f"({_most(quota, every_s, POLLED, POLLED_MINUTE)} polling)"
+            for plan, quota in PLANS.items()
         )
         + "."
         for every_s in EVERY_S
     ]
+
+
+def _most(quota: Requests, every_s: float, version: Requests, minute: Requests) -> int:
+    """Return the most replicas with these requests of each version and each minute; the tighter quota decides."""
+    versions, minutes = WINDOW_S / every_s, WINDOW_S / 60
+    served = (
+        (most - versions * published) / (versions * of_version + minutes * of_minute)
+        for most, published, of_version, of_minute in zip(quota, PUBLISHED, version, minute, strict=True)
+    )
+    return max(0, int(min(served)))

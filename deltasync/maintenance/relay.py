@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import File, Head, VersionId
@@ -15,17 +15,15 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, FormatError, ObjectExistsError, ObjectMissingError
 from deltasync.following import Commit, Follow, Identify, Observer
 from deltasync.maintenance.copies import Copied, Outcome, copy, read_object
-from deltasync.maintenance.scan import WHOLE, Progress, in_parallel, quiet, result_or_error
+from deltasync.maintenance.scan import WHOLE, in_parallel, result_or_error
 from deltasync.stores.base import ObjectInfo, Store
 
 _REFRESH_S = 60.0  # between two listings of compactions and announced anchors
 
 
 class _Copies:
-    """A `Target` whose state is the copies in other stores. Staging copies files, a commit copies the records.
-
-    Attributes:
-        copied: Sum of the objects stored since `copied` was last None.
+    """A `Target`: copies in other stores. `stage` copies files, `commit` records; `copied` sums objects until it is
+    taken.
     """
 
     progressed_s = 0.0
@@ -33,10 +31,8 @@ class _Copies:
     def __init__(self, source: ChannelReader, stores: Sequence[Store]) -> None:
         self.version: VersionId | None = None
         self.copied: Copied | None = None
-        self.progress: Progress = quiet
         self._source, self._targets = source, stores
         self._behind = True  # False after a successful step
-        self._head_due = False
         self._shortcuts: set[str] = set()  # keys of the shortcuts that the stores have
         self._refresh_due_s = 0.0
 
@@ -53,7 +49,8 @@ class _Copies:
             return
         self._behind = True
         for stored in self._new_shortcuts():
-            self._behind = not self._copy(stored)
+            if self._copy_files(stored):
+                self._copy_record(stored)
             self._shortcuts.add(stored.key)
         self._behind, self._refresh_due_s = False, time.monotonic() + _REFRESH_S
 
@@ -71,7 +68,7 @@ class _Copies:
         """Copy the records, then head."""
         for stored in staged:
             self._copy_record(stored)
-            self.version, self._head_due = stored.version, True
+            self.version = stored.version
         self._copy_head()
         self._behind = False
         last = staged[-1].version
@@ -82,36 +79,22 @@ class _Copies:
 
     def _catch_up(self) -> None:
         shortcuts = {info.key for _, info in self._source.shortcuts()}
-        each = [copy(self._source, target, progress=self.progress) for target in self._targets]
+        each = [copy(self._source, target) for target in self._targets]
         oldest = min(each, key=lambda copied: ("", 0) if copied.version is None else copied.version.slot.newness)
-        self.version, self._shortcuts, self._head_due, self._behind = oldest.version, shortcuts, True, False
+        self.version, self._shortcuts, self._behind = oldest.version, shortcuts, False
         self._refresh_due_s = time.monotonic() + _REFRESH_S
-        problems = {str(problem): problem for copied in each for problem in copied.problems}
-        skipped = sum(copied.skipped for copied in each)
-        self._add(sum(copied.objects for copied in each), sum(copied.bytes for copied in each), skipped, problems.values())
+        for copied in each:
+            self._add(copied)
 
-    def _add(self, objects: int = 0, bytes_: int = 0, skipped: int = 0, problems: Iterable[DeltaSyncError] = ()) -> None:
+    def _add(self, copied: Copied) -> None:
         """Add stored objects to `copied`."""
-        copied = self.copied or Copied.of(self.version, [])
-        self.copied = Copied(
-            version=self.version,
-            objects=copied.objects + objects,
-            bytes=copied.bytes + bytes_,
-            skipped=copied.skipped + skipped,
-            problems=[*copied.problems, *problems],
-        )
-
-    def _copy(self, stored: StoredRecord) -> bool:
-        """Copy the files of a shortcut, then the shortcut itself. Return whether all files are intact."""
-        if is_whole := self._copy_files(stored):
-            self._copy_record(stored)
-        return is_whole
+        self.copied = copied if self.copied is None else self.copied + copied
 
     def _copy_files(self, stored: StoredRecord) -> bool:
         """Copy the files that a record names. Return whether all are intact."""
-        done = in_parallel(self._copy_file, stored.record.files, "files", quiet, WHOLE)
+        done = in_parallel(self._copy_file, stored.record.files, None, WHOLE)
         found = Copied.of(self.version, done)
-        self._add(found.objects, found.bytes, found.skipped)
+        self._add(dataclasses.replace(found, problems=[]))
         return not found.problems
 
     def _copy_record(self, stored: StoredRecord) -> None:
@@ -119,7 +102,7 @@ class _Copies:
         done = self._copy_file(item) if stored.data is None else self._store(stored.key, stored.data)
         if isinstance(done, DeltaSyncError):
             raise done
-        self._add(objects=int(done is not None), bytes_=done or 0, skipped=int(done is None))
+        self._add(Copied.of(self.version, [done]))
 
     def _new_shortcuts(self) -> list[StoredRecord]:
         """Return the compactions and announced anchors that the targets lack, for versions that the targets have."""
@@ -148,20 +131,14 @@ class _Copies:
         if newest is not None and newest.slot.newness <= self.version.slot.newness:
             for target in self._targets:
                 target.put(keys.HEAD, data)
-            self._head_due = newest != self.version
 
 
 class Relay:
     """Copies a channel to other stores, version by version, with the loop that replicas use. Not thread-safe.
 
     The relay writes nothing to the source. At the targets it deletes nothing and replaces only head. Each target must be
-    empty or hold an earlier copy. Several relays may write to one target.
-
-    Attributes:
-        follow: The loop. Its `run` ends when it is stopped.
-
-    Raises:
-        ConfigError: a URL occurs twice.
+    empty or hold an earlier copy. Several relays may write to one target. `follow` is the loop; its `run` ends when it is
+    stopped.
     """
 
     def __init__(self, source: ChannelReader, targets: Sequence[Store], observer: Observer | None = None) -> None:
@@ -177,18 +154,13 @@ class Relay:
         """The newest version that every target has."""
         return self._copies.version
 
-    def step(self, known: ObjectInfo | None = None, *, progress: Progress = quiet) -> Copied | None:
+    def step(self, known: ObjectInfo | None = None) -> Copied | None:
         """Copy new objects, and return their sum over all targets; None if nothing was new.
 
-        After return every copied version is readable at every target. If this raises, the next step copies the rest.
-        `known` is the new record's entry in an event.
-
-        Raises:
-            NotPublishedError: the source holds no version yet.
-            RunMismatchError, ChannelInUseError, ObjectExistsError: a target holds something else.
-            StoreError, FormatError, MissingVersionError: a store failed or the source is damaged; try again.
+        After return every copied version is readable at every target. If this raises, the next step copies the rest. `known`
+        is the new record's entry in an event. Raises RunMismatchError, ChannelInUseError or ObjectExistsError if a target
+        holds something else.
         """
-        self._copies.progress = progress
         before: VersionId | None = None
         while not self.follow.step(known=known) and self.version != before:
             before = self.version  # without progress, the next call tries again

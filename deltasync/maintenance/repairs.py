@@ -12,6 +12,7 @@ from deltasync.channel import documents, keys, record, signing
 from deltasync.channel.documents import Channel, Head, sha256_hex
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Bounds
 from deltasync.channel.signing import Signer
 from deltasync.errors import (
     ApplyError,
@@ -28,7 +29,6 @@ from deltasync.maintenance.checks import Damage, Inspection
 from deltasync.maintenance.compaction import write_anchor, write_compaction
 from deltasync.maintenance.copies import model_files
 from deltasync.maintenance.retention import lineage
-from deltasync.maintenance.scan import Progress, quiet
 from deltasync.stores import open_store
 
 logger = logging.getLogger(__name__)
@@ -41,19 +41,12 @@ _ROUNDS = 3  # a restored record may name files that are missing too
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Repaired:
-    """The repair of one object.
-
-    Attributes:
-        problem: The object's problem.
-        outcome: `put back`; `bypassed`: a replacement was stored; `not needed`: readers have another chain; `left`: no
-            repair is possible now.
-        how: Details of the outcome.
-    """
+    """The repair of one object."""
 
     key: str
-    problem: str
-    outcome: str
-    how: str
+    problem: str  # the object's problem
+    outcome: str  # `put back`, `bypassed` (a replacement was stored), `not needed`, or `left`: no repair is possible now
+    how: str  # details of the outcome
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,46 +68,36 @@ def repair(
     source: Source | None = None,
     replay: bool = True,
     signer: Signer | None = None,
-    progress: Progress = quiet,
 ) -> Repair:
     """Restore missing and damaged objects from `source`, or store replacements. No other object is deleted or replaced.
 
     A replacement is a compaction, or a newer anchor instead of a damaged one, made from bits that are still readable.
     Without such bits the object is left, and replicas recover at the publisher's next anchor. Without `replay` only the
     sha256 of each file is checked, and nothing is applied. `reader` must be new, because an older one has cached
-    channel.json. `source_of` makes a `source`.
-
-    Raises:
-        NotPublishedError, FormatError: channel.json is missing or damaged, and `source` does not have it.
-        ConfigError: the channel is signed and there is no `signer`.
-        StoreError: the store failed. Earlier repairs remain.
+    channel.json. `source_of` makes a `source`. If the store fails, earlier repairs remain.
     """
     objects = _restore_channel(reader, source)
     signing.require_signer(signer, reader.signed)
     for _ in range(_ROUNDS):
-        inspection = Inspection(reader, progress)
+        inspection = Inspection(reader)
         if replay:
-            inspection.replay(progress)
+            inspection.replay()
         else:
-            inspection.read_files(progress)
+            inspection.read_files()
         inspection.report()
         tried = [] if source is None else [_restore(reader, source, damage) for damage in inspection.damages.values()]
         restored = [each for each in tried if each is not None]
         objects += restored
         if not restored:
             break
-    bypass = _Bypass(reader, inspection, signer, progress)
+    bypass = _Bypass(reader, inspection, signer)
     objects += [bypass.replace(damage) for damage in list(inspection.damages.values())]
     lost = inspection.versions.keys() - inspection.reachable()
     return Repair(objects=objects, lost=sorted(slot.version for slot in lost))
 
 
 def source_of(place: str) -> Source:
-    """Return a source of lost bytes: a copy of the channel, or a directory of files named by sha256 (a node's cache).
-
-    Raises:
-        ConfigError: `place` is neither a URL nor a directory.
-    """
+    """Return a source of lost bytes: a copy of the channel, or a directory of files named by sha256 (a node's cache)."""
     directory = Path(place)
     if "://" in place or (directory / keys.CHANNEL).is_file():
         store = open_store(place if "://" in place else directory)
@@ -162,7 +145,7 @@ def _is_channel(reader: ChannelReader, data: bytes) -> bool:
     slots = reader.slots()
     for slot, _ in reversed(slots):
         with contextlib.suppress(FormatError):
-            data = reader.store.read(slot.key, record.most_bytes(slot.key, channel.specs))
+            data = reader.store.read(slot.key, Bounds.of(channel.specs).most_bytes(slot.key))
             return record.decode(data, slot.key, reader.trusted).record.run_id == channel.run_id
     return not slots
 
@@ -170,7 +153,7 @@ def _is_channel(reader: ChannelReader, data: bytes) -> bool:
 def _restore(reader: ChannelReader, source: Source, damage: Damage) -> Repaired | None:
     """Restore an object from the source. None if the source does not have its bytes."""
     key, sha256 = damage.key, damage.sha256
-    data = source(key, sha256, max(record.most_bytes(key, reader.specs), record.most_payload_bytes(reader.specs)))
+    data = source(key, sha256, max(reader.bounds.most_bytes(key), reader.bounds.most_payload_bytes))
     if data is None or not (_may_be(reader, key, data) if sha256 is None else sha256_hex(data) == sha256):
         return None
     reader.store.put(key, data)
@@ -191,8 +174,8 @@ def _may_be(reader: ChannelReader, key: str, data: bytes) -> bool:
 class _Bypass:
     """Stores replacements for objects that cannot be restored."""
 
-    def __init__(self, reader: ChannelReader, inspection: Inspection, signer: Signer | None, progress: Progress) -> None:
-        self._reader, self._inspection, self._signer, self._progress = reader, inspection, signer, progress
+    def __init__(self, reader: ChannelReader, inspection: Inspection, signer: Signer | None) -> None:
+        self._reader, self._inspection, self._signer = reader, inspection, signer
         versions = lineage(inspection.documents())
         self._newest = versions[0] if versions else None
         self._lineage = set(versions)
@@ -242,7 +225,7 @@ class _Bypass:
             return "not needed", f"version {after[0]} is readable without it"
         if inspection.reachable([readable[slot.version - 1]], anchors=False) & {readable[number] for number in after}:
             return "not needed", "a compaction skips it"
-        compaction = write_compaction(self._reader, slot.version - 1, after[0], signer=self._signer, progress=self._progress)
+        compaction = write_compaction(self._reader, slot.version - 1, after[0], signer=self._signer)
         inspection.shortcuts[compaction.key] = compaction
         return "bypassed", f"by {compaction.key}"
 
@@ -262,6 +245,6 @@ class _Bypass:
         replica.sync(max(readable).version)
         assert replica.identity is not None
         files = model_files(self._reader, replica.identity)
-        made = write_anchor(self._reader, replica, files, signer=self._signer, progress=self._progress)
+        made = write_anchor(self._reader, replica, files, signer=self._signer)
         inspection.shortcuts[made.key] = made
         return "bypassed", f"by {made.key}, an anchor of version {made.record.version}"

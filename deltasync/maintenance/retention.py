@@ -15,21 +15,13 @@ from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, MissingVersionError
 
-Records = Mapping[Slot, Record | None]
-"""The record in each slot, None where it is damaged."""
+Records = Mapping[Slot, Record | None]  # the record in each slot, None where it is damaged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeepPolicy:
-    """The versions to keep: those that at least one attribute selects, and always the newest.
-
-    Attributes:
-        last: Keep the newest N versions.
-        anchors: Keep the newest N versions with an anchor.
-        step_every: Keep versions whose trainer step is a multiple of N.
-
-    Raises:
-        ConfigError: no attribute is set, or one is below 1.
+    """The versions to keep: the newest `last`, the newest `anchors` with full weights, each `step_every` steps; the
+    newest.
     """
 
     last: int | None = None
@@ -46,23 +38,14 @@ class KeepPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ForgetPlan:
-    """The versions that `forget` keeps and deletes, ascending.
+    """The versions that `forget` keeps and deletes, ascending."""
 
-    Attributes:
-        asked: Versions that the `KeepPolicy` selects.
-        leading: Their bases, back to an anchor.
-        recent: Versions that were needed within the grace period.
-        versions: Versions to forget.
-        compactions: Keys of compactions and announcements to forget, because one of their ends is not kept.
-        keys: All objects to delete, in an order that leaves the kept versions readable at any moment.
-    """
-
-    asked: list[Slot]
-    leading: list[Slot]
-    recent: list[Slot]
+    asked: list[Slot]  # versions that the `KeepPolicy` selects
+    leading: list[Slot]  # their bases, back to an anchor
+    recent: list[Slot]  # versions that were needed within the grace period
     versions: list[Slot]
-    compactions: list[str]
-    keys: list[str]
+    compactions: list[str]  # keys of compactions and announcements to forget, because one of their ends is not kept
+    keys: list[str]  # all objects to delete, in an order that leaves the kept versions readable at any moment
 
     @property
     def kept(self) -> list[Slot]:
@@ -72,46 +55,35 @@ class ForgetPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """The contents of a channel.
+    """The contents of a channel. Times are those of storing, 0 if unknown."""
 
-    Attributes:
-        records: The record in each slot, None for damaged ones.
-        stored_s: Modification time of each record, compaction and announcement, by key; 0 if unknown.
-        announced: Time of each version's announced anchor, for anchors whose files all exist.
-        compacted: For each version, the bases of its compactions and their times, for compactions whose files all exist.
-    """
-
-    records: Records
-    stored_s: Mapping[str, float]
-    announced: Mapping[Slot, float]
-    compacted: Mapping[Slot, Mapping[Slot, float]] = dataclasses.field(default_factory=dict)
+    records: Records  # the record in each slot, None for damaged ones
+    stored_s: Mapping[str, float]  # time of each record, compaction and announcement, by key
+    # For each version its shortcuts whose files all exist: their bases, None for an announced anchor, and their times.
+    shortcuts: Mapping[Slot, Mapping[Slot | None, float]] = dataclasses.field(default_factory=dict)
 
     def before(self, time_s: float) -> Contents:
         """Return the part that was stored before a time."""
         records = {slot: record for slot, record in self.records.items() if was_stored(self.stored_s[slot.key], time_s)}
-        announced = {slot: stored_s for slot, stored_s in self.announced.items() if was_stored(stored_s, time_s)}
-        compacted = {
+        shortcuts = {
             slot: {base: stored_s for base, stored_s in bases.items() if was_stored(stored_s, time_s)}
-            for slot, bases in self.compacted.items()
+            for slot, bases in self.shortcuts.items()
         }
-        return dataclasses.replace(self, records=records, announced=announced, compacted=compacted)
+        return dataclasses.replace(self, records=records, shortcuts=shortcuts)
+
+    def _is_announced(self, slot: Slot) -> bool:
+        return None in self.shortcuts.get(slot, ())
 
     def has_anchor(self, slot: Slot) -> bool:
         """Whether a reader can start at this version."""
         record = self.records.get(slot)
-        return slot in self.announced or (record is not None and record.anchor is not None)
+        return self._is_announced(slot) or (record is not None and record.anchor is not None)
 
     def chain_to(self, slot: Slot, passed: Collection[Slot] = ()) -> Iterator[Slot]:
-        """Yield a version and its bases, back to the nearest anchor or to a version in `passed`.
-
-        A compaction from a version with an anchor skips the versions between.
-
-        Raises:
-            MissingVersionError: a version of the chain is missing.
-        """
+        """Yield a version and its bases, back to an anchor or to a version in `passed`, over compactions from an anchor."""
         at: Slot | None = slot
         while at not in passed:
-            if at is None or (at not in self.records and at not in self.announced):
+            if at is None or (at not in self.records and not self._is_announced(at)):
                 raise MissingVersionError(
                     f"Version {slot.version} is to be kept, but is not readable, because an earlier version is missing. "
                     "Nothing was forgotten. Run `deltasync check`, or keep fewer versions."
@@ -119,7 +91,7 @@ class Contents:
             yield at
             if self.has_anchor(at):
                 return
-            compacted = [base for base in self.compacted.get(at, ()) if self.has_anchor(base)]
+            compacted = [base for base in self.shortcuts.get(at, ()) if base is not None and self.has_anchor(base)]
             if compacted:
                 yield max(compacted)
                 return
@@ -158,9 +130,6 @@ def plan_forget(contents: Contents, keep: KeepPolicy, since_s: float) -> ForgetP
     """Choose the objects to forget. Seals are kept, and damaged records at the end of an epoch, which may be seals.
 
     Versions that were needed at `since_s` are kept too, unless it is infinity.
-
-    Raises:
-        MissingVersionError: a version to keep is not readable.
     """
     records = contents.records
     asked = _asked(contents, keep)
@@ -168,7 +137,7 @@ def plan_forget(contents: Contents, keep: KeepPolicy, since_s: float) -> ForgetP
     for slot in asked:
         needed.update(contents.chain_to(slot, needed))
     before = contents.before(since_s)
-    past = dataclasses.replace(contents, announced=before.announced, compacted=before.compacted)
+    past = dataclasses.replace(contents, shortcuts=before.shortcuts)
     was_needed: set[Slot] = set()
     for slot in {*_asked(before, keep), *(records.keys() - before.records.keys())}:
         with contextlib.suppress(MissingVersionError):

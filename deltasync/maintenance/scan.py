@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import TypeVar
 
 from deltasync.channel.documents import Record
@@ -19,13 +20,11 @@ from deltasync.errors import DeltaSyncError, FormatError, MissingVersionError, O
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.retries import retried
 
-THREADS, WHOLE = 8, 4
-"""Concurrent reads of documents, and of whole objects."""
+THREADS, WHOLE = 8, 4  # concurrent reads of documents, and of whole objects
 
 _LISTED_DELAY_S = 2.0  # wait before an incomplete listing is requested again
-
-Progress = Callable[[str, int, int], None]
-"""Called with the name of the work, the amount done and the total."""
+Progress = Callable[[str, int, int], None]  # called with the name of the work, the amount done and the total
+_progress: ContextVar[Progress] = ContextVar("deltasync_progress", default=lambda what, done, total: None)
 
 _thread = threading.local()  # `stop` ends the waits of `result_or_error` in a thread of `in_parallel`
 
@@ -33,14 +32,28 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def quiet(what: str, done: int, total: int) -> None:
-    """A `Progress` that does nothing."""
+@contextlib.contextmanager
+def reporting(progress: Progress) -> Iterator[None]:
+    """Call `progress` as work in this context and thread advances."""
+    token = _progress.set(progress)
+    try:
+        yield
+    finally:
+        _progress.reset(token)
+
+
+def progressed(what: str, done: int, total: int) -> None:
+    """Report that work has advanced."""
+    _progress.get()(what, done, total)
 
 
 def in_parallel(
-    action: Callable[[_Item], _Result], items: Sequence[_Item], what: str, progress: Progress, threads: int = THREADS
+    action: Callable[[_Item], _Result], items: Sequence[_Item], what: str | None, threads: int = THREADS
 ) -> list[_Result]:
-    """Apply `action` to each item with several threads, and return the results in order. The first error ends the loop."""
+    """Apply `action` to each item with several threads, and return the results in order. The first error ends the loop.
+
+    `what` names the work in reports of progress; None for no reports.
+    """
     results, stop = list[_Result](), threading.Event()
 
     def run(item: _Item) -> _Result:
@@ -51,7 +64,8 @@ def in_parallel(
         with contextlib.closing(ahead(run, items, threads)) as found:
             for result in found:
                 results.append(result)
-                progress(what, len(results), len(items))
+                if what is not None:
+                    progressed(what, len(results), len(items))
     finally:
         stop.set()
     return results
@@ -59,23 +73,14 @@ def in_parallel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Scan:
-    """Records, compactions and announcements of a channel, without those that were forgotten during the scan.
+    """Records, compactions and announcements of a channel, without those that were forgotten during the scan."""
 
-    Attributes:
-        slots: The listing's entry of each record, ascending.
-        records: Document of each record, None for damaged ones.
-        shortcut_infos: The listing's entry of each compaction and announcement, by key.
-        shortcuts: Documents of the shortcuts that were read, None for damaged ones, by key.
-        problems: The error of each damaged object, by key.
-        stored: Objects that were read as a whole, by key, without their bytes.
-    """
-
-    slots: dict[Slot, ObjectInfo]
-    records: dict[Slot, Record | None]
-    shortcut_infos: dict[str, ObjectInfo]
-    shortcuts: dict[str, Record | None]
-    problems: dict[str, DeltaSyncError]
-    stored: dict[str, StoredRecord]
+    slots: dict[Slot, ObjectInfo]  # the listing's entry of each record, ascending
+    records: dict[Slot, Record | None]  # None for damaged ones
+    shortcut_infos: dict[str, ObjectInfo]  # the listing's entry of each compaction and announcement, by key
+    shortcuts: dict[str, Record | None]  # of those that were read, by key; None for damaged ones
+    problems: dict[str, DeltaSyncError]  # the error of each damaged object, by key
+    stored: dict[str, StoredRecord]  # objects that were read as a whole, by key, without their bytes
 
     def whole(self) -> list[Record]:
         """All undamaged documents."""
@@ -101,7 +106,6 @@ def identities(reader: ChannelReader, held: Scan, slots: Iterable[Slot]) -> dict
 
 def scan_channel(
     reader: ChannelReader,
-    progress: Progress = quiet,
     *,
     wanted: Callable[[Iterable[Slot]], Iterable[Slot]] = list,
     anchors_only: bool = False,
@@ -111,11 +115,7 @@ def scan_channel(
 
     `wanted` selects the slots whose documents are read, from all slots in ascending order. With `anchors_only`, compactions
     are listed but not read. With `whole`, whole objects are read; otherwise only the document at the end, without checking
-    its digest.
-
-    Raises:
-        NotPublishedError: there is no channel.
-        TransientStoreError: the listing omits existing records (`check_listing`).
+    its digest. Raises like `check_listing`.
     """
 
     def read(info: ObjectInfo) -> StoredRecord | Record:
@@ -127,7 +127,7 @@ def scan_channel(
     listed_shortcuts = reader.shortcuts()
     shortcuts = [info for span, info in listed_shortcuts if not anchors_only or span.base == 0]
     infos = [*slots.values(), *shortcuts]
-    results = in_parallel(lambda info: result_or_error(read, info), infos, "records", progress, WHOLE if whole else THREADS)
+    results = in_parallel(lambda info: result_or_error(read, info), infos, "records", WHOLE if whole else THREADS)
     read_of = {info.key: found for info, found in zip(infos, results, strict=True)}
     gone = {key for key, found in read_of.items() if isinstance(found, MissingVersionError)}
     stored = {key: found for key, found in read_of.items() if isinstance(found, StoredRecord)}
@@ -173,14 +173,10 @@ def exists(store: Store, key: str) -> bool:
 
 
 def check_listing(reader: ChannelReader, unlisted: Sequence[str]) -> None:
-    """Check that objects missing from a listing do not exist. A listing may be wrong, late or truncated.
-
-    Raises:
-        TransientStoreError: one exists.
+    """Check that objects missing from a listing do not exist; else the listing is wrong, late or truncated, and it
+    raises.
     """
-    for key, found in zip(
-        unlisted, in_parallel(functools.partial(exists, reader.store), unlisted, "unlisted objects", quiet), strict=True
-    ):
+    for key, found in zip(unlisted, in_parallel(functools.partial(exists, reader.store), unlisted, None), strict=True):
         if found:
             raise TransientStoreError(
                 f"The listing of {reader.store.url} is incomplete: it omits {key}, which exists. Nothing was changed; "

@@ -292,7 +292,7 @@ class _Opener:
 
     def _digest(self, slot: Slot) -> str:
         """Return the digest of a record that cannot be read; if it is too large, the digest of its beginning."""
-        most = record.most_bytes(slot.key, self._reader.specs)
+        most = self._reader.bounds.most_bytes(slot.key)
         try:
             return sha256_hex(self._store.read(slot.key, most))
         except CorruptDataError:

@@ -13,8 +13,7 @@ from typing import Protocol
 
 from deltasync.errors import ConfigError, CorruptDataError
 
-REQUEST_S = 20.0
-"""Time limit for the final request of a guarded `Store.put`."""
+REQUEST_S = 20.0  # time limit for the final request of a guarded `Store.put`
 
 # The rules of the strictest store (the Hub's S3 gateway) hold for all stores.
 # No part may start with a dot: this excludes `.` and `..`, and LocalStore gives such names to unfinished files.
@@ -26,10 +25,8 @@ _KEY = re.compile(rf"{_PART}(/{_PART})*")
 class ObjectInfo:
     """One object in a listing or an event.
 
-    Attributes:
-        modified_s: Time of the write on the store's clock, in seconds since the epoch; 0 if unknown.
-        content: The store's own hash of the bytes, or None. `Store.read` uses it to return these bytes even after the key
-            was overwritten.
+    `modified_s` is the time of the write on the store's clock, in seconds since the epoch, 0 if unknown. `content` is the
+    store's own hash of the bytes, or None: with it `Store.read` returns these bytes even after the key was overwritten.
     """
 
     key: str
@@ -137,11 +134,8 @@ class Store(Protocol):
 
 
 def check_key(key: str) -> str:
-    """Return `key` unchanged.
-
-    Raises:
-        ConfigError: the key is empty, has more than 900 characters or a character other than letters, digits and `._=+@-/`,
-            or a part of it is empty or starts with a dot.
+    """Return `key` unchanged, or raise ConfigError: of letters, digits and `._=+@-/`, no part starts with a dot, 900 at
+    most.
     """
     if not _KEY.fullmatch(key) or len(key) > 900:
         raise ConfigError(f"Not a valid object key: {key!r}.")

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deltasync.errors import ConfigError, FormatError
-from deltasync.stores.base import ObjectInfo, Store, read_file
+from deltasync.stores.base import Store, read_file
 from deltasync.stores.wrapper import WrappedStore
 
 try:
@@ -36,9 +36,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[bytes], None]
-"""Raises FormatError if the bytes are not those of the object."""
-
+Check = Callable[[bytes], None]  # raises FormatError if the bytes are not those of the object
 _MOST_FILES = 4096  # adding an object lists all files
 _POLL_S = 0.005
 # Longest waits for a lock, whose holder may hang. They exceed the time of a download, and of writing a file.
@@ -50,7 +48,7 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.tmp")
 
 
 class CachedStore(WrappedStore):
-    """A store with a cache for reads by digest. Other reads do not use the cache.
+    """A store with a cache for reads by digest. Other reads do not use the cache. ConfigError on systems without `fcntl`.
 
     If the directory cannot be used (disk full, not writable, a lock that stays held), the store warns once, reads without
     the cache, and tries the directory again after a minute.
@@ -60,9 +58,6 @@ class CachedStore(WrappedStore):
         directory: The cache directory, created on first use for this user only.
         limit_bytes: Limit for the files in the cache. The least recently read are evicted; larger objects are not cached.
         shared: Whether downloads are added to the cache. Otherwise only `add` adds to it.
-
-    Raises:
-        ConfigError: this system has no `fcntl`.
     """
 
     def __init__(self, store: Store, directory: str | Path, limit_bytes: int, shared: bool = True) -> None:
@@ -75,49 +70,29 @@ class CachedStore(WrappedStore):
         self._off_until = 0.0
         self._warned = False
 
-    def read_known(
-        self,
-        key: str,
-        sha256: str,
-        size: int,
-        check: Check,
-        most_bytes: int,
-        known: ObjectInfo | None = None,
-    ) -> bytes:
+    def read_known(self, key: str, sha256: str, size: int, check: Check, most_bytes: int) -> bytes:
         """Return the object with this digest. If several processes ask for it at once, one of them downloads it.
 
-        Args:
-            key: The object's key in the store.
-            sha256: The object's digest, 64 hexadecimal digits.
-            size: The object's size in bytes, 0 if unknown.
-            check: Called with the bytes from the cache or the store.
-            most_bytes: See `Store.read`.
-            known: See `Store.read`.
-
-        Raises:
-            FormatError: the store's bytes are too many, or fail `check`. They are not cached.
-            ObjectMissingError, StoreError: see `Store.read`.
+        `size` is 0 if it is unknown. `check` gets the bytes from the cache or the store, and raises FormatError for wrong
+        ones, which are not cached. `most_bytes` is as in `Store.read`.
         """
         if size > self._limit_bytes or time.monotonic() < self._off_until:
-            return self._download(key, check, most_bytes, known)
+            return self._download(key, check, most_bytes)
         cached = self._load(sha256, check, most_bytes)
         if cached is not None:
             return cached
         if not self._shared:
-            return self._download(key, check, most_bytes, known)
+            return self._download(key, check, most_bytes)
         with self._lock(sha256[:2], _DOWNLOAD_S):
             cached = self._load(sha256, check, most_bytes)  # the previous holder of the lock may have added it
             if cached is not None:
                 return cached
-            data = self._download(key, check, most_bytes, known)
+            data = self._download(key, check, most_bytes)
             self.add(sha256, data)
         return data
 
     def add(self, sha256: str, data: bytes) -> None:
-        """Add an object. Its digest is checked at each use, not here.
-
-        The file is not synced. After a power failure that check detects damage.
-        """
+        """Add an object. It is not synced, and its digest is checked at each use, not here."""
         if time.monotonic() < self._off_until or len(data) > self._limit_bytes:
             return
         temporary = f".{sha256}.tmp"
@@ -133,18 +108,14 @@ class CachedStore(WrappedStore):
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
 
-    def _download(self, key: str, check: Check, most_bytes: int, known: ObjectInfo | None) -> bytes:
-        data = self.inner.read(key, most_bytes, known)
+    def _download(self, key: str, check: Check, most_bytes: int) -> bytes:
+        data = self.inner.read(key, most_bytes)
         check(data)
         return data
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[int]:
-        """Yield a descriptor of the directory, relative to which its files are opened.
-
-        Raises:
-            OSError: the directory is missing, is a link, or other users may write to it.
-        """
+        """Yield a descriptor of the directory. OSError if it is missing, is a link, or other users may write to it."""
         folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
         try:
             _check_ours(os.fstat(folder), stat.S_ISDIR)
@@ -256,7 +227,7 @@ def behind_cache(store: Store, directory: str | None, limit_bytes: int, workers:
     Args:
         store: The channel's store. `file://` and `memory://` are not cached: the kernel caches files already.
         directory: The cache directory; None for one in the system's temporary directory. A single worker adds nothing to
-            that one, because no process shares it, but reads what was prefetched.
+            that one, because no process shares it, but reads prefetched objects.
         limit_bytes: Limit for the cache; 0 for no cache.
         workers: Number of worker processes.
     """

@@ -23,7 +23,7 @@ _HINTS = {
     "SignatureDoesNotMatch": "The secret does not belong to the access key: check AWS_SECRET_ACCESS_KEY.",
     "AuthenticationFailed": "Check the credentials: the account's key, or the SAS token, which may have expired.",
     "RequestTimeTooSkewed": "This machine's clock is off by too much: set it.",
-    "AuthorizationHeaderMalformed": "The bucket is in another region: check region= and AWS_REGION.",
+    "AuthorizationHeaderMalformed": _REGION,
     "PermanentRedirect": _REGION,
     "IllegalLocationConstraintException": _REGION,
     "QuotaExceeded": "Delete something, or have the quota raised.",

@@ -55,13 +55,7 @@ class Place:
 
 
 class CloudStore(ObstoreStore):
-    """The bucket at an `s3://`, `gs://` or `az://` URL (see `open_store`).
-
-    Clients are created on first use, so the store can be pickled, and opened before a fork.
-
-    Raises:
-        ConfigError: the URL has another form.
-    """
+    """A bucket (see `open_store`). Its clients are made on first use, so it can be pickled, and opened before a fork."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -41,22 +41,12 @@ _SHARED = ("SSL_CERT_FILE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_prox
 
 
 def check_cloud(scheme: str) -> None:
-    """Check the variables of a cloud.
-
-    Raises:
-        ConfigError: one cannot work. The message names it, without any value that may be a secret.
-    """
+    """Raise ConfigError if a variable of a cloud cannot work; it names the variable, without a value that may be secret."""
     _check([name for name in os.environ if _CLOUDS[scheme].fullmatch(name)])
 
 
 def check_role() -> None:
-    """Check that there are credentials for S3: variables that name some, or a metadata service that may give a role's.
-
-    Without either, obstore would ask for 20 s.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Raise ConfigError if no variables hold credentials for S3 and no metadata service answers; obstore would wait 20 s."""
     if any(os.environ.get(name) for name in (*_S3_CREDENTIALS, "HTTP_PROXY", "http_proxy")):
         return
     service = urlsplit(os.environ.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254")

@@ -58,13 +58,10 @@ describe(_Event)
 
 
 class EventWatch:
-    """Reports the files that are stored in a bucket. See `Watch`.
+    """Reports the files under `prefix` that are stored in the bucket whose feed is at `url`. See `Watch`.
 
-    Args:
-        url: URL of the bucket's feed.
-        prefix: Only paths that start with it are reported.
-        on_change: Called from the thread with each stored file, whose key is its path, or with None if some changes may
-            have been missed.
+    `on_change` is called from the thread with each file, whose key is its path, or with None if changes may have been
+    missed.
     """
 
     def __init__(self, url: str, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:

@@ -47,11 +47,7 @@ _Result = TypeVar("_Result")
 
 
 def bucket_of(url: str) -> tuple[str, str]:
-    """Split `hf://buckets/namespace/name/prefix` into the bucket `namespace/name` and the prefix, which may be empty.
-
-    Raises:
-        ConfigError: the URL has another form.
-    """
+    """Split `hf://buckets/namespace/name/prefix` into the bucket `namespace/name` and the prefix, which may be empty."""
     match = _URL.fullmatch(url)
     if match is None:
         raise ConfigError(f"A bucket of the Hub is written hf://buckets/namespace/name/prefix, not {url!r}.")
@@ -59,17 +55,11 @@ def bucket_of(url: str) -> tuple[str, str]:
 
 
 class HubStore:
-    """A bucket of the Hub, or a prefix in it. See `Store`.
+    """A bucket of the Hub, or a prefix in it: `hf://buckets/namespace/name/prefix`. See `Store`.
 
     The bucket need not exist: reads from a missing bucket find nothing, and the first write creates it, private. Token and
     endpoint are huggingface_hub's (`HF_TOKEN` or `hf auth login`, `HF_ENDPOINT`). Each request to the Hub is tried up to
     three times. No request waits for a rate limit; the error says how long to wait (`TransientStoreError.wait_s`).
-
-    Args:
-        url: `hf://buckets/namespace/name/prefix`; the prefix is optional.
-
-    Raises:
-        ConfigError: the URL has another form.
     """
 
     can_create = False

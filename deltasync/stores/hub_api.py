@@ -76,14 +76,10 @@ describe(_BatchReply, Entry, Token)
 
 
 class BucketApi:
-    """One bucket. Each method makes one request, unless its docstring says otherwise.
+    """The bucket `namespace/name`. Each method makes one request, unless its docstring says otherwise.
 
     All methods raise StoreError if the Hub refuses, TransientStoreError if a retry may succeed, and ObjectMissingError if
     the path or the bucket does not exist.
-
-    Args:
-        url: The store's URL, for messages.
-        bucket: `namespace/name`.
     """
 
     def __init__(self, url: str, bucket: str) -> None:

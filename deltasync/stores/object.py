@@ -190,14 +190,7 @@ def memory_store(name: str) -> ObstoreStore:
 
 
 def mark_process(needs_threads: bool = False) -> None:
-    """Record that this process uses obstore.
-
-    Args:
-        needs_threads: Whether the client has threads.
-
-    Raises:
-        StoreError: the client has threads, and this process was forked from one that used obstore.
-    """
+    """Record that this process uses obstore. Raise StoreError if the client has threads, which a forked process lacks."""
     global _process
     if _process is None:
         _process = os.getpid()

@@ -15,13 +15,10 @@ _CHANGE_S = 2.0  # Google allows one change of an object per second; at least ha
 
 
 def decides(store: Store, key: str) -> bool:
-    """Whether the store refuses to `create` an object that exists.
+    """Whether the store refuses to `create` an object that exists. StoreError if the test failed.
 
     The test creates an object at `key`, which nobody else may use, and deletes it again. A failed test is repeated with the
     same key after a wait, because stores limit how often an object may change.
-
-    Raises:
-        StoreError: the test failed, so the answer is unknown.
     """
     if not store.can_create:
         return False

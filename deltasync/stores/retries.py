@@ -31,10 +31,10 @@ def retried(
     longest_s: float | None = None,
     stop: threading.Event | None = None,
 ) -> _Result:
-    """Return the result of `action`. Transient errors are retried.
+    """Return the result of `action`, which is safe to repeat.
 
     Args:
-        action: A function that is safe to repeat.
+        action: The function.
         retries: Attempts after the first one.
         delay_s: Longest wait before the first retry, doubled each time up to 30 s. A random part, up to half, is subtracted
             from each wait, so that clients that failed together do not retry together. The wait is never shorter than the

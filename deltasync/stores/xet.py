@@ -199,11 +199,7 @@ def _interruptible(action: Callable[[], _Result]) -> _Result:
 
 
 def request_headers() -> dict[str, str]:
-    """Return headers with the token. The token is read each time, because it may be replaced while we run.
-
-    Raises:
-        ConfigError: the token cannot be sent in a header.
-    """
+    """Return headers with the token, which is read each time, because it may be replaced while we run."""
     headers = build_hf_headers(library_name="deltasync")
     token = headers.get("authorization", "")
     if not token.isascii() or not token.isprintable() or len(token.split()) > 2:

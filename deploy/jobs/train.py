@@ -46,7 +46,7 @@ Its answer tells for each letter of your guess: G it is right, Y the word has it
 
 @dataclass
 class ScriptArguments:
-    """What is trained, with whom."""
+    """The trained model, and the servers of its rollouts."""
 
     model: str
     environment: str = field(metadata={"help": "URL of the Wordle environment."})

@@ -105,10 +105,7 @@ def warm_up(
     say: Callable[[str], None] | None = None,
     task: Task = COUNTING,
 ) -> float:
-    """Train `model` in place on demonstrations of the task's teacher; return the last loss, in nats per answer token.
-
-    `say` gets a line every 50 steps.
-    """
+    """Train `model` in place on demonstrations of the task's teacher; return the last loss, in nats per answer token."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -136,8 +133,7 @@ def build_checkpoint(
 ) -> tuple[int, float]:
     """Write a warmed-up bfloat16 checkpoint with tokenizer, for transformers and for vLLM. Sets torch's global seed.
 
-    Returns:
-        The number of parameters, and the loss at the end of the warm-up.
+    Returns the number of parameters, and the loss at the end of the warm-up.
     """
     lesson, tokenizer, model = begin(seed, task)
     loss_nats = warm_up(model, tokenizer, seed, say, lesson)

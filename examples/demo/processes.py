@@ -19,11 +19,7 @@ from demo import supervisor
 
 
 def get_json(url: str) -> Any:
-    """Return the JSON that a GET answers, None while nothing answers there.
-
-    Raises:
-        DeltaSyncError: the server answered with an error.
-    """
+    """Return the JSON that a GET answers, None while nothing answers there. Raise DeltaSyncError for an error answer."""
     try:
         with urllib.request.urlopen(url, timeout=30) as reply:
             return json.load(reply)
@@ -45,8 +41,8 @@ def interrupt_on_sigterm() -> None:
 class Child:
     """One child process in a session of its own. It and all that it started end with the `with` block and with this process.
 
-    `demo.supervisor`, a process between the two, sees to that, even on SIGKILL. What a child leaves behind when it
-    ends by itself is ended too. Linux only.
+    `demo.supervisor`, a process between the two, does this, even on SIGKILL. Processes that a child leaves
+    behind are ended too. Linux only.
 
     Args:
         name: Subject of the sentences in messages, such as "The trainer".
@@ -100,11 +96,7 @@ class Child:
         return self._process.poll() is None
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for its end; return its exit code, or the negative number of the signal.
-
-        Raises:
-            DeltaSyncError: it has not ended after `timeout_s`.
-        """
+        """Wait for its end; return its exit code, or the negative number of the signal."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as late:

@@ -42,11 +42,8 @@ Say = Callable[[str], None]
 def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, task: str) -> dict[str, Any]:
     """Run the demo, write `summary.json` and `run.png`, and return the summary.
 
-    The options are those of `python examples/demo`; `say` is called with one line at a time.
-
-    Raises:
-        ConfigError: a package is missing, the port is in use, or the directory is not a demo's.
-        DeltaSyncError: the server or the trainer ended; quotes the last line of its log.
+    The options are those of `python examples/demo`; `say` is called with one line at a time. If the server or the trainer
+    ends, the error quotes the last line of its log.
     """
     began_s = time.monotonic()
     paths = (str(EXAMPLES), os.environ.get("PYTHONPATH"))
@@ -54,7 +51,7 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
     _require_packages()
     port = port or free_port()
     check_port(HOST, port)
-    out = _fresh(out)
+    out = fresh(out)
     url, channel = f"http://{HOST}:{port}", f"file://{out / 'channel'}"
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(Talker(say))
@@ -75,8 +72,8 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
             train += ["--environment-url", _start_environment(stack, lesson.environment, environ, out)]
             say(f"the environment is up at {train[-1]} (log: {out / 'environment.log'})")
         env = {**environ, "OMP_NUM_THREADS": "1", "DELTASYNC_CODEC": codec}
-        trainer = stack.enter_context(Child("The trainer", train, env, out / "trainer.log", _cores()[1]))
-        say(f"starting AsyncGRPOTrainer beside it (log: {out / 'trainer.log'})")
+        trainer = stack.enter_context(Child("The trainer", train, env, out / "trainer.log", cores()[1]))
+        say(f"starting AsyncGRPOTrainer (log: {out / 'trainer.log'})")
         server.wait_until(lambda: get_json(f"{url}/deltasync/status"), SERVER_START_S, "to start")
         say("waiting for the first steps; vLLM is up")
         proofs = _watch(steps, out, url, server, trainer, say)
@@ -139,7 +136,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _fresh(out: Path) -> Path:
+def fresh(out: Path) -> Path:
     """Make an empty directory in place of an earlier demo's; ConfigError if it has anything else in it."""
     out = out.resolve()
     if out.exists() and any(out.iterdir()) and not (out / ".deltasync-demo").exists():
@@ -161,7 +158,7 @@ def _warm_up(out: Path, url: str, seed: int, say: Say, lesson: Task, tokenizer: 
     from demo.model import save_checkpoint, warm_up
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(len(_cores()[1]))  # the server has the other cores until it is up
+    torch.set_num_threads(len(cores()[1]))  # the server has the other cores until it is up
 
     def say_more(line: str) -> None:
         if get_json(f"{url}/deltasync/status") is not None:
@@ -187,20 +184,20 @@ def _server(environ: dict[str, str], out: Path, channel: str, port: int) -> Chil
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it is given its cores
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # the rollout worker keeps its connections between steps
     }
-    return Child("The vLLM server", command, env, out / "server.log", _cores()[0])
+    return Child("The vLLM server", command, env, out / "server.log", cores()[0])
 
 
 def _start_environment(stack: contextlib.ExitStack, module: str, environ: dict[str, str], out: Path) -> str:
     """Start the task's server; return its URL once it answers."""
     port = free_port()
     command = [sys.executable, "-m", module, "--host", HOST, "--port", str(port)]
-    child = stack.enter_context(Child("The environment", command, environ, out / "environment.log", _cores()[1]))
+    child = stack.enter_context(Child("The environment", command, environ, out / "environment.log", cores()[1]))
     url = f"http://{HOST}:{port}"
     child.wait_until(lambda: get_json(f"{url}/health"), ENVIRONMENT_START_S, "to start")
     return url
 
 
-def _cores() -> tuple[list[int], list[int]]:
+def cores() -> tuple[list[int], list[int]]:
     """The cores of the server and of the trainer: vLLM's processes spin while they wait, and would take the trainer's."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)

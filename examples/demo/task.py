@@ -1,4 +1,4 @@
-"""What the demo's model learns: a `Task`, and the one that comes with the demo, counting without skipping.
+"""The task that the demo's model learns: a `Task`, and the one that comes with the demo, counting without skipping.
 
 The user writes `count from 17`; a perfect answer is `17 18 19 20 ...`, `NUMBER_COUNT` numbers of two digits. The warm-up
 shows demonstrations of a teacher who often skips a number; reinforcement learning has to remove the skips.
@@ -19,15 +19,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
 
-NUMBER_COUNT = 8
-"""Numbers in a perfect answer."""
+NUMBER_COUNT = 8  # numbers in a perfect answer
 
 FIRST_STARTS = range(10, 71)
 """Numbers to count from. An answer that skips at every step still ends below 100: always two digits."""
 
-SKIP_PROBABILITY = 0.6
-"""How often the teacher skips a number; one minus it is about the reward at the start."""
-
+SKIP_PROBABILITY = 0.6  # how often the teacher skips a number; one minus it is about the reward at the start
 LEARNING_RATE = 6e-5  # in 40 steps the reward rises by 0.3; with 4e-5 by 0.2, and a quarter fewer bits change
 MAX_COMPLETION_TOKENS = 3 * NUMBER_COUNT + 4  # two digits and a separator each, and some room for surplus
 
@@ -36,23 +33,21 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a demo's model learns. Another package has its task as `TASK` in its module `task`.
+    """The task that a demo's model learns. Another package has its task as `TASK` in its module `task`.
 
     Attributes:
         build_tokenizer: Returns the tokenizer, with a chat template whose answers TRL can parse.
         batch: Returns token ids and labels, both (batch, length), of a step of the supervised warm-up; steps count from 1.
-        warmup_steps: Steps of the warm-up.
         training: Returns options of TRL's `AsyncGRPOConfig` and arguments of its trainer, for a seed and environment URL.
         environment: Module that runs as the environment's server (`--host`, `--port`, GET /health); None without one.
-        token_variable: Environment variable with the bearer token of that server and of the trainer.
     """
 
     build_tokenizer: Callable[[], PreTrainedTokenizerFast]
     batch: Callable[[PreTrainedTokenizerFast, random.Random, int], tuple[torch.Tensor, torch.Tensor]]
-    warmup_steps: int
+    warmup_steps: int  # steps of the warm-up
     training: Callable[[int, str | None], tuple[dict[str, Any], dict[str, Any]]]
     environment: str | None = None
-    token_variable: str | None = None
+    token_variable: str | None = None  # environment variable with the bearer token of that server and of the trainer
 
 
 def prompt_text(start: int) -> str:

@@ -16,7 +16,6 @@ import dataclasses
 import json
 import os
 import resource
-import shutil
 import sys
 import time
 import urllib.request
@@ -31,7 +30,7 @@ from deltasync.errors import DeltaSyncError
 from demo.model import begin, save_checkpoint, warm_up
 from demo.processes import Child, get_json, interrupt_on_sigterm
 from demo.report import read_lines
-from demo.run import Talker, free_port
+from demo.run import Talker, cores, free_port, fresh
 from demo_engines import report
 from demo_engines.engines import ENGINES, ROOT, Engine
 
@@ -52,17 +51,14 @@ class Running:
         line, environ = engine.line(
             model=out / "untrained", channel=f"file://{out / 'channel'}", port=self.port, name=out / "model"
         )
-        cores = sorted(os.sched_getaffinity(0))
-        half = max(1, len(cores) // 2)
         log = out / f"{engine.name.replace(' ', '-')}.log"
-        mine = cores[-half:] if engine.core else cores[:half]
-        self.child = stack.enter_context(Child(f"The server of {engine.name}", line, environ, log, mine))
+        self.child = stack.enter_context(Child(f"The server of {engine.name}", line, environ, log, cores()[engine.core]))
 
     def status(self, commits: int = 0) -> dict[str, Any] | None:
         """Its status, with its last commits; None while it does not answer."""
         try:
             found: dict[str, Any] | None = get_json(f"{self.url}/deltasync/status?commits={commits}")
-        except DeltaSyncError:  # it is up, and cannot tell yet
+        except DeltaSyncError:  # it is up, but cannot answer yet
             return None
         return found
 
@@ -122,17 +118,8 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
             "OMP_NUM_THREADS": "1",
             "CI": "1",
         }
-        environ["DELTASYNC_MAX_BEHIND"] = "0"
-        cores = sorted(os.sched_getaffinity(0))
-        trainer = stack.enter_context(
-            Child(
-                "The trainer",
-                train,
-                environ | {"TRL_EXPERIMENTAL_SILENCE": "1"},
-                out / "trainer.log",
-                cores[-max(1, len(cores) // 2) :],
-            )
-        )
+        environ |= {"DELTASYNC_MAX_BEHIND": "0", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        trainer = stack.enter_context(Child("The trainer", train, environ, out / "trainer.log", cores()[1]))
         say(f"starting AsyncGRPOTrainer (log: {out / 'trainer.log'})")
         said, up = 0, set[str]()
         while trainer.running():
@@ -178,12 +165,7 @@ def main() -> int:
     for engine in engines:
         if engine.missing is not None:
             sys.exit(f"{engine.name} cannot be run: {engine.missing}. To leave it out: --without '{engine.name}'")
-    out = args.out.resolve()
-    if out.exists() and not (out / ".deltasync-demo").exists():
-        sys.exit(f"{out} exists and was not made by this demo; choose another directory with --out.")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    (out / ".deltasync-demo").touch()
+    out = fresh(args.out)
     interrupt_on_sigterm()
     began_s = time.monotonic()
     with Talker(

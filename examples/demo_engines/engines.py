@@ -17,21 +17,13 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine.
+    """One engine."""
 
-    Attributes:
-        name: What it is called in the table and the picture.
-        command: What starts it, with {model}, {channel}, {port}, and {name}, which its requests have to give for the model.
-        environment: The folder of its Python environment, and the `make` target that builds it; None for this one.
-        variables: Environment variables of its command.
-        core: Which half of the cores it has: the first, or that of the trainer.
-    """
-
-    name: str
-    command: str
-    environment: str | None
-    variables: dict[str, str]
-    core: int
+    name: str  # its name in the table and the picture
+    command: str  # its command line, with {model}, {channel}, {port}, and {name}, the model's name in its requests
+    environment: str | None  # the folder of its Python environment, and the `make` target that builds it; None for this one
+    variables: dict[str, str]  # environment variables of its command
+    core: int  # its half of the cores: the first, or that of the trainer
 
     @property
     def missing(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What the demo's engines did: the comparison, the table and the picture."""
+"""The results of the demo's engines: the comparison, the table and the picture."""
 
 from __future__ import annotations
 

@@ -18,13 +18,9 @@ _RETRY_S = 0.5
 
 
 class WordleClient:
-    """A connection to a server, for one game at a time.
+    """A connection to a server at `url`, with a bearer token, for one game at a time.
 
     TLS certificates are verified against the system's authorities, or those that `SSL_CERT_FILE` names.
-
-    Args:
-        url: The server's, such as https://host:8000.
-        token: What it wants as a bearer token.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
@@ -35,11 +31,7 @@ class WordleClient:
         self._episode_id: str | None = None
 
     def reset(self, seed: int | None = None) -> protocol.Reply:
-        """Begin a game; the same seed gives the same word.
-
-        Raises:
-            DeltaSyncError: the server cannot be reached, or refuses.
-        """
+        """Begin a game; the same seed gives the same word."""
         body = {"seed": seed, "episode_id": self._episode_id}
         reply = msgspec.convert(self._ask("POST", "/reset", json=body), protocol.Reply)
         self._episode_id = reply.observation.episode_id
@@ -88,10 +80,10 @@ def _detail(answer: httpx.Response) -> str:
 
 
 class WordleEnvironment:
-    """The same as TRL calls it: `environment_factory=functools.partial(WordleEnvironment, url, token)`.
+    """The client as TRL calls it: `environment_factory=functools.partial(WordleEnvironment, url, token)`.
 
-    The model guesses by calling the tool `guess`; the rest is as TRL wants it: `reset` is given the columns of the data set,
-    `get_reward` is the reward of the whole game.
+    The model guesses with the tool `guess`. TRL passes the columns of the data set to `reset`; `get_reward` is the reward of
+    the whole game.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:

@@ -8,31 +8,20 @@ import importlib.resources
 import random
 from collections import Counter
 
-LENGTH = 5
-"""Letters of a word."""
-
-GUESSES = 6
-"""Guesses of a game."""
-
-REDUCED_LETTERS = "aelst"
-"""The alphabet of the reduced game."""
+LENGTH = 5  # letters of a word
+GUESSES = 6  # guesses of a game
+REDUCED_LETTERS = "aelst"  # the alphabet of the reduced game
 
 WORD_LISTS = ("reduced", "full")
 
 
 @dataclasses.dataclass(frozen=True)
 class WordList:
-    """What may be the secret, and what may be guessed.
+    """The words that may be the secret, and those that may be guessed."""
 
-    Attributes:
-        secrets: In alphabetical order.
-        letters: All letters that occur in them.
-        listed_only: Whether a guess has to be one of `secrets`, or any word of `LENGTH` of these letters.
-    """
-
-    secrets: tuple[str, ...]
-    letters: str
-    listed_only: bool
+    secrets: tuple[str, ...]  # in alphabetical order
+    letters: str  # all letters that occur in them
+    listed_only: bool  # whether a guess has to be one of `secrets`, or any word of `LENGTH` of these letters
 
     def refusal(self, guess: str) -> str | None:
         """Why `guess` is none, as a sentence; None if it is one."""
@@ -63,7 +52,7 @@ def word_list(name: str) -> WordList:
 
 
 def marks(guess: str, secret: str) -> str:
-    """What the game says about a guess: for each letter G (right), Y (elsewhere in the secret) or X (not in it).
+    """The marks of a guess: for each letter G (right), Y (elsewhere in the secret) or X (not in it).
 
     A letter of the secret is accounted for once: by a right guess of it first, then by the leftmost others.
     """
@@ -82,7 +71,7 @@ def marks(guess: str, secret: str) -> str:
 
 
 def answer(guess: str, found: str, done: bool) -> str:
-    """What a model is told after a guess: its marks written with its letters, and whether the game is over.
+    """The text for a model after a guess: its marks written with its letters, and whether the game is over.
 
     A right letter is large, one that is elsewhere small, and one that is not in the word a dot; all dots if it was no guess.
     """
@@ -107,11 +96,8 @@ class Game:
     """One game. A guess that is none of the word list's costs a turn and earns nothing.
 
     The reward of a turn is its fraction of right letters, divided by `GUESSES`; the turns that a solution saves count as all
-    right. So the sum is between 0 and 1, grows with every letter, and is the higher the earlier the word is found.
-
-    Args:
-        words: See `word_list`.
-        seed: Determines the secret.
+    right. So the sum is between 0 and 1, grows with every letter, and is the higher the earlier the word is found. The seed
+    determines the secret.
     """
 
     def __init__(self, words: WordList, seed: int) -> None:
@@ -140,11 +126,7 @@ class Game:
         return sum(turn.reward for turn in self.turns)
 
     def guess(self, text: str) -> Turn:
-        """Make a guess, in small or capital letters.
-
-        Raises:
-            ValueError: the game is over.
-        """
+        """Make a guess, in small or capital letters, unless the game is over."""
         if self.done:
             raise ValueError("the game is over")
         word = text.strip().lower()

@@ -23,20 +23,15 @@ from wordle.game import LENGTH, Game, Turn, WordList, answer, word_list
 if TYPE_CHECKING:
     from datasets import Dataset
 
-CARELESS_PROBABILITY = 0.6
-"""How many games the teacher plays by any letters, instead of by those that the marks allow."""
-
-CAREFUL_STEPS = 120
-"""The first steps of the warm-up, all careful, so that there is a rule to find."""
+CARELESS_PROBABILITY = 0.6  # how many games the teacher plays by any letters, instead of by those that the marks allow
+CAREFUL_STEPS = 120  # the first steps of the warm-up, all careful, so that there is a rule to find
 
 WARMUP_STEPS = 240
 WARMUP_BATCH_SIZE = 16
 
 LEARNING_RATE = 1.5e-4
 
-MAX_GUESS_TOKENS = 10
-"""Most tokens of a guess; a well-formed one has eight."""
-
+MAX_GUESS_TOKENS = 10  # most tokens of a guess; a well-formed one has eight
 IGNORE = -100  # label of a token without a loss, PyTorch's default
 
 _PROMPT = [{"role": "user", "content": ""}]
@@ -134,15 +129,10 @@ def demonstration_batch(
 
 
 def game_dataset(seed: int, game_count: int = 1024) -> Dataset:
-    """Make the games for TRL.
+    """Make games for TRL, determined by the seed.
 
-    Args:
-        seed: Determines the games.
-        game_count: Rows of the dataset.
-
-    Returns:
-        A dataset with the columns `prompt` (a conversation of one empty user message) and `seed` (of the game, which TRL
-        hands to the environment).
+    Returns a dataset with the columns `prompt` (a conversation of one empty user message) and `seed` (of the game, which TRL
+    passes to the environment).
     """
     from datasets import Dataset
 

@@ -1,4 +1,4 @@
-"""What travels between client and server: OpenEnv's requests and replies (openenv 0.10) with the fields of this game."""
+"""The messages between client and server: OpenEnv's requests and replies (openenv 0.10) with the fields of this game."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import msgspec
 
 from wordle.game import GUESSES, Game, Turn
 
-TOKEN_VARIABLE = "DELTASYNC_ENVIRONMENT_TOKEN"
-"""Environment variable with the bearer token of server and client."""
+TOKEN_VARIABLE = "DELTASYNC_ENVIRONMENT_TOKEN"  # environment variable with the bearer token of server and client
 
 LONGEST_ID = 255
 LONGEST_GUESS = 64
@@ -18,29 +17,25 @@ EpisodeId = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_ID)]
 
 
 class WordleAction(msgspec.Struct):
-    """What a player does: guess a word."""
+    """An action of a player: to guess a word."""
 
     guess: Annotated[str, msgspec.Meta(max_length=LONGEST_GUESS)]
     metadata: dict[str, Any] = {}
 
 
 class WordleObservation(msgspec.Struct):
-    """What a player sees.
+    """An observation of a player.
 
     Attributes:
-        episode_id: Names the game in later requests.
-        message: One sentence.
         marks: For each letter of the guess G (right), Y (elsewhere) or X (not in the word); empty before the first guess and
             for a guess that was none.
-        guesses_left: Until the game is over.
-        score: Sum of the rewards so far, between 0 and 1.
     """
 
-    episode_id: str
-    message: str
+    episode_id: str  # names the game in later requests
+    message: str  # one sentence
     marks: str
-    guesses_left: int
-    score: float
+    guesses_left: int  # until the game is over
+    score: float  # sum of the rewards so far, between 0 and 1
 
 
 class WordleState(msgspec.Struct):
@@ -96,7 +91,7 @@ def reply(episode_id: str, game: Game, message: str, reward: float | None, marks
 
 
 def sentence(game: Game, turn: Turn) -> str:
-    """What to tell a player after this turn."""
+    """The observation of a player after this turn."""
     said = turn.refusal if turn.refusal is not None else f"{turn.guess} {turn.marks}."
     return f"{said} The word is {game.secret}." if game.done else said
 

@@ -42,32 +42,21 @@ class ServerSettings:
     """How the server runs.
 
     Attributes:
-        host: Address to listen on.
-        port: 0 for a free one.
-        words: One of `WORD_LISTS`.
-        sessions: Most games at a time.
-        idle_s: A game not used for so long may be given up.
         token: What requests must present as a bearer token; None leaves the server open. Never shown.
-        tls_cert: Certificate chain, PEM; with it the server speaks HTTPS only.
-        tls_key: Its private key, PEM, if not in the same file.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    words: str = "reduced"
-    sessions: int = 1000
-    idle_s: float = 600.0
+    host: str = "127.0.0.1"  # address to listen on
+    port: int = 8000  # 0 for a free one
+    words: str = "reduced"  # one of `WORD_LISTS`
+    sessions: int = 1000  # most games at a time
+    idle_s: float = 600.0  # a game not used for so long may be given up
     token: str | None = dataclasses.field(default=None, repr=False)
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
+    tls_cert: Path | None = None  # certificate chain, PEM; with it the server speaks HTTPS only
+    tls_key: Path | None = None  # its private key, PEM, if not in the same file
 
 
 class WordleServer:
-    """Serves while the `async with` block lasts.
-
-    Raises:
-        ConfigError: the address cannot be used, or the certificate cannot be read.
-    """
+    """Serves while the `async with` block lasts."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings

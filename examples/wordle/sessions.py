@@ -21,13 +21,9 @@ class _Entry:
 
 
 class Sessions:
-    """Games by episode id. Not thread-safe: for one event loop.
+    """At most `limit` games by episode id. Not thread-safe: for one event loop.
 
-    Args:
-        words: The words of all games.
-        limit: Most games at a time.
-        idle_s: A game not used for so long may be given up.
-        clock: Seconds, monotonic.
+    A game not used for `idle_s` may be given up. `clock` returns monotonic seconds.
     """
 
     def __init__(self, words: WordList, limit: int, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,14 +34,9 @@ class Sessions:
         return len(self._entries)
 
     def reset(self, episode_id: str | None, seed: int | None) -> tuple[str, Game]:
-        """Begin a game, in place of the one with this id if there is one.
+        """Begin a game, in place of the one with this id if there is one; a new id, which nobody can guess, if it is None.
 
-        Args:
-            episode_id: None for a new one, which nobody can guess.
-            seed: None for any.
-
-        Raises:
-            FullError: there is no room; nothing changed.
+        Raises FullError if there is no room; nothing changed.
         """
         self._forget_idle()
         if episode_id is None:
@@ -57,11 +48,7 @@ class Sessions:
         return episode_id, game
 
     def get(self, episode_id: str) -> Game:
-        """The game with this id, which counts as used now.
-
-        Raises:
-            KeyError: there is none, or it was idle for too long.
-        """
+        """The game with this id, which counts as used now. KeyError if there is none, or it was idle for too long."""
         self._forget_idle()
         entry = self._entries[episode_id]
         entry.used_s = self._clock()

@@ -144,7 +144,7 @@ def test_a_refusal_names_the_call_and_can_be_made_good(hub: HubServer, names: tu
     hub.arm("hardware", status=402, message="Payment is required for l4x1")
     refused = deploy("vllm", *arguments)
     assert refused.exit_code == 6
-    assert "request_space_hardware(" in refused.stderr and "run this again to go on" in refused.stderr
+    assert "request_space_hardware(" in refused.stderr and "run this again to continue" in refused.stderr
     assert TOKEN not in refused.output
     assert known(hub, names[1])["files"] == {}
     assert deploy("vllm", *arguments).exit_code == 0

@@ -1108,9 +1108,9 @@ def test_a_foreign_writer_may_put_files_elsewhere(store: FaultyStore) -> None:
 
 
 def test_bars_are_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def work(count: int, progress: maintenance.Progress) -> int:
+    def work(count: int) -> int:
         for done in range(count + 1):
-            progress("counting", done, count)
+            maintenance.progressed("counting", done, count)
         return count
 
     assert with_bars(work, 2) == 2
@@ -1134,9 +1134,10 @@ def test_progress_is_told(store: FaultyStore) -> None:
         assert 0 <= done <= total
         told.append((what, done, total))
 
-    maintenance.check(_reader(store), read_data=True, progress=tell)
-    maintenance.forget(_reader(store), KeepPolicy(last=1), grace_s=0, progress=tell)
-    maintenance.prune(_reader(store), grace_s=0, progress=tell)
+    with maintenance.reporting(tell):
+        maintenance.check(_reader(store), read_data=True)
+        maintenance.forget(_reader(store), KeepPolicy(last=1), grace_s=0)
+        maintenance.prune(_reader(store), grace_s=0)
     assert {what: (done, total) for what, done, total in told} == {
         "records": (4, 4),
         "replaying": (10, 10),

@@ -266,7 +266,8 @@ def test_a_repair_while_somebody_publishes(memory_url: str) -> None:
                 channel.delta(STATES[self.count - 1], parts=2)
                 channel.head()
 
-    found = maintenance.repair(ChannelReader(store), progress=Growing())
+    with maintenance.reporting(Growing()):
+        found = maintenance.repair(ChannelReader(store))
     assert [done.key for done in found.objects] == [OBJECTS["an older part"]]
     assert _is_right(Replica(store), 12)
 

@@ -17,7 +17,7 @@ from deltasync import Publisher, Replica, Retention, open_store
 from deltasync.channel import keys, requests
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
-from deltasync.dashboard.forecast import COMPACTION_PART_ELEMENTS, PART_CHANGED, compaction_bits, delta_bits, forecast
+from deltasync.dashboard.costs import COMPACTION_PART_ELEMENTS, PART_CHANGED, compaction_bits, delta_bits, forecast
 from deltasync.maintenance.budget import LEAST_COMPACTED, Budget
 from deltasync.publish import compaction, encode
 from deltasync.publish.maintenance import Sample
@@ -159,7 +159,7 @@ def test_full_weights_that_cannot_be_read_get_new_ones_in_their_place(memory_url
 
 def test_somebody_asks_a_running_publisher_for_an_anchor(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.publish.maintenance._REFRESH_S", 0.0)
-    monkeypatch.setattr("deltasync.cli.anchor._POLL_S", 0.05)
+    monkeypatch.setattr("deltasync.cli.maintenance._POLL_S", 0.05)
     random, weights, store = np.random.default_rng(5), storage.model(20_000), open_store(memory_url)
     answered, ended = [], threading.Event()
 
@@ -190,7 +190,7 @@ def test_somebody_asks_a_running_publisher_for_an_anchor(memory_url: str, monkey
 
 
 def test_nobody_answers(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.cli.anchor._POLL_S", 0.05)
+    monkeypatch.setattr("deltasync.cli.maintenance._POLL_S", 0.05)
     assert CliRunner().invoke(main, ["anchor", memory_url]).exit_code == 5
     with Publisher(memory_url) as publisher:
         publisher.publish(storage.model(20_000)).wait(60)

@@ -374,10 +374,11 @@ def test_bounds_follow_from_the_table() -> None:
     specs = CHANNEL.specs
     names = len("w") + len("scale")
     most = (5 << 20) + 2 * 1024 + 32 * names
-    assert record.most_bytes(keys.slot(7, EPOCH), specs) == record.most_bytes(keys.announcement(7, EPOCH), specs) == most
+    bounds = record.Bounds.of(specs)
+    assert bounds.most_bytes(keys.slot(7, EPOCH)) == bounds.most_bytes(keys.announcement(7, EPOCH)) == most
     payloads = 32 * 7 + 2 * 4096 + 64 * names + (1 << 20)
-    assert record.most_payload_bytes(specs) == payloads
-    assert record.most_bytes(keys.compaction(3, 7, EPOCH), specs) == most + payloads
+    assert bounds.most_payload_bytes == payloads
+    assert bounds.most_bytes(keys.compaction(3, 7, EPOCH)) == most + payloads
 
 
 def test_threads_may_decode_the_first_document_of_a_process() -> None:

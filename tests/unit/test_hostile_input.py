@@ -135,9 +135,9 @@ def test_every_object_is_asked_for_with_a_bound(memory_url: str) -> None:
     bounds = {
         keys.CHANNEL: 32 << 20,
         keys.HEAD: 4096,
-        channel.tip.key: record.most_bytes(channel.tip.key, specs),
-        keys.compaction(1, 3, EPOCH): record.most_bytes(keys.compaction(1, 3, EPOCH), specs),
-        keys.announcement(3, EPOCH): record.most_bytes(keys.announcement(3, EPOCH), specs),
+        channel.tip.key: record.Bounds.of(specs).most_bytes(channel.tip.key),
+        keys.compaction(1, 3, EPOCH): record.Bounds.of(specs).most_bytes(keys.compaction(1, 3, EPOCH)),
+        keys.announcement(3, EPOCH): record.Bounds.of(specs).most_bytes(keys.announcement(3, EPOCH)),
     }
     for key, bound in bounds.items():
         store = FaultyStore(channel.store)

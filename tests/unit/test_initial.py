@@ -248,7 +248,7 @@ class TestHub:
         with pytest.raises(MissingVersionError, match=f"some/model@{COMMIT}.*lacks model-00002"):
             Replica(memory_url).sync()
         shutil.rmtree(hub.parents[1])
-        with pytest.raises(MissingVersionError, match=f"some/model@{COMMIT}.*cannot be had from the Hub"):
+        with pytest.raises(MissingVersionError, match=f"some/model@{COMMIT}.*is neither on the Hub"):
             Replica(memory_url).sync()
 
 

@@ -395,7 +395,7 @@ class TestBounds:
 
     def test_weights_that_are_larger_than_the_channels(self, created: Script) -> None:
         folder = keys.anchor_folder(1, created.log.epoch)
-        most = record.most_payload_bytes({name: spec for name, spec in _specs().items()})
+        most = record.Bounds.of(_specs()).most_payload_bytes
         file = File(key=f"{folder}/model.safetensors", bytes=most + 1, sha256="0" * 64)
         with pytest.raises(ConfigError, match="more than the"):
             created.log.append(self.document(created, anchor=Anchor(directory=folder, files=[file])), None)

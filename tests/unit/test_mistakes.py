@@ -24,7 +24,7 @@ from click.testing import CliRunner
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main, waiting
+from deltasync.cli import main, output
 from deltasync.errors import ConfigError, ModelMismatchError, TransientStoreError
 from deltasync.stores.wrapper import WrappedStore
 from tests.unit.test_trainers_server import DEFAULTS, MODEL, Status
@@ -344,8 +344,8 @@ def test_a_store_that_hangs(tmp_path: Path, name: str, monkeypatch: pytest.Monke
         lines.append(line)
         said.set()
 
-    monkeypatch.setattr(waiting, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(waiting, "echo", echo)
+    monkeypatch.setattr(output, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(output, "echo", echo)
     monkeypatch.setattr("deltasync.stores.open_store", lambda url: Hanging(open_store(url)))
     words = [word.format(tmp=tmp_path) for word in HANGING[name]]
     CliRunner().invoke(main, [name, "memory://hangs", *words])
@@ -354,7 +354,7 @@ def test_a_store_that_hangs(tmp_path: Path, name: str, monkeypatch: pytest.Monke
 
 def test_a_store_that_hangs_is_reported_within_five_seconds() -> None:
     """A real command, and a server that takes connections and never answers."""
-    assert waiting.PATIENCE_S < 5
+    assert output.PATIENCE_S < 5
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"s3://bucket/run?anonymous=1&endpoint=http://127.0.0.1:{silent.getsockname()[1]}"
         command = [sys.executable, "-m", "deltasync", "watch", url, "--once"]

@@ -64,7 +64,7 @@ def _holding(
     return Contents(
         records=records,
         stored_s=times,
-        announced={slot: times.get(keys.announcement(slot.version, slot.epoch), 1.0) for slot in announced},
+        shortcuts={slot: {None: times.get(keys.announcement(slot.version, slot.epoch), 1.0)} for slot in announced},
     )
 
 
@@ -117,8 +117,8 @@ def test_at_any_moment_those_that_are_left_can_be_read() -> None:
 
 def test_a_compaction_from_full_weights_takes_the_place_of_the_versions_between() -> None:
     compactions = [keys.compaction(1, 5, ONE), keys.compaction(1, 8, ONE)]
-    compacted = {Slot(5, ONE): {Slot(1, ONE): 1.0}, Slot(8, ONE): {Slot(1, ONE): 1.0}}
-    contents = dataclasses.replace(_holding(_log(1, 10), (), compactions), compacted=compacted)
+    shortcuts = {Slot(5, ONE): {Slot(1, ONE): 1.0}, Slot(8, ONE): {Slot(1, ONE): 1.0}}
+    contents = dataclasses.replace(_holding(_log(1, 10), (), compactions), shortcuts=shortcuts)
     found = _forget_plan(contents, KeepPolicy(last=2))
     assert (_numbers(found.kept), found.compactions) == ([1, 8, 9, 10], compactions[:1])
     left = dict(contents.records)
@@ -128,7 +128,7 @@ def test_a_compaction_from_full_weights_takes_the_place_of_the_versions_between(
             *_forget_plan(dataclasses.replace(contents, records=left), KeepPolicy(last=2)).kept
         }
     # It is no way without the full weights that it begins with, nor one that is too new to rely on, for what was needed.
-    without = dataclasses.replace(contents, compacted={Slot(8, ONE): {Slot(3, ONE): 1.0}})
+    without = dataclasses.replace(contents, shortcuts={Slot(8, ONE): {Slot(3, ONE): 1.0}})
     assert _numbers(_forget_plan(without, KeepPolicy(last=2)).kept) == list(range(1, 11))
 
 

@@ -94,7 +94,7 @@ def test_where_sampling_changes_them_the_server_must_say_that_they_are_processed
     said = f"{name}={value}" if name != "generation_kwargs" else "presence_penalty=1.0"
     for answer, told in [
         ({"logprobs_mode": "raw_logprobs"}, "gives raw_logprobs"),
-        ({"state": "serving"}, "does not tell what its log probabilities are"),
+        ({"state": "serving"}, "does not say which log probabilities it gives"),
     ]:
         status.answer = answer
         with pytest.raises(ConfigError) as refusal:
