@@ -14,8 +14,9 @@ import numpy as np
 
 from deltasync.codec import tables
 from deltasync.errors import CorruptDataError
-from deltasync.kernels import classes as kernels
-from deltasync.kernels.classes import Classes, Costs
+from deltasync.kernels import class_fit
+from deltasync.kernels.class_fit import Costs
+from deltasync.kernels.classes import Classes
 from deltasync.kernels.rans import LEVELS, Tables, ratios
 
 _FIELDS = {
@@ -75,7 +76,7 @@ def groups(run_R: np.ndarray, element_RE: np.ndarray, step_RES: np.ndarray) -> t
     firsts, found = tables.join_runs(
         zip(run_R[:-1].tolist(), zip(element_RE, step_RES, strict=True), strict=True),
         lambda one, other: (one[0] + other[0], one[1] + other[1]),
-        lambda run: kernels.bits(*run, COSTS),
+        lambda run: class_fit.bits(*run, COSTS),
     )
     element_GE, step_GES = (np.stack(arrays) for arrays in zip(*found, strict=True))
-    return firsts, [Model(*found) for found in kernels.fit(element_GE, step_GES, COSTS)]
+    return firsts, [Model(*found) for found in class_fit.fit(element_GE, step_GES, COSTS)]

@@ -30,7 +30,7 @@ from deltasync.channel.documents import Delta, Reference, VersionId
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.kernels import cpu_diff
-from deltasync.kernels.classes import Costs
+from deltasync.kernels.class_fit import Costs
 from deltasync.stores.object import ObstoreStore
 from deltasync.tensors import ITEM_BYTES, Layout, Sparse, TensorSpec
 from deltasync.tensors import Delta as TensorDelta
