@@ -97,7 +97,12 @@ class MemoryTarget:
             version = follower.load(staged)
             load_s = time.perf_counter() - before
             return Commit(version=version.version, sha256=version.sha256, anchor=staged[0].use_anchor, stage_s=load_s)
-        version = follower.confirm(follower.commit(staged))
+        return self._exchange(staged)
+
+    def _exchange(self, staged: StagedVersion) -> Commit:
+        """Write a staged version into the live weights, and prove it."""
+        before = time.perf_counter()
+        version = self._opened.confirm(self._opened.commit(staged))
         return Commit(
             version=version.version,
             sha256=version.sha256,

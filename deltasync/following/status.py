@@ -128,9 +128,8 @@ class HeartbeatWriter:
         since_s = now_s - self._last_s
         if since_s < _SCARCE_S and self._store.is_scarce:
             return
-        if content != self._last or since_s >= self._interval_s:
-            if self._submit(status) is not None:
-                self._last, self._last_s = content, now_s
+        if (content != self._last or since_s >= self._interval_s) and self._submit(status) is not None:
+            self._last, self._last_s = content, now_s
 
     def stop(self, status: Status) -> None:
         """Write the last heartbeat, for a bounded time."""
