@@ -308,7 +308,7 @@ class GatedTarget(MemoryTarget):
                 if self._is_moved:
                     raise StageError("The model's parameters were replaced meanwhile; they are mapped again.")
                 self._served = True
-                commit = super().commit(staged)
+                commit = self._exchange(staged)
                 for name, other in self._ties.items():
                     if not torch.equal(int_view(self.tensors[name]), int_view(self.tensors[other])):
                         self._broken = (

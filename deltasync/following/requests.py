@@ -16,7 +16,7 @@ import ipaddress
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -196,7 +196,7 @@ class Questions:
         deadline = time.monotonic() + timeout_s
         if "commits" in question:
             status = self._status_thread.submit(follow.status, question["commits"])
-            return cast(dict[str, Any], msgspec.to_builtins((yield from _result(status))))
+            return msgspec.to_builtins((yield from _result(status)))
         if question.get("digest"):
             return (yield from _result(self._threads.submit(self._read)))
         if question.get("pin") is not None:

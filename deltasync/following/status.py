@@ -128,26 +128,27 @@ class HeartbeatWriter:
         since_s = now_s - self._last_s
         if since_s < _SCARCE_S and self._store.is_scarce:
             return
-        if content != self._last or since_s >= self._interval_s:
-            try:
-                self._submit(status)
-            except RuntimeError:  # the system has no thread for it now
-                logger.exception("deltasync could not begin a heartbeat")
-            else:
-                self._last, self._last_s = content, now_s
+        if (content != self._last or since_s >= self._interval_s) and self._submit(status) is not None:
+            self._last, self._last_s = content, now_s
 
     def stop(self, status: Status) -> None:
         """Write the last heartbeat, for a bounded time."""
-        self._submit(status).join(_LAST_S)
+        if (thread := self._submit(status)) is not None:
+            thread.join(_LAST_S)
 
-    def _submit(self, status: Status) -> threading.Thread:
+    def _submit(self, status: Status) -> threading.Thread | None:
+        """Have the thread write a heartbeat, and return the thread; None if the system has none for it now."""
         names = Heartbeat.__dataclass_fields__.keys() - {"time_s"}
         with self._changed:
             self._next = Heartbeat(**{name: getattr(status, name) for name in names})
             self._changed.notify()
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="deltasync-heartbeat", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                logger.exception("deltasync could not begin a heartbeat")
+                return None
             self._thread = thread
         return self._thread
 
