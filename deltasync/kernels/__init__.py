@@ -1,7 +1,7 @@
 """The loops over elements: diff, fingerprint, scatter and its two halves, prepare and swap. Each module has some of them.
 
 `reference` is plain numpy and defines the results; property tests compare all other modules with it. `cpu`, `cpu_diff` and
-`cpu_rows` are numba, compiled once per machine (the cache lies beside the module), and release the GIL; so is `classes`.
+`cpu_rows` are numba, compiled once per machine (the cache lies beside the module), and release the GIL; so are `classes` and `class_fit`.
 `gpu_segments` and `gpu_diff` are Triton.
 `torch_ops` serves all other devices.
 """
@@ -89,6 +89,7 @@ __all__ = [
     "ACCELERATORS",
     "DeviceDiff",
     "SegmentKernels",
+    "class_fit",
     "classes",
     "coder",
     "compiled",
