@@ -1,9 +1,8 @@
 """The loops over elements: diff, fingerprint, scatter and its two halves, prepare and swap. Each module has some of them.
 
-`reference` is plain numpy and defines the results; property tests compare all other modules with it. `cpu`, `cpu_diff` and
-`cpu_rows` are numba, compiled once per machine (the cache lies beside the module), and release the GIL; so are `classes` and `class_fit`.
-`gpu_segments` and `gpu_diff` are Triton.
-`torch_ops` serves all other devices.
+`reference` is plain numpy and defines the results; property tests compare all other modules with it. `cpu`, `cpu_diff`,
+`cpu_rows`, `classes` and `class_fit` are numba, compiled once per machine (the cache is next to the module), and release the
+GIL. `gpu_segments` and `gpu_diff` are Triton. `torch_ops` serves all other devices.
 """
 
 from __future__ import annotations
