@@ -45,19 +45,6 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
 
 
 class TestChannel:
-    def test_every_version_arrives_bit_for_bit(self, hub_channel: HubStore, hub_url: str) -> None:
-        replica = Replica(HubStore(hub_url))
-        with pytest.raises(NotPublishedError):
-            replica.sync()
-        with Publisher(hub_channel) as publisher:
-            for version in range(1, 5):
-                publisher.publish(weights_of(version).items(), step=version).wait(60)
-                assert replica.sync() == version
-                assert_same_bits(replica.state_dict(), weights_of(version))
-        late = Replica(HubStore(hub_url))
-        late.sync()
-        assert_same_bits(late.state_dict(), weights_of(4))
-
     @pytest.mark.parametrize("step", ["batch", "write_token", "xorb", "shard", "resolve"])
     def test_publishing_goes_on_after_a_fault(self, hub_channel: HubStore, hub: HubServer, step: str) -> None:
         with Publisher(hub_channel, retry_delay_s=0.01) as publisher:
