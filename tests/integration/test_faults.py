@@ -194,7 +194,7 @@ def reading(joins: bool, step: str, fault: str) -> Outcome:
         return Outcome(None, 2)  # a hint
     if step == "channel":
         return Outcome(NotPublishedError if fault == "missing" else CorruptDataError, None)
-    if step == "record" and not joins and fault == "missing":
+    if step == "record" and fault == "missing":
         return Outcome(None, 1)  # not there yet
     return Outcome(_REFUSED, before)
 
@@ -320,7 +320,8 @@ def _visible(place: Place, bits: dict[int, Weights]) -> int | None:
     """The version that a new replica gets, with its bits."""
     replica = Replica(place.store)
     with contextlib.suppress(NotPublishedError):
-        assert_same_bits(replica.state_dict(), bits[replica.sync()])
+        version = replica.sync()
+        assert_same_bits(replica.state_dict(), bits[version])
     return replica.version
 
 
