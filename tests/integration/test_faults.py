@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ PASSING = ("fails twice", "reply lost twice", "hangs")
 DAMAGED = ("truncated", "flipped", "empty", "longer", "other", "missing")
 
 
-def cases(names: str, rows: Iterable[tuple[object, ...]]) -> pytest.MarkDecorator:
+def cases(names: str, rows: Sequence[tuple[object, ...]]) -> pytest.MarkDecorator:
     """Each row on each store. On stores behind a server most writes are slow: the same two ways of fencing are in memory."""
     found = []
     for kind in STORES:
@@ -355,8 +355,9 @@ def test_a_publisher_that_takes_over(place: Place, step: str, fault: str) -> Non
         publisher.publish(first.items()).wait(PATIENCE_S)
     store = place.writer("b")
     struck = WRITE_FAULTS[fault](store, *OPEN_STEPS[step])
-    settings = {"resume": True, "retries": 2, "retry_delay_s": 0.001}
-    bits, found = {1: first}, None
+    settings: dict[str, Any] = {"resume": True, "retries": 2, "retry_delay_s": 0.001}
+    bits: dict[int, Weights] = {1: first}
+    found: Publisher | None = None
     if fault in PASSING or (step == "seal" and fault == "away though done"):
         found = Publisher(store, **settings)
     else:
