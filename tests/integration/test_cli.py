@@ -102,15 +102,13 @@ def test_follow_goes_to_the_newest_version(channel: str) -> None:
     ("arguments", "exit_code", "said"),
     [
         (["log", "file:///nonexistent/channel"], 5, "holds no channel yet"),
-        (["log", "ftp://x"], 3, "Not a channel URL"),
-        (["show", "CHANNEL", "9"], 5, "Version 9 is not in"),
-        (["serve", "m", "--channel", "memory://x"], 3, "one process only"),
         (["serve", "m", "--channel", "nonsense"], 3, "Not a channel URL"),
         (["nonsense"], 2, "No such command"),
     ],
 )
-def test_bad_input_gets_one_sentence_and_an_exit_code(channel: str, arguments: list[str], exit_code: int, said: str) -> None:
-    done = run(*[channel if argument == "CHANNEL" else argument for argument in arguments])
+def test_a_process_ends_with_one_sentence_and_an_exit_code(arguments: list[str], exit_code: int, said: str) -> None:
+    """More mistakes are in `tests/unit/test_mistakes.py`, without processes."""
+    done = run(*arguments)
     assert done.returncode == exit_code
     assert said in done.stderr
     assert "Traceback" not in done.stderr

@@ -1066,17 +1066,12 @@ def test_follow_as_a_command(url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "said"),
     [
-        (["forget", "URL"], 2, "No versions to keep are named"),
-        (["forget", "URL", "--keep-last", "0"], 2, "x>=1"),
         (["forget", "URL", "--keep-last", "1", "--grace", "soon"], 2, "not a duration"),
         (["forget", "memory://no-channel", "--keep-last", "1", "--dry-run"], 5, "holds no channel yet"),
-        (["prune", "URL", "--grace", "soon"], 2, "not a duration"),
-        (["compact", "URL", "6", "2"], 3, "needs a base before its version"),
         (["compact", "URL", "2", "60"], 5, "not published yet, or forgotten"),
         (["export", "URL", "newest", "x"], 2, "neither a version nor"),
         (["export", "URL", "0", "x"], 2, "neither a version nor"),
         (["export", "URL", "60", "x"], 5, "Version 60 is not published"),
-        (["cp", "URL", "URL"], 3, "both source and target"),
         (["check", "memory://no-channel"], 5, "holds no channel yet"),
         (["repair", "memory://no-channel"], 5, "from a copy of the channel"),
         (["repair", "URL", "--from", "/nowhere"], 3, "neither the URL"),

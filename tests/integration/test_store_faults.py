@@ -338,14 +338,6 @@ def test_what_the_store_confirmed_and_lost_is_passed_by_at_the_next_anchor(servi
     run.publisher.close()
 
 
-def test_a_damaged_answer_to_who_was_first_is_not_taken_for_another_publisher(service: Service) -> None:
-    run = Run(service)
-    for step, action, after in (("put record", _RESET, True), ("get record", _FLIP, False)):
-        service.strike(step, action, after=after)
-    run.publish()
-    run.check_end((1, 2))
-
-
 def test_a_damaged_channel_is_read_again(service: Service) -> None:
     run = Run(service)
     at = open_store(service.direct).read(keys.CHANNEL, 1 << 30).index(str(run.publisher.run_id).encode()) + 5

@@ -72,7 +72,8 @@ SWEPT = (
 # Each is laid out, or refused, as another one here is.
 SLOW = (
     *SWEPT[2:],
-    *("gemma2", "gemma3", "qwen3_moe_loaded", "deepseek_v2_fp8"),
+    # llama, qwen3_moe_swapped and mamba stand for the first three.
+    *("phi", "phi3", "qwen3_moe", "gemma2", "gemma3", "qwen3_moe_loaded", "deepseek_v2_fp8"),
 )
 
 

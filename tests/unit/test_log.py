@@ -36,20 +36,6 @@ def verb(place: Place) -> str:
 
 class TestLostReplies:
     @pytest.mark.parametrize("after", [True, False])
-    def test_a_put_is_repeated_with_the_same_bytes(self, anywhere: Place, after: bool) -> None:
-        store = anywhere.writer()
-        a = Script(store, lease=anywhere.lease)
-        faults = [
-            store.fail_at(verb(anywhere), keys.VERSIONS, after=after, times=2),
-            store.fail_at(verb(anywhere), keys.CHANNEL, after=after),
-            store.fail_at("put", "anchors/", after=after),
-        ]
-        found = [a.publish(str(number)).version for number in range(2)]
-        assert [fault.hits for fault in faults] == [2, 1, 1]
-        assert history(anywhere.store) == found
-        assert a.log.published == {version.version: version.sha256 for version in found}
-
-    @pytest.mark.parametrize("after", [True, False])
     def test_a_version_stays_pending_until_there_is_an_answer(self, quick: Place, after: bool) -> None:
         store = quick.writer()
         a = Script(store, lease=quick.lease, retries=0)
@@ -139,20 +125,6 @@ class TestLostReplies:
 
 
 class TestErrorsThatDoNotPass:
-    def test_end_the_publish_and_keep_the_version(self, quick: Place) -> None:
-        store = quick.writer()
-        a = Script(store, lease=quick.lease)
-        first = a.publish().version
-        fault = store.fail_at(verb(quick), keys.VERSIONS, error=StoreError)
-        with pytest.raises(StoreError, match="failed by the test") as refused:
-            a.publish("refused")
-        assert not isinstance(refused.value, TransientStoreError)
-        assert fault.hits == 1
-        pending = a.log.pending
-        assert pending is not None
-        third = a.publish("third")
-        assert history(quick.store) == [first, pending.version, third.version]
-
     def test_of_a_file_leave_the_number_free(self, quick: Place) -> None:
         """The next publish takes it, and a folder that nobody has used."""
         store = quick.writer()

@@ -186,6 +186,7 @@ def test_a_version(memory_url: str, name: str) -> None:
 
 COMMANDS: dict[str, tuple[list[str], int, str]] = {
     "log of a name": (["log", "run"], 3, "Not a channel URL: 'run'"),
+    "log of another scheme": (["log", "ftp://x"], 3, "Not a channel URL"),
     "log of a directory that is not there": (["log", "{tmp}/no"], 5, "/no holds no channel yet."),
     "log of another directory": (["log", "{tmp}"], 5, "holds no channel"),
     "watch of a directory that is not there": (["watch", "{tmp}/no", "--once"], 5, "/no holds no channel yet."),
@@ -198,15 +199,15 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
     "follow of nothing for a while": (["follow", "{tmp}/no", "--timeout", "0"], 5, "Check the URL"),
     "show of a directory that is not there": (["show", "{tmp}/no"], 5, "Check the URL"),
     "show of a version by a word": (["show", "{channel}", "first"], 3, "'first' is neither a version"),
-    "show of a version that is not there": (["show", "{channel}", "7"], 5, "7"),
+    "show of a version that is not there": (["show", "{channel}", "7"], 5, "Version 7 is not in"),
     "export to a file": (["export", "{channel}", "latest", "{tmp}/file"], 3, "file"),
-    "forget without a rule": (["forget", "{channel}"], 2, "--keep-last"),
-    "forget all": (["forget", "{channel}", "--keep-last", "0"], 2, "--keep-last"),
-    "compaction backwards": (["compact", "{channel}", "2", "1"], 3, "1"),
-    "prune with a time that is none": (["prune", "{channel}", "--grace", "soon"], 2, "--grace"),
+    "forget without a rule": (["forget", "{channel}"], 2, "No versions to keep are named"),
+    "forget all": (["forget", "{channel}", "--keep-last", "0"], 2, "x>=1"),
+    "compaction backwards": (["compact", "{channel}", "2", "1"], 3, "needs a base before its version"),
+    "prune with a time that is none": (["prune", "{channel}", "--grace", "soon"], 2, "not a duration"),
     "cp onto itself": (["cp", "{channel}", "{channel}"], 3, "is both source and target"),
     "keygen over a key": (["keygen", "{tmp}/file"], 3, "file"),
-    "serve from memory": (["serve", "model", "--channel", "memory://run", "--dry-run"], 3, "memory://"),
+    "serve from memory": (["serve", "model", "--channel", "memory://run", "--dry-run"], 3, "one process only"),
     "doctor of a size that is none": (["doctor", "{channel}", "--model", "big"], 2, "600M, 8B or 1T"),
 }
 

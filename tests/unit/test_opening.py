@@ -26,7 +26,6 @@ from deltasync.errors import (
     FencedError,
     PublishError,
     StoreError,
-    TransientStoreError,
     UnsupportedFormatError,
 )
 from deltasync.publish.acquire import open_channel
@@ -258,28 +257,6 @@ class TestDying:
             place.journal.check(place.store)
             step += 1
         assert step > 5
-
-    def test_an_error_that_will_not_pass_is_told_and_not_tried_again(self, quick: Place) -> None:
-        quick.script("a").publish()
-        key = ("create", "versions/") if quick.decides else ("put", "epochs/")
-        store = quick.writer("b")
-        fault = store.fail_at(*key, times=9, error=StoreError)
-        with pytest.raises(StoreError, match="failed by the test"):
-            Script(store, lease=QUICK)
-        assert fault.hits == 1
-
-    def test_a_reply_that_got_lost(self, quick: Place) -> None:
-        end = quick.script("a").publish().version
-        for number, (verb, prefix) in enumerate(
-            (("create", ""), ("put", ""), ("list", ""), ("read", ""), ("create", "versions/"))
-        ):
-            store = quick.writer(f"b{number}")
-            fault = store.fail_at(verb, prefix, times=2, after=True)
-            b = Script(store, lease=QUICK)
-            assert b.tip == end
-            assert fault.hits == (0 if verb == "create" and b.log.fencing == "lease" else 2)
-            end = b.publish(str(number)).version
-        assert history(quick.store)[-1] == end
 
 
 def _publish_until(store: WriterStore, step: int, after: bool, lease: Lease) -> bool:
@@ -515,14 +492,6 @@ class TestWhatIsRefused:
         with pytest.raises(ConfigError, match="settle_s must be more than"):
             open_channel(a.reader, PublisherSettings.from_env({"DELTASYNC_SETTLE_S": "20"}), True, None)
         assert not list(open_store(memory_url).list(""))
-
-    def test_a_store_that_fails(self, quick: Place) -> None:
-        store = quick.writer("a")
-        fault = store.fail_at("read", keys.CHANNEL, times=99)
-        with pytest.raises(TransientStoreError):
-            Script(store, lease=QUICK, retries=2)
-        assert fault.hits == 3
-        assert not list(quick.store.list(""))
 
 
 def test_the_log_says_what_was_opened(quick: Place, caplog: pytest.LogCaptureFixture) -> None:

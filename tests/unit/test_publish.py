@@ -299,29 +299,6 @@ def test_resume_counts_the_chain_it_continues(memory_url: str) -> None:
     assert _anchors(open_store(memory_url)) == [4, 7]
 
 
-@pytest.mark.parametrize("died_at", [1, 2], ids=["first version", "second version"])
-def test_a_version_whose_answer_is_lost_is_settled_by_the_next_publish(store: FaultyStore, died_at: int) -> None:
-    states = [builders.weights()]
-    states += [builders.trained(states[-1], 1)]
-    states += [builders.trained(states[-1], 2)]
-    publisher = Publisher(store, retries=1, retry_delay_s=0.001)
-    for state in states[: died_at - 1]:
-        builders.publish(publisher, state)
-    store.fail_at("create", keys.VERSIONS, times=2)
-    receipt = publisher.publish(states[died_at - 1].items())
-    with pytest.raises(PublishPendingError):
-        receipt.wait(60)
-    assert publisher.version == died_at
-    assert builders.publish(publisher, states[died_at]).version == died_at + 1
-    publisher.close()
-    replica = Replica(store)
-    for version in range(1, died_at + 2):
-        assert replica.sync(version) == version
-        assert_same_bits(replica.state_dict(), states[version - 1])
-    kinds = [_record(store, version).kind for version in _versions(store)]
-    assert kinds == ["anchor"] + ["delta"] * died_at
-
-
 def test_what_waits_behind_a_version_without_an_answer_is_in_the_next_one(store: FaultyStore) -> None:
     states = [builders.weights()]
     for seed in range(4):
@@ -344,22 +321,6 @@ def test_what_waits_behind_a_version_without_an_answer_is_in_the_next_one(store:
     for version, state in ((1, states[0]), (2, states[1]), (3, states[3])):
         assert replica.sync(version) == version
         assert_same_bits(replica.state_dict(), state)
-
-
-@pytest.mark.parametrize("prefix", ["channel.json", "anchors/"])
-def test_a_publisher_that_died_before_the_first_record_leaves_a_channel_that_resumes(
-    store: FaultyStore, prefix: str
-) -> None:
-    publisher = Publisher(store, retries=0)
-    store.fail_at("create" if prefix == "channel.json" else "put", prefix, after=True, error=StoreError)
-    with pytest.raises(PublishLostError):
-        builders.publish(publisher, builders.weights())
-    weights = builders.trained(builders.weights(), 1)
-    with Publisher(store, resume=True) as resumed:
-        assert builders.publish(resumed, weights).version == 1
-    replica = Replica(store)
-    assert replica.sync() == 1
-    assert_same_bits(replica.state_dict(), weights)
 
 
 def test_of_two_publishers_one_wins_and_nothing_of_the_other_is_visible(channel_url: str) -> None:
@@ -573,62 +534,11 @@ def test_an_encoder_that_fails_publishes_nothing(store: FaultyStore, monkeypatch
     publisher.close()
 
 
-STEPS = [("put", "parts/"), ("create", "versions/"), ("put", "head.json")]
-
-
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each changed tensor is a part, and nothing goes into the record."""
     monkeypatch.setattr("deltasync.publish.encode.GROUP_CHANGED", 1)
     monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
-
-
-@pytest.mark.parametrize(("verb", "step"), STEPS)
-@pytest.mark.parametrize("after", [False, True], ids=["before", "reply lost"])
-@pytest.mark.usefixtures("in_parts")
-def test_a_passing_store_error_is_retried_and_leaves_no_trace(store: FaultyStore, verb: str, step: str, after: bool) -> None:
-    weights = builders.trained(builders.weights(), 1)
-    with Publisher(store, retries=3, retry_delay_s=0.001) as publisher:
-        builders.publish(publisher, builders.weights())
-        fault = store.fail_at(verb, step, times=2, after=after)
-        receipt = builders.publish(publisher, weights)
-    assert fault.hits == 2
-    assert (receipt.version, receipt.kind) == (2, "delta")
-    assert _versions(store) == [1, 2]
-    assert not [info.key for info in store.list(keys.PARTS) if ".1/" in info.key]
-    replica = Replica(store)
-    replica.sync()
-    assert_same_bits(replica.state_dict(), weights)
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "reply lost"])
-@pytest.mark.parametrize("error", [StoreError, OSError])
-@pytest.mark.usefixtures("in_parts")
-def test_after_a_lost_upload_the_next_version_is_an_anchor_that_replicas_reach(
-    store: FaultyStore, after: bool, error: type[Exception]
-) -> None:
-    replica = Replica(store)
-    publisher = Publisher(store, retries=1, retry_delay_s=0.001)
-    builders.publish(publisher, builders.weights())
-    replica.sync()
-    store.fail_at("put", keys.PARTS, times=FOREVER, after=after, error=error)
-    receipt = publisher.publish(builders.trained(builders.weights(), 1).items())
-    with pytest.raises(PublishLostError):
-        receipt.wait(60)
-    assert replica.sync() == 1
-    store.heal()
-    weights = builders.trained(builders.weights(), 2)
-    receipt = builders.publish(publisher, weights)
-    assert (receipt.version, receipt.kind) == (2, "anchor")
-    assert _record(store, 2).anchor.directory.endswith(".1")  # the next attempt
-    for each in (replica, Replica(store)):
-        assert each.sync() == receipt.version
-        assert_same_bits(each.state_dict(), weights)
-    more = builders.trained(weights, 3)
-    assert builders.publish(publisher, more).kind == "delta"
-    replica.sync()
-    assert_same_bits(replica.state_dict(), more)
-    publisher.close()
 
 
 @pytest.mark.usefixtures("in_parts")
@@ -809,17 +719,6 @@ def test_the_users_own_exception_is_the_one_that_is_raised(memory_url: str, capl
     with pytest.raises(ZeroDivisionError), mock.patch.object(publisher, "flush", side_effect=OSError("disk")), publisher:
         raise ZeroDivisionError
     assert "The last version was not published." in caplog.text
-
-
-def test_a_record_that_is_refused_is_a_publish_error(memory_url: str) -> None:
-    store = FaultyStore(open_store(memory_url))
-    with Publisher(store) as publisher:
-        publisher.publish(builders.weights().items()).wait(60)
-        store.fail_at("create", times=1, error=StoreError)
-        with pytest.raises(PublishPendingError, match="the next publish puts it again"):
-            publisher.publish(builders.trained(builders.weights(), 0).items()).wait(60)
-        assert publisher.publish(builders.trained(builders.weights(), 1).items()).wait(60).version == 3
-    assert Replica(memory_url).sync() == 3
 
 
 EXACT = [
