@@ -273,13 +273,18 @@ class Uploader:
         elif wanted is not None:
             sample, job.weights = Sample(job.shadow), job.weights or Weights.of(job.shadow, self.settings)
         job.released.set()
-        if self._signals is not None:
-            others = self._signals.collect(job.serial)
-        payload_bytes = encoded.bytes + sum(file.bytes for file in others)
-        parts = [future.result() for future in encoded.files] + others
-        job.end_encoding(payload_bytes)
-        delta = Delta(codec=encoded.codec, changed=job.changed, parts=parts)
-        stored = log.append(job.record(log.run_id, log.epoch, delta=delta), encoded.inline)
+        try:
+            if self._signals is not None:
+                others = self._signals.collect(job.serial)
+            payload_bytes = encoded.bytes + sum(file.bytes for file in others)
+            parts = [future.result() for future in encoded.files] + others
+            job.end_encoding(payload_bytes)
+            delta = Delta(codec=encoded.codec, changed=job.changed, parts=parts)
+            stored = log.append(job.record(log.run_id, log.epoch, delta=delta), encoded.inline)
+        except BaseException:
+            if target is not None:
+                target.snapshot.close()
+            raise
         self.full = False
         maintenance.chain.add(stored)
         if target is not None:

@@ -18,6 +18,7 @@ from deltasync.channel import keys, requests
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.dashboard.costs import COMPACTION_PART_ELEMENTS, PART_CHANGED, compaction_bits, delta_bits, forecast
+from deltasync.errors import PublishPendingError, StoreError
 from deltasync.maintenance.budget import LEAST_COMPACTED, Budget
 from deltasync.publish import compaction, encode
 from deltasync.publish.maintenance import Sample
@@ -138,6 +139,21 @@ def test_a_compaction_is_stored_in_parts_one_group_of_tensors_each(memory_url: s
     replica = Replica(store)
     assert replica.sync(max(ends)) == max(ends)
     assert_same_bits(replica.state_dict(), states[max(ends) - 1])
+
+
+def test_a_version_that_fails_keeps_no_bits_for_its_compaction(memory_url: str) -> None:
+    random, weights, store = np.random.default_rng(4), storage.model(20_000), FaultyStore(open_store(memory_url))
+    with Publisher(store, retries=0, retention=Retention(compact_every=2)) as publisher:
+        for _ in range(2):
+            publisher.publish(weights).wait(60)
+            storage.move(random, weights, 0.02)
+        fault = store.fail_at("create", keys.slot(3, "")[: -len(".safetensors")], error=StoreError)
+        with pytest.raises(PublishPendingError):
+            publisher.publish(weights).wait(60)
+        assert fault.hits == 1
+        shadow = publisher._shadow  # nothing public tells which snapshots it notes its steps for
+        assert shadow is not None and not any(snapshot.is_open for snapshot in shadow._snapshots)
+        publisher.publish(weights).wait(60)
 
 
 def test_full_weights_that_cannot_be_read_get_new_ones_in_their_place(memory_url: str) -> None:
