@@ -24,17 +24,21 @@ def compile(dtypes: tuple[str, ...]) -> None:
     """
     import time
 
-    from deltasync.cli.output import echo
+    from deltasync.cli.output import echo, with_bars
     from deltasync.errors import ConfigError
     from deltasync.kernels import compiled
     from deltasync.live import compiling
 
     if compiled.uncached:
         raise ConfigError(f"Compiled kernels cannot be kept: {compiled.uncached[0]}. {compiled.CURE}")
+
+    def compile_() -> None:
+        for is_large in (False, True):
+            specs = tuple(spec for dtype in dtypes for spec in compiling.of_dtype(dtype, is_large=is_large))
+            for _ in compiling.steps(compiling.Kinds(specs, publishes=True)):
+                pass
+
     began_s = time.perf_counter()
-    for is_large in (False, True):
-        specs = tuple(spec for dtype in dtypes for spec in compiling.of_dtype(dtype, is_large=is_large))
-        for _ in compiling.steps(compiling.Kinds(specs, publishes=True)):
-            pass
+    with_bars(compile_)
     seconds = time.perf_counter() - began_s
     echo(f"compiled {len(compiled.functions)} functions in {seconds:.1f} s; they are kept in {compiled.folder}")

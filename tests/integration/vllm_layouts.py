@@ -275,9 +275,10 @@ def caught_up(following: Follow) -> dict[str, Any]:
     target = following.target
     assert isinstance(target, EngineTarget)
     told: dict[str, Any] = msgspec.to_builtins(following.status())
-    reloaded, reasons = len(target.workers.reloaded), target.workers.reasons
+    reloaded, reasons = len(target.workers.reloaded), target.workers.by_reason().items()
     patched = len(following.reader.specs) - reloaded
-    return told | {"patched_tensors": patched, "reloaded_tensors": reloaded, "reloaded": msgspec.to_builtins(reasons)}
+    shown = [{"reason": why, "tensors": len(names), "first": names[0]} for why, names in reasons]
+    return told | {"patched_tensors": patched, "reloaded_tensors": reloaded, "reloaded": shown}
 
 
 def follow(folder: Path, case: Case) -> dict[str, Any]:
