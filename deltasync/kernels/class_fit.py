@@ -19,9 +19,9 @@ class Costs(NamedTuple):
     """The bits that a class costs beside its changes.
 
     Attributes:
-        table: Of its table of gaps.
-        symbol: Of each symbol in its table of steps.
-        element: Of each element of its group, for the time that another class takes on both sides.
+        table: Cost of its table of gaps.
+        symbol: Cost of each symbol in its table of steps.
+        element: Cost of each element of its group, for the time that another class takes on both sides.
     """
 
     table: float
@@ -64,7 +64,7 @@ def _gain(c, first_C, last_C, next_C, bits_C, element_E, step_CS, costs):
 
 
 @kernel
-def _fit(element_GE, step_GES, costs, first_GC, last_GC):
+def _fit(element_GE, step_GES, costs, first_GC, last_GC, mean_GC):
     for g in prange(first_GC.shape[0]):
         first_C, last_C, step_CS, most = first_GC[g], last_GC[g], step_GES[g].copy(), first_GC.shape[1]
         element_E, bits_C, gain_C = np.zeros(most + 1), np.zeros(most), np.zeros(most)
@@ -94,6 +94,9 @@ def _fit(element_GE, step_GES, costs, first_GC, last_GC):
             for near in (before_C[c], c):
                 if near >= 0:
                     gain_C[near] = _gain(near, first_C, last_C, next_C, bits_C, element_E, step_CS, costs)
+        for c in range(count):
+            if first_C[c] >= 0:
+                mean_GC[g, c] = (element_E[last_C[c] + 1] - element_E[first_C[c]]) / step_CS[c].sum()
 
 
 def bits(element_E: np.ndarray, step_ES: np.ndarray, costs: Costs) -> float:
@@ -113,13 +116,9 @@ def fit(element_GE: np.ndarray, step_GES: np.ndarray, costs: Costs) -> list[tupl
         costs: Costs of a class.
     """
     first_GC, last_GC = np.full(element_GE.shape, -1), np.full(element_GE.shape, -1)
+    mean_GC = np.ones(element_GE.shape)  # elements for each change
     with threads(len(element_GE)):
-        _fit(element_GE, step_GES, tuple(costs), first_GC, last_GC)
-    found = []
-    for element_E, step_ES, first_C, last_C in zip(element_GE, step_GES, first_GC, last_GC, strict=True):
-        first_C, last_C = first_C[first_C >= 0], last_C[first_C >= 0]
-        changed_E = step_ES.sum(axis=1)
-        sums = (np.cumsum([0, *each]) for each in (np.maximum(element_E, changed_E), changed_E))
-        element_C, changed_C = (sum_E[last_C + 1] - sum_E[first_C] for sum_E in sums)
-        found.append((first_C, last_C, np.rint(8 * np.log2(element_C / changed_C)).astype(np.int64).clip(0, LEVELS)))
-    return found
+        _fit(element_GE, step_GES, tuple(costs), first_GC, last_GC, mean_GC)
+    level_GC = np.rint(8 * np.log2(mean_GC)).astype(np.int64).clip(0, LEVELS)
+    arrays = zip(first_GC, last_GC, level_GC, first_GC >= 0, strict=True)
+    return [(first_C[is_class], last_C[is_class], level_C[is_class]) for first_C, last_C, level_C, is_class in arrays]

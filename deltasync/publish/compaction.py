@@ -7,7 +7,7 @@ twice, and the weight file that is read. Each rank of a sharded trainer makes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple, Self
 
@@ -25,7 +25,8 @@ from deltasync.kernels import cpu_diff
 from deltasync.publish.encode import Versions, encode, prove
 from deltasync.publish.job import Job
 from deltasync.publish.shadow import Snapshot
-from deltasync.tensors import Delta, fingerprint
+from deltasync.ranks.peers import Range
+from deltasync.tensors import Delta, Layout, fingerprint
 from deltasync.tensors.delta import joined, of_tensor
 
 CODEC = "packed"
@@ -96,7 +97,13 @@ def store_parts(
     """
     puts, stored = Workers(STORED_AT_ONCE, "deltasync-compaction"), list[Future[File]]()
     waiting: Encoded | None = None
-    changed, before = 0, [0]
+    changed = before = 0
+
+    def old_ranges() -> Iterator[tuple[str, int, np.ndarray]]:
+        nonlocal before
+        for name, start, old_N in _old_ranges(reader, base, target.snapshot.ranges):
+            before += kernels.cpu.fingerprint(fingerprint.tensor_key(name), old_N, start)
+            yield name, start, old_N
 
     def store(payload: Encoded) -> None:
         if len(stored) >= STORED_AT_ONCE:
@@ -105,7 +112,7 @@ def store_parts(
         stored.append(puts.submit(put, name, payload.to_bytes()))
 
     with kernels.cpu.leave_cores(STORED_AT_ONCE):
-        for group in _groups(reader, base, target.snapshot, before):
+        for group in _groups(reader.layout, old_ranges(), target.snapshot):
             if waiting is not None:
                 store(waiting)
             waiting = _encode(group, target, base.record.version)
@@ -113,15 +120,14 @@ def store_parts(
     if waiting is not None and (stored or not inline or len(waiting.to_bytes()) > INLINE_BYTES):
         store(waiting)
         waiting = None
-    return Parts([part.result() for part in stored], changed, before[0] & fingerprint.MASK), waiting
+    return Parts([part.result() for part in stored], changed, before & fingerprint.MASK), waiting
 
 
-def _groups(reader: ChannelReader, base: StoredRecord, snapshot: Snapshot, before: list[int]) -> Iterator[_Group]:
-    """Yield the tensors that differ, and add the fingerprint of what was read to `before`."""
+def _groups(layout: Layout, old_ranges: Iterable[tuple[str, int, np.ndarray]], snapshot: Snapshot) -> Iterator[_Group]:
+    """Yield the tensors that differ, in groups."""
     group: _Group = {}
-    size, layout = 0, reader.layout
-    for name, start, old_N in _old_ranges(reader, base, snapshot):
-        before[0] += kernels.cpu.fingerprint(fingerprint.tensor_key(name), old_N, start)
+    size = 0
+    for name, start, old_N in old_ranges:
         new_N = np.empty_like(old_N)
         snapshot.take(name, new_N)
         index_K, step_K = cpu_diff.diff(old_N, new_N)
@@ -135,9 +141,10 @@ def _groups(reader: ChannelReader, base: StoredRecord, snapshot: Snapshot, befor
         yield group
 
 
-def _old_ranges(reader: ChannelReader, base: StoredRecord, snapshot: Snapshot) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Yield the full weights of the ranges of a snapshot: name, first flat index, bits."""
-    ranges = snapshot.ranges
+def _old_ranges(
+    reader: ChannelReader, base: StoredRecord, ranges: Mapping[str, Range]
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Yield ranges of full weights: name, first flat index, bits."""
     if all(ranges[name] == (0, spec.element_count) for name, spec in reader.specs.items()):
         for name, old_N, _ in payloads.weights(reader, base):
             yield name, 0, old_N

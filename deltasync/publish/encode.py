@@ -213,7 +213,7 @@ def prove(codec_name: str, delta: Changes, versions: Versions, data: bytes) -> f
     found, digests = payloads.decode(record, [(what, data)], layout, old)
     named = {tensor: versions.fingerprints[tensor] for tensor in delta.counts()}
     if digests != named or not _same(found, delta, versions.new):
-        raise CorruptDataError(f"{what} decodes to other bits than were encoded; it was not stored.")
+        raise CorruptDataError(f"{what} decodes to other bits than were encoded; no record names it.")
     return restore_s
 
 

@@ -91,7 +91,7 @@ class Maintenance:
         since = version - chain.base_version
         asked = self.asked > chain.base_version or (self.asked > 0 and chain.by_reference)
         due = self.failed or self._log.emptied or asked or (every is not None and since >= every)
-        return due or (self.affords and self._signals is not None)
+        return due or self.affords
 
     def wanted(self, version: int, shadow: Shadow) -> str | None:
         """Return what to store beside a version, whose bits the shadow holds, if it has no anchor yet.
@@ -212,13 +212,13 @@ class Maintenance:
         self, base: StoredRecord, stored: StoredRecord, folder: str, target: compaction.Target, serial: int
     ) -> StoredRecord:
         """Store the parts of all ranks; then the compaction."""
-        log, alone = self._log, self._signals is None
+        log, signals = self._log, self._signals
 
         def put(name: str, data: bytes) -> File:
             return log.put_file(folder, name, data)
 
-        own, inline = compaction.store_parts(self.reader, base, target, put, inline=alone)
-        ranks = [own] if self._signals is None else [own, *self._signals.compacted(serial, compaction.Parts)]
+        own, inline = compaction.store_parts(self.reader, base, target, put, inline=signals is None)
+        ranks = [own] if signals is None else [own, *signals.compacted(serial, compaction.Parts)]
         if fingerprint.to_hex(sum(parts.before for parts in ranks)) != base.record.fingerprint:
             raise CorruptDataError("the ranks have read other bits than it has.")
         files = [file for parts in ranks for file in parts.files]
@@ -294,7 +294,7 @@ class Chain:
 
     Attributes:
         base: The newest full weights that are stored, None if there are none.
-        bytes: Of the deltas since then.
+        bytes: Bytes of the deltas since then.
         can_compact: Whether the base's weights could be read when a compaction was last made of them.
     """
 

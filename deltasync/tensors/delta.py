@@ -97,7 +97,7 @@ class Delta:
             edge_T, low = self.layout.vectors[width].first_T, 0
             while low < at_K.size:
                 end = edge_T[np.searchsorted(edge_T, at_K[min(low + most - count, at_K.size) - 1], side="right")]
-                high = int(np.searchsorted(at_K, end))
+                high = int(count_below(at_K, end))
                 piece[width] = Sparse(at_K[low:high], data_K[low:high])
                 count, low = count + high - low, high
                 if count >= most:

@@ -19,7 +19,7 @@ from deltasync.tensors import fingerprint
 from deltasync.tensors.specs import TensorSpec, index_dtype
 
 
-def count_below(at_K: np.ndarray, limit_N: np.ndarray | tuple[int, int]) -> np.ndarray:
+def count_below(at_K: np.ndarray, limit_N: np.ndarray | tuple[int, int] | np.int64) -> np.ndarray:
     """Return how many of these ascending positions are below each limit, which is at most the number of elements; int64[N].
 
     It is `np.searchsorted` in the dtype of `at_K`: with limits of another dtype numpy would copy all of `at_K` first.
