@@ -10,7 +10,6 @@ version changes most of the model. Options for vLLM follow `--`, such as `-- --c
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import hashlib
@@ -31,6 +30,7 @@ from benchmarks import common
 from benchmarks.commit.server import environ
 from benchmarks.commit.versions import SIZES, build_checkpoint
 from deltasync.errors import DeltaSyncError
+from demo import gpu
 from demo.processes import Child, get_json, interrupt_on_sigterm
 from demo.run import HOST, free_port
 
@@ -38,8 +38,6 @@ _START_S, _PATIENCE_S, _WINDOW_S, _PERIOD_S = 600.0, 120.0, 8.0, 1.0
 _PROVEN = 3  # versions whose bits are compared under load, before the ones that are measured
 _ROOM_BYTES = 24 << 30  # of memory, for checkpoint and channel
 _TOKENS = 200, 400
-BESIDE = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "6G")
-"""Options with which vLLM starts on a GPU that another process uses as well."""
 
 
 # --- the trainer, in a process of its own ------------------------------------------------------------------------------
@@ -227,7 +225,7 @@ def measure(device: str, size: str, versions: int, streams: int, lr: float, opti
                 f"file://{folder}/channel",
             ]
             command += ["--host", HOST, "--port", str(port), "--max-model-len", "1024", "--max-num-seqs", "64"]
-            command += ["--disable-uvicorn-access-log", *(["--enforce-eager"] if device == "cpu" else BESIDE), *options]
+            command += ["--disable-uvicorn-access-log", *gpu.options(device == "cuda"), *options]
             settings = {"DELTASYNC_DIGEST_ROUTE": "1", "DELTASYNC_POLL_INTERVAL_S": "0.05", "DELTASYNC_REPLICA_ID": "bench"}
             with Child("The vLLM server", command, environ(**settings), folder / "server.log") as server:
                 trainer.answer()
@@ -360,10 +358,9 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=20, help="versions to measure, one a second")
     parser.add_argument("--streams", type=int, default=32, help="completions at the same time")
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate of AdamW")
-    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="-- OPTIONS", help="options for vLLM")
+    parser.add_argument("options", nargs="*", metavar="-- OPTIONS", help="options for vLLM")
     given = vars(parser.parse_args())
     as_json = given.pop("json")
-    given["options"] = [word for word in given["options"] if word != "--"]
     if min(given["versions"], given["streams"]) < 1:
         parser.error("--versions and --streams must be at least 1")
     interrupt_on_sigterm()
