@@ -12,9 +12,11 @@ import contextlib
 import gc
 import hashlib
 import importlib
+import os
 import pkgutil
 import queue
 import random
+import socket
 import sys
 import threading
 import time
@@ -73,7 +75,7 @@ class Thread:
         self.baton.acquire()
         self.ready: Callable[[], bool] | None = None  # what it waits for
         self.until_s: float | None = None  # and how long
-        self.started = self.ended = self.interrupted = False
+        self.started = self.ended = self.interrupted = self.interruptible = False
         self.error: BaseException | None = None
 
     def start(self) -> None:
@@ -190,7 +192,7 @@ class Scheduler:
         me = self.running
         if me.process.killed:
             raise Killed
-        if me.interrupted:
+        if me.interrupted and me.interruptible:
             me.interrupted = False
             raise KeyboardInterrupt
 
@@ -542,6 +544,8 @@ def _replacements(scheduler: Scheduler) -> Iterator[tuple[Any, str, Any]]:
         "datetime": (importlib.import_module("datetime"), _Datetime(clock)),
         "queue": (queue, type("Queues", (), {"SimpleQueue": Queue, "Empty": queue.Empty})),
     }
+    yield os, "getpid", lambda: 4711
+    yield socket, "gethostname", lambda: "host"
     names = [name for name in sys.modules if name.split(".")[0] in _PRODUCT or name in _LIBRARIES]
     for name in sorted(names):
         module = sys.modules[name]
