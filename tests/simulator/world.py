@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from deltasync import Publisher, Replica, Retention
-from deltasync.channel import threads
+from deltasync.channel import keys, threads
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import DeltaSyncError, FencedError, PublishLostError
 from deltasync.maintenance import gc
@@ -53,7 +57,7 @@ class Outcome:
 class World:
     """A store, the processes around it, and all that was published to it."""
 
-    def __init__(self, seed: int, steps: int = STEPS, keep_trace: bool = False) -> None:
+    def __init__(self, seed: int, folder: Path, steps: int = STEPS, keep_trace: bool = False) -> None:
         self.scheduler = Scheduler(seed, keep_trace)
         self.random = self.scheduler.random
         self.kind = KINDS[self.random.randrange(len(KINDS))]
@@ -74,6 +78,13 @@ class World:
         self.retention = Retention(compact_every=self.random.choice((0, 2, 4, 8)), keep_last=1000)
         self.codec = self.random.choice(("packed", "context"))
         self.anchor_every = self.random.choice((3, 8, 1 << 30))
+        self.folder = folder
+        self.signed = self.random.random() < 0.3
+        if self.signed:
+            key = ed25519.Ed25519PrivateKey.from_private_bytes(self.random.randbytes(32))
+            (folder / "key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+            (folder / "key").chmod(0o600)
+            (folder / "trusted").write_text(f"{key.public_key().public_bytes_raw().hex()} trainer\n")
 
     # --- the run ---
 
@@ -86,6 +97,8 @@ class World:
             actors.append(self.actor("relay", self.relay))
         if self.random.random() < 0.3:
             actors.append(self.actor("keeper", self.keeper))
+        if self.random.random() < 0.3:
+            actors.append(self.actor("outsider", self.outsider))
         fate = self.actor("fate", self.fate)
         until_s = self.scheduler.now_s + 40 * 3600.0
         for actor in actors:
@@ -199,7 +212,15 @@ class World:
             anchor_every=self.anchor_every,
             retention=self.retention,
             settle_s=30.0,
+            signing_key=self.folder / "key" if self.signed else None,
         )
+
+    @property
+    def trusted(self) -> Path | None:
+        return self.folder / "trusted" if self.signed else None
+
+    def reader(self, process: Process) -> ChannelReader:
+        return ChannelReader(Line(self.disk, process), self.trusted)
 
     def train(self) -> None:
         """Change the weights a little, or a lot, or not at all."""
@@ -233,7 +254,7 @@ class World:
         while self.steps > 0:
             self.pause(10.0)
             line = Line(self.disk, process)
-            replica = self.call("join", lambda line=line: Replica(line))
+            replica = self.call("join", lambda line=line: Replica(line, trusted_keys=self.trusted))
             self.counts["joins"] += 1
             while self.step():
                 kind = self.random.random()
@@ -262,7 +283,7 @@ class World:
         relay = None
         while self.step():
             if relay is None:
-                source, target = ChannelReader(Line(self.disk, process)), Line(self.copy, process)
+                source, target = self.reader(process), Line(self.copy, process)
                 relay = self.call("relay", lambda: Relay(source, [target]))  # noqa: B023
             copied = self.call("copy", relay.step)
             self.counts["copied"] += not isinstance(copied, DeltaSyncError)
@@ -274,12 +295,34 @@ class World:
         """Check, and forget old versions."""
         while self.step():
             self.pause(60.0)
-            reader = ChannelReader(Line(self.disk, process))
+            reader = self.reader(process)
             found = self.call("check", lambda: check(reader))  # noqa: B023
             self.counts["checked"] += not isinstance(found, DeltaSyncError)
             if self.forgets:
                 self.call("forget", lambda: gc.forget(reader, KeepPolicy(last=3), grace_s=600.0))  # noqa: B023
                 self.call("prune", lambda: gc.prune(reader, grace_s=600.0))  # noqa: B023
+
+    def outsider(self, process: Process) -> None:
+        """Write junk where the product looks, without the keys."""
+        while self.step():
+            self.pause(40.0)
+            held = sorted(self.disk.objects)
+            data = self.random.randbytes(self.random.choice((0, 7, 300)))
+            if held and self.random.random() < 0.4:
+                data = self.disk.objects[self.random.choice(held)].data  # an old object at a key of another
+            far = self.random.choice((1, 2, 50, 9_999_999_997))
+            epoch = f"{self.random.choice((1, 2, 3, 999_999)):06d}-{self.random.randbytes(4).hex()}"
+            places = [
+                keys.HEAD,
+                f"epochs/{epoch}.json",
+                keys.Slot(far, epoch).key,
+                "replicas/odd.json",
+                "requests/anchor.json",
+            ]
+            places += ["versions/0000000/odd", "anchors/odd", "parts/odd/odd"]
+            key = self.random.choice(places)
+            if key == keys.HEAD or key not in self.disk.objects:
+                self.disk.write(key, data)
 
     def fate(self, process: Process) -> None:
         """Change the weather, suspend, kill and interrupt processes."""
@@ -356,7 +399,7 @@ class World:
             self.agree(self.visible, (receipt.version, receipt.digest), bits, "published")
             publisher.close()
             for _ in range(2):
-                replica = Replica(Line(self.disk, process))
+                replica = Replica(Line(self.disk, process), trusted_keys=self.trusted)
                 self.reach(replica, receipt.version)
                 if replica.digest != receipt.digest:
                     raise Violation(f"a joiner is at {replica.identity}, not at {receipt.version} ({receipt.digest[:12]})")
@@ -383,7 +426,7 @@ class World:
 
     def check_visible(self, process: Process) -> None:
         """What receipts called visible is in the channel."""
-        reader = ChannelReader(Line(self.disk, process))
+        reader = self.reader(process)
         held = {version.version: version.sha256 for version in reader.versions()}
         for version, digest in sorted(self.visible):
             if version in held and held[version] != digest:
@@ -403,13 +446,14 @@ def simulate(seed: int, steps: int = STEPS, keep_trace: bool = False) -> Outcome
     """Run one seed."""
     finishing = set(threads._finishing)
     logging.disable(logging.CRITICAL)
-    world = World(seed, steps, keep_trace)
     problem = None
-    with world.scheduler.installed():
-        try:
-            world.run()
-        except (Violation, Stuck) as error:
-            problem = f"{type(error).__name__}: {error}"
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(seed, Path(folder), steps, keep_trace)
+        with world.scheduler.installed():
+            try:
+                world.run()
+            except (Violation, Stuck) as error:
+                problem = f"{type(error).__name__}: {error}"
     logging.disable(logging.NOTSET)
     threads._finishing.clear()
     threads._finishing.update(finishing)
