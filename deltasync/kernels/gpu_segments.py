@@ -74,7 +74,7 @@ def _line(row_ptr, line_ptr):
 def _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK: tl.constexpr):
     """Find the changes of a program.
 
-    Returns their numbers, where their values lie, their offsets in the tensor and in live memory from the line's first element,
+    Returns their numbers, where their values lie, their offsets from the line's first element in the tensor and live memory,
     and whether each is an element of the segment. Contiguous lines take no division, the others one of 32 bits a dimension.
     """
     write = write_ptr + number * _WRITE_COLUMNS
@@ -132,9 +132,7 @@ def _prepare(
 
 
 @triton.jit(do_not_specialize_on_alignment=_swap_arguments)
-def _swap(
-    line_ptr, dim_ptr, write_ptr, row_ptr, low_ptr, value_ptr, check_ptr, BITS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _swap(line_ptr, dim_ptr, write_ptr, row_ptr, low_ptr, value_ptr, check_ptr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     number, line, block = _line(row_ptr, line_ptr)
     _, place, _, to, inside = _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK)
     dest_ptr = tl.load(line + _DEST).to(tl.pointer_type(BITS))

@@ -20,12 +20,12 @@ from deltasync.errors import StageError
 from deltasync.tensors.fingerprint import MASK
 
 DEST, KEY, OFFSET, FIRST, SPAN, DIMS, COLUMNS = range(7)
-"""Columns of a line: address of the live memory; fingerprint key of the tensor; checkpoint index and position in the vector of
-the first element; elements of the live memory, gaps included; number of dimensions, 0 if the segment is contiguous in both."""
+"""Columns of a line: address of the live memory; fingerprint key of the tensor; checkpoint index and position in the vector
+of the first element; elements of the live memory, gaps included; number of dimensions, 0 if the segment is one run."""
 
 MOST_DIMS = 8
-"""Each line has so many triples for writing, (checkpoint stride, size, live stride), the largest checkpoint stride first, and so
-many for reading, (live stride, size, checkpoint stride), the largest live stride first. Those of contiguous lines are left out."""
+"""Most dimensions of a line. It has a triple of each for writing, (checkpoint stride, size, live stride), the largest
+checkpoint stride first, and one for reading, (live stride, size, checkpoint stride), the largest live stride first."""
 
 LOW, COUNT, PLACE, WRITE_COLUMNS = range(4)
 """Columns of what is written to a line: its first change, how many changes lie in its range, and where its values begin."""
@@ -177,8 +177,8 @@ class Writes:
 
     Args:
         table: The table.
-        low_K: The lower 32 bits of positions in the vector, int32, on the device. Those of a line follow each other, and occur
-            once there.
+        low_K: The lower 32 bits of positions in the vector, int32, on the device. Those of a line follow each other, each
+            once.
         step_K: New minus old bits, a signed view, on the device.
         low_S, count_S: The first change of each line, and how many there are in its range.
         mutates: Whether the values may take the place of `step_K`.

@@ -94,8 +94,8 @@ class Device:
         """Return the largest free block that PyTorch's cache has for the stream of `staging`.
 
         The allocator serves a request from the blocks of its stream. Those of other streams are the engine's: it needs them
-        at its peak, and loses them when an allocation fails. PyTorch lists every block for this, so it is asked only where the
-        driver has too little.
+        at its peak, and loses them when an allocation fails. PyTorch lists every block for this, so it is asked only where
+        the driver has too little.
         """
         if not self._is_cuda:
             return 0
@@ -133,7 +133,7 @@ class Device:
         return torch.from_numpy(memory)[:size_bytes]
 
     def chunk(self) -> Chunk:
-        """Return pinned memory of `CHUNK_BYTES`, which is made once and kept: registering it takes longer than filling it."""
+        """Return pinned memory of `CHUNK_BYTES`, made once and kept: registering it takes longer than filling it."""
         with self._lock:
             memory = self._chunks.pop() if self._chunks else self.pinned(CHUNK_BYTES)
         chunk = Chunk(memory)
@@ -143,8 +143,8 @@ class Device:
     def send(self, host: np.ndarray, to: torch.Tensor) -> None:
         """Copy an array of integers to the device, on the current stream. `host` may be dropped after return.
 
-        `to` has as many elements, contiguous, of the same or a smaller width: they keep their lower bits. They go through pinned
-        rooms that stay, filled by several threads, in pieces, so that the engine's own copies need not wait for all of them.
+        `to` has as many elements, contiguous, of the same or a smaller width: they keep their lower bits. They go through
+        pinned rooms that stay, filled by several threads, in pieces, so that the engine's copies do not wait for all.
         """
         width = to.element_size()
         host_N = host.reshape(-1)
@@ -176,8 +176,8 @@ class Device:
         return [(room, torch.cuda.Event()) for room in memory.split(_SENT_BYTES)]  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
-    def staging(self) -> Iterator[None]:
-        """Run work inside this context on a stream beside the engine's; wait for it at the end.
+    def staging(self, wait: bool = True) -> Iterator[None]:
+        """Run work inside this context on a stream beside the engine's; by default wait for it at the end.
 
         CUDA has no priority below that of the streams that engines use. So staging launches and copies little at a time
         (`table.ROWS_AT_ONCE`, `send`), and the engine's work comes between.
@@ -189,7 +189,8 @@ class Device:
             try:
                 yield
             finally:
-                self._stream.synchronize()
+                if wait:
+                    self._stream.synchronize()
 
     @functools.cached_property
     def _stream(self) -> torch.cuda.Stream:
@@ -229,4 +230,5 @@ def each(actions: list[Callable[[], None]]) -> None:
 def _fill(done: torch.cuda.Event, room: torch.Tensor, piece: np.ndarray, to: str) -> None:
     """Fill a room once what was in it has left; integers keep the lower bits that `to` has."""
     done.synchronize()
-    np.copyto(room.numpy()[: piece.size * np.dtype(to).itemsize].view(to), piece, casting="unsafe")
+    bits = piece.view(to) if piece.itemsize == np.dtype(to).itemsize else piece
+    np.copyto(room.numpy()[: piece.size * np.dtype(to).itemsize].view(to), bits, casting="unsafe")
