@@ -38,7 +38,7 @@ from deltasync.tensors import (
     weight_bytes,
 )
 from deltasync.tensors.bits import int_view, signed_view
-from deltasync.tensors.device import DeviceDelta, DeviceSparse
+from deltasync.tensors.device import DeviceSparse
 
 
 class LiveMemory:
@@ -195,8 +195,8 @@ class LiveMemory:
             self._place(min(missing))
 
     def _targets(self, name: str) -> list[Target]:
-        first, key = self._first_part[name], self._keys[name]
-        return [Target(name, first + at, segment, key) for at, segment in enumerate(self._place(name))]
+        held, key = self._place(name), self._keys[name]
+        return [Target(name, self._first_part[name] + at, segment, key) for at, segment in enumerate(held)]
 
     @functools.cached_property
     def _places(self) -> tuple[dict[int, HostPlaces], dict[int, list[DevicePlaces]]]:
@@ -282,7 +282,7 @@ class LiveMemory:
         self._check_places(fingerprints)
         staged = Staged(fingerprints=dict(fingerprints), digests=Digests.of(self._numbers, fingerprints))
         host_places, device_places = self._places
-        ready = delta.ready if isinstance(delta, DeviceDelta) else None
+        ready = getattr(delta, "ready", None)  # of a `DeviceDelta`
         for absolute, of in ((False, delta.steps), (True, getattr(delta, "known", {}))):
             host = HostStaging()
             for width, steps in of.items():

@@ -44,7 +44,7 @@ _JOBS = 32
 _ALIGNED = 16  # bytes
 _ROWS = torch.contiguous_format
 _COUNTS = 4096  # pieces whose counts are allocated at once
-_FEW = 8  # full weights are exchanged by elements if at most one in this many differs
+_FEW = 8  # full weights are exchanged by elements if at most one in this many differs, in each piece
 
 
 class Digests(NamedTuple):
@@ -392,14 +392,15 @@ class DeviceStaging:
         while self._jobs:
             self._compare()
         with self._device.staging():
-            count_P = np.concatenate([each.cpu().numpy() for each in self._counts] or [np.zeros(0, np.int64)])
+            counts = (each[: self._compared - at * _COUNTS].cpu().numpy() for at, each in enumerate(self._counts))
+            count_P = np.concatenate([*counts, np.zeros(0, np.int64)])
             copied, few, few_bytes = list[_Piece](), list[tuple[_Piece, int]](), 0
             for first, last in _spans([piece.target.part for piece in self._pieces]):
                 held, count = self._pieces[first:last], int(count_P[first:last].sum())
                 size_bytes = count * (4 + held[0].places.table.width)
                 counted = [(piece, int(n)) for piece, n in zip(held, count_P[first:last], strict=True) if n]
-                elements = sum(piece.new_N.numel() for piece in held)
-                if count <= elements // _FEW and few_bytes + size_bytes <= _DIFFERING_BYTES:
+                is_few = all(n <= piece.new_N.numel() // _FEW for piece, n in counted)
+                if is_few and few_bytes + size_bytes <= _DIFFERING_BYTES:
                     few_bytes += size_bytes
                     few += counted
                 else:
