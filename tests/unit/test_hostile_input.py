@@ -253,7 +253,7 @@ def test_a_row_of_the_table_of_patches_that_says_nonsense_is_corrupt(fields: dic
     rows = {"w": {"changed": 1, "fingerprint": "0" * 16} | fields}
     data = Encoded({}, _payload_metadata(rows, "raw")).to_bytes()
     with pytest.raises(CorruptDataError, match=expected):
-        codec.get("raw").decode(codec.open_payload(data), Layout(SPECS))
+        codec.get("raw").decode(codec.open_payload(data), Layout(SPECS), lambda _: np.zeros(800, np.uint16))
 
 
 def _vector_payload(
