@@ -40,7 +40,7 @@ _MIX_2 = tl.constexpr(int(reference.MIX_2))
 _swap_arguments = ["line_ptr", "dim_ptr", "write_ptr", "row_ptr", "low_ptr", "value_ptr", "check_ptr"]
 _prepare_arguments = [
     *("line_ptr", "dim_ptr", "write_ptr", "row_ptr", "low_ptr", "step_ptr", "value_ptr"),
-    *("gain_ptr", "check_ptr", "kept_ptr", "absolute"),
+    *("gain_ptr", "check_ptr", "kept_ptr"),
 ]
 _fingerprint_arguments = ["line_ptr", "dim_ptr", "row_ptr", "gain_ptr"]
 
@@ -99,7 +99,7 @@ def _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK: tl.constex
     return k, tl.load(write + _PLACE) + j, offset, to, inside
 
 
-@triton.jit(do_not_specialize=["absolute"], do_not_specialize_on_alignment=_prepare_arguments)
+@triton.jit(do_not_specialize_on_alignment=_prepare_arguments)
 def _prepare(
     line_ptr,
     dim_ptr,
@@ -111,15 +111,13 @@ def _prepare(
     gain_ptr,
     check_ptr,
     kept_ptr,
-    absolute,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     number, line, block = _line(row_ptr, line_ptr)
     k, place, offset, to, inside = _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK)
     old = tl.load(tl.load(line + _DEST).to(tl.pointer_type(BITS)) + to, inside, other=0)
-    step = tl.load(step_ptr + k, inside, other=0)
-    new = tl.where(absolute != 0, step, step + old)
+    new = tl.load(step_ptr + k, inside, other=0) + old
     tl.store(value_ptr + place, new, inside)
     key = tl.load(line + _KEY).to(tl.uint64, bitcast=True)
     index = tl.load(line + _OFFSET) + offset.to(tl.int64)
@@ -218,7 +216,7 @@ def prepare(of: Writes) -> None:
     step_K, value_V = _unsigned(of.step_K), _unsigned(of.value_V)
     for row_R in of.row_R.split(table.ROWS_AT_ONCE):  # launches that end soon: an engine's kernels come between them
         arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, _unsigned(of.low_K), step_K, value_V, *of.sum_3S)
-        _launch(_prepare, row_R.numel(), arguments, int(of.absolute), bits, table.SCATTER_BLOCK)
+        _launch(_prepare, row_R.numel(), arguments, bits, table.SCATTER_BLOCK)
 
 
 def swap(of: Writes) -> None:

@@ -200,10 +200,8 @@ class Writes:
         count_S: np.ndarray,
         *,
         mutates: bool = False,
-        absolute: bool = False,
     ) -> None:
         self.table, self.low_K, self.step_K = table, low_K, step_K
-        self.absolute = absolute
         self._touched = np.flatnonzero(count_S)
         self.write_SC_host = np.stack((low_S, count_S, np.cumsum(count_S) - count_S), axis=1)
         in_place = mutates and (self.write_SC_host[self._touched, PLACE] == low_S[self._touched]).all()

@@ -54,7 +54,7 @@ def prepare(of: Writes) -> None:
         line = of.table.lines[number]
         old_K = line.dest[to_K]
         step_K = of.step_K[low : low + value_K.numel()] if place is None else of.step_K[low + place]
-        new_K = step_K if of.absolute else step_K + old_K
+        new_K = step_K + old_K
         value_K.copy_(new_K) if place is None else value_K.index_copy_(0, place, new_K)
         gained = cell_hash(line.key, index_K, new_K) - cell_hash(line.key, index_K, old_K)
         of.sum_3S[table.GAIN, number] = gained.sum()

@@ -258,16 +258,15 @@ class LiveMemory:
 
         Mutates the live weights and `parts`; if it raises, some of them are written.
         """
-        for absolute, of in ((True, delta.known), (False, delta.steps)):
-            for width, sparse in of.items():
-                self._add(self._layout.vectors[width], sparse, absolute)
+        for width, steps in delta.steps.items():
+            self._add(self._layout.vectors[width], steps)
 
-    def _add(self, vector: Vector, sparse: Sparse, absolute: bool) -> None:
-        changed = np.flatnonzero(vector.count(sparse.at_K))
+    def _add(self, vector: Vector, steps: Sparse) -> None:
+        changed = np.flatnonzero(vector.count(steps.at_K))
         zero_T, bound_T2 = np.zeros(len(vector.specs), np.int64), np.zeros((len(vector.specs), 2), np.uint64)
         address_T = [self._place(vector.names[t])[0].live.data_ptr() for t in changed.tolist()]
         zero_T[changed] = np.array(address_T, np.int64) - vector.first_T[changed] * vector.width
-        gain_T, _ = kernels.cpu_rows.add(vector, zero_T, sparse, bound_T2, absolute=absolute)
+        gain_T, _ = kernels.cpu_rows.add(vector, zero_T, steps, bound_T2)
         self._known_parts[[self._first_part[vector.names[t]] for t in changed.tolist()]] += gain_T[changed]
 
     def stage(self, changed: Changed) -> Staged:
@@ -283,17 +282,15 @@ class LiveMemory:
         staged = Staged(fingerprints=dict(fingerprints), digests=Digests.of(self._numbers, fingerprints))
         host_places, device_places = self._places
         ready = getattr(delta, "ready", None)  # of a `DeviceDelta`
-        for absolute, of in ((False, delta.steps), (True, getattr(delta, "known", {}))):
-            host = HostStaging()
-            for width, steps in of.items():
-                for on_device in device_places[width]:
-                    swap = on_device.swap(steps, absolute, ready)
-                    staged.swaps += [] if swap is None else [swap]
-                if (places := host_places[width]).targets:
-                    vector = self._layout.vectors[width]
-                    on_host = steps.host(vector.index_dtype) if isinstance(steps, DeviceSparse) else steps
-                    host.elements(places, on_host, absolute)
-            host.finish(staged)
+        host = HostStaging()
+        for width, steps in delta.steps.items():
+            for on_device in device_places[width]:
+                swap = on_device.swap(steps, ready)
+                staged.swaps += [] if swap is None else [swap]
+            if (places := host_places[width]).targets:
+                index = self._layout.vectors[width].index_dtype
+                host.elements(places, steps.host(index) if isinstance(steps, DeviceSparse) else steps)
+        host.finish(staged)
         return staged
 
     def stage_weights(self, weights: Iterable[tuple[str, np.ndarray, int | None]]) -> Staged:

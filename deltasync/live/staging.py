@@ -135,7 +135,7 @@ class HostPlaces:
         self._part_S = np.array([target.part for target in self.targets], np.int64)
         self._dim_D83 = np.array(dims, np.int64).reshape(-1, MOST_DIMS, 3)
 
-    def prepare(self, sparse: Sparse, absolute: bool) -> tuple[SwapTable, list[np.ndarray], Values, int, int]:
+    def prepare(self, steps: Sparse) -> tuple[SwapTable, list[np.ndarray], Values, int, int]:
         """Find what to write, without writing it.
 
         Returns:
@@ -143,16 +143,14 @@ class HostPlaces:
             and how many elements it writes.
         """
         tensor_S, at_S, end_S, address_S, dims_S = self._row_SF.T
-        low_S, high_S = count_below(sparse.at_K, at_S), count_below(sparse.at_K, end_S)
+        low_S, high_S = count_below(steps.at_K, at_S), count_below(steps.at_K, end_S)
         touched = np.flatnonzero(high_S > low_S)
         columns = tensor_S, low_S, high_S, address_S, at_S, dims_S
         row_RF = np.stack([column[touched] for column in columns], axis=1)
         to = np.dtype(np.int32 if self._span < 1 << 31 else np.int64)
-        kernels.cpu.warm_up(sparse.data_K.dtype, to)
+        kernels.cpu.warm_up(steps.data_K.dtype, to)
         places = self.vector.key_T, self.vector.first_T
-        write_CF, to_K, new_K, gain_R, kept_R, check = kernels.cpu_rows.prepare(
-            row_RF, self._dim_D83, *places, *sparse, absolute, to
-        )
+        write_CF, to_K, new_K, gain_R, kept_R, check = kernels.cpu_rows.prepare(row_RF, self._dim_D83, *places, *steps, to)
         chunk_CF = np.empty((len(write_CF), 4), np.int64)
         chunk_CF[:, 0], place_C, chunk_CF[:, 3] = write_CF[:, 1], write_CF[:, 2], write_CF[:, 3]
         for column, array in ((1, to_K), (2, new_K)):
@@ -185,9 +183,9 @@ class HostStaging:
         self._check = 0
         self._copies: list[tuple[Target, list[tuple[torch.Tensor, torch.Tensor]]]] = []
 
-    def elements(self, places: HostPlaces, sparse: Sparse, absolute: bool) -> None:
-        """Add steps, or new bits, of elements of a vector."""
-        table, arrays, gains, check, changed = places.prepare(sparse, absolute)
+    def elements(self, places: HostPlaces, steps: Sparse) -> None:
+        """Add steps of elements of a vector."""
+        table, arrays, gains, check, changed = places.prepare(steps)
         self._tables += table
         self._arrays += arrays
         self._gains.append(gains)
@@ -283,9 +281,7 @@ class DevicePlaces:
         value_S = self._sum_S.cpu().numpy().view(np.uint64)
         return Values(self.table.part_S[rows.lines], value_S[rows.lines])
 
-    def swap(
-        self, steps: Sparse | DeviceSparse, absolute: bool = False, ready: torch.cuda.Event | None = None
-    ) -> DeviceSwap | None:
+    def swap(self, steps: Sparse | DeviceSparse, ready: torch.cuda.Event | None = None) -> DeviceSwap | None:
         """Return the exchange of what steps change in these segments, prepared; None for nothing.
 
         `ready` is the event that steps on the device wait for. They are not mutated.
@@ -307,7 +303,7 @@ class DevicePlaces:
             if not count_S.any():
                 return None
             mutates = not isinstance(steps, DeviceSparse)
-            writes = Writes(table, low_K, step_K, low_S, count_S, mutates=mutates, absolute=absolute)
+            writes = Writes(table, low_K, step_K, low_S, count_S, mutates=mutates)
             return DeviceSwap(self.device, writes)
 
 
