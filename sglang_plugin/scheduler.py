@@ -54,6 +54,7 @@ class DeltaSyncScheduler(Engine):
         self._runner = scheduler.tp_worker.model_runner
         self.model = self._runner.model
         refusals.check_model(self.model, self._runner.model_config)
+        self.has_logits = self._runner.model_config.is_generation
         self._waiting, self._answers = deque[tuple[Any, ...]](), deque[Future[Any]]()
         ranks = TorchRanks(parallel.tp_group.cpu_group)
         reader = open_reader(settings, ranks.size)

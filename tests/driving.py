@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,15 +45,19 @@ class Model(torch.nn.Module):
             getattr(self, name).copy_(tensor)
 
 
+def runner_of(get_model: Callable[[], torch.nn.Module], **fields: Any) -> SimpleNamespace:
+    """vLLM's model runner, as far as a worker's shard goes."""
+    config = SimpleNamespace(model="/no/checkpoint", runner_type="generate", dtype=torch.bfloat16)
+    return SimpleNamespace(get_model=get_model, model_config=config, **fields)
+
+
 class Engine(IdleEngine):
     """vLLM's engine client as far as the driver goes, with one worker on this thread."""
 
     def __init__(self) -> None:
         self.model = Model()
         self.worker = DeltaSyncWorkerExtension()
-        self.worker.model_runner = SimpleNamespace(
-            get_model=lambda: self.model, model_config=SimpleNamespace(model="/no/checkpoint")
-        )
+        self.worker.model_runner = runner_of(lambda: self.model)
         self.vllm_config = SimpleNamespace(
             load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
             model_config=SimpleNamespace(logprobs_mode="raw_logprobs"),

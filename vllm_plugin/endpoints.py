@@ -228,7 +228,7 @@ class DeltaSyncEndpoints(LocalRoutes):
         elif engine.workers.is_open:
             found.reloaded_tensors, reasons = len(engine.workers.reloaded), engine.workers.by_reason().items()
             found.reloaded = [Reason(printable(why), len(names), printable(names[0])) for why, names in reasons]
-            found.patched_tensors = len(follow.reader.specs) - found.reloaded_tensors
+            found.patched_tensors = engine.workers.patched_count
         return found
 
     async def not_ready(self) -> str | None:

@@ -48,6 +48,7 @@ class WorkerEngine(Engine):
         self._runner, self.model = runner, runner.get_model()
         derived.note_loaded(self.model)
         self.is_complete = derived.is_complete(self.model)
+        self.has_logits = runner.model_config.runner_type == "generate"
         self._mirror = fallback.Mirror(runner, {}, {})
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:

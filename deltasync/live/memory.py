@@ -15,6 +15,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -47,6 +48,9 @@ class LiveMemory:
     `segments` says where each tensor of the table lies, by a list that may be empty. The regions of all shards together
     cover a tensor; two of them are equal or disjoint.
 
+    `ties` has tensors that the engine computes with another one in place of, and the other's name. They are read there, and
+    written only as the other one. So a version in which the two differ does not get its fingerprints.
+
     Attributes:
         regions: Which elements each segment holds, by tensor name.
         is_on_host: Whether any of them is in host memory.
@@ -58,7 +62,10 @@ class LiveMemory:
         specs: Mapping[str, TensorSpec],
         segments: Mapping[str, list[Segment]],
         device_of: Callable[[torch.Tensor], Device | None] = device_of,
+        ties: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self.ties = ties
+        segments = {**segments, **{name: segments[other] for name, other in ties.items()}}
         self._specs = specs
         self._layout = Layout(specs)
         self._segments = segments
@@ -141,15 +148,18 @@ class LiveMemory:
     def audit(self) -> None:
         """Recompute `parts` from every bit of live memory."""
         found = {name: [0] * len(self._place(name)) for name in self._specs}
-        targets: dict[Device | None, list[Target]] = {}
-        for target in itertools.chain.from_iterable(map(self._targets, self._specs)):
-            if target.segment.live.numel():
-                targets.setdefault(self._device_of(target.segment.live), []).append(target)
-        for device, held in targets.items():
+        for device, held in self._by_device(self._specs).items():
             with contextlib.nullcontext() if device is None else device.staging():
                 for target, value in staging.readout(device, held)():
                     found[target.name][target.number] = value
         self.parts = {name: tuple(values) for name, values in found.items()}
+
+    def _by_device(self, names: Iterable[str]) -> dict[Device | None, list[Target]]:
+        targets: dict[Device | None, list[Target]] = {}
+        for target in itertools.chain.from_iterable(map(self._targets, names)):
+            if target.segment.live.numel():
+                targets.setdefault(self._device_of(target.segment.live), []).append(target)
+        return targets
 
     def _targets(self, name: str) -> list[Target]:
         return [Target(name, at, segment, self._keys[name]) for at, segment in enumerate(self._place(name))]
@@ -228,6 +238,8 @@ class LiveMemory:
                 if (places := self._on_host(width)).targets:
                     host.elements(places, sparse, absolute)
         for name in delta.counts() if self._devices else ():
+            if name in self.ties:
+                continue
             both = delta.of(name)
             for target in self._targets(name):
                 device = self._device_of(target.segment.live)
@@ -239,12 +251,22 @@ class LiveMemory:
         host.finish(staged)
         for each in devices.values():
             each.finish(staged)
+        self._read_ties(staged)
         return staged
+
+    def _read_ties(self, staged: Staged) -> None:
+        """Have a commit read what it has made of ties, whose own changes are not written."""
+        for name, other in self.ties.items():
+            if other in staged.fingerprints:
+                staged.fingerprints.setdefault(name, None)
+        names = [name for name in self.ties if name in staged.fingerprints]
+        staged.readouts += [staging.readout(device, held) for device, held in self._by_device(names).items()]
 
     def _on_host(self, width: int) -> HostPlaces:
         if width not in self._places:
             vector = self._layout.vectors[width]
-            targets = itertools.chain.from_iterable(self._targets(name) for name in vector.names if name in self._segments)
+            written = self._segments.keys() - self.ties
+            targets = itertools.chain.from_iterable(self._targets(name) for name in vector.names if name in written)
             held = [target for target in targets if self._device_of(target.segment.live) is None]
             self._places[width] = HostPlaces(vector, held)
         return self._places[width]
@@ -259,7 +281,7 @@ class LiveMemory:
         stagings: dict[Device | None, HostStaging | DeviceStaging] = {}
         staged = Staged()
         for name, bits_N, expected in weights:
-            for target in self._targets(name):
+            for target in self._targets(name) if name not in self.ties else ():
                 device = self._device_of(target.segment.live)
                 if device not in stagings:
                     stagings[device] = HostStaging() if device is None else DeviceStaging(device)
@@ -267,6 +289,7 @@ class LiveMemory:
             staged.fingerprints[name] = expected
         for each in stagings.values():
             each.finish(staged)
+        self._read_ties(staged)
         return staged
 
     def commit(self, staged: Staged) -> Staged:
