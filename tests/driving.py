@@ -31,7 +31,8 @@ from vllm_plugin.target import EngineTarget, OnLoop, open_reader
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 
 PATIENCE_S = 60.0
-PLAIN = Namespace(worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")
+EXTENSION = "vllm_plugin.DeltaSyncWorkerExtension"
+PLAIN = Namespace()
 
 
 class Model(torch.nn.Module):
@@ -61,7 +62,7 @@ class Engine(IdleEngine):
         self.vllm_config = SimpleNamespace(
             load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
             model_config=SimpleNamespace(logprobs_mode="raw_logprobs"),
-            parallel_config=SimpleNamespace(enable_eplb=False),
+            parallel_config=SimpleNamespace(enable_eplb=False, worker_extension_cls=EXTENSION),
             weight_transfer_config=None,
         )
         self.engine_core = SimpleNamespace(core_engines=[b"0"], _call_utility_async=self.call_utility_async)

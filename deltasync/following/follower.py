@@ -304,7 +304,9 @@ class Follower:
     def _refuse_untied(self, stored: StoredRecord, wanted: Mapping[str, int | None], wrong: Sequence[str]) -> None:
         """Raise TiedError if nothing but a tie can be why a version has not given its fingerprints."""
         ties = self.memory.ties
-        unlike = wrong or [name for name, other in ties.items() if name in wanted and wanted[name] is None is not wanted[other]]
+        unlike = wrong or [
+            name for name, other in ties.items() if name in wanted and wanted[name] is None is not wanted[other]
+        ]
         if not unlike or not ties.keys() >= {*unlike}:
             return
         said = (

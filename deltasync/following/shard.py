@@ -63,7 +63,7 @@ class Found(msgspec.Struct):
         regions: The elements of each tensor that the shard holds.
         reloaded: The tensors that the engine loads again after each change, and why.
         is_complete: Whether the model has all its modules, so that a tensor that its loader ignores is not served.
-        ties: The tensors without a place that the model computes with another one in place of; and the other one.
+        ties: The tensors without a place, each with the one that the model computes with instead.
         absent: The channel's tensors that the checkpoint lacks, or has in another shape.
     """
 
@@ -102,6 +102,7 @@ class Engine(ABC):
         model: The model, as it was loaded.
         is_complete: As `Found.is_complete`.
         has_logits: Whether it generates, so that it computes with a head.
+        dtype: The dtype that it computes with, as the channel's table has it; None if that is not known.
         log: Where the shard logs.
         later: As `derived.find` takes it.
     """
@@ -110,6 +111,7 @@ class Engine(ABC):
     model: torch.nn.Module
     is_complete = True
     has_logits = True
+    dtype: str | None = None
     log = logger
     later: Mapping[str, str | None] = MappingProxyType({})
     _copies: Sequence[derived.DerivedCopy] = ()
@@ -300,6 +302,7 @@ class Shard:
         if self._plan is not None:
             return
         engine, specs = self.engine, self.reader.specs
+        proof.check_dtype(specs, engine.loader.engine, engine.dtype)
         try:
             recorded = plan.record(engine.model, specs, engine.loader)
         except ModelMismatchError as error:

@@ -48,8 +48,8 @@ class LiveMemory:
     `segments` says where each tensor of the table lies, by a list that may be empty. The regions of all shards together
     cover a tensor; two of them are equal or disjoint.
 
-    `ties` has tensors that the engine computes with another one in place of, and the other's name. They are read there, and
-    written only as the other one. So a version in which the two differ does not get its fingerprints.
+    `ties` has tensors without a place of their own, each with the one that the engine computes with instead. They are read
+    there, and never written. So a version in which the two differ does not get its fingerprints.
 
     Attributes:
         regions: Which elements each segment holds, by tensor name.

@@ -73,6 +73,7 @@ def verify(
     return unproven, others
 
 
+_HALVES = "bfloat16", "float16"
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = "emb", "wte"  # parts of their names
 
@@ -81,7 +82,7 @@ _CONSTANTS = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_
 
 
 def ties(plan: LoadPlan, specs: Mapping[str, TensorSpec], model: torch.nn.Module, *, has_logits: bool) -> dict[str, str]:
-    """Return the tensors without a place in this process that the model computes with another one in place of, which has one.
+    """Return the tensors without a place in this process, each with the one that the model computes with instead.
 
     These are second names of parameters of `model`, which is as its loader expects it; and, where it computes logits without
     a head of its own, the head that is published, whose place is that of the embeddings.
@@ -95,7 +96,9 @@ def ties(plan: LoadPlan, specs: Mapping[str, TensorSpec], model: torch.nn.Module
         for own, parameter in model.named_parameters(remove_duplicate=False)
         if not parameter.is_meta
     ]
-    embeddings = [name for name in sorted(plan.segments) if plan.segments[name] and any(part in name for part in _EMBEDDINGS)]
+    embeddings = [
+        name for name in sorted(plan.segments) if plan.segments[name] and any(part in name for part in _EMBEDDINGS)
+    ]
     has_head = any(held and name.endswith(_HEAD) for name, held in plan.segments.items())
     found = {}
     for name, spec in specs.items():
@@ -122,8 +125,23 @@ def check_ignored(ignored: Iterable[str], specs: Mapping[str, TensorSpec], absen
     strange = [name for name in ignored if name in absent and not name.endswith(_CONSTANTS)]
     if strange:
         raise ModelMismatchError(
-            f"{len(strange)} tensors of the channel, such as {specs[strange[0]]}, are neither in the model that is served nor "
-            "in the checkpoint that it was loaded from: serve a checkpoint of the trainer's model."
+            f"{len(strange)} tensors of the channel, such as {specs[strange[0]]}, are neither in the model that is served "
+            "nor in the checkpoint that it was loaded from: serve a checkpoint of the trainer's model."
+        )
+
+
+def check_dtype(specs: Mapping[str, TensorSpec], engine: str, dtype: str | None) -> None:
+    """Make sure that an engine that computes with this dtype can hold the bits of most of the channel's elements.
+
+    Raises:
+        ModelMismatchError: both are 16-bit floats, and others.
+    """
+    counts = {kind: sum(spec.element_count for spec in specs.values() if spec.dtype == kind) for kind in _HALVES}
+    most = max(counts, key=lambda kind: counts[kind])
+    if dtype in _HALVES and dtype != most and counts[most] > counts[dtype]:
+        raise ModelMismatchError(
+            f"The channel's weights are {most}, and {engine} computes with {dtype}, which cannot hold their bits: start it "
+            f"with --dtype {most}, or publish with dtype={dtype!r} (DELTASYNC_DTYPE)."
         )
 
 

@@ -277,7 +277,8 @@ class TestCoverage:
         self, memory_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, complete: bool
     ) -> None:
         weights = checkpoint() | {"post_layernorm": torch.randn(6).to(torch.bfloat16)}
-        monkeypatch.setattr(loader, "checkpoint", lambda _, held=dict(weights): iter(held.items()))
+        held = {name: tensor.clone() for name, tensor in weights.items()}
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(held.items()))
         monkeypatch.setattr(logger, "propagate", True)
         channel = Made(open_store(memory_url))
         channel.create(weights)
@@ -307,8 +308,18 @@ class TestCoverage:
         channel.anchor(weights)
         model = Ignoring()
         derived._built[model] = derived._Built(frozenset([""]), {})
-        with pytest.raises(ModelMismatchError, match=r"plain_bias bfloat16\[8\], are neither in the model that is served nor"):
+        with pytest.raises(ModelMismatchError, match=r"plain_bias bfloat16\[8\], are neither in the model that"):
             self.follow(model, memory_url, 1)
+
+    def test_an_engine_of_another_dtype_is_told_both_and_the_cures(self, memory_url: str) -> None:
+        channel = Made(open_store(memory_url))
+        channel.create(checkpoint())
+        channel.anchor(checkpoint())
+        runner = tests_driving.runner_of(lambda: Model().half())
+        runner.model_config.dtype = torch.float16
+        told = "weights are bfloat16, and vLLM computes with float16, .* --dtype bfloat16, or publish with dtype='float16'"
+        with pytest.raises(ModelMismatchError, match=told):
+            WorkerShard(runner, memory_url)
 
     def test_what_the_channel_lacks_is_refused(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         held = checkpoint() | {"inv_freq": torch.zeros(3)}  # which the loader ignores
