@@ -376,7 +376,7 @@ class ShardsTarget:
 
     @property
     def ignored(self) -> Sequence[str]:
-        """What is not computed with (`Target.ignored`)."""
+        """As `Target.ignored`."""
         return self._shards.ignored
 
     def _in_background(self, method: str, *arguments: Any) -> Any:
