@@ -204,12 +204,6 @@ class Follower:
     def _undone(self, chain: Sequence[StoredRecord]) -> Changed:
         """Return the changes that undo records. Fingerprints are left out: records have only those after them."""
         delta = self._changed(chain).delta
-        if delta.known:
-            width, known = next(iter(delta.known.items()))
-            name = delta.layout.vectors[width].touched(known.at_K)[0]
-            error = MissingVersionError(f"{name} was written as a whole since, which cannot be undone.")
-            error.key = chain[0].key
-            raise error
         return Changed(delta.undone(), dict.fromkeys(delta.counts()))
 
     def _changed(self, chain: Sequence[StoredRecord], first: codec.OldBits | None = None) -> Changed:

@@ -198,16 +198,15 @@ class LiveMemory:
 
         Mutates the live weights and `parts`; if it raises, some of them are written.
         """
-        for absolute, of in ((True, delta.known), (False, delta.steps)):
-            for width, sparse in of.items():
-                self._add(self._layout.vectors[width], sparse, absolute)
+        for width, steps in delta.steps.items():
+            self._add(self._layout.vectors[width], steps)
 
-    def _add(self, vector: Vector, sparse: Sparse, absolute: bool) -> None:
-        changed = np.flatnonzero(vector.count(sparse.at_K))
+    def _add(self, vector: Vector, steps: Sparse) -> None:
+        changed = np.flatnonzero(vector.count(steps.at_K))
         zero_T, bound_T2 = np.zeros(len(vector.specs), np.int64), np.zeros((len(vector.specs), 2), np.uint64)
         address_T = [self._place(vector.names[t])[0].live.data_ptr() for t in changed.tolist()]
         zero_T[changed] = np.array(address_T, np.int64) - vector.first_T[changed] * vector.width
-        gain_T, _ = kernels.cpu_rows.add(vector, zero_T, sparse, bound_T2, absolute=absolute)
+        gain_T, _ = kernels.cpu_rows.add(vector, zero_T, steps, bound_T2)
         for t in changed.tolist():
             (part,) = self.parts[vector.names[t]]
             self.parts[vector.names[t]] = ((part + int(gain_T[t])) & fingerprint.MASK,)
@@ -223,19 +222,17 @@ class LiveMemory:
         for name in fingerprints:
             self._place(name)
         host, devices = HostStaging(), dict[Device, DeviceStaging]()
-        for absolute, of in ((False, delta.steps), (True, delta.known)):
-            for width, sparse in of.items():
-                if (places := self._on_host(width)).targets:
-                    host.elements(places, sparse, absolute)
+        for width, steps in delta.steps.items():
+            if (places := self._on_host(width)).targets:
+                host.elements(places, steps)
         for name in delta.counts() if self._devices else ():
-            both = delta.of(name)
+            steps = delta.of(name)
             for target in self._targets(name):
                 device = self._device_of(target.segment.live)
                 if device is None:
                     continue
                 staging_ = devices.setdefault(device, DeviceStaging(device))
-                for sparse, absolute in zip(both, (False, True), strict=True):
-                    staging_.elements(target, sparse, absolute)
+                staging_.elements(target, steps)
         host.finish(staged)
         for each in devices.values():
             each.finish(staged)

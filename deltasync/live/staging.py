@@ -117,7 +117,7 @@ class HostPlaces:
         self._row_SF = np.array(rows, np.int64).reshape(-1, 5)
         self._dim_D83 = np.array(dims, np.int64).reshape(-1, _MOST_DIMS, 3)
 
-    def prepare(self, sparse: Sparse, absolute: bool) -> tuple[SwapTable, list[np.ndarray], Values, int, int]:
+    def prepare(self, steps: Sparse) -> tuple[SwapTable, list[np.ndarray], Values, int, int]:
         """Find what to write, without writing it.
 
         Returns:
@@ -125,16 +125,14 @@ class HostPlaces:
             and how many elements it writes.
         """
         tensor_S, at_S, end_S, address_S, dims_S = self._row_SF.T
-        low_S, high_S = count_below(sparse.at_K, at_S), count_below(sparse.at_K, end_S)
+        low_S, high_S = count_below(steps.at_K, at_S), count_below(steps.at_K, end_S)
         touched = np.flatnonzero(high_S > low_S)
         columns = tensor_S, low_S, high_S, address_S, at_S, dims_S
         row_RF = np.stack([column[touched] for column in columns], axis=1)
         to = np.dtype(np.int32 if self._span < 1 << 31 else np.int64)
-        kernels.cpu.warm_up(sparse.data_K.dtype, to)
+        kernels.cpu.warm_up(steps.data_K.dtype, to)
         places = self.vector.key_T, self.vector.first_T
-        write_CF, to_K, new_K, gain_R, kept_R, check = kernels.cpu_rows.prepare(
-            row_RF, self._dim_D83, *places, *sparse, absolute, to
-        )
+        write_CF, to_K, new_K, gain_R, kept_R, check = kernels.cpu_rows.prepare(row_RF, self._dim_D83, *places, *steps, to)
         chunk_CF = np.empty((len(write_CF), 4), np.int64)
         chunk_CF[:, 0], place_C, chunk_CF[:, 3] = write_CF[:, 1], write_CF[:, 2], write_CF[:, 3]
         for column, array in ((1, to_K), (2, new_K)):
@@ -167,9 +165,9 @@ class HostStaging:
         self._check = 0
         self._copies: list[tuple[Target, Pieces]] = []
 
-    def elements(self, places: HostPlaces, sparse: Sparse, absolute: bool) -> None:
-        """Add steps, or new bits, of elements of a vector."""
-        table, arrays, gains, check, changed = places.prepare(sparse, absolute)
+    def elements(self, places: HostPlaces, steps: Sparse) -> None:
+        """Add steps of elements of a vector."""
+        table, arrays, gains, check, changed = places.prepare(steps)
         self._tables += table
         self._arrays += arrays
         self._gains += gains
@@ -226,10 +224,10 @@ class DeviceStaging:
         self._room: torch.Tensor | None = None
         self._differing_bytes = 0
 
-    def elements(self, target: Target, sparse: Sparse, absolute: bool) -> None:
-        """Add steps, or new bits, of elements of a tensor by flat indices, of which the segment has a share."""
-        at, dest_index_K = target.segment.locate(sparse.at_K)
-        self._elements(target, dest_index_K, sparse.data_K if at is None else sparse.data_K[at], absolute)
+    def elements(self, target: Target, steps: Sparse) -> None:
+        """Add steps of elements of a tensor by flat indices, of which the segment has a share."""
+        at, dest_index_K = target.segment.locate(steps.at_K)
+        self._elements(target, dest_index_K, steps.data_K if at is None else steps.data_K[at], absolute=False)
 
     def whole(self, target: Target, bits_N: np.ndarray) -> None:
         """Add a whole tensor's new bits, of which the segment has a share."""

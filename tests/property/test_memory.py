@@ -139,10 +139,10 @@ def matrix_pairs(draw: st.DrawFn) -> tuple[TensorSpec, np.ndarray, np.ndarray]:
 def _stage(memory: LiveMemory, kind: str, old_N: np.ndarray, new_N: np.ndarray, wanted: int | None) -> Staged:
     if kind == "weights":
         return memory.stage_weights([("w", new_N, wanted)])
-    return memory.stage(Changed(deltas.between(memory._layout, {"w": old_N}, {"w": new_N}, kind), {"w": wanted}))
+    return memory.stage(Changed(deltas.between(memory._layout, {"w": old_N}, {"w": new_N}), {"w": wanted}))
 
 
-@pytest.mark.parametrize("kind", [*deltas.KINDS, "weights"])
+@pytest.mark.parametrize("kind", ["delta", "weights"])
 @pytest.mark.parametrize("make_memory", [_host_memory, _memory_in_pieces], ids=["host", "pieces"])
 @given(pair=matrix_pairs())
 def test_stage_touches_nothing_commit_gives_new_bits_rollback_the_old_ones(
@@ -172,7 +172,7 @@ def test_stage_touches_nothing_commit_gives_new_bits_rollback_the_old_ones(
     assert memory.fingerprints == before
 
 
-@pytest.mark.parametrize("kind", [*deltas.KINDS, "weights"])
+@pytest.mark.parametrize("kind", ["delta", "weights"])
 @given(pair=matrix_pairs())
 def test_shards_hold_the_tensor_together_and_their_fingerprints_add_up(
     kind: str, pair: tuple[TensorSpec, np.ndarray, np.ndarray]
@@ -253,16 +253,15 @@ def models(draw: st.DrawFn) -> tuple[dict[str, TensorSpec], dict[str, np.ndarray
     return specs, old, {name: draw(our.new_bits(old[name], spec.dtype)) for name, spec in specs.items()}
 
 
-@given(models(), st.data())
-def test_a_delta_of_a_whole_model_is_staged_committed_and_brought_back(model: tuple, data: st.DataObject) -> None:
+@given(models())
+def test_a_delta_of_a_whole_model_is_staged_committed_and_brought_back(model: tuple) -> None:
     specs, old, new = model
     memory, tensors = LiveMemory.on_host(specs)
     for name, tensor in tensors.items():
         bits_of(tensor)[:] = old[name]
     memory.audit()
     before = dict(memory.fingerprints)
-    kinds = {name: data.draw(st.sampled_from(deltas.KINDS)) for name in specs}
-    changed = deltas.changed(Layout(specs), old, new, kinds)
+    changed = deltas.changed(Layout(specs), old, new)
     staged = memory.stage(changed)
     assert staged.changed == changed.delta.changed
     assert all(memory.bits(name).tobytes() == old[name].tobytes() for name in specs)
@@ -279,15 +278,14 @@ def test_a_delta_of_a_whole_model_is_staged_committed_and_brought_back(model: tu
     assert memory.fingerprints == before
 
 
-@given(models(), st.data())
-def test_memory_that_nobody_uses_takes_a_delta_at_once(model: tuple, data: st.DataObject) -> None:
+@given(models())
+def test_memory_that_nobody_uses_takes_a_delta_at_once(model: tuple) -> None:
     specs, old, new = model
     memory, _ = LiveMemory.on_host(specs)
     memory.load(
         (name, bits_N, digest) for (name, bits_N), digest in zip(old.items(), deltas.digests(old).values(), strict=True)
     )
-    kinds = {name: data.draw(st.sampled_from(deltas.KINDS)) for name in specs}
-    memory.apply(deltas.between(Layout(specs), old, new, kinds))
+    memory.apply(deltas.between(Layout(specs), old, new))
     assert all(memory.bits(name).tobytes() == new[name].tobytes() for name in specs)
     assert memory.fingerprints == deltas.digests(new)
 
@@ -303,9 +301,8 @@ def test_a_patch_without_a_place_is_refused_before_anything_is_written() -> None
     live = torch.zeros(3, dtype=torch.int16)
     memory = LiveMemory(specs, {"w": [Segment(live, (1,), 0)]})
     old, new = ({name: np.full(3, value, np.uint16) for name in specs} for value in (0, 1))
-    for kind in deltas.KINDS:
-        with pytest.raises(StageError, match="x has no"):
-            memory.stage(deltas.changed(Layout(specs), old, new, kind))
+    with pytest.raises(StageError, match="x has no"):
+        memory.stage(deltas.changed(Layout(specs), old, new))
     with pytest.raises(StageError, match="x has no"):
         memory.stage_weights((name, bits_N, 0) for name, bits_N in new.items())
     assert not live.any()
