@@ -28,6 +28,17 @@ PIN = r"newest|(?P<version>[1-9][0-9]{0,17})|every (?P<every>[1-9][0-9]{0,8})|(?
 """Pattern of the setting `pin` (`deltasync.following.Pin`)."""
 
 
+def simd() -> str:
+    """Return the widest instructions that `kernels.native` may use (`DELTASYNC_SIMD`): tests compare them.
+
+    Raises ConfigError unless it is `none` (numpy), `plain` (portable C), `avx2` or, by default, `avx512`.
+    """
+    found = os.environ.get("DELTASYNC_SIMD", "avx512")
+    if found not in ("none", "plain", "avx2", "avx512"):
+        raise ConfigError(f"DELTASYNC_SIMD is {found!r:.40}, not none, plain, avx2 or avx512.")
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class _Rule:
     """The allowed values of a setting: a description for messages, and a test."""
