@@ -117,6 +117,7 @@ def _prepare(
     number, line, block = _line(row_ptr, line_ptr)
     k, place, offset, to, inside = _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK)
     old = tl.load(tl.load(line + _DEST).to(tl.pointer_type(BITS)) + to, inside, other=0)
+    tl.atomic_add(check_ptr + number, tl.sum(_weighted(to, old), axis=0).to(tl.int64, bitcast=True), sem="relaxed")
     new = tl.load(step_ptr + k, inside, other=0) + old
     tl.store(value_ptr + place, new, inside)
     key = tl.load(line + _KEY).to(tl.uint64, bitcast=True)
@@ -124,7 +125,6 @@ def _prepare(
     # Outside, old and new are both 0 and add nothing.
     gained = tl.sum(_cell(key, index, new) - _cell(key, index, old), axis=0)
     tl.atomic_add(gain_ptr + number, gained.to(tl.int64, bitcast=True), sem="relaxed")
-    tl.atomic_add(check_ptr + number, tl.sum(_weighted(to, old), axis=0).to(tl.int64, bitcast=True), sem="relaxed")
     if tl.load(line + _DIMS) > 0:
         tl.atomic_add(kept_ptr + number, tl.sum(inside.to(tl.int64), axis=0), sem="relaxed")
 
