@@ -22,6 +22,7 @@ from deltasync.maintenance import gc
 from deltasync.maintenance.checks import check
 from deltasync.maintenance.relay import Relay
 from deltasync.maintenance.retention import KeepPolicy
+from deltasync.publish import compaction, encode
 from deltasync.tensors.bits import bits_of
 from tests.simulator.scheduler import Killed, Process, Scheduler, Stuck, Thread
 from tests.simulator.store import KINDS, NO_FAULTS, Disk, Faults, Line
@@ -70,15 +71,21 @@ class World:
         self.snapshots: dict[str, dict[str, bytes]] = {}  # bits that were published, by their digest
         self.visible: dict[tuple[int, str], str] = {}  # what a receipt called visible: (version, digest) to bits
         self.served: dict[tuple[int, str], str] = {}  # what a replica served
-        self.lost: set[str] = set()  # bits of which all receipts said that they are lost
+        self.lost: set[str] = set()  # bits of which a receipt said that they are lost
+        self.unsure: set[str] = set()  # bits that were published more than once
+        self.replicas: list[Replica] = []
+        self.newest_publisher: Process | None = None  # the one that opened the channel last
         self.weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
-        self.calm = False
+        self.opening = 0  # publishers that open the channel, or were killed as they did
         self.forgets = self.random.random() < 0.3
         self.live: list[Process] = []
         self.retention = Retention(compact_every=self.random.choice((0, 2, 4, 8)), keep_last=1000)
         self.codec = self.random.choice(("packed", "context"))
         self.anchor_every = self.random.choice((3, 8, 1 << 30))
         self.folder = folder
+        for module in (encode, compaction):  # so that some versions have parts
+            module.INLINE_BYTES = self.random.choice((1 << 20, 300))
+        encode.GROUP_CHANGED = 150
         self.signed = self.random.random() < 0.3
         if self.signed:
             key = ed25519.Ed25519PrivateKey.from_private_bytes(self.random.randbytes(32))
@@ -105,7 +112,6 @@ class World:
             actor.join(max(1.0, until_s - self.scheduler.now_s))
             if not actor.ended:
                 raise Violation(f"{actor.name} does not end")
-        self.calm = True
         fate.join(48 * 3600.0)
         self.check_failed()
         self.settle()
@@ -168,12 +174,17 @@ class World:
         """Open a publisher again and again, and publish."""
         while self.steps > 0:
             self.pause(5.0)
-            opened = self.call("open", lambda: self.publisher(process))
+            self.opening += 1
+            try:
+                opened = self.call("open", lambda: self.publisher(process))
+            finally:
+                self.opening -= 0 if process.killed else 1
             if isinstance(opened, DeltaSyncError):
                 self.step()
                 self.pause(30.0)
                 continue
             self.counts["opened"] += 1
+            self.newest_publisher = process
             publisher: Publisher = opened
             mine: dict[int, str] = {}
             receipts: list[Any] = []
@@ -187,6 +198,8 @@ class World:
                     interrupted = True
                     continue
                 if isinstance(receipt, FencedError):
+                    if self.newest_publisher is process and not self.opening:
+                        raise Violation(f"the only publisher is fenced: {receipt}")
                     break
                 if not isinstance(receipt, DeltaSyncError):
                     mine[receipt.version] = bits
@@ -235,6 +248,8 @@ class World:
         """Remember the weights; return their digest."""
         held = {name: bits_of(tensor).tobytes() for name, tensor in self.weights.items()}
         digest = _digest(held)
+        if digest in self.snapshots:
+            self.unsure.add(digest)
         self.snapshots[digest] = held
         return digest
 
@@ -244,6 +259,8 @@ class World:
         if isinstance(found, DeltaSyncError):
             if isinstance(found, PublishLostError):
                 self.counts["lost"] += 1
+                if not interrupted:
+                    self.lost.add(mine[receipt.version])
             return
         self.counts["versions"] += 1
         if not interrupted:  # an interrupted publish may have joined the version
@@ -256,6 +273,7 @@ class World:
             line = Line(self.disk, process)
             replica = self.call("join", lambda line=line: Replica(line, trusted_keys=self.trusted))
             self.counts["joins"] += 1
+            self.replicas = [*self.replicas[-3:], replica]
             while self.step():
                 kind = self.random.random()
                 if kind < 0.5:
@@ -398,12 +416,17 @@ class World:
             receipt = publisher.publish(self.weights.items()).wait(_CALM_S)
             self.agree(self.visible, (receipt.version, receipt.digest), bits, "published")
             publisher.close()
-            for _ in range(2):
-                replica = Replica(Line(self.disk, process), trusted_keys=self.trusted)
+            joiner = Replica(Line(self.disk, process), trusted_keys=self.trusted)
+            for replica in (joiner, *self.replicas):
                 self.reach(replica, receipt.version)
                 if replica.digest != receipt.digest:
-                    raise Violation(f"a joiner is at {replica.identity}, not at {receipt.version} ({receipt.digest[:12]})")
+                    raise Violation(f"a replica is at {replica.identity}, not at {receipt.version} ({receipt.digest[:12]})")
                 self.compare(replica)
+            if self.copy.objects.get(keys.HEAD) is not None:
+                copied = Replica(Line(self.copy, process), trusted_keys=self.trusted)
+                if isinstance(found := self.call("sync with the copy", lambda: copied.sync(timeout_s=5.0)), DeltaSyncError):
+                    raise Violation(f"the copy has a head and cannot be joined: {found}")
+                self.compare(copied)
             spent_s = self.scheduler.now_s - before_s
             if spent_s > _CALM_S:
                 raise Violation(f"{spent_s:.0f} s passed until a joiner had a new version, without a fault")
@@ -425,7 +448,10 @@ class World:
             self.pause(1.0)
 
     def check_visible(self, process: Process) -> None:
-        """What receipts called visible is in the channel."""
+        """What receipts called visible is in the channel, and what they called lost was not served."""
+        wrong = self.lost.intersection(self.served.values()).difference(self.visible.values(), self.unsure)
+        if wrong:
+            raise Violation(f"bits that a receipt called lost were served: {sorted(wrong)[0][:12]}")
         reader = self.reader(process)
         held = {version.version: version.sha256 for version in reader.versions()}
         for version, digest in sorted(self.visible):
