@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 import time
 
@@ -19,11 +20,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="steps of all processes together")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long; 0 for no limit")
     parser.add_argument("--trace", action="store_true", help="print each line of the trace")
+    parser.add_argument("--mutant", help="plant a fault first (tests.simulator.mutants)")
+    parser.add_argument("--first", action="store_true", help="stop at the first seed that fails")
     given = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets
         os.execve(
             sys.executable, [sys.executable, "-m", "tests.simulator", *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"}
         )
+    if given.mutant:
+        from tests.simulator.mutants import plant
+
+        plant(given.mutant)
     from tests.simulator.scheduler import load_product
 
     load_product()
@@ -34,8 +41,11 @@ def main() -> None:
             sys.exit(_run(seed, given.steps, given.trace))
         child = os.fork()  # what one seed leaves in the process would change the next one
         if not child:
+            signal.alarm(120)  # a thread that never comes to a seam
             os._exit(_run(seed, given.steps, given.trace))
         failed += os.waitpid(child, 0)[1] != 0
+        if failed and given.first:
+            break
         if given.seconds and time.monotonic() - began_s > given.seconds:
             break
     sys.exit(failed > 0)
