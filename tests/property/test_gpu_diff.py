@@ -227,7 +227,7 @@ def test_a_publisher_with_copies_on_the_device(dtype: str, lasting: bool, memory
         "one": torch.ones(()),
     }
     weights = {name: tensor.to(DEVICE) for name, tensor in weights.items()}
-    with Publisher(memory_url, dtype=dtype, shadow_placement="device") as publisher:
+    with Publisher(memory_url, dtype=dtype, shadow="device") as publisher:
         for version in range(1, 5):
             for tensor in weights.values():
                 tensor.reshape(-1)[:: 3 * version] *= 1.25
