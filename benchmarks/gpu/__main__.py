@@ -103,7 +103,7 @@ def _sections(machine: Any, element_count: int, changed_fraction: float) -> dict
         _empty_cache(machine)
         run = Run(machine, Model.build(shapes, machine.device), changed_fraction)
         run.measure(found["copy"], found.get("scatter_s") if first else None)
-        run.release_copies()
+        run.release_shadow()
         if first:
             special.captured_graph(machine, run)
             special.staging_beside_work(machine, run)

@@ -18,7 +18,7 @@ from deltasync.live.devices import Device, device_of
 
 _ROUNDS, _PATIENCE_S = 5, 8.0
 _WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
-_KERNELS = ("_mark", "_compact"), ("_prepare", "_swap", "_fingerprint")
+_KERNELS = ("_compare", "_pack", "_apply"), ("_prepare", "_swap", "_fingerprint")
 
 
 @dataclasses.dataclass(kw_only=True)

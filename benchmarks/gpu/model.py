@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from benchmarks.gpu.machine import Machine, random_bits, random_positions
-from deltasync.codec.base import delta_of
 from deltasync.live import LiveMemory, Segment, Staged
-from deltasync.publish.device_copies import DeviceCopies, Difference
-from deltasync.tensors import Changed, Delta, Layout, TensorSpec
+from deltasync.publish.detect import Difference
+from deltasync.publish.job import on_host
+from deltasync.publish.shadow import Shadow
+from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec
 
 Shapes = dict[str, tuple[int, ...]]
 """Checkpoint tensors in their order in memory; those of a fused parameter follow each other."""
@@ -86,7 +85,7 @@ class Run:
         self._name = f"{len(model.specs):,} tensors"
         self.model = model
         self._at_K = random_positions(model.flat.numel(), changed_fraction, machine.device, 4)
-        self._copies = DeviceCopies()
+        self._shadow: Shadow | None = None
         self.memory = LiveMemory(model.specs, model.segments, machine.device_of)
         self._layout = Layout(model.specs)
         self.changed = Changed(Delta(self._layout, {}), {})
@@ -136,46 +135,36 @@ class Run:
     def _publish(self, copy_rate: float, judged: bool) -> None:
         """Measure the trainer's half: from the optimizer's step on the device to the changes on the host."""
         weights, flat, machine = self.model.weights, self.model.flat, self._machine
-        found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        shadow = self._shadow = Shadow.of(weights, "keep", 0, place="device")
+        found: list[Difference] = []
 
         def publish() -> None:
-            found.clear()
-            self._copies.begin("device")
-            for name, tensor in weights.items():
-                found.update(self._steps(self._copies.differences(name, tensor, "keep", "device", lasting=True)))
-            found.update(self._steps(self._copies.rest()))
+            found[:] = [shadow.compare(weights, "keep", 0)]
+            shadow.apply(found[0])
 
         def change() -> None:
+            found.clear()
             flat[self._at_K] += 1
 
-        for name, tensor in weights.items():  # takes the copies; these are for a comparison on the host
-            assert all(at_K is None for _, at_K, _ in self._copies.differences(name, tensor, "keep", "device", lasting=True))
         change()
         publish()  # from here on it knows how many changes to expect
-        row = machine.measure(self._label("publish: detect"), publish, change)
+        row = machine.measure(self._label("publish: detect and apply"), publish, change)
         row.rate = 2 * flat.nbytes / row.seconds
-        assert sum(at_K.size for at_K, _ in found.values()) == self._at_K.numel()
+        assert found[0].changed == self._at_K.numel()
         # Several versions were published; the replica takes them as one.
         versions = int(flat[self._at_K[0]] - self.model.live[self._at_K[0]])
-        steps = ((name, at_K, step_K * np.uint16(versions), False) for name, (at_K, step_K) in found.items())
-        self.changed = Changed(delta_of(self._layout, steps), dict.fromkeys(found))
+        delta = on_host(self._layout, found[0].pieces)
+        steps = {width: Sparse(of.at_K, of.data_K * of.data_K.dtype.type(versions)) for width, of in delta.steps.items()}
+        self.changed = Changed(Delta(self._layout, steps), dict.fromkeys(delta.counts()))
         if judged:
             read_s = 2 * flat.nbytes / copy_rate
-            machine.bar(f"{self._name}: publish, in times of reading both copies", row.seconds / read_s, 3)
-            machine.bar(f"{self._name}: publish, extra device memory in MB", (row.peak_bytes or 0) / 1e6, 256)
+            machine.bar(f"{self._name}: publish, in times of reading both copies", row.seconds / read_s, 2.5)
+            extra_bytes = (row.peak_bytes or 0) - 6 * self._at_K.numel()
+            machine.bar(f"{self._name}: publish, extra device memory in MB, beside 6 bytes a change", extra_bytes / 1e6, 256)
 
-    def release_copies(self) -> None:
-        """Free the trainer's copies: a replica has none."""
-        self._copies.clear()
-
-    @staticmethod
-    def _steps(
-        differences: Iterator[Difference],
-    ) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
-        for name, at_K, step_K in differences:
-            assert at_K is not None and isinstance(step_K, np.ndarray), "a tensor was compared on the host"
-            if at_K.size:
-                yield name, (at_K, step_K)
+    def release_shadow(self) -> None:
+        """Free the trainer's shadow: a replica has none."""
+        self._shadow = None
 
     def _check(self, flat: torch.Tensor, what: str) -> None:
         assert torch.equal(self.model.live, flat), f"{what} left other bits"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from benchmarks.gpu.machine import Machine, Row, random_bits, random_positions
-from deltasync.kernels import DeviceDiff, device_diff, groups, segment_kernels, torch_ops
+from deltasync.kernels import segment_kernels
 from deltasync.kernels.table import Entry, Table
 from deltasync.live.devices import Device
+from deltasync.publish.detect import Difference
+from deltasync.publish.shadow import Shadow
+from deltasync.tensors.device import DeviceDelta
 
 SECTOR_BYTES = 32
 _KEY = 0x9E3779B97F4A7C15
@@ -41,38 +43,30 @@ def measure(machine: Machine, element_count: int, changed_fraction: float) -> di
     return {"copy": copy_rate, "scatter_s": scatter_s}
 
 
-def _measure_diff(machine: Machine, shadow_N: torch.Tensor, new_N: torch.Tensor, at_K: torch.Tensor) -> None:
-    """Measure comparing, which also updates the shadow: by our kernels, and by torch's operations in pieces."""
-    ways = (
-        ("compare and bring to the host", device_diff(machine.device), shadow_N.numel()),
-        ("the same in torch's operations", torch_ops.Diff(machine.device), groups.GROUP),
-    )
-    for what, diff, size in ways:
-        found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        pieces = list(zip(shadow_N.split(size), new_N.split(size), strict=True))
+def _measure_diff(machine: Machine, old_N: torch.Tensor, new_N: torch.Tensor, at_K: torch.Tensor) -> None:
+    """Measure comparing with a shadow, and applying what differs to it."""
+    weights = {"w": new_N}
+    shadow = Shadow.of({"w": old_N}, "keep", 0, place="device")
+    found: list[Difference] = []
 
-        def change() -> None:
-            new_N[at_K] += 1
+    def change() -> None:
+        if found:
+            shadow.apply(found.pop())
+        new_N[at_K] += 1
 
-        def compare(
-            diff: DeviceDiff = diff,
-            pieces: list[tuple[torch.Tensor, torch.Tensor]] = pieces,
-            found: dict[str, tuple[np.ndarray, np.ndarray]] = found,
-        ) -> None:
-            for number, (shadow, new) in enumerate(pieces):
-                diff.add(str(number), shadow, new, at_K.numel() // len(pieces))
-            found.clear()
-            found.update(diff.finish())
+    def compare() -> None:
+        found[:] = [shadow.compare(weights, "keep", 0)]
 
-        change()
-        compare()  # compiles, and takes pinned memory
-        row = machine.measure(what, compare, change)
-        row.rate = 2 * shadow_N.nbytes / row.seconds
-        row.note = f"{at_K.numel():,} of {shadow_N.numel():,} changed"
-        index_K = np.concatenate([found[name][0].astype("i8") + int(name) * size for name in sorted(found, key=int)])
-        assert torch.equal(torch.from_numpy(index_K).to(at_K), at_K)
-        assert all((step_K == 1).all() for _, step_K in found.values())
-        assert torch.equal(shadow_N, new_N)
+    change()
+    compare()  # compiles, and knows how many changes to expect from here on
+    row = machine.measure("compare", compare, change)
+    row.rate = 2 * old_N.nbytes / row.seconds
+    row.note = f"{at_K.numel():,} of {old_N.numel():,} changed"
+    (delta,) = found[0].pieces
+    assert isinstance(delta, DeviceDelta)
+    steps = delta.steps[2]
+    assert torch.equal(steps.positions(), at_K) and bool((steps.step_K == 1).all())
+    machine.measure("apply", lambda: shadow.apply(found[0]))
 
 
 def _measure_tables(machine: Machine, live_N: torch.Tensor, at_K: torch.Tensor) -> None:
