@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from deltasync import kernels
-from deltasync.channel import payloads
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, get_logger
 from deltasync.live import LiveMemory, Segment
 from deltasync.publish.detect import Difference, Looks, Seen, looks_of, on_host, parts_of, served_tensors
@@ -167,6 +166,8 @@ class Shadow:
         Raises:
             StoreError, ChainError, FormatError, ApplyError: they cannot be read.
         """
+        from deltasync.channel import payloads  # which needs packages that a machine for measuring kernels may lack
+
         specs = reader.specs
         bits = {
             name: bits_of(torch.empty(stop - start, dtype=getattr(torch, specs[name].dtype)))
