@@ -142,7 +142,7 @@ def _joined(pieces: Sequence[Steps], index: np.dtype, bits: np.dtype) -> Steps:
 
 
 def scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the thread's rows for `_diff` and `cpu_rows.compare`: offsets, and twice bit patterns of this dtype."""
+    """Return the thread's rows for `_diff` and `cpu_rows.advance`: offsets, and twice bit patterns of this dtype."""
     if dtype not in _kept.rows:
         # 64 more than `ROW`: room for what is written where nothing changed. Besides, rows that begin a power of two apart
         # would compete for the same cache lines.

@@ -23,8 +23,8 @@ _GAP = 64  # room behind each row of scratch, for what `find` writes where nothi
 
 
 @kernel
-def _compare(row_RF, key_T, bound_T2, like, offset_P, step_P, value_P, count_R, gain_R, above_R):
-    """Find the changes from memory to new bits. A row: tensor, first index, count, memory, new bits, place in scratch."""
+def _advance(row_RF, key_T, bound_T2, like, offset_P, step_P, value_P, count_R, gain_R, above_R):
+    """Set memory to new bits and note the changes. A row: tensor, first index, count, memory, new bits, place in scratch."""
     all_bits = ~np.uint64(0) >> np.uint64(64 - 8 * like.itemsize)
     for r in prange(row_RF.shape[0]):
         tensor, first, count, at = row_RF[r, 0], np.uint64(row_RF[r, 1]), row_RF[r, 2], row_RF[r, 5]
@@ -35,6 +35,7 @@ def _compare(row_RF, key_T, bound_T2, like, offset_P, step_P, value_P, count_R, 
         for k in range(found):
             i = np.uint64(offset_C[k])
             value_C[k] = bits_C[i] + step_C[k]
+            bits_C[i] = value_C[k]
         count_R[r] = found
         # A separate loop, which the compiler vectorizes.
         key, mask, largest = key_T[tensor], bound_T2[tensor, 0], bound_T2[tensor, 1]
@@ -59,31 +60,53 @@ def _join(position_R, row_RF, start_R, offset_P, step_P, at_K, step_K):
 
 
 @kernel
-def _add(row_RF, key_T, bound_T2, first_T, like, absolute, at_K, data_K, old_K, gain_R, above_R):
-    """Add steps to memory, or set it. A row: tensor, first change, behind the last change, address of position 0."""
+def _add(row_RF, key_T, bound_T2, first_T, like, at_K, step_K, old_K, gain_R, above_R):
+    """Add steps to memory. A row: tensor, first change, behind the last change, address of position 0."""
     all_bits = ~np.uint64(0) >> np.uint64(64 - 8 * like.itemsize)
     for r in prange(row_RF.shape[0]):
         tensor, low, high = row_RF[r, 0], row_RF[r, 1], row_RF[r, 2]
         bits = carray(pointer(row_RF[r, 3], like), 1 << 62)
-        at_C, data_C, old_C = at_K[low:high], data_K[low:high], old_K[low:high]
+        at_C, step_C, old_C = at_K[low:high], step_K[low:high], old_K[low:high]
         for k in range(at_C.size):
             if k + AHEAD < at_C.size:
                 prefetch_to_write(bits, np.uint64(at_C[k + AHEAD]))
             i = np.uint64(at_C[k])
             old_C[k] = bits[i]
-            bits[i] = data_C[k] if absolute else old_C[k] + data_C[k]
+            bits[i] = old_C[k] + step_C[k]
         key, mask, largest, first = key_T[tensor], bound_T2[tensor, 0], bound_T2[tensor, 1], np.uint64(first_T[tensor])
         part, above = np.uint64(0), np.int64(0)
         for k in range(at_C.size):
-            old, data, index = np.uint64(old_C[k]), np.uint64(data_C[k]), np.uint64(at_C[k]) - first
-            new = data if absolute else (old + data) & all_bits
+            old, index = np.uint64(old_C[k]), np.uint64(at_C[k]) - first
+            new = (old + np.uint64(step_C[k])) & all_bits
             part += cell(key, index, new) - cell(key, index, old)
             above += (new & mask) > largest
         gain_R[r], above_R[r] = part, above
 
 
 @kernel
-def _prepare(row_RF, dim_D83, key_T, first_T, like, absolute, at_K, data_K, to_K, new_K, kept_R, gain_R, check_R):
+def _subtract(row_RF, like, at_K, step_K):
+    """Subtract steps from memory. A row is one of `_add`."""
+    for r in prange(row_RF.shape[0]):
+        low, high = row_RF[r, 1], row_RF[r, 2]
+        bits = carray(pointer(row_RF[r, 3], like), 1 << 62)
+        at_C, step_C = at_K[low:high], step_K[low:high]
+        for k in range(at_C.size):
+            bits[np.uint64(at_C[k])] -= step_C[k]
+
+
+@kernel
+def _undo(row_RF, count_R, like, offset_P, step_P):
+    """Subtract from memory the changes that `_advance` left in the scratch. A row is one of `_advance`."""
+    for r in prange(row_RF.shape[0]):
+        at, count = row_RF[r, 5], count_R[r]
+        bits_C = carray(pointer(row_RF[r, 3], like), row_RF[r, 2])
+        offset_C, step_C = offset_P[at : at + count], step_P[at : at + count]
+        for k in range(offset_C.size):
+            bits_C[np.uint64(offset_C[k])] -= step_C[k]
+
+
+@kernel
+def _prepare(row_RF, dim_D83, key_T, first_T, like, at_K, step_K, to_K, new_K, kept_R, gain_R, check_R):
     """Find what to write where; memory is only read.
 
     A row: tensor, first change, behind the last change, address of the segment's memory, position of the segment's first
@@ -119,7 +142,7 @@ def _prepare(row_RF, dim_D83, key_T, first_T, like, absolute, at_K, data_K, to_K
                 if rest != 0:
                     continue
             to_C[kept] = to
-            new_C[kept] = data_K[np.uint64(k)]
+            new_C[kept] = step_K[np.uint64(k)]
             index_C[kept] = np.uint64(np.int64(at_K[np.uint64(k)]) - first)
             kept += 1
         kept_R[r] = kept
@@ -131,19 +154,18 @@ def _prepare(row_RF, dim_D83, key_T, first_T, like, absolute, at_K, data_K, to_K
         key, part, check = key_T[tensor], np.uint64(0), np.uint64(0)
         for k in range(old_C.size):
             old = old_C[k]
-            if not absolute:
-                new_C[k] += old
+            new_C[k] += old
             part += cell(key, index_C[k], new_C[k]) - cell(key, index_C[k], old)  # of the stored value, which wraps
             check += np.uint64(old) * (_U2 * np.uint64(to_C[k]) + _U1)
         gain_R[r], check_R[r] = part, check
 
 
-class Chunks:
-    """Chunks of rows that one launch of `compare` takes, and afterwards its changes.
+class Taken:
+    """What `advance` did to memory: its changes, from the moment on when they are made.
 
     Attributes:
         chunk_RF: The chunks.
-        count_R: Changes of each chunk.
+        count_R: Changes of each chunk; 0 until the kernel has made them.
     """
 
     def __init__(self, chunk_RF: np.ndarray, position_R: np.ndarray) -> None:
@@ -152,7 +174,7 @@ class Chunks:
         self._position_R = position_R
 
     def join(self, index: np.dtype, bits: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions and steps. Only before the thread's next `compare`, which reuses its scratch."""
+        """Return the positions and steps. Only before the thread's next `advance`, which reuses its scratch."""
         offset_RP, step_RP, _ = scratch(bits)
         start_R = np.concatenate(([0], np.cumsum(self.count_R)))
         at_K, step_K = room(int(start_R[-1]), index), room(int(start_R[-1]), bits)
@@ -161,9 +183,15 @@ class Chunks:
             _join(*places, offset_RP.reshape(-1), step_RP.reshape(-1), at_K, step_K)
         return at_K, step_K
 
+    def undo(self, bits: np.dtype) -> None:
+        """Undo the changes in memory. This allocates nothing. Only before the thread's next `advance`."""
+        offset_RP, step_RP, _ = scratch(bits)
+        _undo(self.chunk_RF, self.count_R, np.empty(0, bits), offset_RP.reshape(-1), step_RP.reshape(-1))
+        self.count_R[:] = 0
 
-def chunks(row_RF: np.ndarray, first_T: np.ndarray, bits: np.dtype) -> list[Chunks]:
-    """Cut rows into what one launch of `compare` takes.
+
+def chunks(row_RF: np.ndarray, first_T: np.ndarray, bits: np.dtype) -> list[Taken]:
+    """Cut rows into what one launch of `advance` takes.
 
     Args:
         row_RF: Rows: tensor, first flat index, count, address of the memory, address of the new bits; int64[R, 5].
@@ -186,55 +214,56 @@ def chunks(row_RF: np.ndarray, first_T: np.ndarray, bits: np.dtype) -> list[Chun
         high = int(np.searchsorted(end_C, before + most, side="right"))
         part = chunk_CF[low:high]
         part[:, 5] = end_C[low:high] - room_C[low:high] - before
-        taken.append(Chunks(part, first_T[part[:, 0]] + part[:, 1]))
+        taken.append(Taken(part, first_T[part[:, 0]] + part[:, 1]))
         low = high
     return taken
 
 
-def compare(of: Chunks, key_T: np.ndarray, bound_T2: np.ndarray, bits: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Compare the memory of chunks with their new bits. Both are only read.
+def advance(taken: Taken, key_T: np.ndarray, bound_T2: np.ndarray, bits: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Set the memory of chunks to their new bits.
 
     Args:
-        of: The chunks; mutated with what differs.
+        taken: The chunks; mutated with what changed.
         key_T: Fingerprint key of each tensor.
         bound_T2: Of each tensor a mask, and the largest masked bit pattern that is not counted; uint64[T, 2].
         bits: dtype of the bit patterns.
 
     Returns:
-        What the changes add to the fingerprint of each tensor, uint64[T], and how many of the new bit patterns exceed its
-        bound, int64[T].
+        The gain of each tensor's fingerprint, uint64[T], and how many new bit patterns exceed the bound, int64[T].
     """
     offset_RP, step_RP, value_RP = scratch(bits)
-    gain_R, above_R = np.empty(len(of.chunk_RF), np.uint64), np.empty(len(of.chunk_RF), np.int64)
+    gain_R, above_R = np.empty(len(taken.chunk_RF), np.uint64), np.empty(len(taken.chunk_RF), np.int64)
     rooms = offset_RP.reshape(-1), step_RP.reshape(-1), value_RP.reshape(-1)
-    with threads(int(of.chunk_RF[:, 2].sum()) // ROW):
-        _compare(of.chunk_RF, key_T, bound_T2, np.empty(0, bits), *rooms, of.count_R, gain_R, above_R)
-    return by_tensor(of.chunk_RF[:, 0], key_T.size, gain_R), by_tensor(of.chunk_RF[:, 0], key_T.size, above_R)
+    with threads(int(taken.chunk_RF[:, 2].sum()) // ROW):
+        _advance(taken.chunk_RF, key_T, bound_T2, np.empty(0, bits), *rooms, taken.count_R, gain_R, above_R)
+    return by_tensor(taken.chunk_RF[:, 0], key_T.size, gain_R), by_tensor(taken.chunk_RF[:, 0], key_T.size, above_R)
 
 
-def add(
-    vector: Vector, zero_T: np.ndarray, sparse: Sparse, bound_T2: np.ndarray, *, absolute: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+def add(vector: Vector, zero_T: np.ndarray, steps: Sparse, bound_T2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Add steps to the memory of a vector's tensors, modulo 2**width. If this raises, memory is as it was.
 
     Args:
         vector: The vector.
         zero_T: Address that position 0 would have if all memory before each tensor's were the vector's, too; int64[T].
             Only those of changed tensors count.
-        sparse: Steps, or new bit patterns if `absolute`.
-        bound_T2: As in `compare`.
-        absolute: Which of them.
+        steps: The steps.
+        bound_T2: As in `advance`.
 
     Returns:
-        As `compare`.
+        As `advance`.
     """
-    chunk_RF, (at_K, data_K) = _by_changes(_changed_rows(vector, zero_T, sparse)), sparse
+    chunk_RF, (at_K, step_K) = _by_changes(_changed_rows(vector, zero_T, steps)), steps
     gain_R, above_R = np.empty(len(chunk_RF), np.uint64), np.empty(len(chunk_RF), np.int64)
-    places = vector.key_T, bound_T2, vector.first_T, np.empty(0, data_K.dtype)
+    places = vector.key_T, bound_T2, vector.first_T, np.empty(0, step_K.dtype)
     with threads(at_K.size // CHANGES):
-        _add(chunk_RF, *places, absolute, at_K, data_K, np.empty_like(data_K), gain_R, above_R)
+        _add(chunk_RF, *places, at_K, step_K, np.empty_like(step_K), gain_R, above_R)
     tensors = vector.key_T.size
     return by_tensor(chunk_RF[:, 0], tensors, gain_R), by_tensor(chunk_RF[:, 0], tensors, above_R)
+
+
+def subtract(vector: Vector, zero_T: np.ndarray, steps: Sparse) -> None:
+    """Undo `add`. No array of the size of `steps` is allocated."""
+    _subtract(_by_changes(_changed_rows(vector, zero_T, steps)), np.empty(0, steps.data_K.dtype), *steps)
 
 
 def _changed_rows(vector: Vector, zero_T: np.ndarray, sparse: Sparse) -> np.ndarray:
@@ -251,8 +280,7 @@ def prepare(
     key_T: np.ndarray,
     first_T: np.ndarray,
     at_K: np.ndarray,
-    data_K: np.ndarray,
-    absolute: bool,
+    step_K: np.ndarray,
     to: np.dtype,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
     """Compute what to write into segments of live memory, which is only read.
@@ -264,8 +292,7 @@ def prepare(
         key_T: As in `add`.
         first_T: As in `add`.
         at_K: Positions, ascending.
-        data_K: Steps, or new bit patterns if `absolute`.
-        absolute: Which of them.
+        step_K: Steps.
         to: dtype of positions in memory.
 
     Returns:
@@ -276,12 +303,12 @@ def prepare(
     chunk_RF = _by_changes(row_RF)
     place_R = np.concatenate(([0], np.cumsum(chunk_RF[:, 2] - chunk_RF[:, 1])))
     chunk_RF = np.concatenate((chunk_RF, place_R[:-1, None]), axis=1)
-    to_K, new_K = np.empty(place_R[-1], to), np.empty(place_R[-1], data_K.dtype)
+    to_K, new_K = np.empty(place_R[-1], to), np.empty(place_R[-1], step_K.dtype)
     kept_R = np.empty(len(chunk_RF), np.int64)
     gain_R, check_R = np.empty((2, len(chunk_RF)), np.uint64)
     with threads(to_K.size // CHANGES):
         results = to_K, new_K, kept_R, gain_R, check_R
-        _prepare(chunk_RF, dim_D83, key_T, first_T, np.empty(0, data_K.dtype), absolute, at_K, data_K, *results)
+        _prepare(chunk_RF, dim_D83, key_T, first_T, np.empty(0, step_K.dtype), at_K, step_K, *results)
     row_C = np.repeat(np.arange(len(row_RF)), _chunk_counts(row_RF))
     kept = kept_R > 0
     write_CF = np.stack((row_C, chunk_RF[:, 3], place_R[:-1], kept_R), axis=1)[kept]

@@ -131,11 +131,11 @@ def _detected(vector: Vector, old: Mapping[str, np.ndarray], new: Mapping[str, n
         if name in held
     ]
     bound_T2 = np.array([nan_bounds(spec) for spec in vector.specs], np.uint64)
-    (chunks,) = cpu_rows.chunks(np.array(rows, np.int64), vector.first_T, vector.bits_dtype)
-    cpu_rows.compare(chunks, vector.key_T, bound_T2, vector.bits_dtype)
-    found = Sparse(*chunks.join(vector.index_dtype, vector.bits_dtype))
+    (taken,) = cpu_rows.chunks(np.array(rows, np.int64), vector.first_T, vector.bits_dtype)
+    cpu_rows.advance(taken, vector.key_T, bound_T2, vector.bits_dtype)
+    found = Sparse(*taken.join(vector.index_dtype, vector.bits_dtype))
     address_T = np.array([held[name].ctypes.data if name in held else 0 for name in vector.names], np.int64)
-    cpu_rows.add(vector, address_T - vector.first_T[:-1] * vector.width, found, bound_T2)
+    cpu_rows.add(vector, address_T - vector.first_T[:-1] * vector.width, found, bound_T2)  # as what a GPU has found
     return found
 
 

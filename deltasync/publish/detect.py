@@ -52,13 +52,13 @@ class Difference:
 _NAME, _GIVEN = operator.itemgetter(0), operator.itemgetter(1)
 _DTYPE, _SHAPE, _DEVICE, _DICT = map(operator.attrgetter, ("dtype", "shape", "device", "__dict__"))
 
-Looks = tuple[list[torch.dtype], list[torch.Size], list[torch.device], list[bool]]
+Looks = tuple[list[torch.dtype], list[torch.Size], list[torch.device], list[bool], list[bool]]
 
 
 def looks_of(held: Sequence[torch.Tensor]) -> Looks:
-    """Return dtypes, shapes, devices, and which are contiguous; no Python is called for a tensor."""
-    contiguous = [*map(torch.Tensor.is_contiguous, held)]
-    return [*map(_DTYPE, held)], [*map(_SHAPE, held)], [*map(_DEVICE, held)], contiguous
+    """Return dtypes, shapes, devices, and which are contiguous or negated; no Python is called for a tensor."""
+    contiguous, negated = [*map(torch.Tensor.is_contiguous, held)], [*map(torch.Tensor.is_neg, held)]
+    return [*map(_DTYPE, held)], [*map(_SHAPE, held)], [*map(_DEVICE, held)], contiguous, negated
 
 
 def addresses_of(held: Sequence[torch.Tensor]) -> np.ndarray:
@@ -98,6 +98,8 @@ class Seen:
         held = [each.held if type(each) is TensorRange else each for each in given]
         if looks_of(held) != self._looks or not all(map(MARKS.isdisjoint, map(_DICT, held))):
             return None
+        if not all(map(torch.Tensor.data_ptr, held)) and any(each.numel() and not each.data_ptr() for each in held):
+            return None  # memory was freed
         return held
 
 

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deltasync import kernels
+from deltasync.kernels import native
 from deltasync.publish.detect import Difference, addresses_of, on_host
 from deltasync.publish.shards import pieces
-from deltasync.tensors import ITEM_BYTES, Delta, Fingerprints, Layout, Sparse, Vector, fingerprint
+from deltasync.tensors import ITEM_BYTES, Delta, Fingerprints, Layout, Vector, fingerprint
 from deltasync.tensors.bits import cast, has_nan, nan_bounds
 
+_FIRST_GUESS = 1 / 64  # fraction of the elements that is expected to change, before anything is known
 _DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 _BATCH = 1 << 26  # elements that are compared by one call
 _COPIED = 1 << 20  # elements of a tensor that is copied, to be compared with others, where its memory may be used again
@@ -29,8 +30,8 @@ class _VectorMemory:
         vector: The vector.
         start_T: Flat index of the first held element of each tensor.
         address_T: Address of that element.
-        zero_T: As in `cpu_rows.add`.
-        bound_T2: As in `cpu_rows.compare`.
+        zero_T: As in `native.add`.
+        bound_T2: As in `native.compare`.
     """
 
     def __init__(self, vector: Vector, bits: Mapping[str, np.ndarray], ranges: Mapping[str, tuple[int, int]]) -> None:
@@ -47,7 +48,7 @@ class _Launch(NamedTuple):
     Attributes:
         low, high: Bounds of the tensors in the stream.
         cast: Which of them have to be copied first, because they have another dtype or are not contiguous.
-        rows: By width, the places of tensors between `low` and `high`, and their rows for `cpu_rows.chunks`, in the order of
+        rows: By width, the places of tensors between `low` and `high`, and their rows for `native.compare`, in the order of
             the vector; the address of the new bits is missing.
     """
 
@@ -73,6 +74,7 @@ class HostShadow:
         self._memory = {width: _VectorMemory(vector, bits, ranges) for width, vector in layout.vectors.items()}
         self._launches: list[_Launch] = []
         self._large: list[tuple[int, str]] = []
+        self._fraction: dict[int, float] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -83,10 +85,14 @@ class HostShadow:
         """Return the share of each range in the fingerprint of its tensor, and the tensors with a NaN."""
         with_nan = [name for name, held in self.bits.items() if has_nan(held, self._layout.specs[name])]
         found = {
-            name: kernels.cpu.fingerprint(fingerprint.tensor_key(name), held, self._ranges[name][0])
+            name: native.fingerprint(fingerprint.tensor_key(name), held, self._ranges[name][0])
             for name, held in self.bits.items()
         }
         return Fingerprints.by_name(self._layout, found), with_nan
+
+    def expected(self, width: int, row_RF: np.ndarray) -> int:
+        """Return how many elements of rows are expected to change, as many as in the last comparison."""
+        return int(self._fraction.get(width, _FIRST_GUESS) * row_RF[:, 2].sum())
 
     def plan(self, names: Sequence[str], held: Sequence[torch.Tensor]) -> None:
         """Make the table for `compare`. Only addresses and bits of the tensors may change from here on."""
@@ -154,15 +160,13 @@ class _Collected:
         self._count = self._copied_bytes = 0
 
     def launch(self, width: int, row_RF: np.ndarray) -> None:
-        """Compare rows of one vector."""
-        memory, vector = self._memory[width], self._memory[width].vector
-        for chunks in kernels.cpu_rows.chunks(row_RF, vector.first_T, vector.bits_dtype):
-            gain_T, above_T = kernels.cpu_rows.compare(chunks, vector.key_T, memory.bound_T2, vector.bits_dtype)
-            steps = Sparse(*chunks.join(vector.index_dtype, vector.bits_dtype))
-            if steps.at_K.size:
-                self._pieces.append(Delta(self._layout, {width: steps}))
-                self._gains[width] += gain_T
-                self._aboves[width] += above_T
+        """Compare rows of one vector, which are in the order of positions."""
+        memory = self._memory[width]
+        steps, gain_T, above_T = native.compare(row_RF, memory.vector, memory.bound_T2, self._shadow.expected(width, row_RF))
+        if steps.at_K.size:
+            self._pieces.append(Delta(self._layout, {width: steps}))
+            self._gains[width] += gain_T
+            self._aboves[width] += above_T
 
     def add(self, name: str, held: torch.Tensor, *, lasting: bool) -> None:
         """Add a tensor's range, in any dtype, order and place. Its memory may change after return unless it is lasting."""
@@ -208,11 +212,14 @@ class _Collected:
         """Compare what is left, and return everything."""
         self._flush()
         pieces, memory = self._pieces, self._memory
+        for width, of in memory.items():
+            changed = sum(piece.steps[width].at_K.size for piece in pieces if width in piece.steps)
+            self._shadow._fraction[width] = changed / max(of.vector.element_count, 1)
 
         def apply() -> None:
             for piece in pieces:
                 for width, steps in piece.steps.items():
                     of = memory[width]
-                    kernels.cpu_rows.add(of.vector, of.zero_T, steps, of.bound_T2)
+                    native.add(of.vector, of.zero_T, steps)
 
         return Difference(pieces, self._gains, self._aboves, apply)

@@ -22,7 +22,7 @@ from deltasync.live import LiveMemory, Segment
 from deltasync.publish.detect import Difference, Looks, Seen, looks_of, on_host, parts_of, served_tensors
 from deltasync.publish.device_shadow import DeviceShadow, needed_bytes, room_bytes
 from deltasync.publish.host_shadow import HostShadow
-from deltasync.publish.stream import Stream, TensorRange, Tensors
+from deltasync.publish.stream import Stream, TensorRange, Tensors, stays
 from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, check_specs, fingerprint
 from deltasync.tensors.bits import bits_of, has_nan, signed_view, spec_of, tensor_of
 from deltasync.tensors.delta import merge
@@ -107,7 +107,7 @@ class Shadow:
         specs: dict[str, TensorSpec] = {}
         tensors, dtype = served_tensors(stream, dtype)
         parts: Iterable[tuple[str, TensorRange]] = _first_parts(tensors, dtype, rank, specs)
-        if settle and isinstance(tensors, ItemsView | Sequence):
+        if settle and stays(tensors):
             parts = listed = list(parts)
             ranges = {name: (part.start, part.stop) for name, part in listed}
             layout = Layout(specs)
@@ -206,6 +206,7 @@ class Shadow:
         lasting = tensors if isinstance(tensors, ItemsView | Sequence) else None
         held = None if lasting is None or self._seen is None else self._seen.again(lasting, dtype, rank)
         if held is None:
+            lasting = lasting if stays(tensors) else None
             seen: dict[str, TensorSpec] = {}
             parts = self._known(parts_of(tensors, dtype, rank, seen, self.specs), seen)
             if lasting is None:
@@ -417,7 +418,7 @@ class Snapshot:
                 np.copyto(out_N, self._bits[name])
             self._left.discard(name)
         for delta in later:
-            steps, _ = delta.of(name)
+            steps = delta.of(name)
             out_N[steps.at_K - steps.at_K.dtype.type(start)] -= steps.data_K
         if later:
             found = kernels.cpu.fingerprint(key, out_N)
