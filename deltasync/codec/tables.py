@@ -116,3 +116,18 @@ class Cursor:
         freq_S = np.zeros(SYMBOLS, np.uint32)
         freq_S[: len(slots)] = slots
         return freq_S
+
+
+def all_bytes(freq_TS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `to_bytes` of many tables, one after the other, and where each one ends; uint8 and int64[T]."""
+    freq_TS = freq_TS.astype(np.int64, copy=False)
+    highest_T = freq_TS.shape[1] - 1 - (freq_TS[:, ::-1] != 0).argmax(axis=1)
+    byte_TS2 = np.empty((*freq_TS.shape, 2), np.uint8)
+    more_TS = freq_TS >= 128
+    byte_TS2[..., 0] = freq_TS & 127 | more_TS << 7
+    byte_TS2[..., 1] = freq_TS >> 7
+    held_TS2 = np.repeat((np.arange(freq_TS.shape[1]) <= highest_T[:, None])[..., None], 2, axis=2)
+    held_TS2[..., 1] &= more_TS
+    line_TB = np.concatenate((highest_T[:, None].astype(np.uint8), byte_TS2.reshape(len(freq_TS), -1)), axis=1)
+    held_TB = np.concatenate((np.ones((len(freq_TS), 1), np.bool_), held_TS2.reshape(len(freq_TS), -1)), axis=1)
+    return line_TB[held_TB], np.cumsum(held_TB.sum(axis=1))

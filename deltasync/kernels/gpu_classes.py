@@ -83,7 +83,8 @@ def _chunk_fields(block, chunk, inside, BITS: tl.constexpr):
 @triton.jit
 def _change(band, at_ptr, k, is_in):
     """Return block, row and column in it, and place of changes of a band."""
-    offset = tl.load(at_ptr + k, is_in, other=0).to(tl.int64) - tl.load(band)
+    # Of positions only the low 32 bits are known; a band is smaller.
+    offset = (tl.load(at_ptr + k, is_in, other=0).to(tl.uint32) - tl.load(band).to(tl.uint32)).to(tl.int64)
     offset = tl.where(is_in, offset, 0)
     stride = tl.load(band + 1)
     columns = tl.load(band + 2)
@@ -95,11 +96,11 @@ def _change(band, at_ptr, k, is_in):
 
 
 @triton.jit
-def _tally(band_ptr, bound_ptr, at_ptr, count_ptr, CHANGES: tl.constexpr):
+def _tally(band_ptr, begin_ptr, end_ptr, at_ptr, count_ptr, CHANGES: tl.constexpr):
     """Count the changes of each block."""
     g = tl.program_id(0).to(tl.int64)
-    high = tl.load(bound_ptr + g + 1)
-    for start in range(tl.load(bound_ptr + g), high, CHANGES):
+    high = tl.load(end_ptr + g)
+    for start in range(tl.load(begin_ptr + g), high, CHANGES):
         k = start + tl.arange(0, CHANGES)
         block, _, _ = _change(band_ptr + 6 * g, at_ptr, k, k < high)
         tl.atomic_add(count_ptr + block, tl.full((CHANGES,), 1, tl.int32), k < high, sem="relaxed")
@@ -107,35 +108,33 @@ def _tally(band_ptr, bound_ptr, at_ptr, count_ptr, CHANGES: tl.constexpr):
 
 @triton.jit
 def _survey_steps(
-    band_ptr, bound_ptr, block_ptr, run_ptr, before_ptr, period_ptr, at_ptr, step_ptr, element_ptr, count_ptr,
-    IS_NEW: tl.constexpr, BITS: tl.constexpr, SYMBOLS: tl.constexpr, CHANGES: tl.constexpr,
+    band_ptr, begin_ptr, end_ptr, block_ptr, run_ptr, before_ptr, period_ptr, at_ptr, step_ptr, element_ptr, count_ptr,
+    BITS: tl.constexpr, SYMBOLS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Count the symbols of steps by the old field. Where the bits are old, correct the sample of new ones."""
+    """Count the symbols of steps by the old field, and turn the sample of old bits into one of new bits."""
     g = tl.program_id(0).to(tl.int64)
-    high = tl.load(bound_ptr + g + 1)
-    for start in range(tl.load(bound_ptr + g), high, CHANGES):
+    high = tl.load(end_ptr + g)
+    for start in range(tl.load(begin_ptr + g), high, CHANGES):
         k = start + tl.arange(0, CHANGES)
         is_in = k < high
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
         block = block_ptr + number * _FIELDS
         address = tl.load(block + _ADDRESS, is_in, other=0).to(tl.pointer_type(BITS))
-        bits = tl.load(address + row * tl.load(block + _STRIDE, is_in, other=0) + column, is_in, other=0)
+        old = tl.load(address + row * tl.load(block + _STRIDE, is_in, other=0) + column, is_in, other=0)
         step = tl.load(step_ptr + k, is_in, other=1)
-        old = bits - step if IS_NEW else bits
-        shift = tl.load(block + _SHIFT, is_in, other=0).to(bits.dtype)
+        shift = tl.load(block + _SHIFT, is_in, other=0).to(old.dtype)
         mask = tl.load(block + _MASK, is_in, other=0).to(tl.int32)
         field = (old >> shift).to(tl.int32) & mask
         symbol, _ = _bucket(_zigzag(step))
         run = tl.load(run_ptr + number, is_in, other=0).to(tl.int64)
         tl.atomic_add(count_ptr + (run * 256 + field) * SYMBOLS + symbol, tl.full((CHANGES,), 1, tl.int32), is_in, sem="relaxed")
-        if not IS_NEW:
-            after = ((old + step) >> shift).to(tl.int32) & mask
-            samples = (tl.load(block + _COLUMNS, is_in, other=1) + 31) // 32
-            sample = tl.load(before_ptr + number, is_in, other=0) + row * samples + column // 32
-            moved = is_in & (after != field) & (sample % tl.load(period_ptr + run, is_in, other=1) == 0)
-            one = tl.full((CHANGES,), 1, tl.int32)
-            tl.atomic_add(element_ptr + run * 256 + after, one, moved, sem="relaxed")
-            tl.atomic_add(element_ptr + run * 256 + field, -one, moved, sem="relaxed")
+        after = ((old + step) >> shift).to(tl.int32) & mask
+        samples = (tl.load(block + _COLUMNS, is_in, other=1) + 31) // 32
+        sample = tl.load(before_ptr + number, is_in, other=0) + row * samples + column // 32
+        moved = is_in & (after != field) & (sample % tl.load(period_ptr + run, is_in, other=1) == 0)
+        one = tl.full((CHANGES,), 1, tl.int32)
+        tl.atomic_add(element_ptr + run * 256 + after, one, moved, sem="relaxed")
+        tl.atomic_add(element_ptr + run * 256 + field, -one, moved, sem="relaxed")
 
 
 @triton.jit
@@ -176,7 +175,8 @@ def _count_chunks(
     block = block_ptr + b * _FIELDS
     chunk = (program - tl.load(program_ptr + b - b_base)) * CHUNKS + tl.arange(0, CHUNKS).to(tl.int64)
     chunks = tl.load(block + _CHUNK_COUNT)
-    field, element = _chunk_fields(block, chunk[:, None], (chunk < chunks)[:, None], BITS)
+    here = block + tl.zeros((CHUNKS, 1), tl.int64)
+    field, element = _chunk_fields(here, chunk[:, None], (chunk < chunks)[:, None], BITS)
     first = tl.load(block + _CLASS)
     to = count_ptr + (tl.load(block + _COUNT) - base) + chunk
     for c in range(tl.load(block + _CLASSES)):
@@ -219,21 +219,21 @@ def _first_classes(block_ptr, size_ptr, first_ptr, blocks, LANES: tl.constexpr):
 
 @triton.jit
 def _rank(
-    band_ptr, bound_ptr, block_ptr, low_ptr, high_ptr, class_ptr, count_ptr, place_ptr, at_ptr, step_ptr, key_ptr,
-    to_class_ptr, base, pair_base, k_base, IS_NEW: tl.constexpr, BITS: tl.constexpr, CHANGES: tl.constexpr,
+    band_ptr, begin_ptr, end_ptr, bound_ptr, block_ptr, low_ptr, high_ptr, class_ptr, count_ptr, place_ptr, at_ptr,
+    step_ptr, key_ptr, to_class_ptr, to_step_ptr, base, pair_base, k_base, BITS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the class of each change of bands, and where its element comes if elements are ordered by block, class and rank."""
+    """Write class and step of each change of bands, and where it comes if elements are ordered by block, class and rank."""
     g = tl.program_id(0).to(tl.int64)
-    high = tl.load(bound_ptr + g + 1)
-    for start in range(tl.load(bound_ptr + g), high, CHANGES):
+    low_k = tl.load(begin_ptr + g)
+    high = tl.load(end_ptr + g)
+    to = tl.load(bound_ptr + g) - k_base - low_k
+    for start in range(low_k, high, CHANGES):
         k = start + tl.arange(0, CHANGES)
         is_in = k < high
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
         block = block_ptr + number * _FIELDS
         address = tl.load(block + _ADDRESS, is_in, other=0).to(tl.pointer_type(BITS))
         old = tl.load(address + row * tl.load(block + _STRIDE, is_in, other=0) + column, is_in, other=0)
-        if IS_NEW:
-            old -= tl.load(step_ptr + k, is_in, other=0)
         shift = tl.load(block + _SHIFT, is_in, other=0).to(old.dtype)
         field = (old >> shift).to(tl.int32) & tl.load(block + _MASK, is_in, other=0).to(tl.int32)
         c = tl.load(class_ptr + tl.load(block + _GROUP, is_in, other=0) * 256 + field, is_in, other=0).to(tl.int64)
@@ -249,8 +249,9 @@ def _rank(
         rank = tl.load(count_ptr + before, is_in, other=0).to(tl.int64) + tl.sum(is_of.to(tl.int32), axis=1)
         pair = tl.load(block + _PAIR, is_in, other=0) + c
         key = tl.load(place_ptr + pair - pair_base, is_in, other=0) + rank
-        tl.store(key_ptr + k - k_base, key, is_in)
-        tl.store(to_class_ptr + k - k_base, c.to(tl.uint8), is_in)
+        tl.store(key_ptr + to + k, key, is_in)
+        tl.store(to_class_ptr + to + k, c.to(tl.uint8), is_in)
+        tl.store(to_step_ptr + to + k, tl.load(step_ptr + k, is_in, other=0), is_in)
 
 
 @triton.jit
@@ -490,19 +491,18 @@ class Classes:
 
 
 class Bits:
-    """Blocks of one width whose elements' old or new bits are on the device.
+    """Blocks of one width whose elements' old bits are on the device.
 
     Args:
         row_BF: Their table, int64[B, FIELDS], on the host; columns from `GROUP` on are filled by `divide`. Their memory has to
             stay as it is.
         bound_B: First change of each, and the number of changes behind the last; int64[B + 1], on the host.
         width: Bytes of an element.
-        is_new: Whether the bits are those after the changes.
         device: Where everything is.
     """
 
-    def __init__(self, row_BF: np.ndarray, bound_B: np.ndarray, width: int, is_new: bool, device: torch.device) -> None:
-        self.row_BF, self.bound_B, self.width, self.is_new, self.device = row_BF, bound_B, width, is_new, device
+    def __init__(self, row_BF: np.ndarray, bound_B: np.ndarray, width: int, device: torch.device) -> None:
+        self.row_BF, self.bound_B, self.width, self.device = row_BF, bound_B, width, device
         self.table_BF = torch.from_numpy(row_BF).to(device)
         self.bound = torch.from_numpy(bound_B).to(device)
 
@@ -520,7 +520,7 @@ class Bits:
             bands: The bands of the blocks.
             run_R: First block of each run, and the number of blocks.
             period_R: Every how manieth sample of each run counts.
-            at_K, step_K: Positions and steps, band after band.
+            at_K, step_K: See `rank`.
 
         Returns:
             int32[R, 256], and int32[R, 256, S] of the S symbols that steps may have; on the device.
@@ -537,8 +537,8 @@ class Bits:
         with on(device):
             _survey_elements[(self.count,)](self.table_BF, run_B, before, period, element_RE, bits, 32)
             _survey_steps[(bands.count,)](
-                bands.row_GF, bands.bound_G, self.table_BF, run_B, before, period, at_K, step_K, element_RE, step_RES,
-                self.is_new, bits, symbols, _CHANGES,
+                bands.row_GF, bands.begin_G, bands.end_G, self.table_BF, run_B, before, period, at_K, step_K, element_RE,
+                step_RES, bits, symbols, _CHANGES,
             )  # fmt: skip
         return element_RE, step_RES
 
@@ -609,10 +609,13 @@ class Bands:
 
     Attributes:
         row_GF: Their table, int64[G, BANDS].
-        bound_G: First change of each, and the number of changes, int64[G + 1].
+        begin_G, end_G: First change of each in the delta, and the one behind the last; int64.
+        bound_G: The first change of each among those of all bands, int64.
     """
 
     row_GF: torch.Tensor
+    begin_G: torch.Tensor
+    end_G: torch.Tensor
     bound_G: torch.Tensor
 
     @property
@@ -624,7 +627,7 @@ class Bands:
         """Count the changes of each block, int32[B]."""
         count_B = torch.zeros(blocks, dtype=torch.int32, device=at_K.device)
         with on(at_K.device):
-            _tally[(self.count,)](self.row_GF, self.bound_G, at_K, count_B, _CHANGES)
+            _tally[(self.count,)](self.row_GF, self.begin_G, self.end_G, at_K, count_B, _CHANGES)
         return count_B
 
 
@@ -645,19 +648,19 @@ def rank(
     Args:
         bits: The blocks.
         bands: Their bands.
-        at_K: Positions of the changes, band after band.
-        step_K: Their steps.
+        at_K: The low 32 bits of positions of the delta, int32.
+        step_K: Its steps, unsigned.
         band_B: First block of each band, and the number of blocks.
         gap_bits: Bits that no gap exceeds.
 
     Returns:
         Gaps, uint32 or uint64[K], classes, uint8, and steps, block after block; the class in which each block begins, int32[B].
     """
-    device, changed = at_K.device, at_K.numel()
+    device, changed = at_K.device, int(bits.bound_B[-1])
     wide = gap_bits > 32
     gap_K = torch.empty(changed, dtype=torch.int64 if wide else torch.int32, device=device)
     class_K = torch.empty(changed, dtype=torch.uint8, device=device)
-    to_step_K = torch.empty_like(step_K)
+    to_step_K = torch.empty(changed, dtype=step_K.dtype, device=device)
     first_B = torch.empty(bits.count, dtype=torch.int32, device=device)
     ratios, classes, width = ratio(device), bits.classes, _UNSIGNED[bits.width]
     gap = gap_K.view(torch.uint64 if wide else torch.uint32)
@@ -666,23 +669,23 @@ def rank(
         begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
         if begin == end:
             continue
-        band_low, band_high = (int(np.searchsorted(band_B, edge)) for edge in (low, high))
+        band, band_end = (int(np.searchsorted(band_B, edge)) for edge in (low, high))
         pair, pair_end = int(bits.row_BF[low, PAIR]), int(bits.row_BF[high - 1, PAIR] + bits.row_BF[high - 1, CLASSES])
         size_P = bits.size_P[pair:pair_end]
         place_P = torch.cumsum(size_P, 0) - size_P
         elements = int((bits.row_BF[low:high, COLUMNS] * bits.row_BF[low:high, ROWS]).sum())
-        key_K = torch.empty(end - begin, dtype=torch.int64, device=device)
-        from_K = torch.empty(end - begin, dtype=torch.uint8, device=device)
+        key_K, ordered_K = (torch.empty(end - begin, dtype=torch.int64, device=device) for _ in range(2))
+        from_class_K = torch.empty(end - begin, dtype=torch.uint8, device=device)
+        from_step_K = torch.empty(end - begin, dtype=step_K.dtype, device=device)
         with on(device):
-            _rank[(band_high - band_low,)](
-                bands.row_GF[band_low:], bands.bound_G[band_low:], bits.table_BF, classes.low_L, classes.high_L,
-                classes.class_GE, count_N, place_P, at_K, step_K, key_K, from_K, int(bits.row_BF[low, COUNT]), pair, begin,
-                bits.is_new, width, _RANKED,
+            _rank[(band_end - band,)](
+                bands.row_GF[band:], bands.begin_G[band:], bands.end_G[band:], bands.bound_G[band:], bits.table_BF,
+                classes.low_L, classes.high_L, classes.class_GE, count_N, place_P, at_K, step_K, key_K, from_class_K,
+                from_step_K, int(bits.row_BF[low, COUNT]), pair, begin, width, _RANKED,
             )  # fmt: skip
             marks, ends = _bitmap(key_K, 0, elements)
-            ordered_K = torch.empty_like(key_K)
             _move_ranked[(triton.cdiv(end - begin, 1024),)](
-                key_K, marks, ends, from_K, step_K[begin:end], ordered_K, class_K[begin:end], to_step_K[begin:end],
+                key_K, marks, ends, from_class_K, from_step_K, ordered_K, class_K[begin:end], to_step_K[begin:end],
                 end - begin, 1024,
             )  # fmt: skip
             _first_classes[(triton.cdiv(high - low, 128),)](
