@@ -17,7 +17,11 @@ import numpy as np
 import torch
 
 from deltasync.codec import classes, tables, tiled, tiles, vector
-from deltasync.codec.base import Encoded
+from deltasync.codec.base import Encoded, Payload
+from deltasync.codec.classes import Model
+from deltasync.codec.tables import Cursor
+from deltasync.codec.tiled import TiledReader, read_groups, read_tables
+from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import gpu_classes, gpu_coder
 from deltasync.kernels.gpu_classes import ADDRESS, COLUMNS, FIRST, PITCH, ROWS, SHIFT, STRIDE, Bands, Bits, Classes
 from deltasync.kernels.gpu_coder import Numbers, Streams
@@ -433,7 +437,7 @@ def _runs(bound_B: np.ndarray, first_P: np.ndarray, last_P: np.ndarray) -> tuple
 
 def _models(
     survey: tuple[torch.Tensor, torch.Tensor], run_R: np.ndarray, run_P: np.ndarray, size_R: np.ndarray
-) -> tuple[list[list[int]], list[list[classes.Model]]]:
+) -> tuple[list[list[int]], list[list[Model]]]:
     """Return for each payload the first block of each group, and its classes."""
     element, step = survey
     used_E, used_S = (torch.nonzero(step.sum(dim=dims)).reshape(-1) for dims in ((0, 2), (0, 1)))
@@ -452,7 +456,7 @@ def _models(
     return groups, models
 
 
-def _classes(models: Sequence[classes.Model], device: torch.device) -> Classes:
+def _classes(models: Sequence[Model], device: torch.device) -> Classes:
     rows = []
     for model in models:
         low_C, span_C = (each.astype(np.int64) for each in model.classes)
@@ -460,7 +464,7 @@ def _classes(models: Sequence[classes.Model], device: torch.device) -> Classes:
     return Classes.of(rows, device)
 
 
-def _gap_bits(row_BF: np.ndarray, group_B: np.ndarray, models: Sequence[classes.Model]) -> int:
+def _gap_bits(row_BF: np.ndarray, group_B: np.ndarray, models: Sequence[Model]) -> int:
     """Return the bits that no gap of these blocks exceeds."""
     span_G = np.array([int(model.level_C[0] - model.level_C[-1]) for model in models])
     most = int((row_BF[:, COLUMNS] * row_BF[:, ROWS] * (RATIO[span_G[group_B]] >> RATIO_BITS) + 1).max())
@@ -473,3 +477,224 @@ def _changed(delta: DeviceDelta, piece: _Piece) -> int:
 
 def _bounds(count_N: np.ndarray) -> np.ndarray:
     return np.append(0, np.cumsum(count_N, dtype=np.int64))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Places:
+    """Where the old bits of a vector's tensors lie on a device.
+
+    Attributes:
+        address_T: Address of each tensor's first element, or the one that it would have; int64[T].
+        range_T2: The first element of each tensor that is held, and the one behind the last.
+    """
+
+    address_T: np.ndarray
+    range_T2: np.ndarray
+
+    @classmethod
+    def of(cls, vector_: Vector, bits: DeviceBits) -> Places:
+        """Return where the bits of a shadow are."""
+        return cls(addresses(vector_, bits), ranges(vector_, bits))
+
+
+class Decoder:
+    """Decodes payloads of a model on a device.
+
+    Args:
+        layout: The model.
+        device: The device.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._layout, self._device = layout, device
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._tilings: dict[int, Tiling] = {}
+
+    def decode(self, opened: Sequence[Payload], places: Mapping[int, Places]) -> dict[int, Decoded]:
+        """Return the changes of a version's payloads by width.
+
+        Args:
+            opened: The payloads, of `packed` or `context`.
+            places: The old bits by width; the whole model. Only `context` needs them.
+
+        Raises:
+            CorruptDataError: a payload contradicts itself or the tensor table.
+        """
+        parts: dict[int, list[vector._Reader]] = {}
+        for payload in opened:
+            size = vector._elements(payload, "block_elements")
+            readers = [
+                (width, vector._Reader(payload, self._layout.vectors[width], row, size))
+                for width, row in vector._rows(payload, self._layout, size)
+            ]
+            if sum(reader.changed for _, reader in readers) != payload.changed:
+                raise CorruptDataError(f"Payload has blocks with other numbers of changes than {payload.changed}.")
+            for width, reader in readers:
+                parts.setdefault(width, []).append(reader)
+        return {width: self._decode(width, readers, places.get(width)) for width, readers in sorted(parts.items())}
+
+    def _decode(self, width: int, readers: Sequence[vector._Reader], places: Places | None) -> Decoded:
+        of = self._layout.vectors[width]
+        readers = sorted(readers, key=lambda reader: int(reader.number_T[0]) if reader.number_T.size else 0)
+        number_T = np.concatenate([reader.number_T for reader in readers])
+        count_T = np.concatenate([reader.count_T for reader in readers])
+        if (np.diff(number_T) <= 0).any() or (count_T <= 0).any():
+            raise CorruptDataError("Payloads change a tensor twice, or name one that does not change.")
+        all_T = np.zeros(len(of.specs), np.int64)
+        all_T[number_T] = count_T
+        gap_part = self._by_gap(of, [reader for reader in readers if len(reader._row_B2)])
+        tiled_readers = [reader._tiled for reader in readers if reader._tiled is not None]
+        class_part = self._by_class(of, tiled_readers, places) if tiled_readers else None
+        parts = [part for part in (gap_part, class_part) if part is not None]
+        if len(parts) == 2:
+            is_tiled_T = np.zeros(len(of.specs), np.bool_)
+            for tiled_ in tiled_readers:
+                is_tiled_T[tiled_.tensors] = True
+            found = self._merged(parts[0], parts[1], all_T, is_tiled_T)
+        elif parts:
+            found = parts[0]
+        else:
+            found = (torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=_UNSIGNED[width]))
+        digest_T = np.concatenate([reader.digest_T for reader in readers])
+        return Decoded(*found, all_T, number_T, digest_T)
+
+    def _upload(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
+        """Copy words to the device, one array after the other."""
+        size = sum(array.nbytes for array in arrays)
+        if self._room.numel() < size:
+            self._room = torch.empty(
+                1 << max(size - 1, 1).bit_length(), dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+            )
+        at, room = 0, self._room.numpy()
+        for array in arrays:
+            room[at : at + array.nbytes] = array.view(np.uint8)
+            at += array.nbytes
+        found = torch.empty(max(size // 4, 1), dtype=torch.int32, device=self._device)
+        found[: size // 4].copy_(self._room[:size].view(torch.int32), non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the room is for the next words
+        return found
+
+    def _by_gap(self, of: Vector, readers: Sequence[vector._Reader]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Decode the tensors that are coded by gaps: ascending low halves of positions, and steps."""
+        if not readers:
+            return None
+        device = self._device
+        table_S, freqs, base_S, size_S, count_S, word_S = [], [], [], [], [], []
+        groups = 0
+        for reader in readers:
+            blocks, firsts = reader._blocks(), read_groups(reader._row, len(reader._row_B2))
+            cursor = Cursor(read_tables(reader._payload.arrays.get(f".{of.width}.tables")))
+            freqs += [cursor.table() for _ in range(2 * len(firsts))]
+            if cursor.at != len(cursor.data):
+                raise CorruptDataError("Payload has more tables than groups.")
+            number_B = np.searchsorted(firsts, np.arange(len(reader._row_B2)), side="right") - 1
+            table_S.append(2 * (groups + number_B))
+            groups += len(firsts)
+            base_S.append(blocks.base_B)
+            size_S.append(blocks.size_BC[:, 0])
+            count_S.append(reader._row_B2[:, 0])
+            word_S.append(reader._row_B2[:, 1])
+        bound_S, word_bound = _bounds(np.concatenate(count_S)), _bounds(np.concatenate(word_S))
+        there = [torch.from_numpy(array).to(device) for array in (bound_S, np.concatenate(base_S), np.concatenate(size_S))]
+        word = torch.from_numpy(word_bound).to(device)
+        table = torch.from_numpy(np.concatenate(table_S).astype(np.int32)).to(device)
+        slots = gpu_coder.slots(torch.from_numpy(np.stack(freqs).astype(np.int16)).to(device))
+        words = self._upload([reader._words for reader in readers])
+        at_K = torch.zeros(int(bound_S[-1]), dtype=torch.int32, device=device)
+        step_K = torch.zeros(int(bound_S[-1]), dtype=_UNSIGNED[of.width], device=device)
+        streams = Streams(there[0], there[1], table)
+        good_S = gpu_coder.decode(streams, there[2], words, word[:-1], word[1:], slots, at_K, step_K)
+        if not bool(good_S.all()):
+            raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")
+        return at_K, step_K
+
+    def _by_class(
+        self, of: Vector, readers: Sequence[TiledReader], places: Places | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode the tensors that are coded by classes: ascending low halves of positions, and steps."""
+        if places is None:
+            raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
+        device = self._device
+        cut_T = {t: cut for reader in readers for t, cut in reader._cuts.items()}
+        is_in_T = np.zeros(len(of.specs), np.bool_)
+        is_in_T[list(cut_T)] = True
+        tiling = Tiling.of(of, cut_T, places.range_T2)
+        row_BF, band_GF = tiling.chosen(is_in_T, places.address_T)
+        row_B2 = np.concatenate([reader._row_B2 for reader in readers])
+        if (row_B2[:, 0] > row_BF[:, COLUMNS] * row_BF[:, ROWS]).any():
+            raise CorruptDataError("Payload has a block with more changes than elements.")
+        bound_B, word_bound = _bounds(row_B2[:, 0]), _bounds(row_B2[:, 1])
+        models, freqs, group_B, at = list[Model](), list[np.ndarray](), [], 0
+        for reader in readers:
+            cursor = Cursor(read_tables(reader._payload.arrays.get(f".{of.width}.tile_tables")))
+            number_B = np.searchsorted(reader._groups, np.arange(len(reader._row_B2)), side="right") - 1
+            group_B.append(len(models) + number_B)
+            for _ in reader._groups:
+                model, freq_TS = Model.read(cursor)
+                models.append(model)
+                freqs.append(freq_TS)
+            if cursor.at != len(cursor.data):
+                raise CorruptDataError("Payload has more tables than groups.")
+            at += len(reader._row_B2)
+        blocks = Bits(row_BF, bound_B, of.width, device)
+        class_G = _bounds(np.array([model.classes.low_C.size for model in models]))
+        blocks.divide(np.concatenate(group_B), class_G, _classes(models, device))
+        band_B = np.append(band_GF[:, 5], len(row_BF))
+        last_G = band_GF[:, 0] + np.maximum(band_GF[:, 1] * band_GF[:, 4], band_GF[:, 2])
+        spans = []
+        for low, high in blocks.batches(band_B):
+            band, band_end = (int(np.searchsorted(band_B, edge)) for edge in (low, high))
+            spans.append((low, high, int(band_GF[band, 0]), int(last_G[band_end - 1])))
+        slots = gpu_coder.slots(torch.from_numpy(np.concatenate(freqs).astype(np.int16)).to(device))
+        words, word = self._upload([reader._words for reader in readers]), torch.from_numpy(word_bound).to(device)
+        found = gpu_classes.decode(blocks, words, word[:-1], word[1:], slots, spans)
+        if not bool(found.good_B.all()):
+            raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")
+        at_K = torch.zeros(int(bound_B[-1]), dtype=torch.int32, device=device)
+        step_K = torch.zeros(int(bound_B[-1]), dtype=_UNSIGNED[of.width], device=device)
+        gpu_classes.place(blocks, found, spans, at_K, step_K)
+        return at_K, step_K
+
+    def _merged(
+        self,
+        gap_part: tuple[torch.Tensor, torch.Tensor],
+        class_part: tuple[torch.Tensor, torch.Tensor],
+        count_T: np.ndarray,
+        is_tiled_T: np.ndarray,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Join changes of tensors that lie between each other."""
+        device = self._device
+        to_T = np.cumsum(count_T) - count_T
+        found = [torch.empty(int(count_T.sum()), dtype=each.dtype, device=device) for each in gap_part]
+        for part, is_in_T in ((gap_part, ~is_tiled_T), (class_part, is_tiled_T)):
+            held_T = np.where(is_in_T, count_T, 0)
+            if int(held_T.sum()) != part[0].numel():
+                raise CorruptDataError("Payload counts the changes of its tensors wrong.")
+            moved = torch.from_numpy(np.stack((to_T - (np.cumsum(held_T) - held_T), held_T))).to(device)
+            to_K = torch.repeat_interleave(*moved, output_size=part[0].numel())
+            to_K += torch.arange(part[0].numel(), device=device)
+            for into, data in zip(found, part, strict=True):
+                into.view(_SIGNED[into.element_size()])[to_K] = data.view(_SIGNED[data.element_size()])
+        return found[0], found[1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decoded:
+    """Changes of one width, on a device.
+
+    Attributes:
+        low_K: The low 32 bits of ascending positions in the vector, int32.
+        step_K: Steps, unsigned.
+        count_T: Number of changes of each tensor of the vector, int64[T], on the host.
+        number_T, digest_T: The changed tensors, and their fingerprints after the delta, int64; on the host.
+    """
+
+    low_K: torch.Tensor
+    step_K: torch.Tensor
+    count_T: np.ndarray
+    number_T: np.ndarray
+    digest_T: np.ndarray
+
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

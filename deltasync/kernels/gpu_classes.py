@@ -38,6 +38,7 @@ BANDS = 6
 _CHANGES = 256  # changes of a band or block that a program takes at once
 _RANKED = 32  # changes of which a program reads the chunks at once
 _CHUNKS = 16  # chunks that a program counts
+_TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _SAMPLE = 32  # consecutive elements of a sample, as in `kernels.classes`
 _MARKS = 1024  # words of a bitmap that a program counts
 _ADDRESS, _COLUMNS, _STRIDE, _ROWS, _FIRST, _PITCH, _SHIFT, _MASK = map(tl.constexpr, range(8))
@@ -409,6 +410,14 @@ def _decode(
 
 
 @triton.jit
+def _halve(word, nth, place, HALF: tl.constexpr):
+    """Narrow the search for the bit that is set after `nth` others down to one half of a word."""
+    below = _popcount(word & ((1 << HALF) - 1))
+    above = below <= nth
+    return tl.where(above, word >> HALF, word), tl.where(above, nth - below, nth), tl.where(above, place + HALF, place)
+
+
+@triton.jit
 def _places(
     bound_ptr, block_ptr, low_ptr, high_ptr, count_ptr, rank_ptr, class_ptr, key_ptr, b_base, base, k_base,
     BITS: tl.constexpr, CHANGES: tl.constexpr,
@@ -450,13 +459,11 @@ def _places(
         word = tl.sum(tl.where(own, words, 0), axis=1)
         nth -= tl.sum(tl.where(own, before, 0), axis=1)
         place = chunk * _CHUNK + 32 * tl.sum(tl.where(own, tl.arange(0, _CHUNK // 32)[None, :], 0), axis=1)
-        for turn in tl.static_range(5):
-            half_word: tl.constexpr = 16 >> turn
-            below = _popcount(word & ((1 << half_word) - 1))
-            above = below <= nth
-            nth -= tl.where(above, below, 0)
-            word = tl.where(above, word >> half_word, word)
-            place += tl.where(above, half_word, 0)
+        word, nth, place = _halve(word, nth, place, 16)
+        word, nth, place = _halve(word, nth, place, 8)
+        word, nth, place = _halve(word, nth, place, 4)
+        word, nth, place = _halve(word, nth, place, 2)
+        word, nth, place = _halve(word, nth, place, 1)
         place = tl.minimum(place, elements - 1)
         row = place // columns
         position = tl.load(block + _FIRST) + row * tl.load(block + _PITCH) + place - row * columns
@@ -698,72 +705,96 @@ def rank(
     return gap, class_K, to_step_K, first_B
 
 
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """Decoded changes by block, class and rank, on the device.
+
+    Attributes:
+        rank_K: How many elements of its class come before each in the block, int32.
+        class_K: Classes, uint8.
+        step_K: Steps, unsigned.
+        good_B: Whether each block is well formed, int8. If one is not, nothing of this is to be used.
+    """
+
+    rank_K: torch.Tensor
+    class_K: torch.Tensor
+    step_K: torch.Tensor
+    good_B: torch.Tensor
+
+
+Span = tuple[int, int, int, int]
+"""Blocks that are taken at once: the first one, the one behind the last; the first position, the one behind the last."""
+
+
 def decode(
     bits: Bits,
     words: torch.Tensor,
     word_B: torch.Tensor,
     end_B: torch.Tensor,
     slot_TL: torch.Tensor,
-    span_W2: Sequence[tuple[int, int, int, int]],
-    at_K: torch.Tensor,
-    step_K: torch.Tensor,
-) -> torch.Tensor:
-    """Decode the changes of blocks by the old bits, in ascending order of positions.
+    spans: Sequence[Span],
+) -> Ranked:
+    """Decode the changes of blocks.
 
     Args:
         bits: The blocks, divided into classes.
         words: The words of all, int32[W].
         word_B, end_B: The first word of each block and the one behind its last, int64.
         slot_TL: The tables of all classes, as `gpu_coder.slots` returns them.
-        span_W2: For ranges of blocks that are taken at once: first block, the one behind the last; first position, the one
-            behind the last. They ascend in both.
-        at_K: Gets positions, int32 or int64, the low 32 bits or all; mutated.
-        step_K: Gets steps, unsigned; mutated.
-
-    Returns:
-        Whether each block is well formed, int8[B]. If one is not, the arrays are not to be used.
+        spans: All blocks, in order.
     """
-    device, changed, width = bits.device, at_K.numel(), bits.width
-    classes = bits.classes
-    for low, high, _, _ in span_W2:
+    device, changed, width = bits.device, int(bits.bound_B[-1]), bits.width
+    for low, high, _, _ in spans:
         bits.counts(low, high)
-    first_B = bits.first_classes()
-    rank_K = torch.zeros(changed, dtype=torch.int32, device=device)
-    class_K = torch.zeros(changed, dtype=torch.uint8, device=device)
-    from_K = torch.zeros_like(step_K)
-    good_B = torch.empty(bits.count, dtype=torch.int8, device=device)
+    found = Ranked(
+        torch.zeros(changed, dtype=torch.int32, device=device),
+        torch.zeros(changed, dtype=torch.uint8, device=device),
+        torch.zeros(changed, dtype=_TORCH[width], device=device),
+        torch.zeros(bits.count, dtype=torch.int8, device=device),
+    )
     number = tl.uint64 if width == 8 else tl.uint32
     with on(device):
         _decode[(triton.cdiv(bits.count, LANES),)](
-            words.view(torch.uint32), word_B, end_B, bits.bound, bits.table_BF, first_B, bits.size_P, classes.level_L,
-            ratio(device), slot_TL.view(torch.uint32), rank_K, class_K, from_K, good_B, bits.count, (1 << 8 * width) - 2,
-            _UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
+            words.view(torch.uint32), word_B, end_B, bits.bound, bits.table_BF, bits.first_classes(), bits.size_P,
+            bits.classes.level_L, ratio(device), slot_TL.view(torch.uint32), found.rank_K, found.class_K, found.step_K,
+            found.good_B, bits.count, (1 << 8 * width) - 2, _UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
         )  # fmt: skip
-    if not bool(good_B.all()):
-        return good_B
-    for low, high, first, last in span_W2:
+    return found
+
+
+def place(bits: Bits, found: Ranked, spans: Sequence[Span], at_K: torch.Tensor, step_K: torch.Tensor) -> None:
+    """Order changes by position.
+
+    Args:
+        bits: See `decode`; the old bits are what they were.
+        found: The changes.
+        spans: All blocks, in order; positions ascend too.
+        at_K: Gets positions, int32 or int64, the low 32 bits or all; mutated.
+        step_K: Gets steps, unsigned; mutated.
+    """
+    at = tl.int32 if at_K.element_size() == 4 else tl.int64
+    for low, high, first, last in spans:
         begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
         if begin == end:
             continue
         count_N = bits.counts(low, high)
-        key_K = torch.empty(end - begin, dtype=torch.int64, device=device)
-        with on(device):
+        key_K = torch.empty(end - begin, dtype=torch.int64, device=at_K.device)
+        with on(at_K.device):
             _places[(high - low,)](
-                bits.bound, bits.table_BF, classes.low_L, classes.high_L, count_N, rank_K, class_K, key_K, low,
-                int(bits.row_BF[low, COUNT]), begin, _UNSIGNED[width], _RANKED,
+                bits.bound, bits.table_BF, bits.classes.low_L, bits.classes.high_L, count_N, found.rank_K, found.class_K,
+                key_K, low, int(bits.row_BF[low, COUNT]), begin, _UNSIGNED[bits.width], _RANKED,
             )  # fmt: skip
         done = begin
         for start in range(first, last, MOST_ELEMENTS):  # more than one only where a single band is larger
             size = min(MOST_ELEMENTS, last - start)
             marks, ends = _bitmap(key_K, start, size)
-            with on(device):
+            with on(at_K.device):
                 _move_placed[(triton.cdiv(end - begin, 1024),)](
-                    key_K, marks, ends, from_K[begin:end], at_K[done:end], step_K[done:end], start, end - begin, size,
-                    tl.int32 if at_K.element_size() == 4 else tl.int64, 1024,
+                    key_K, marks, ends, found.step_K[begin:end], at_K[done:end], step_K[done:end], start, end - begin, size,
+                    at, 1024,
                 )  # fmt: skip
             if start + size < last:
                 done += int(ends[-1])
-    return good_B
 
 
 def _bitmap(key_K: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -525,7 +525,7 @@ def encode(
     if not streams.count:
         return torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.int64, device=device)
     room_S = torch.zeros(streams.count + 1, dtype=torch.int64, device=device)
-    begin_S = torch.empty(streams.count, dtype=torch.int64, device=device)
+    begin_S = torch.zeros(streams.count, dtype=torch.int64, device=device)
     classes = numbers.class_K is not None
     class_K = numbers.class_K if classes else numbers.step_K
     first_S = streams.first_S if classes else streams.table_S
@@ -583,7 +583,7 @@ def decode(
         Whether each stream is well formed, int8[S]. If one is not, the arrays are not to be used.
     """
     width = step_K.element_size()
-    good_S = torch.empty(streams.count, dtype=torch.int8, device=words.device)
+    good_S = torch.zeros(streams.count, dtype=torch.int8, device=words.device)
     number = tl.uint64 if width == 8 else tl.uint32
     with on(words.device):
         _decode[(triton.cdiv(streams.count, LANES),)](
