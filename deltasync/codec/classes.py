@@ -56,11 +56,17 @@ class Model:
     @classmethod
     def read(cls, cursor: tables.Cursor) -> tuple[Model, np.ndarray]:
         """Read the classes of a group, and the slots of their tables, uint32[2 C, 256]."""
-        count = cursor.byte() + 1
+        model = cls.read_head(cursor)
+        return model, np.stack([cursor.table() for _ in range(2 * len(model.level_C))])
+
+    @classmethod
+    def read_head(cls, cursor: tables.Cursor | tables.Parsed) -> Model:
+        """Read the classes of a group; their tables follow."""
+        count = int(cursor.bytes(1)[0]) + 1
         first_C, last_C, level_C = cursor.bytes(3 * count).reshape(-1, 3).astype(np.int64).T
         if (first_C > last_C).any() or (first_C[1:] <= last_C[:-1]).any() or level_C.max() > LEVELS:
             raise CorruptDataError("Payload tables have classes that are not ascending, or of a level that does not exist.")
-        return cls(first_C, last_C, level_C), np.stack([cursor.table() for _ in range(2 * count)])
+        return cls(first_C, last_C, level_C)
 
     def to_bytes(self, freq_TS: np.ndarray) -> bytes:
         """Return the bytes that `read` reads."""

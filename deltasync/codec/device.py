@@ -1,7 +1,7 @@
 """`packed` and `context` on a device: payloads of a delta in its memory, byte for byte as `vector` and `tiled` write them.
 
-All payloads of a version are encoded, and decoded, by the same few launches, whatever the number of tensors. To the host cross
-words, tables and counts. Needs triton.
+All payloads of a version are encoded, and decoded, by the same few launches, whatever the number of tensors. To the host
+cross words, tables and counts. Needs triton.
 
 Shapes: T tensors of one width, P payloads, K changed elements, B blocks, G bands of blocks, S streams, R runs of streams.
 """
@@ -19,7 +19,7 @@ import torch
 from deltasync.codec import classes, tables, tiled, tiles, vector
 from deltasync.codec.base import Encoded, Payload
 from deltasync.codec.classes import Model
-from deltasync.codec.tables import Cursor
+from deltasync.codec.tables import Parsed
 from deltasync.codec.tiled import TiledReader, read_groups, read_tables
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import gpu_classes, gpu_coder
@@ -266,7 +266,7 @@ class Encoder:
         is_last_E[edge_P[1:] - 1] = True
         bound_S, end_S, base_S = bound_E[~is_last_E], bound_E[1:][~is_last_E[:-1]], edge_E[~is_last_E]
         within_S = bound_S - np.repeat(low_P, count_P)
-        run_S = within_S // vector.GROUP_CHANGED
+        run_S = within_S // tiled.GROUP_CHANGED
         stream_P = _bounds(count_P)
         begins_S = np.append(True, run_S[1:] != run_S[:-1])
         begins_S[stream_P[:-1]] = True
@@ -289,7 +289,9 @@ class Encoder:
         end_G, group_first = np.append(0, end_T[1::2]), first_R[is_group_R]
         words_, word_bound = self._rooms.fetch(f"{of.width} gaps", words), _bounds(word_S.cpu().numpy())
         row_S2 = np.stack((end_S - bound_S, np.diff(word_bound)), axis=1).astype(np.int32)
-        for p, low, high, block in zip(held_P.tolist(), stream_P[:-1].tolist(), stream_P[1:].tolist(), block_P2, strict=True):
+        for p, low, high, block in zip(
+            held_P.tolist(), stream_P[:-1].tolist(), stream_P[1:].tolist(), block_P2, strict=True
+        ):
             blocks_entry, planes = tiled.rows_entry(row_S2[low:high])
             group, group_end = (int(np.searchsorted(group_first, edge)) for edge in (low, high))
             found[p] = (
@@ -409,8 +411,8 @@ def _selected(
     steps: DeviceSparse, is_in_T: np.ndarray, start: int, stop: int, bound_T: np.ndarray, all_T: np.ndarray
 ) -> Numbers:
     """Return the changes from number `start` on and below `stop` of those of some tensors."""
-    first, last = (int(np.searchsorted(bound_T, edge, side=side)) for edge, side in ((start, "right"), (stop, "left")))
-    first -= 1
+    first = int(np.searchsorted(bound_T, start, side="right")) - 1
+    last = int(np.searchsorted(bound_T, stop, side="left"))
     step_K = steps.step_K.view(_UNSIGNED[steps.step_K.element_size()])
     shift_T, count_T = (all_T - bound_T)[first:last], np.diff(bound_T)[first:last]
     if (shift_T[count_T > 0] == shift_T[count_T > 0][0]).all():
@@ -446,9 +448,9 @@ def _models(
     step_RES[:, used_E.cpu().numpy()] = few_RES
     element_RE = element.cpu().numpy()
     element_RE = element_RE * (size_R / np.maximum(element_RE.sum(axis=1), 1))[:, None]
-    groups, models = [], []
+    groups, models = list[list[int]](), list[list[Model]]()
     for low, high in zip(run_P[:-1].tolist(), run_P[1:].tolist(), strict=True):
-        firsts, found = [], []
+        firsts, found = list[int](), list[Model]()
         if low < high:
             firsts, found = classes.groups(run_R[low : high + 1], element_RE[low:high], step_RES[low:high])
         groups.append(firsts)
@@ -584,8 +586,9 @@ class Decoder:
         groups = 0
         for reader in readers:
             blocks, firsts = reader._blocks(), read_groups(reader._row, len(reader._row_B2))
-            cursor = Cursor(read_tables(reader._payload.arrays.get(f".{of.width}.tables")))
-            freqs += [cursor.table() for _ in range(2 * len(firsts))]
+            cursor = Parsed(read_tables(reader._payload.arrays.get(f".{of.width}.tables")))
+            cursor.skip(2 * len(firsts))
+            freqs.append(cursor.freq_TS())
             if cursor.at != len(cursor.data):
                 raise CorruptDataError("Payload has more tables than groups.")
             number_B = np.searchsorted(firsts, np.arange(len(reader._row_B2)), side="right") - 1
@@ -599,7 +602,7 @@ class Decoder:
         there = [torch.from_numpy(array).to(device) for array in (bound_S, np.concatenate(base_S), np.concatenate(size_S))]
         word = torch.from_numpy(word_bound).to(device)
         table = torch.from_numpy(np.concatenate(table_S).astype(np.int32)).to(device)
-        slots = gpu_coder.slots(torch.from_numpy(np.stack(freqs).astype(np.int16)).to(device))
+        slots = gpu_coder.slots(torch.from_numpy(np.concatenate(freqs).astype(np.int16)).to(device))
         words = self._upload([reader._words for reader in readers])
         at_K = torch.zeros(int(bound_S[-1]), dtype=torch.int32, device=device)
         step_K = torch.zeros(int(bound_S[-1]), dtype=_UNSIGNED[of.width], device=device)
@@ -625,18 +628,17 @@ class Decoder:
         if (row_B2[:, 0] > row_BF[:, COLUMNS] * row_BF[:, ROWS]).any():
             raise CorruptDataError("Payload has a block with more changes than elements.")
         bound_B, word_bound = _bounds(row_B2[:, 0]), _bounds(row_B2[:, 1])
-        models, freqs, group_B, at = list[Model](), list[np.ndarray](), [], 0
+        models, freqs, group_B = list[Model](), list[np.ndarray](), []
         for reader in readers:
-            cursor = Cursor(read_tables(reader._payload.arrays.get(f".{of.width}.tile_tables")))
+            cursor = Parsed(read_tables(reader._payload.arrays.get(f".{of.width}.tile_tables")))
             number_B = np.searchsorted(reader._groups, np.arange(len(reader._row_B2)), side="right") - 1
             group_B.append(len(models) + number_B)
             for _ in reader._groups:
-                model, freq_TS = Model.read(cursor)
-                models.append(model)
-                freqs.append(freq_TS)
+                models.append(Model.read_head(cursor))
+                cursor.skip(2 * len(models[-1].level_C))
+            freqs.append(cursor.freq_TS())
             if cursor.at != len(cursor.data):
                 raise CorruptDataError("Payload has more tables than groups.")
-            at += len(reader._row_B2)
         blocks = Bits(row_BF, bound_B, of.width, device)
         class_G = _bounds(np.array([model.classes.low_C.size for model in models]))
         blocks.divide(np.concatenate(group_B), class_G, _classes(models, device))

@@ -7,8 +7,8 @@ what is found in its chunk; and the other way round.
 
 Changes are ordered by a bitmap: a bit for each place that something may take, of which those before are counted.
 
-Shapes: K changed elements, B blocks, G bands of blocks, R runs of blocks, P pairs of a block and one of its classes, E values
-of the field (256), L classes of all groups.
+Shapes: K changed elements, B blocks, G bands of blocks, R runs of blocks, P pairs of a block and one of its classes, E
+values of the field (256), L classes of all groups.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ CHUNK = 128
 
 ADDRESS, COLUMNS, STRIDE, ROWS, FIRST, PITCH, SHIFT, MASK, GROUP, CLASS, CLASSES, PAIR, CHUNKS, COUNT, FIELDS = range(15)
 """Columns of a table of blocks: address of the first element, columns, elements of memory from row to row, rows, position of
-the first element, positions from row to row, shift and mask of the field; number of the group, of its first class, how many it
-has; number of the block's first pair; number of chunks, and the number of counts of all blocks before."""
+the first element, positions from row to row, shift and mask of the field; number of the group, of its first class, how many
+it has; number of the block's first pair; number of chunks, and the number of counts of all blocks before."""
 
 BANDS = 6
 """Columns of a table of bands, as in `kernels.classes.regroup`."""
 
 _CHANGES = 256  # changes of a band or block that a program takes at once
-_RANKED = 32  # changes of which a program reads the chunks at once
-_CHUNKS = 16  # chunks that a program counts
+_RANKED = 8  # changes of which a program reads the chunks at once
+_CHUNKS = 8  # chunks that a program counts
 _TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _SAMPLE = 32  # consecutive elements of a sample, as in `kernels.classes`
 _MARKS = 1024  # words of a bitmap that a program counts
@@ -62,20 +62,20 @@ def _chunk_fields(block, chunk, inside, BITS: tl.constexpr):
     `block` are the rows of their blocks, and `inside` tells which chunks there are; both as columns.
     """
     columns = tl.load(block + _COLUMNS, inside, other=1)
-    stride = tl.load(block + _STRIDE, inside, other=1)
-    count = columns * tl.load(block + _ROWS, inside, other=0)
+    jump = tl.load(block + _STRIDE, inside, other=1) - columns
     place = chunk * _CHUNK
     row = place // columns
+    column = place - row * columns
+    begin = tl.load(block + _ADDRESS, inside, other=0).to(tl.pointer_type(BITS)) + (place + row * jump)
+    left = tl.minimum(columns * tl.load(block + _ROWS, inside, other=0) - place, _CHUNK).to(tl.int32)
     lane = tl.arange(0, _CHUNK)[None, :]
-    column = place - row * columns + lane
-    # Rows that end in a chunk: in floating point they are exact, because both numbers are small where rows are.
-    part = 1.0 / tl.minimum(columns, 1 << 20).to(tl.float32)
-    few = ((column.to(tl.float32) + 0.5) * part).to(tl.int64)
-    ends = tl.where(columns >= _CHUNK, (column >= columns).to(tl.int64), few)
-    address = tl.load(block + _ADDRESS, inside, other=0).to(tl.pointer_type(BITS))
-    element = inside & (place + lane < count)
-    at = row * stride + column + ends * (stride - columns)
-    bits = tl.load(address + at, element, other=0)
+    # How many rows have ended: one at most, or rows are short; floating point is exact for such numbers.
+    width = tl.minimum(columns, _CHUNK)
+    start = (width - tl.minimum(columns - column, width)).to(tl.int32)
+    part = 1.0 / width.to(tl.float32)
+    ends = (((start + lane).to(tl.float32) + 0.5) * part).to(tl.int32)
+    element = inside & (lane < left)
+    bits = tl.load(begin + (lane + ends.to(tl.int64) * jump), element, other=0)
     shift = tl.load(block + _SHIFT, inside, other=0).to(bits.dtype)
     mask = tl.load(block + _MASK, inside, other=0).to(tl.int32)
     return (bits >> shift).to(tl.int32) & mask, element
@@ -128,7 +128,9 @@ def _survey_steps(
         field = (old >> shift).to(tl.int32) & mask
         symbol, _ = _bucket(_zigzag(step))
         run = tl.load(run_ptr + number, is_in, other=0).to(tl.int64)
-        tl.atomic_add(count_ptr + (run * 256 + field) * SYMBOLS + symbol, tl.full((CHANGES,), 1, tl.int32), is_in, sem="relaxed")
+        tl.atomic_add(
+            count_ptr + (run * 256 + field) * SYMBOLS + symbol, tl.full((CHANGES,), 1, tl.int32), is_in, sem="relaxed"
+        )
         after = ((old + step) >> shift).to(tl.int32) & mask
         samples = (tl.load(block + _COLUMNS, is_in, other=1) + 31) // 32
         sample = tl.load(before_ptr + number, is_in, other=0) + row * samples + column // 32
@@ -219,11 +221,11 @@ def _first_classes(block_ptr, size_ptr, first_ptr, blocks, LANES: tl.constexpr):
 
 
 @triton.jit
-def _rank(
-    band_ptr, begin_ptr, end_ptr, bound_ptr, block_ptr, low_ptr, high_ptr, class_ptr, count_ptr, place_ptr, at_ptr,
-    step_ptr, key_ptr, to_class_ptr, to_step_ptr, base, pair_base, k_base, BITS: tl.constexpr, CHANGES: tl.constexpr,
+def _classify(
+    band_ptr, begin_ptr, end_ptr, bound_ptr, block_ptr, class_ptr, at_ptr, step_ptr, number_ptr, place_ptr, to_class_ptr,
+    to_step_ptr, k_base, BITS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Write class and step of each change of bands, and where it comes if elements are ordered by block, class and rank."""
+    """Write block, place in it, class and step of each change of bands."""
     g = tl.program_id(0).to(tl.int64)
     low_k = tl.load(begin_ptr + g)
     high = tl.load(end_ptr + g)
@@ -237,22 +239,36 @@ def _rank(
         old = tl.load(address + row * tl.load(block + _STRIDE, is_in, other=0) + column, is_in, other=0)
         shift = tl.load(block + _SHIFT, is_in, other=0).to(old.dtype)
         field = (old >> shift).to(tl.int32) & tl.load(block + _MASK, is_in, other=0).to(tl.int32)
-        c = tl.load(class_ptr + tl.load(block + _GROUP, is_in, other=0) * 256 + field, is_in, other=0).to(tl.int64)
-        first = tl.load(block + _CLASS, is_in, other=0)
-        low = tl.load(low_ptr + first + c, is_in, other=0)
-        span = tl.load(high_ptr + first + c, is_in, other=0)
+        c = tl.load(class_ptr + tl.load(block + _GROUP, is_in, other=0) * 256 + field, is_in, other=0)
         place = row * tl.load(block + _COLUMNS, is_in, other=0) + column
-        chunk = place // _CHUNK
-        fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], BITS)
-        is_of = element & (fields >= low[:, None]) & (fields <= span[:, None])
-        is_of = is_of & (tl.arange(0, _CHUNK)[None, :] < (place - chunk * _CHUNK)[:, None])
-        before = tl.load(block + _COUNT, is_in, other=0) - base + c * tl.load(block + _CHUNK_COUNT, is_in, other=0) + chunk
-        rank = tl.load(count_ptr + before, is_in, other=0).to(tl.int64) + tl.sum(is_of.to(tl.int32), axis=1)
-        pair = tl.load(block + _PAIR, is_in, other=0) + c
-        key = tl.load(place_ptr + pair - pair_base, is_in, other=0) + rank
-        tl.store(key_ptr + to + k, key, is_in)
-        tl.store(to_class_ptr + to + k, c.to(tl.uint8), is_in)
+        tl.store(number_ptr + to + k, number.to(tl.int32), is_in)
+        tl.store(place_ptr + to + k, place.to(tl.int32), is_in)
+        tl.store(to_class_ptr + to + k, c, is_in)
         tl.store(to_step_ptr + to + k, tl.load(step_ptr + k, is_in, other=0), is_in)
+
+
+@triton.jit
+def _rank(
+    block_ptr, low_ptr, high_ptr, count_ptr, pair_ptr, number_ptr, place_ptr, class_ptr, key_ptr, base, pair_base, last,
+    BITS: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Write where each change comes if elements are ordered by block, class and rank."""
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    is_in = k < last
+    block = block_ptr + tl.load(number_ptr + k, is_in, other=0).to(tl.int64) * _FIELDS
+    place = tl.load(place_ptr + k, is_in, other=0).to(tl.int64)
+    c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
+    first = tl.load(block + _CLASS, is_in, other=0)
+    low = tl.load(low_ptr + first + c, is_in, other=0)
+    high = tl.load(high_ptr + first + c, is_in, other=0)
+    chunk = place // _CHUNK
+    before = tl.load(block + _COUNT, is_in, other=0) - base + c * tl.load(block + _CHUNK_COUNT, is_in, other=0) + chunk
+    first_key = tl.load(pair_ptr + tl.load(block + _PAIR, is_in, other=0) - pair_base + c, is_in, other=0)
+    first_key += tl.load(count_ptr + before, is_in, other=0)
+    fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], BITS)
+    is_of = element & (fields >= low[:, None]) & (fields <= high[:, None])
+    is_of = is_of & (tl.arange(0, _CHUNK)[None, :] < (place - chunk * _CHUNK).to(tl.int32)[:, None])
+    tl.store(key_ptr + k, first_key + tl.sum(is_of.to(tl.int32), axis=1), is_in)
 
 
 @triton.jit
@@ -327,7 +343,9 @@ def _gaps(
         begin = tl.load(class_ptr + k - 1, later, other=0).to(tl.int64)
         begin = tl.where(later, begin, tl.load(first_ptr + b).to(tl.int64))
         begin = tl.where(is_in, begin, c)
-        before = tl.load(key_ptr + k - 1 - k_base, later, other=0) - tl.load(place_ptr + pair - pair_base + begin, later, other=0)
+        before = tl.load(key_ptr + k - 1 - k_base, later, other=0) - tl.load(
+            place_ptr + pair - pair_base + begin, later, other=0
+        )
         before = tl.where(later, before, -1)
         gap = rank - before - 1
         # Only where a class begins
@@ -386,7 +404,9 @@ def _decode(
                 to += searching.to(tl.int64)
                 good = good & ((to < classes) | (searching == 0))
                 searching = searching & (to < classes)
-                ratio = tl.load(ratio_ptr + (level - tl.load(level_ptr + group + to, searching, other=0)), searching, other=1)
+                ratio = tl.load(
+                    ratio_ptr + (level - tl.load(level_ptr + group + to, searching, other=0)), searching, other=1
+                )
                 span = (tl.load(size_ptr + pair + to, searching, other=0) * ratio) >> _RATIO_BITS
                 found = searching & (rest < span)
                 wanted = tl.where(found, rest + 1, 1) << _RATIO_BITS
@@ -419,55 +439,50 @@ def _halve(word, nth, place, HALF: tl.constexpr):
 
 @triton.jit
 def _places(
-    bound_ptr, block_ptr, low_ptr, high_ptr, count_ptr, rank_ptr, class_ptr, key_ptr, b_base, base, k_base,
+    block_ptr, low_ptr, high_ptr, count_ptr, number_ptr, rank_ptr, class_ptr, key_ptr, base, last,
     BITS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the position of each change of blocks."""
-    b = tl.program_id(0).to(tl.int64) + b_base
-    block = block_ptr + b * _FIELDS
-    chunks = tl.load(block + _CHUNK_COUNT)
-    first = tl.load(block + _CLASS)
-    columns = tl.load(block + _COLUMNS)
-    elements = columns * tl.load(block + _ROWS)
-    high = tl.load(bound_ptr + b + 1)
-    for start in range(tl.load(bound_ptr + b), high, CHANGES):
-        k = start + tl.arange(0, CHANGES)
-        is_in = k < high
-        c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
-        rank = tl.load(rank_ptr + k, is_in, other=0).to(tl.int64)
-        line = count_ptr + (tl.load(block + _COUNT) - base) + c * chunks
-        # The last chunk before which there are at most `rank` elements of the class.
-        chunk = tl.zeros((CHANGES,), tl.int64)
-        half = chunks
-        while half > 0:
-            further = chunk + half
-            fits = is_in & (further < chunks)
-            fits = fits & (tl.load(line + further, fits, other=0).to(tl.int64) <= rank)
-            chunk = tl.where(fits, further, chunk)
-            half = tl.where(half == 1, 0, (half + 1) // 2)
-        nth = (rank - tl.load(line + chunk, is_in, other=0)).to(tl.int32)
-        here = block + tl.zeros((CHANGES, 1), tl.int64)
-        fields, element = _chunk_fields(here, chunk[:, None], is_in[:, None], BITS)
-        low = tl.load(low_ptr + first + c, is_in, other=0)
-        top = tl.load(high_ptr + first + c, is_in, other=0)
-        is_of = element & (fields >= low[:, None]) & (fields <= top[:, None])
-        is_of = tl.reshape(is_of.to(tl.uint32), (CHANGES, _CHUNK // 32, 32))
-        words = tl.sum(is_of << tl.arange(0, 32).to(tl.uint32)[None, None, :], axis=2)
-        counts = _popcount(words)
-        before = tl.cumsum(counts, axis=1) - counts
-        own = (before <= nth[:, None]) & (nth[:, None] < before + counts)
-        word = tl.sum(tl.where(own, words, 0), axis=1)
-        nth -= tl.sum(tl.where(own, before, 0), axis=1)
-        place = chunk * _CHUNK + 32 * tl.sum(tl.where(own, tl.arange(0, _CHUNK // 32)[None, :], 0), axis=1)
-        word, nth, place = _halve(word, nth, place, 16)
-        word, nth, place = _halve(word, nth, place, 8)
-        word, nth, place = _halve(word, nth, place, 4)
-        word, nth, place = _halve(word, nth, place, 2)
-        word, nth, place = _halve(word, nth, place, 1)
-        place = tl.minimum(place, elements - 1)
-        row = place // columns
-        position = tl.load(block + _FIRST) + row * tl.load(block + _PITCH) + place - row * columns
-        tl.store(key_ptr + k - k_base, position, is_in)
+    """Write the position of each change."""
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    is_in = k < last
+    block = block_ptr + tl.load(number_ptr + k, is_in, other=0).to(tl.int64) * _FIELDS
+    chunks = tl.load(block + _CHUNK_COUNT, is_in, other=1)
+    first = tl.load(block + _CLASS, is_in, other=0)
+    c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
+    rank = tl.load(rank_ptr + k, is_in, other=0)
+    line = count_ptr + (tl.load(block + _COUNT, is_in, other=0) - base) + c * chunks
+    # The last chunk before which there are at most `rank` elements of the class.
+    chunk = tl.zeros((CHANGES,), tl.int64)
+    half = tl.max(chunks, axis=0)
+    while half > 0:
+        further = chunk + half
+        fits = is_in & (further < chunks)
+        fits = fits & (tl.load(line + further, fits, other=0) <= rank)
+        chunk = tl.where(fits, further, chunk)
+        half = tl.where(half == 1, 0, (half + 1) // 2)
+    nth = rank - tl.load(line + chunk, is_in, other=0)
+    low = tl.load(low_ptr + first + c, is_in, other=0)
+    high = tl.load(high_ptr + first + c, is_in, other=0)
+    fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], BITS)
+    is_of = element & (fields >= low[:, None]) & (fields <= high[:, None])
+    is_of = tl.reshape(is_of.to(tl.uint32), (CHANGES, _CHUNK // 32, 32))
+    words = tl.sum(is_of << tl.arange(0, 32).to(tl.uint32)[None, None, :], axis=2)
+    counts = _popcount(words)
+    before = tl.cumsum(counts, axis=1) - counts
+    own = (before <= nth[:, None]) & (nth[:, None] < before + counts)
+    word = tl.sum(tl.where(own, words, 0), axis=1)
+    nth -= tl.sum(tl.where(own, before, 0), axis=1)
+    place = 32 * tl.sum(tl.where(own, tl.arange(0, _CHUNK // 32)[None, :], 0), axis=1)
+    word, nth, place = _halve(word, nth, place, 16)
+    word, nth, place = _halve(word, nth, place, 8)
+    word, nth, place = _halve(word, nth, place, 4)
+    word, nth, place = _halve(word, nth, place, 2)
+    word, nth, place = _halve(word, nth, place, 1)
+    columns = tl.load(block + _COLUMNS, is_in, other=1)
+    at = tl.minimum(chunk * _CHUNK + place, columns * tl.load(block + _ROWS, is_in, other=1) - 1)
+    row = at // columns
+    pitch = tl.load(block + _PITCH, is_in, other=0)
+    tl.store(key_ptr + k, tl.load(block + _FIRST, is_in, other=0) + row * (pitch - columns) + at, is_in)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -501,8 +516,8 @@ class Bits:
     """Blocks of one width whose elements' old bits are on the device.
 
     Args:
-        row_BF: Their table, int64[B, FIELDS], on the host; columns from `GROUP` on are filled by `divide`. Their memory has to
-            stay as it is.
+        row_BF: Their table, int64[B, FIELDS], on the host; `divide` fills columns from `GROUP` on. Their memory has to stay
+            as it is.
         bound_B: First change of each, and the number of changes behind the last; int64[B + 1], on the host.
         width: Bytes of an element.
         device: Where everything is.
@@ -527,7 +542,8 @@ class Bits:
             bands: The bands of the blocks.
             run_R: First block of each run, and the number of blocks.
             period_R: Every how manieth sample of each run counts.
-            at_K, step_K: See `rank`.
+            at_K: See `rank`.
+            step_K: See `rank`.
 
         Returns:
             int32[R, 256], and int32[R, 256, S] of the S symbols that steps may have; on the device.
@@ -638,7 +654,7 @@ class Bands:
         return count_B
 
 
-MOST_COUNTS, MOST_ELEMENTS, MOST_CHANGES = 1 << 24, 1 << 28, 1 << 23
+MOST_COUNTS, MOST_ELEMENTS, MOST_CHANGES = 1 << 24, 1 << 28, 1 << 22
 """Most counts, elements and changes of blocks that are taken at once, if a single band has not more."""
 
 
@@ -661,7 +677,8 @@ def rank(
         gap_bits: Bits that no gap exceeds.
 
     Returns:
-        Gaps, uint32 or uint64[K], classes, uint8, and steps, block after block; the class in which each block begins, int32[B].
+        Gaps, uint32 or uint64[K], classes, uint8, and steps, block after block; the class in which each block begins,
+        int32[B].
     """
     device, changed = at_K.device, int(bits.bound_B[-1])
     wide = gap_bits > 32
@@ -682,13 +699,17 @@ def rank(
         place_P = torch.cumsum(size_P, 0) - size_P
         elements = int((bits.row_BF[low:high, COLUMNS] * bits.row_BF[low:high, ROWS]).sum())
         key_K, ordered_K = (torch.empty(end - begin, dtype=torch.int64, device=device) for _ in range(2))
+        number_K, at_place_K = (torch.empty(end - begin, dtype=torch.int32, device=device) for _ in range(2))
         from_class_K = torch.empty(end - begin, dtype=torch.uint8, device=device)
         from_step_K = torch.empty(end - begin, dtype=step_K.dtype, device=device)
         with on(device):
-            _rank[(band_end - band,)](
+            _classify[(band_end - band,)](
                 bands.row_GF[band:], bands.begin_G[band:], bands.end_G[band:], bands.bound_G[band:], bits.table_BF,
-                classes.low_L, classes.high_L, classes.class_GE, count_N, place_P, at_K, step_K, key_K, from_class_K,
-                from_step_K, int(bits.row_BF[low, COUNT]), pair, begin, width, _RANKED,
+                classes.class_GE, at_K, step_K, number_K, at_place_K, from_class_K, from_step_K, begin, width, _CHANGES,
+            )  # fmt: skip
+            _rank[(triton.cdiv(end - begin, _RANKED),)](
+                bits.table_BF, classes.low_L, classes.high_L, count_N, place_P, number_K, at_place_K, from_class_K, key_K,
+                int(bits.row_BF[low, COUNT]), pair, end - begin, width, _RANKED,
             )  # fmt: skip
             marks, ends = _bitmap(key_K, 0, elements)
             _move_ranked[(triton.cdiv(end - begin, 1024),)](
@@ -739,7 +760,8 @@ def decode(
     Args:
         bits: The blocks, divided into classes.
         words: The words of all, int32[W].
-        word_B, end_B: The first word of each block and the one behind its last, int64.
+        word_B: The first word of each block, int64.
+        end_B: The one behind its last.
         slot_TL: The tables of all classes, as `gpu_coder.slots` returns them.
         spans: All blocks, in order.
     """
@@ -779,10 +801,14 @@ def place(bits: Bits, found: Ranked, spans: Sequence[Span], at_K: torch.Tensor, 
             continue
         count_N = bits.counts(low, high)
         key_K = torch.empty(end - begin, dtype=torch.int64, device=at_K.device)
+        blocks = torch.arange(low, high, dtype=torch.int32, device=at_K.device)
+        number_K = torch.repeat_interleave(
+            blocks, bits.bound[low + 1 : high + 1] - bits.bound[low:high], output_size=end - begin
+        )
         with on(at_K.device):
-            _places[(high - low,)](
-                bits.bound, bits.table_BF, bits.classes.low_L, bits.classes.high_L, count_N, found.rank_K, found.class_K,
-                key_K, low, int(bits.row_BF[low, COUNT]), begin, _UNSIGNED[bits.width], _RANKED,
+            _places[(triton.cdiv(end - begin, _RANKED),)](
+                bits.table_BF, bits.classes.low_L, bits.classes.high_L, count_N, number_K, found.rank_K[begin:end],
+                found.class_K[begin:end], key_K, int(bits.row_BF[low, COUNT]), end - begin, _UNSIGNED[bits.width], _RANKED,
             )  # fmt: skip
         done = begin
         for start in range(first, last, MOST_ELEMENTS):  # more than one only where a single band is larger

@@ -382,8 +382,9 @@ def _pull_number(words_ptr, at, end, x, table, slot_ptr, on, NUMBER: tl.constexp
     at, x = _pull(words_ptr, at, end, x, on)
     extra = tl.where(symbol < 16, 0, (symbol >> 2) - 2)
     value = tl.where(symbol < 16, symbol, 4 + (symbol & 3)).to(NUMBER)
-    most: tl.constexpr = min(24 * GROUPS, 29 if NUMBER == tl.uint32 else 61)
-    good = extra <= most
+    good = extra <= 24 * GROUPS
+    most: tl.constexpr = 29 if NUMBER == tl.uint32 else 61  # noqa: SIM300 - a dtype is no constant
+    good = good & (extra <= most)
     extra = tl.where(on & good, extra, 0)
     for _ in tl.static_range(GROUPS):
         bits = tl.minimum(extra, 24)
@@ -507,9 +508,7 @@ def fit(count_TS: torch.Tensor) -> Fitted:
     return Fitted(freq, code, inverse, cost)
 
 
-def encode(
-    streams: Streams, numbers: Numbers, fitted: Fitted, gap_bits: int = 32
-) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(streams: Streams, numbers: Numbers, fitted: Fitted, gap_bits: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode streams.
 
     Args:
@@ -519,7 +518,7 @@ def encode(
         gap_bits: Bits that no gap exceeds.
 
     Returns:
-        The words of all streams, int32[W], and how many each has, int64[S]; on the device. A stream without changes has none.
+        The words of all streams, int32[W], and how many each has, int64[S]; on the device. Without changes it has none.
     """
     device, width = streams.bound_S.device, numbers.step_K.element_size()
     if not streams.count:
@@ -574,7 +573,8 @@ def decode(
         streams: The streams, whose changes come one after the other.
         size_S: Elements of each one's block, int64.
         words: The words of all streams, int32[W].
-        word_S, end_S: The first word of each stream, and the one behind its last, int64.
+        word_S: The first word of each stream, int64.
+        end_S: The one behind its last.
         slot_TL: The tables, as `slots` returns them.
         at_K: Gets positions, int32 or int64, the low 32 bits or all; mutated.
         step_K: Gets steps, unsigned; mutated.
