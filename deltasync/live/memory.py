@@ -199,6 +199,7 @@ class LiveMemory:
                     with places.device.staging():
                         np.add.at(part_P, *places.fingerprints())
         self._part_P = part_P
+        _ = self._union  # made here, because `compare` is called in a commit's pause
 
     def _check_places(self, names: Mapping[str, object]) -> None:
         if missing := names.keys() - self._segments.keys():
