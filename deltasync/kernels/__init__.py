@@ -77,6 +77,8 @@ __all__ = [
     "cpu",
     "cpu_diff",
     "cpu_rows",
+    "gpu_classes",
+    "gpu_coder",
     "rans",
     "segment_kernels",
     "table",
