@@ -6,9 +6,9 @@ The same seed gives the same trace, to the byte. Exits with 1 if a seed fails.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import os
-import signal
 import sys
 import time
 
@@ -41,7 +41,7 @@ def main() -> None:
             sys.exit(_run(seed, given.steps, given.trace))
         child = os.fork()  # what one seed leaves in the process would change the next one
         if not child:
-            signal.alarm(120)  # a thread that never comes to a seam
+            faulthandler.dump_traceback_later(120, exit=True)  # of a thread that never comes to a seam
             os._exit(_run(seed, given.steps, given.trace))
         failed += os.waitpid(child, 0)[1] != 0
         if failed and given.first:

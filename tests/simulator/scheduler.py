@@ -530,8 +530,12 @@ def load_product() -> None:
     for package in _PRODUCT:
         root = importlib.import_module(package)
         for found in pkgutil.walk_packages(root.__path__, f"{package}."):
-            if not found.name.endswith("__main__") and ".gpu_" not in found.name:
-                importlib.import_module(found.name)
+            if not found.name.endswith("__main__"):
+                try:
+                    importlib.import_module(found.name)
+                except ModuleNotFoundError as error:
+                    if error.name != "triton":  # which is beside the environment
+                        raise
 
 
 def _replacements(scheduler: Scheduler) -> Iterator[tuple[Any, str, Any]]:
