@@ -22,7 +22,6 @@ from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismat
 from deltasync.live import LiveMemory, Staged, compiling, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
-from deltasync.tensors.fingerprint import MASK
 
 _Item = TypeVar("_Item")
 
@@ -204,12 +203,6 @@ class Follower:
     def _undone(self, chain: Sequence[StoredRecord]) -> Changed:
         """Return the changes that undo records. Fingerprints are left out: records have only those after them."""
         delta = self._changed(chain).delta
-        if delta.known:
-            width, known = next(iter(delta.known.items()))
-            name = delta.layout.vectors[width].touched(known.at_K)[0]
-            error = MissingVersionError(f"{name} was written as a whole since, which cannot be undone.")
-            error.key = chain[0].key
-            raise error
         return Changed(delta.undone(), dict.fromkeys(delta.counts()))
 
     def _changed(self, chain: Sequence[StoredRecord], first: codec.OldBits | None = None) -> Changed:
@@ -268,9 +261,9 @@ class Follower:
         """
         wanted = committed.staged.fingerprints
         if fingerprints is None or total is None:
-            fingerprints = self.memory.fingerprints_of(wanted)
-            total = self._total(committed.staged, fingerprints)
-        wrong = [name for name, value in wanted.items() if value not in (None, fingerprints.get(name))]
+            wrong, total = self.memory.compare(committed.staged)
+        else:
+            wrong = [name for name, value in wanted.items() if value not in (None, fingerprints.get(name))]
         stored = committed.chain[-1]
         if wrong or f"{total:016x}" != stored.record.fingerprint:
             self.rollback(committed)
@@ -287,15 +280,6 @@ class Follower:
                 bits_N[:] = committed.whole[name]
         self.version, self._fingerprint = stored.version, stored.record.fingerprint
         return self.version
-
-    def _total(self, staged: Staged, fingerprints: Mapping[str, int]) -> int:
-        """Return the model's fingerprint after a commit, from that of changed tensors; -1 if copies of them differ."""
-        if self._fingerprint is None:
-            return model_fingerprint(self.memory.fingerprints)
-        before = self.memory.fingerprints_of(fingerprints, staged.before)
-        if -1 in fingerprints.values() or -1 in before.values():
-            return -1
-        return (int(self._fingerprint, 16) + sum(fingerprints.values()) - sum(before.values())) & MASK
 
     def rollback(self, committed: StagedVersion) -> None:
         """Bring back the bits from before a commit."""

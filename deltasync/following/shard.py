@@ -388,7 +388,8 @@ class Shard:
         if alone:
             self.confirm(None, None)
         done = staged.staged
-        return Done(done.changed, staged.stage_s, done.scatter_s, reload_s, {} if alone else done.parts)
+        parts = {} if alone else self.follower.memory.parts_of(done.fingerprints)
+        return Done(done.changed, staged.stage_s, done.scatter_s, reload_s, parts)
 
     def confirm(self, fingerprints: dict[str, int] | None, total: int | None) -> None:
         """Compare the committed bits with the published fingerprints, and roll them back if they differ.
