@@ -1,8 +1,8 @@
 """Arrays, and compiled functions, that a model keeps outside of its parameters: a new version must not meet old ones.
 
 A model may compute something from its weights at its first call and keep it in an attribute, and a compiled function has the
-arrays that it was compiled with. What a newly built model does not have either was made by a call, so it is dropped, and the
-next call makes it from the new weights. What a newly built model has as well, with the same bits, is a constant.
+arrays that it was compiled with. A call has made all that a newly built model does not have: it is dropped, and the next
+call makes it from the new weights. An array that a newly built model has as well, with the same bits, is a constant.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ABSENT = object()
 
 
 class Kept:
-    """What a model has outside of its parameters, beside what a newly built one has."""
+    """The arrays and compiled functions of a model outside of its parameters, compared with those of a newly built one."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -45,7 +45,7 @@ class Kept:
             mx.eval([each for each in held if isinstance(each, mx.array)])
 
     def drop(self) -> None:
-        """Drop what calls have made. Nobody may compute meanwhile. Mutates the model's attributes.
+        """Drop those that calls have made. Nobody may compute meanwhile. Mutates the model's attributes.
 
         Raises:
             ModelMismatchError: the model keeps something that cannot be dropped and may be made from weights.

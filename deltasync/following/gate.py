@@ -92,7 +92,8 @@ def _parts(
     """Yield the channel's tensors that lie in one of the module's, each checked against its spec."""
     if tensor.is_meta:
         raise ModelMismatchError(f"{own} is on the meta device: it has no memory to be patched.")
-    if is_traceable_wrapper_subclass(tensor) or is_lazy(tensor):
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    if is_wrapper or is_lazy(tensor):
         raise ModelMismatchError(
             f"{own} is a {type(tensor).__name__}, which has no memory of its own to be patched: follow with a module of "
             "plain tensors."
@@ -274,7 +275,7 @@ class Mapped(NamedTuple):
 
 
 Part = tuple[Mapping[str, Any], str, Any, object]
-"""What a module holds: the mapping that holds it, its name there, the tensor or module, and the place of its memory."""
+"""A part of a module: the mapping that holds it, its name there, the tensor or module, and the place of its memory."""
 
 
 class GatedTarget(MemoryTarget):
@@ -305,10 +306,10 @@ class GatedTarget(MemoryTarget):
 
     @abstractmethod
     def _held(self) -> Sequence[Part]:
-        """What the model's modules hold now."""
+        """The parts that the model has now."""
 
     def _place(self, part: Any) -> object:
-        """Return what tells that a part is where it was, and as it was, as far as that can be asked at each call."""
+        """Return a value that changes when a part is moved or written, as far as that can be asked at each call."""
         return None
 
     def _finish_calls(self) -> None:
