@@ -102,7 +102,7 @@ class ModuleTarget(GatedTarget):
         if any(bits(each).ctypes.data != bits(each).ctypes.data for each in copies.values()):
             raise StageError("MLX copies an array to view its bits here, so that they cannot be written.")
         mapped = self._mapped(self._state(copies))
-        mapped.memory.parts = dict(live.parts)
+        mapped.memory.parts = live.parts
         self._opened.memory = mapped.memory
         try:
             staged = super().stage(chain)
