@@ -97,6 +97,8 @@ __all__ = [
     "cpu_diff",
     "cpu_rows",
     "device_diff",
+    "gpu_classes",
+    "gpu_coder",
     "rans",
     "segment_kernels",
     "table",

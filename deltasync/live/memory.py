@@ -13,7 +13,8 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -40,12 +41,18 @@ from deltasync.tensors import (
 from deltasync.tensors.bits import int_view, signed_view
 from deltasync.tensors.device import DeviceSparse
 
+_Places = tuple[dict[int, HostPlaces], dict[int, list[DevicePlaces]]]
+"""Where the segments of each vector lie: on the host and on devices."""
+
 
 class LiveMemory:
     """Live weights in checkpoint coordinates: the whole model or a shard of it.
 
     `segments` says where each tensor of the table lies, by a list that may be empty. The regions of all shards together
     cover a tensor; two of them are equal or disjoint.
+
+    `ties` has tensors without a place of their own, each with the one that the engine computes with instead. They are read
+    there, and never written. So a version in which the two differ does not get its fingerprints.
 
     Attributes:
         regions: Which elements each segment holds, by tensor name.
@@ -57,7 +64,10 @@ class LiveMemory:
         specs: Mapping[str, TensorSpec],
         segments: Mapping[str, list[Segment]],
         device_of: Callable[[torch.Tensor], Device | None] = device_of,
+        ties: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self.ties = ties
+        segments = {**segments, **{name: segments[other] for name, other in ties.items()}}
         self._specs = specs
         self._layout = Layout(specs)
         self._segments = segments
@@ -180,15 +190,16 @@ class LiveMemory:
         """Recompute the fingerprints of all segments from every bit of live memory."""
         self._check_places(self._specs)
         part_P = np.zeros(sum(map(len, self._segments.values())), np.uint64)
-        host, devices = self._places
-        for held in host.values():
-            part_M, value_M = staging.host_fingerprints(held.targets)
-            part_P[part_M] = value_M
-        for of_width in devices.values():
-            for places in of_width:
-                with places.device.staging():
-                    np.add.at(part_P, *places.fingerprints())
+        for host, devices in (self._places, self._tied):
+            for held in host.values():
+                part_M, value_M = staging.host_fingerprints(held.targets)
+                part_P[part_M] = value_M
+            for of_width in devices.values():
+                for places in of_width:
+                    with places.device.staging():
+                        np.add.at(part_P, *places.fingerprints())
         self._part_P = part_P
+        _ = self._union  # made here, because `compare` is called in a commit's pause
 
     def _check_places(self, names: Mapping[str, object]) -> None:
         if missing := names.keys() - self._segments.keys():
@@ -199,13 +210,21 @@ class LiveMemory:
         return [Target(name, self._first_part[name] + at, segment, key) for at, segment in enumerate(held)]
 
     @functools.cached_property
-    def _places(self) -> tuple[dict[int, HostPlaces], dict[int, list[DevicePlaces]]]:
-        """Where the segments of each vector lie: on the host and on devices."""
+    def _places(self) -> _Places:
+        return self._placed(self._segments.keys() - self.ties)
+
+    @functools.cached_property
+    def _tied(self) -> _Places:
+        """Those of ties, which are only read."""
+        return self._placed(self.ties.keys())
+
+    def _placed(self, names: Set[str]) -> _Places:
+        """Return where the segments of these tensors lie."""
         host, devices = dict[int, HostPlaces](), dict[int, list[DevicePlaces]]()
         for width, vector in self._layout.vectors.items():
             held: dict[Device | None, list[Target]] = {None: []}
             for name in vector.names:
-                for target in self._targets(name) if name in self._segments else ():
+                for target in self._targets(name) if name in names else ():
                     if target.segment.live.numel():
                         held.setdefault(self._device_of(target.segment.live), []).append(target)
             host[width] = HostPlaces(vector, held.pop(None))
@@ -279,7 +298,7 @@ class LiveMemory:
         """
         delta, fingerprints = changed
         self._check_places(fingerprints)
-        staged = Staged(fingerprints=dict(fingerprints), digests=Digests.of(self._numbers, fingerprints))
+        staged = Staged(fingerprints=dict(fingerprints))
         host_places, device_places = self._places
         ready = getattr(delta, "ready", None)  # of a `DeviceDelta`
         host = HostStaging()
@@ -291,7 +310,22 @@ class LiveMemory:
                 index = self._layout.vectors[width].index_dtype
                 host.elements(places, steps.host(index) if isinstance(steps, DeviceSparse) else steps)
         host.finish(staged)
+        self._finish(staged)
         return staged
+
+    def _finish(self, staged: Staged) -> None:
+        """Note the fingerprints that the version says, and have the commit read what it has made of ties."""
+        for name, other in self.ties.items():
+            if other in staged.fingerprints:
+                staged.fingerprints.setdefault(name, None)
+        staged.digests = Digests.of(self._numbers, staged.fingerprints)
+        changed = {target.part for name in self.ties if name in staged.fingerprints for target in self._targets(name)}
+        host, devices = self._tied
+        if targets := [target for held in host.values() for target in held.targets if target.part in changed]:
+            staged.readouts.append(functools.partial(staging.host_fingerprints, targets))
+        for places in itertools.chain.from_iterable(devices.values()):
+            if parts := places.lines.keys() & changed:
+                staged.readouts.append(places.readout([*parts]))
 
     def stage_weights(self, weights: Iterable[tuple[str, np.ndarray, int | None]]) -> Staged:
         """Translate whole tensors into writes: name, unsigned bit patterns of shape N, and the fingerprint or None.
@@ -303,7 +337,7 @@ class LiveMemory:
         host, devices, staged = HostStaging(), dict[Device, DeviceStaging](), Staged()
         by_width = {(each.device, width): each for width, of_width in self._places[1].items() for each in of_width}
         for name, bits_N, expected in weights:
-            for target in self._targets(name):
+            for target in self._targets(name) if name not in self.ties else ():
                 device = self._device_of(target.segment.live)
                 if device is None:
                     host.whole(target, np.require(bits_N, requirements="W"))  # as torch wants it
@@ -315,7 +349,7 @@ class LiveMemory:
         host.finish(staged)
         for each in devices.values():
             each.finish(staged)
-        staged.digests = Digests.of(self._numbers, staged.fingerprints)
+        self._finish(staged)
         return staged
 
     def commit(self, staged: Staged) -> Staged:
