@@ -15,7 +15,7 @@ import torch
 from deltasync.channel.checkpoint import Checkpoint
 from deltasync.channel.documents import Fingerprint
 from deltasync.errors import UNREADABLE_JSON, CorruptDataError, describe
-from deltasync.kernels import cpu
+from deltasync.kernels import native
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of, cast
 
@@ -75,4 +75,4 @@ describe(AdapterBase)
 def _fingerprint(name: str, tensor: torch.Tensor) -> str | None:
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         return None
-    return fingerprint.to_hex(cpu.fingerprint(fingerprint.tensor_key(name), bits_of(cast(tensor, "bfloat16"))))
+    return fingerprint.to_hex(native.fingerprint(fingerprint.tensor_key(name), bits_of(cast(tensor, "bfloat16"))))

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from deltasync import codec, kernels
+from deltasync import codec
 from deltasync.channel import payloads
 from deltasync.channel.documents import VersionId
 from deltasync.channel.plan import is_revert
@@ -19,7 +19,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import ahead
 from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
-from deltasync.live import LiveMemory, Staged, compiling, model_fingerprint
+from deltasync.live import LiveMemory, Staged, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
 from deltasync.tensors.fingerprint import MASK
@@ -56,7 +56,6 @@ class Follower:
     def __init__(self, reader: ChannelReader, memory: LiveMemory) -> None:
         self.reader = reader
         self.memory = memory
-        compiling.start(compiling.Kinds(compiling.of_model(reader.layout), on_host=memory.is_on_host))
         self.version: VersionId | None = None
         self.progressed_s = 0.0
         self._fingerprint: str | None = None
@@ -110,7 +109,7 @@ class Follower:
         wanted: dict[str, int | None] = {}
         done: list[StoredRecord] = []
         try:
-            with contextlib.closing(self._fetched(chain)) as fetched, kernels.cpu.leave_cores(payloads.FILES_AHEAD):
+            with contextlib.closing(self._fetched(chain)) as fetched:
                 for stored in chain:
                     with self._blaming(stored), _map_out_of_memory(stored.record.version):
                         got = next(fetched)

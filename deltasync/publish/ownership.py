@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from deltasync import kernels
 from deltasync.errors import ConfigError, ModelMismatchError
+from deltasync.kernels import native
 from deltasync.publish.shards import TensorRange, check_alike, check_ignored, gathered_places, part_of, pieces
 from deltasync.publish.stream import Stream, Tensor, pair_of, tensors_of
 from deltasync.ranks.peers import Peers, Range
@@ -239,7 +239,7 @@ def _held(name: str, tensor: Tensor, dtype: str, gathered: set[int]) -> _Held:
         if gathered and tensor.data_ptr() in gathered:
             raise ConfigError(f"{name} is gathered by FSDP2. {_GATHERED}")
         key = fingerprint.tensor_key(name)
-        digest = sum(kernels.cpu.fingerprint(key, bits_of(piece), start) for start, piece in pieces(tensor))
+        digest = sum(native.fingerprint(key, bits_of(piece), start) for start, piece in pieces(tensor))
     except (NotImplementedError, RuntimeError, TypeError) as error:
         kind = type(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor).__name__
         raise ConfigError(f"{name} is a {kind}, whose bits cannot be read: {error}. Publish it dequantized.") from error

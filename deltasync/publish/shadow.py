@@ -14,6 +14,7 @@ import torch
 from deltasync import kernels
 from deltasync.channel import payloads
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, get_logger
+from deltasync.kernels import native
 from deltasync.live import LiveMemory, Segment
 from deltasync.publish.detect import Detector, Held, Step, VectorMemory, parts_of, served_tensors
 from deltasync.publish.device_copies import on_host
@@ -204,7 +205,7 @@ class Shadow:
 
     def _found(self, name: str) -> int:
         """Return the fingerprint of the bits that are there."""
-        return kernels.cpu.fingerprint(fingerprint.tensor_key(name), self.bits[name], self.ranges[name][0])
+        return native.fingerprint(fingerprint.tensor_key(name), self.bits[name], self.ranges[name][0])
 
     def keep(self) -> None:
         """Make the last `advance` final."""
@@ -265,11 +266,11 @@ class Snapshot:
             CorruptDataError: memory has damaged them.
         """
         bits_N, (start, _) = self._bits[name], self.ranges[name]
-        key = int(kernels.cpu.key_from(fingerprint.tensor_key(name), start))
+        key = native.key_from(fingerprint.tensor_key(name), start)
         with self._lock:
             before = self._later
         # Without the lock, so that the trainer does not wait for it.
-        found = kernels.cpu.take(key, bits_N, out_N)
+        found = native.take(key, bits_N, out_N)
         with self._lock:
             later = self._later
             if later is not before:  # each step makes another list
@@ -279,7 +280,7 @@ class Snapshot:
             steps = delta.of(name)
             out_N[steps.at_K - steps.at_K.dtype.type(start)] -= steps.data_K
         if later:
-            found = kernels.cpu.fingerprint(key, out_N)
+            found = native.fingerprint(key, out_N)
         if name not in self.fingerprints and has_nan(out_N, self._specs[name]):
             self.with_nan.append(name)
         if found != self.fingerprints.setdefault(name, found):
