@@ -30,7 +30,7 @@ if importlib.util.find_spec("moto") is not None:
     pytest_plugins += ["tests.servers.s3", "tests.servers.services"]
 pytest_plugins += ["tests.writers"]
 
-# No deadline: the first call of a numba kernel compiles it.
+# No deadline: machines are busy.
 settings.register_profile("deltasync", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("many", settings.get_profile("deltasync"), max_examples=1000)
 settings.register_profile("long", settings.get_profile("deltasync"), max_examples=10_000)

@@ -140,10 +140,11 @@ def compare(row_RF: np.ndarray, vector: Vector, bound_T2: np.ndarray, gain_T: np
     for t, first, count, old, new, position in row_RF.tolist():
         old_N, new_N = memory(old, count, vector.width), memory(new, count, vector.width)
         index_K, step_K = diff(old_N, new_N)
+        index_K = index_K.astype(np.int64)
         found.append(((index_K + position).astype(vector.index_dtype), step_K))
         mask, largest = bound_T2[t]
         with np.errstate(over="ignore"):
-            gain_T[t] += np.uint64(_gained(int(vector.key_T[t]), index_K + np.int64(first), old_N[index_K], new_N[index_K]))
+            gain_T[t] += np.uint64(_gained(int(vector.key_T[t]), index_K + first, old_N[index_K], new_N[index_K]))
         above_T[t] += np.count_nonzero(new_N[index_K].astype(np.uint64) & mask > largest)
     return Sparse(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
 

@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,15 +7,16 @@ from hypothesis import strategies as st
 
 from deltasync.codec import tables
 from deltasync.errors import CorruptDataError
-from deltasync.kernels import rans
+from deltasync.kernels import native, rans, reference
 from deltasync.tensors import TensorSpec
-from tests import coder_reference, deltas
+from tests import deltas
 from tests import strategies as our
+from tests.instructions import LEVELS
 
 
 @given(st.integers(0, (1 << 64) - 1) | st.integers(0, 100))
 def test_every_number_lies_in_one_bucket(value: int) -> None:
-    symbol, extra, low = coder_reference.bucket(value)
+    symbol, extra, low = reference.bucket(value)
     assert 0 <= symbol < 256 and 0 <= low < 1 << extra
     assert value == (symbol if symbol < 16 else ((4 + symbol % 4) << extra) + low)
     assert extra == (0 if symbol < 16 else symbol // 4 - 2)
@@ -29,13 +25,13 @@ def test_every_number_lies_in_one_bucket(value: int) -> None:
 @given(our.widths, st.data())
 def test_zigzag_is_a_bijection_of_the_steps(width: int, data: st.DataObject) -> None:
     step = data.draw(st.integers(1, (1 << 8 * width) - 1))
-    value = coder_reference.zigzag(step, 8 * width)
+    value = reference.zigzag(step, 8 * width)
     assert 0 <= value <= (1 << 8 * width) - 2
-    assert coder_reference.unzigzag(value, 8 * width) == step
+    assert reference.unzigzag(value, 8 * width) == step
 
 
 def test_zigzag_of_the_smallest_steps() -> None:
-    assert [coder_reference.zigzag(step & 0xFFFF, 16) for step in (-1, 1, -2, 2)] == [0, 1, 2, 3]
+    assert [reference.zigzag(step & 0xFFFF, 16) for step in (-1, 1, -2, 2)] == [0, 1, 2, 3]
 
 
 def test_ratios_double_each_eight_levels() -> None:
@@ -74,20 +70,38 @@ def _weights_by_context() -> bytes:
     new_N[index_K] += step_K
     specs = {"w": TensorSpec("w", "bfloat16", old.shape)}
     data = deltas.encode("context", specs, {"w": old_N}, {"w": new_N}).to_bytes()
-    steps, _ = deltas.decode(data, specs, {"w": old_N})[0].of("w")
+    steps = deltas.decode(data, specs, {"w": old_N})[0].of("w")
     np.testing.assert_array_equal(steps.at_K, index_K)
     np.testing.assert_array_equal(steps.data_K, step_K)
     return data
 
 
-@pytest.mark.slow
-def test_a_cpu_without_wide_registers_gives_the_same_bytes(tmp_path: Path) -> None:
-    code = (
-        "import sys; from numba.core import registry; from tests.property.test_coder import _weights_by_context as of;"
-        "assert 'avx512' not in registry.cpu_target.target_context.codegen().magic_tuple()[2].replace('-avx512', '');"
-        "sys.stdout.buffer.write(of())"
-    )
-    other = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
-    environment = os.environ | other | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-    assert found.stdout == _weights_by_context()
+def test_every_instruction_set_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for level in LEVELS:
+        monkeypatch.setenv("DELTASYNC_SIMD", level)
+        native.extension.cache_clear()
+        found[level] = _weights_by_context()
+    monkeypatch.undo()
+    native.extension.cache_clear()
+    assert found["plain"] == found["avx2"] == found["avx512"]
+    assert len(found["none"]) < 1.05 * len(found["plain"])  # numpy joins no classes
+
+
+def test_numpy_writes_and_reads_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every function of the codecs but the choice of classes, in which numpy joins none."""
+    monkeypatch.setattr(native, "fit", _each_value_a_class)
+    data = _weights_by_context()
+    monkeypatch.setenv("DELTASYNC_SIMD", "none")
+    native.extension.cache_clear()
+    assert native.extension() is None
+    assert _weights_by_context() == data
+    monkeypatch.undo()
+    native.extension.cache_clear()
+
+
+def _each_value_a_class(element_E: np.ndarray, step_ES: np.ndarray, _: object) -> tuple[np.ndarray, ...]:
+    first_C, last_C, mean_C = np.full(256, -1), np.full(256, -1), np.ones(256)
+    reference.fit(element_E, step_ES, first_C, last_C, mean_C)
+    is_class = first_C >= 0
+    return first_C[is_class], last_C[is_class], np.rint(8 * np.log2(mean_C[is_class])).astype(np.int64).clip(0, rans.LEVELS)

@@ -217,7 +217,6 @@ class _Counted:
 @pytest.mark.parametrize("dtype", ["bfloat16", "keep"])
 def test_a_publisher_with_copies_on_the_device(dtype: str, lasting: bool, memory_url: str) -> None:
     """The branch that tensors of a GPU take through the shadow, float32 rounded there or taken as it is."""
-    pytest.importorskip("numba", reason="what encodes and decodes is not on every machine with a GPU")
     from deltasync import Publisher, Replica
 
     weights = {

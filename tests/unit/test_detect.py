@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from deltasync.errors import ConfigError, ModelMismatchError
-from deltasync.kernels import cpu_rows
 from deltasync.publish.shadow import Shadow
 from deltasync.tensors.bits import bits_of
 
@@ -143,20 +142,6 @@ def test_no_object_is_made_for_a_known_tensor() -> None:
     ):
         (delta,) = shadow.advance(weights, "bfloat16", 0)
     assert delta.counts() == {"7": 4}
-
-
-def test_a_publish_is_undone_without_memory_for_its_steps() -> None:
-    """The steps cannot be joined at all, so the bits are restored from the kernel's scratch."""
-    old = {"a": torch.zeros(1000, dtype=torch.bfloat16), "b": torch.zeros(1000, dtype=torch.float32)}
-    shadow = Shadow.of(old, "keep", 0)
-    fingerprints = shadow.fingerprints.copy()
-    with mock.patch.object(cpu_rows, "room", side_effect=MemoryError):
-        with pytest.raises(MemoryError):
-            shadow.advance({name: tensor + 1 for name, tensor in old.items()}, "keep", 0)
-        assert any(bits.any() for bits in shadow.bits.values())
-        shadow.retreat()
-    assert not any(bits.any() for bits in shadow.bits.values())
-    assert shadow.fingerprints == dict(fingerprints)
 
 
 def test_a_copy_on_a_device_is_dropped_when_its_tensor_comes_from_the_host() -> None:
