@@ -31,6 +31,7 @@ from deltasync.errors import (
     FingerprintMismatchError,
     ModelMismatchError,
     ShareError,
+    TiedError,
     describe,
     get_logger,
     printable,
@@ -70,7 +71,8 @@ class Shards(ABC):
 
     Attributes:
         reloaded: The tensors that the engine loads again after each change, and why.
-        ignored: The tensors that no process loads.
+        ignored: The tensors that no process computes with: they are in no proof.
+        ties: As `LiveMemory.ties`.
         fingerprints: Each tensor's fingerprint over all shards, as of the last audit, or commit of several shards.
     """
 
@@ -78,6 +80,7 @@ class Shards(ABC):
         self.reader, self._log = reader, log
         self.reloaded: dict[str, str] = {}
         self.ignored: list[str] = []
+        self.ties: dict[str, str] = {}
         self.fingerprints: dict[str, int] = {}
         self._regions: list[Any] = []  # the elements of each tensor that each shard holds
 
@@ -96,21 +99,40 @@ class Shards(ABC):
             ModelMismatchError: the shards do not hold every tensor in places that can be updated.
         """
         found, specs = self.every(Found, "verify"), self.reader.specs
-        self.reloaded = {name: why for each in found for name, why in each.reloaded.items()}
-        self.ignored = proof.check_coverage(specs, [each.regions for each in found], self.reloaded)
-        if self.ignored and not all(each.is_complete for each in found):
-            which = f"{len(self.ignored)} tensors, such as {specs[self.ignored[0]]},"
+        reloaded = {name: why for each in found for name, why in each.reloaded.items()}
+        nowhere = proof.check_coverage(specs, [each.regions for each in found], reloaded)
+        ties = {name: other for each in found for name, other in each.ties.items() if name in nowhere}
+        ignored = [name for name in nowhere if name not in ties]
+        if ignored and not all(each.is_complete for each in found):
+            which = f"{len(ignored)} tensors, such as {specs[ignored[0]]},"
             raise ModelMismatchError(f"{which} cannot be updated by this release: the engine's loader copies them nowhere.")
+        proof.check_ignored(ignored, specs, set().union(*(each.absent for each in found)))
+        self.reloaded, self.ignored, self.ties = reloaded, ignored, ties
 
     def prove(self) -> None:
-        """Make sure that all engines make again what they derive from weights, and say what is not served."""
+        """Make sure that all engines make again what they derive from weights, and say what is not served.
+
+        Raises:
+            ModelMismatchError: an engine does not, or the model has tensors that the channel lacks.
+        """
         missing = sorted({name for names in self.every(list[str], "prove") for name in names})
-        self._warn(self.ignored, "are not served: the engine's loader ignores them")
-        self._warn(missing, "stay as loaded: the channel has no such tensors. Publish `state_dict()`, buffers included")
-        patched = len(self.reader.specs) - len(self.reloaded) - len(self.ignored)
-        self._log.info("deltasync load plan is proven: patched_in_place=%d reloaded=%d", patched, len(self.reloaded))
+        if missing:
+            raise ModelMismatchError(
+                f"{len(missing)} tensors of the model, such as {missing[0]}, are not in the channel, so they would stay as "
+                "loaded: publish `state_dict()`, buffers included, or serve a checkpoint of the trainer's model."
+            )
+        self._warn(self.ignored, "are not served, and in no proof: the engine's loader ignores them")
+        self._log.info(
+            "deltasync load plan is proven: patched_in_place=%d reloaded=%d tied=%d ignored=%d",
+            *(self.patched_count, len(self.reloaded), len(self.ties), len(self.ignored)),
+        )
         for why, names in self.by_reason().items():
             self._warn(names, f"take the fallback, because {why}: a commit loads their layers again, which takes longer")
+
+    @property
+    def patched_count(self) -> int:
+        """How many tensors commits write in place."""
+        return len(self.reader.specs) - len(self.reloaded) - len(self.ignored) - len(self.ties)
 
     def by_reason(self) -> dict[str, list[str]]:
         """Return the tensors that the engine loads again after each change, by the reason."""
@@ -126,7 +148,7 @@ class Shards(ABC):
 
     def adopt(self) -> int:
         """Audit the shards for the first time. Returns the model's fingerprint."""
-        return self._total(self.every(Audit, "audit", self.ignored))
+        return self._total(self.every(Audit, "audit", self.ignored, self.ties))
 
     def identified(self, record: Handed | None) -> None:
         """Tell the shards which version they hold, None for no version of the channel."""
@@ -208,12 +230,12 @@ class Shards(ABC):
         succeeded(confirmed)
 
     def digest(self) -> dict[str, str]:
-        """Return the sha256 of every tensor in live memory, put together from all shards.
+        """Return the sha256 of every tensor that is computed with, in live memory, put together from all shards.
 
         Raises:
             ApplyError: two shards hold different copies of the same elements.
         """
-        return {name: sha256_hex(self._assembled(name).data) for name in self.reader.specs}
+        return {name: sha256_hex(self._assembled(name).data) for name in self.reader.specs if name not in self.ignored}
 
     def _assembled(self, name: str) -> np.ndarray:
         return assemble(
@@ -326,7 +348,7 @@ class RankedShards(Shards):
         # All ranks compare the same numbers, so the bits are right on all or on none; only what undoes them may differ.
         try:
             self.shard.confirm(changed, total)
-        except (FingerprintMismatchError, CommitError) as error:
+        except (FingerprintMismatchError, TiedError, CommitError) as error:
             succeeded(self.ranks.gather(Failure.of(error)))
 
     def wake_up(self) -> None:
@@ -351,6 +373,11 @@ class ShardsTarget:
     def progressed_s(self) -> float:
         """When staging last advanced (`Target.progressed_s`)."""
         return self._shards.shard.progressed_s
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        """As `Target.ignored`."""
+        return self._shards.ignored
 
     def _in_background(self, method: str, *arguments: Any) -> Any:
         if self._shards.ranks.size > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deltasync.live import derived, plan, proof
 from deltasync.live.memory import LiveMemory
-from deltasync.live.segments import Parts, Segment, assemble, combine, model_fingerprint
+from deltasync.live.segments import Parts, Segment, Union, assemble, combine, model_fingerprint
 from deltasync.live.staging import Staged
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Parts",
     "Segment",
     "Staged",
+    "Union",
     "assemble",
     "combine",
     "derived",

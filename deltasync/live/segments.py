@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from deltasync.errors import ApplyError, StageError
-from deltasync.tensors import Region, TensorSpec, count_below, fingerprint
+from deltasync.tensors import Region, TensorSpec, fingerprint
 from deltasync.tensors.bits import signed_view
 
 _DIFFERS = -1
@@ -105,34 +105,6 @@ class Segment:
         bits = unsigned(self.live.permute(order).contiguous().cpu())
         return start_R, bits.reshape(start_R.size, shape[-1] if ends_in_run else 1)
 
-    def locate(self, index_K: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-        """Find the addresses of checkpoint elements by their flat indices, which ascend.
-
-        Returns:
-            Positions in `index_K` of the elements that lie in this segment, None for all; and their positions in `flat()`.
-        """
-        if self.stride == (1,) and self.live.is_contiguous():
-            low, high = count_below(index_K, (self.offset, self.offset + self.live.numel()))
-            at = None if (low, high) == (0, index_K.size) else np.arange(low, high)
-            return at, index_K[low:high] - index_K.dtype.type(self.offset)
-        rest = index_K.astype(np.int64) - self.offset
-        inside = rest >= 0
-        dest = np.zeros_like(rest)
-        # A view of a row-major tensor: dividing by the strides, largest first, recovers the coordinates.
-        dims = sorted(zip(self.stride, self.live.shape, self.live.stride(), strict=True), reverse=True)
-        for stride, size, live_stride in dims:
-            if size == 1:
-                continue
-            coordinate = rest // stride
-            rest = rest - coordinate * stride
-            inside &= coordinate < size
-            dest += coordinate * live_stride
-        inside &= rest == 0
-        if inside.all():
-            return None, dest
-        at = np.flatnonzero(inside)
-        return at, dest[at]
-
 
 Parts = dict[str, tuple[int, ...]]
 """Fingerprints of each tensor's segments, by tensor name."""
@@ -154,6 +126,37 @@ def combine(regions: Sequence[Mapping[str, list[Region]]], parts: Sequence[Parts
         name: -1 if _DIFFERS in by_region.values() else sum(by_region.values()) & fingerprint.MASK
         for name, by_region in found.items()
     }
+
+
+class Union:
+    """The fingerprints of tensors, from those of the segments that one or several shards hold.
+
+    A tensor's is the sum over its distinct regions.
+
+    Args:
+        names: The tensors.
+        regions: What the segments of each shard hold, by tensor name; segments are numbered in this order.
+    """
+
+    def __init__(self, names: Sequence[str], regions: Sequence[Mapping[str, list[Region]]]) -> None:
+        number = {name: t for t, name in enumerate(names)}
+        first: dict[tuple[int, Region], int] = {}
+        first_P, tensor_P = list[int](), list[int]()
+        for held in regions:
+            for name, of_tensor in held.items():
+                for region in of_tensor:
+                    tensor_P.append(number[name])
+                    first_P.append(first.setdefault((number[name], region), len(first_P)))
+        self._count = len(names)
+        self._first_P, self._tensor_P = np.array(first_P, np.int64), np.array(tensor_P, np.int64)
+        self._distinct = np.flatnonzero(self._first_P == np.arange(self._first_P.size))
+
+    def of(self, part_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the fingerprint of each tensor, uint64, and whether copies of its regions are equal, from all segments'."""
+        value_T, same_T = np.zeros(self._count, np.uint64), np.ones(self._count, bool)
+        np.add.at(value_T, self._tensor_P[self._distinct], part_P[self._distinct])
+        same_T[self._tensor_P[part_P != part_P[self._first_P]]] = False
+        return value_T, same_T
 
 
 def model_fingerprint(fingerprints: Mapping[str, int]) -> int:

@@ -7,18 +7,14 @@ import importlib.util
 import os
 import subprocess
 import sys
-import threading
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import vllm_plugin
-from deltasync import Publisher
 from deltasync.errors import ConfigError
-from deltasync.live import compiling
 from tests import vllm_source
 from tests.integration.vllm_server import VLLM
 from vllm_plugin import compat
@@ -88,8 +84,16 @@ try:
     engine.generate("hello", None, "1")
 except Exception as error:
     print(error)
-engine.deltasync_attached = True
+engine.deltasync_refusal = lambda: None
 print(type(engine.generate("hello", None, "1")).__name__)
+
+from vllm.v1.engine.llm_engine import LLMEngine
+offline = LLMEngine.__new__(LLMEngine)
+offline.vllm_config = None
+try:
+    offline.add_request("1", "hello", None)
+except Exception as error:
+    print(error)
 """
 
 
@@ -97,13 +101,14 @@ def test_only_a_vllm_that_is_to_follow_and_can_is_prepared() -> None:
     env = {name: text for name, text in os.environ.items() if name != "VLLM_PLUGINS"}
     command = [sys.executable, "-c", _PROCESS]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
-    nothing, outside, ready, changed, refused, attached = done.stdout.splitlines()[-6:]
+    nothing, outside, ready, changed, refused, attached, offline = done.stdout.splitlines()[-7:]
     assert nothing == "[None, False]"
     assert "deltasync" in outside and outside.endswith(", False]"), "the routes are there to say so"
     assert "deltasync" in ready and ready.endswith(", True]")
     assert changed == "None", "all that is used of vLLM is there"
     assert refused.startswith("This engine would never follow file:///data/run: ")
     assert attached == "async_generator"
+    assert offline.startswith("This engine would never follow file:///data/run: nothing has called vllm_plugin.follow(")
 
 
 @pytest.mark.parametrize(
@@ -134,33 +139,6 @@ def test_a_server_that_follows_or_need_not_starts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DELTASYNC_CHANNEL", "file:///data/run")
     monkeypatch.setenv("VLLM_PLUGINS", "other,deltasync")
     DeltaSyncWorkerExtension()
-
-
-def test_the_first_worker_of_a_machine_compiles_kernels_while_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And none before the channel has a version, whose tensors say which kernels are needed."""
-    monkeypatch.setenv("VLLM_PLUGINS", "deltasync")
-    monkeypatch.setenv("DELTASYNC_CHANNEL", (tmp_path / "run").as_uri())
-    begun: list[compiling.Kinds] = []
-    monkeypatch.setattr(compiling, "start", begun.append)
-
-    def make(**options: int) -> None:
-        DeltaSyncWorkerExtension(**options)
-        for thread in threading.enumerate():
-            if thread.name == "deltasync-compile":
-                thread.join()
-
-    make(local_rank=0)
-    assert begun == []
-    with Publisher(tmp_path / "run") as publisher:
-        publisher.publish({"w": torch.zeros(300, 300)}).wait(60)
-    begun.clear()
-    make(local_rank=1)
-    assert begun == []
-    make(local_rank=0)
-    specs = compiling.of_dtype("bfloat16")
-    assert begun == [compiling.Kinds(tuple(specs), on_host=not torch.accelerator.is_available())]
 
 
 def test_what_is_used_of_vllm_is_in_the_source_of_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
