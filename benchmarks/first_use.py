@@ -52,7 +52,9 @@ def main() -> None:
     torch_s = min(_cpu_s("import torch")[0] for _ in range(3))
     runs = [_cpu_s(_USE) for _ in range(3)]
     cpu_s, output = min(runs)
-    print(json.dumps({"torch_cpu_s": round(torch_s, 2), "beyond_torch_cpu_s": round(cpu_s - torch_s, 2)} | json.loads(output)))
+    print(
+        json.dumps({"torch_cpu_s": round(torch_s, 2), "beyond_torch_cpu_s": round(cpu_s - torch_s, 2)} | json.loads(output))
+    )
 
 
 if __name__ == "__main__":

@@ -77,6 +77,8 @@ __all__ = [
     "DeviceDiff",
     "SegmentKernels",
     "device_diff",
+    "gpu_classes",
+    "gpu_coder",
     "native",
     "rans",
     "segment_kernels",

@@ -214,7 +214,7 @@ def prepare(of: Writes) -> None:
     of.sum_3S.zero_()
     held, bits = of.table, _BITS[of.table.width]
     step_K, value_V = _unsigned(of.step_K), _unsigned(of.value_V)
-    for row_R in of.row_R.split(table.ROWS_AT_ONCE):  # launches that end soon: an engine's kernels come between them
+    for row_R in of.row_R.split(of.at_once):  # launches that end soon: an engine's kernels come between them
         arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, _unsigned(of.low_K), step_K, value_V, *of.sum_3S)
         _launch(_prepare, row_R.numel(), arguments, bits, table.SCATTER_BLOCK)
 
@@ -242,7 +242,7 @@ def fingerprint(of: Table, rows: Rows, gain_S: torch.Tensor) -> None:
 def _pieces(rows: Rows) -> Iterator[tuple[tuple[bool, bool], torch.Tensor]]:
     """Yield the rows of each kind in launches that end soon."""
     for kind, first, last in rows.kinds:
-        for row_R in rows.row_R[first:last].split(table.ROWS_AT_ONCE):
+        for row_R in rows.row_R[first:last].split(rows.at_once):
             yield kind, row_R
 
 

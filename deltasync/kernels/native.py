@@ -562,7 +562,7 @@ def fit(element_E: np.ndarray, step_ES: np.ndarray, costs: Costs) -> tuple[np.nd
     """
     first_C, last_C, mean_C = np.full(256, -1), np.full(256, -1), np.ones(256)  # elements for each change
     if (native := extension()) is None:
-        reference.fit(element_E, step_ES, first_C, last_C, mean_C)
+        reference.fit(element_E, step_ES, costs, first_C, last_C, mean_C)
     else:
         native.fit(element_E, np.ascontiguousarray(step_ES), np.array(costs), first_C, last_C, mean_C)
     level_C = np.rint(8 * np.log2(mean_C)).astype(np.int64).clip(0, LEVELS)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from deltasync.live import derived, plan, proof
 from deltasync.live.memory import LiveMemory
-from deltasync.live.segments import Parts, Segment, Union, assemble, combine, model_fingerprint
+from deltasync.live.segments import Prints, Segment, Union, assemble, model_fingerprint
 from deltasync.live.staging import Staged
 
 __all__ = [
     "LiveMemory",
-    "Parts",
+    "Prints",
     "Segment",
     "Staged",
     "Union",
     "assemble",
-    "combine",
     "derived",
     "model_fingerprint",
     "plan",
