@@ -1,8 +1,8 @@
 """The C extension under ASan and UBSan, fed with hostile input: `python -m tests.fuzz.sanitized [SECONDS]`.
 
 `make fuzz` calls it. Builds the extension anew, and starts itself with it, once for each instruction set. The codecs'
-targets read mutated payloads; and the decoders read valid and random streams at every length, from memory that ends where the
-arrays end. A read or write beyond one, or undefined behaviour, ends the process with a report.
+targets read mutated payloads; and the decoders read valid and random streams at every length, from memory that ends where
+the arrays end. A read or write beyond one, or undefined behaviour, ends the process with a report.
 """
 
 from __future__ import annotations
