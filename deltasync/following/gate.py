@@ -81,7 +81,8 @@ def places(
     lacking = specs.keys() - found.keys()
     if unknown or lacking:
         sides = ((lacking, "is in the channel and not in the module"), (unknown, "is in the module and not in the channel"))
-        problems = "; ".join(f"{min(side)} (and {len(side) - 1} more) {where}" for side, where in sides if side)
+        more = [f" (and {len(side) - 1} more)" if len(side) > 1 else "" for side, _ in sides]
+        problems = "; ".join(f"{min(side)}{and_} {where}" for (side, where), and_ in zip(sides, more, strict=True) if side)
         raise ModelMismatchError(f"{problems}. Map the names of the module to the channel's by `names`.")
     return found, ties
 

@@ -307,7 +307,7 @@ class Follow:
                 except DeltaSyncError as error:
                     if self._goes_around and detours < _DETOURS:
                         detours += 1
-                        self._log.warning("%s Planning around it.", error)
+                        self._log.warning("Planning around it.")  # `_report` has logged the error
                         continue
                     is_passing = self.cursor.failure is None or isinstance(error, TransientStoreError)
                     if not is_passing or time.monotonic() >= deadline:
