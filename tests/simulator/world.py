@@ -74,9 +74,8 @@ class World:
         self.lost: set[str] = set()  # bits of which a receipt said that they are lost
         self.unsure: set[str] = set()  # bits that were published more than once
         self.replicas: list[Replica] = []
-        self.newest_publisher: Process | None = None  # the one that opened the channel last
+        self.attempt = object()  # the newest one to open the channel
         self.weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
-        self.opening = 0  # publishers that open the channel, or were killed as they did
         self.forgets = self.random.random() < 0.3
         self.live: list[Process] = []
         self.retention = Retention(compact_every=self.random.choice((0, 2, 4, 8)), keep_last=1000)
@@ -174,17 +173,13 @@ class World:
         """Open a publisher again and again, and publish."""
         while self.steps > 0:
             self.pause(5.0)
-            self.opening += 1
-            try:
-                opened = self.call("open", lambda: self.publisher(process))
-            finally:
-                self.opening -= 0 if process.killed else 1
+            self.attempt = attempt = object()
+            opened = self.call("open", lambda: self.publisher(process))
             if isinstance(opened, DeltaSyncError):
                 self.step()
                 self.pause(30.0)
                 continue
             self.counts["opened"] += 1
-            self.newest_publisher = process
             publisher: Publisher = opened
             mine: dict[int, str] = {}
             receipts: list[Any] = []
@@ -198,7 +193,7 @@ class World:
                     interrupted = True
                     continue
                 if isinstance(receipt, FencedError):
-                    if self.newest_publisher is process and not self.opening:
+                    if self.attempt is attempt:
                         raise Violation(f"the only publisher is fenced: {receipt}")
                     break
                 if not isinstance(receipt, DeltaSyncError):
