@@ -22,7 +22,7 @@ from deltasync.errors import (
     MissingVersionError,
     ObjectMissingError,
 )
-from deltasync.maintenance.retention import References
+from deltasync.maintenance.retention import References, lineage
 from deltasync.maintenance.scan import (
     WHOLE,
     check_listing,
@@ -65,6 +65,7 @@ class Report:
     garbage_objects: int  # files that no document names; `prune` deletes them when they are old
     garbage_bytes: int
     unreachable: list[int]
+    orphans: list[str]  # keys of versions that the newest one does not descend from: their publishers had been succeeded
     proven: list[int] | None  # versions whose replayed bits have the published fingerprints; None if data was not read
     unproven: list[int]  # all other versions, if data was read. They, or versions that they build on, are damaged.
 
@@ -306,6 +307,7 @@ class Inspection:
             garbage_objects=len(garbage),
             garbage_bytes=sum(self._sizes[key] for key in garbage),
             unreachable=_numbers(versions.keys() - reached),
+            orphans=sorted(slot.key for slot in versions.keys() - set(lineage(self.documents()))),
             proven=None if self.proven is None else _numbers(self.proven),
             unproven=[] if self.proven is None else _numbers(versions.keys() - self.proven),
         )

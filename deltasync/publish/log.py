@@ -129,6 +129,7 @@ class Log:
         self._bounds = Bounds.of({} if channel is None else channel.specs)
         self._new_channel: tuple[Channel, bytes] | None = None
         self._fenced: FencedError | None = None
+        self._foreign = set[str]()  # epochs that nobody opened
         self._attempts: dict[int, int] = {}
         self._compactions: dict[str, StoredRecord] = {}
         self._anchor: tuple[int, str] | None = None
@@ -327,28 +328,57 @@ class Log:
 
     def _put_guarded(self, key: str, data: bytes) -> None:
         """Put an object after a look at the epochs, which is made while its bytes are uploaded."""
-        if key == keys.CHANNEL:
-            self.store.put(key, data, guard=self._check_channel)
+        look, looked_s = Workers(1, "deltasync-look").submit(self._read_epochs), 0.0
+
+        def guard() -> None:
+            nonlocal looked_s
+            if key == keys.CHANNEL:
+                self._check_channel()
+            looked_s = self._check_lease(look.result())
+
+        self.store.put(key, data, guard=guard)
+        self._check_in_time(key, looked_s)
+
+    def _check_in_time(self, key: str, looked_s: float) -> None:
+        """Look again after a put that took longer than a look is good for, as where this process or its host stood still.
+
+        Another publisher may have opened the channel before the request took effect. Then nothing builds on the object.
+        """
+        assert self._lease is not None
+        if 0 <= boot_s() - looked_s <= self._lease.recheck_s:
             return
-        look = Workers(1, "deltasync-look").submit(self._read_epochs)
-        self.store.put(key, data, guard=lambda: self._check_lease(look.result()))
+        try:
+            self._retried(self._read_epochs)
+        except FencedError as error:
+            logger.error("%s was stored too late and is not part of the channel: %s", key, error)
+            raise
 
     def _read_epochs(self) -> float:
         """Raise if this epoch is not the newest; return when this look began, by `boot_s`."""
         began_s = boot_s()
-        newest = max(self._reader.epochs(), default="")
-        if newest > self.epoch:
-            raise self._fence(f"Another publisher opened the channel as epoch {newest}, after {self.epoch}")
+        for newest in self._reader.epochs():
+            if newest > self.epoch and self._is_opening(newest):
+                raise self._fence(f"Another publisher opened the channel as epoch {newest}, after {self.epoch}")
         return began_s
 
-    def _check_lease(self, began_s: float) -> None:
-        """Raise if another epoch may have begun since a look; if that is too old, look again first."""
+    def _is_opening(self, epoch: str) -> bool:
+        """Whether a publisher has opened an epoch: anybody who may write could have stored its document."""
+        if self._reader.is_opening(epoch, keys.epoch_number(self.epoch)):
+            return True
+        if epoch not in self._foreign:
+            self._foreign.add(epoch)
+            logger.warning("%s in %s is no opening of this run and does not count; delete it.", epoch, self.store.url)
+        return False
+
+    def _check_lease(self, began_s: float) -> float:
+        """Raise if another epoch may have begun since a look; if that is too old, look again first. Return when it began."""
         assert self._lease is not None
         if not 0 <= boot_s() - began_s <= self._lease.recheck_s:
             began_s = self._read_epochs()
         age_s = boot_s() - began_s
         if not 0 <= age_s <= self._lease.recheck_s:
             raise TransientStoreError(f"A look at the epochs took {age_s:.1f} s and is too old, so nothing was sent.")
+        return began_s
 
     def _is_there(self, version: VersionId) -> bool:
         """Whether a version that head names exists: a damaged byte of head must stop nobody."""
@@ -359,10 +389,10 @@ class Log:
         return True
 
     def _check_channel(self) -> None:
+        """Raise if another publisher has created the channel."""
         assert self._new_channel is not None
         if writes.holds(self.store, keys.CHANNEL, self._new_channel[1]) is False:
             raise self._fence("Another publisher created the channel")
-        self._check_lease(self._read_epochs())
 
     def _restore_channel(self) -> None:
         """Put channel.json back if it went, as where somebody emptied the bucket: without it nobody can join."""
@@ -400,6 +430,9 @@ class Log:
                     f"head names epoch {before.epoch}, after {self.epoch}: another publisher opened the channel"
                 )
             known = None if before is None else before.anchor
+            span = keys.shortcut_of(known or "")
+            if span is None or span.base or span.version > tip.version:
+                known = None  # anybody could have put it there
             head = Head(
                 run_id=self.run_id,
                 version=tip.version,

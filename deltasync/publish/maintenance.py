@@ -57,7 +57,7 @@ class Maintenance:
         chain: The objects that a late joiner fetches.
         storing: Whether an anchor or a compaction is being stored.
         failed: Whether the last anchor could not be stored, or the one that a compaction needs cannot be read.
-        asked: The newest version when somebody asked for an anchor, 0 if nobody did.
+        asked: The newest version when somebody asked for an anchor, as far as it exists; 0 if nobody asks.
         affords: Whether the budget pays for an anchor that the ranks have to collect with the next version.
     """
 
@@ -75,7 +75,7 @@ class Maintenance:
         self.retention = retention
         self.chain = chain
         self.storing = self.failed = self.affords = False
-        self.asked = 0
+        self.asked = self._request = 0  # the second one is the number in the request that was read last
         self._refreshed_s = time.monotonic()
         self._anchor_every, self._signals = anchor_every, signals
         self._log = log
@@ -152,7 +152,7 @@ class Maintenance:
         """Look after the channel now that a version is visible: forget and prune if that is due, and see what is asked."""
         if time.monotonic() - self._refreshed_s >= _REFRESH_S and not self._workers.busy:
             self._refreshed_s = time.monotonic()
-            self._workers.submit(self._guarded, self._refresh)
+            self._workers.submit(self._guarded, self._read_request)
         keep_last = self.retention.keep_last
         due = max(_LEAST_BETWEEN, (keep_last or 0) // 2)
         if (keep_last is not None or self.retention.keep_anchors is not None) and version >= self._collected + due:
@@ -225,8 +225,13 @@ class Maintenance:
         delta = Delta(codec=compaction.CODEC, changed=sum(parts.changed for parts in ranks), parts=files)
         return log.compaction(stored.version, str(stored.record.fingerprint), inline, base=base.version, delta=delta)
 
-    def _refresh(self) -> None:
-        self.asked = max(self.asked, requests.asked(self.reader.store))
+    def _read_request(self) -> None:
+        """See whether somebody asks for an anchor: anybody can, with any number, so each request counts once."""
+        request, before = requests.asked(self.reader.store), self._request
+        self._request = request
+        if request != before:
+            newest = 0 if self._log.tip is None else self._log.tip.version
+            self.asked = min(request, newest)
 
     def _collect_garbage(self) -> None:
         grace_s = self.retention.prune_grace_s

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from deltasync import codec, tensors
+from deltasync import codec, maintenance, tensors
 from deltasync.channel import documents, keys, payloads, record
 from deltasync.channel.documents import Anchor, Delta, File, Record, sha256_hex
 from deltasync.channel.reading import ChannelReader
@@ -195,7 +195,7 @@ class TestSuspended:
         assert history(leased.store) == [first, second.version]
 
     def test_a_request_later_than_is_assumed_costs_a_fork_and_no_object(self, leased: Place) -> None:
-        """A zombie: it has looked, and its request takes effect long after the next writer has settled."""
+        """A zombie: it has looked, and its request takes effect long after the next writer has settled. It learns of it."""
         store = leased.writer()
         a = Script(store)
         first = a.publish().version
@@ -207,13 +207,15 @@ class TestSuspended:
             assert b.tip == first
             second = b.publish("b")
             gate.opened.set()
-            fork = late.result()
+            with pytest.raises(FencedError, match="Another publisher opened the channel as epoch"):
+                late.result()
+        fork = ChannelReader(leased.store).stored(keys.slot(2, a.log.epoch))
         assert (fork.record.version, fork.record.base) == (2, first)
         assert fork.key != second.key
-        wait_for_head(a.log)
         with pytest.raises(FencedError):
             a.publish("never")
         assert history(leased.store) == [first, second.version]
+        assert maintenance.check(ChannelReader(leased.store)).orphans == [fork.key]
         third = leased.script("c").publish("c")
         assert third.record.base == second.version
         assert history(leased.store) == [first, second.version, third.version]
@@ -224,7 +226,7 @@ class TestSuspended:
         a.publish()
         store.calls.clear()
         # Two looks, each by its beginning and its end: the first one is too old, or the clock was set back meanwhile.
-        for times in ([0.0, 9.0, 10.0, 10.001], [9.0, 0.0, 10.0, 10.001]):
+        for times in ([0.0, 9.0, 10.0, 10.001, 10.002], [9.0, 0.0, 10.0, 10.001, 10.002]):
             ticks = iter([100.0, *times])
             monkeypatch.setattr(log_module, "boot_s", lambda ticks=ticks: next(ticks))
             a.publish(wait=False)
