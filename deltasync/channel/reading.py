@@ -77,6 +77,11 @@ class ChannelReader:
         try:
             data = self.store.read(keys.CHANNEL, documents.CHANNEL_BYTES)
         except ObjectMissingError:
+            if self._has_head():
+                raise NotPublishedError(
+                    f"{self.store.url} lacks its {keys.CHANNEL}, though something was published there. A running publisher "
+                    "puts it back; otherwise restore it from a copy of the channel."
+                ) from None
             raise NotPublishedError(
                 f"{self.store.url} holds no channel yet. Check the URL, unless nothing was published."
             ) from None
@@ -84,7 +89,19 @@ class ChannelReader:
             self.trusted.check(keys.CHANNEL, data)
         found = documents.decode(data, Channel, keys.CHANNEL)
         self.signed = signed_by(data) is not None
-        return _Description(found)
+        return _Description(found, data)
+
+    def _has_head(self) -> bool:
+        try:
+            self.store.read_range(keys.HEAD, 0, 1)
+        except StoreError:
+            return False
+        return True
+
+    @property
+    def channel_data(self) -> bytes:
+        """The bytes of channel.json."""
+        return self._description.data
 
     def check_run(self) -> None:
         """Read channel.json again, and check that it is of the run that was read first. A damaged one is ignored.
@@ -365,8 +382,8 @@ class ChannelReader:
 class _Description:
     """channel.json, and the layout of its tensors."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel, self.specs = channel, channel.specs
+    def __init__(self, channel: Channel, data: bytes) -> None:
+        self.channel, self.specs, self.data = channel, channel.specs, data
 
     @functools.cached_property
     def layout(self) -> Layout:

@@ -281,7 +281,10 @@ class Inspection:
     def report(self) -> Report:
         """Record missing records that make versions unreachable as damages, and return the report."""
         versions, reached = self.versions, self.reachable()
+        orphans = versions.keys() - set(lineage(self.documents()))
         for slot, stored in sorted(versions.items()):
+            if slot in orphans:
+                continue
             base = stored.base
             if slot in reached or base is None or base.key in self.damages or not self.usable(stored):
                 continue
@@ -306,8 +309,8 @@ class Inspection:
             publishing=len(unnamed) - len(garbage),
             garbage_objects=len(garbage),
             garbage_bytes=sum(self._sizes[key] for key in garbage),
-            unreachable=_numbers(versions.keys() - reached),
-            orphans=sorted(slot.key for slot in versions.keys() - set(lineage(self.documents()))),
+            unreachable=_numbers(versions.keys() - reached - orphans),
+            orphans=sorted(slot.key for slot in orphans),
             proven=None if self.proven is None else _numbers(self.proven),
             unproven=[] if self.proven is None else _numbers(versions.keys() - self.proven),
         )

@@ -97,6 +97,13 @@ def may_be_renewed(error: BaseException) -> bool:
     return status in RENEWABLE or has_expired(error)
 
 
+def has_timed_out(error: BaseException) -> bool:
+    """Whether there was no answer in time, as over a connection that the network has forgotten."""
+    message, _, internals = str(error).partition("\n\nDebug source")
+    is_sent = "status code" not in message and "kind: Connect," not in internals
+    return is_sent and re.search(r"\bTimedOut\b|timed out", internals) is not None
+
+
 def has_expired(error: BaseException) -> bool:
     """Whether the store recognises the credentials but no longer accepts them."""
     return _answer(*str(error).partition("\n\nDebug source")[::2])[2] in _RENEW

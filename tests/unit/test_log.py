@@ -24,7 +24,6 @@ from deltasync.errors import (
 )
 from deltasync.publish import log as log_module
 from deltasync.publish.log import Lease
-from tests.builders import wait_for_head
 from tests.faults import flipped
 from tests.writers import TENSORS, Place, Script, head, history, snapshot
 
