@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from deltasync.channel import documents, keys
@@ -35,6 +35,9 @@ from deltasync.maintenance.scan import (
 
 if TYPE_CHECKING:
     from deltasync.following import Follower, StagedVersion
+
+
+_CLOCK_S = 1.0  # stores give whole seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -278,10 +281,21 @@ class Inspection:
         for file in stored.record.files:
             self._read_file(stored, file)
 
+    def _orphans(self, reached: Collection[Slot]) -> set[Slot]:
+        """Return the versions that the newest one does not descend from: their publishers had been succeeded."""
+        versions = self.versions
+        found = versions.keys() - set(lineage(self.documents()))
+        bases = {stored.record.base.slot for stored in versions.values() if stored.record.base is not None}
+        stored_s = {slot: self._held.slots[slot].modified_s for slot in versions}
+        for slot in versions.keys() - reached - bases:  # the versions around it were forgotten, so only times tell
+            if any(0 < stored_s[other] < stored_s[slot] - _CLOCK_S for other in versions if other.epoch > slot.epoch):
+                found.add(slot)
+        return found
+
     def report(self) -> Report:
         """Record missing records that make versions unreachable as damages, and return the report."""
         versions, reached = self.versions, self.reachable()
-        orphans = versions.keys() - set(lineage(self.documents()))
+        orphans = self._orphans(reached)
         for slot, stored in sorted(versions.items()):
             if slot in orphans:
                 continue
@@ -312,7 +326,7 @@ class Inspection:
             unreachable=_numbers(versions.keys() - reached - orphans),
             orphans=sorted(slot.key for slot in orphans),
             proven=None if self.proven is None else _numbers(self.proven),
-            unproven=[] if self.proven is None else _numbers(versions.keys() - self.proven),
+            unproven=[] if self.proven is None else _numbers(versions.keys() - self.proven - orphans),
         )
 
 

@@ -86,6 +86,7 @@ class Maintenance:
         self.asked = self._request = 0  # the second one is the number in the request that was read last
         self._refreshed_s = self._looked_s = time.monotonic()
         self._looked = self._looks = 0  # the version at the last look, and the number of looks
+        self._losses = self._lost_from = 0  # how often something was lost, and the version from which it may be again
         self._anchor_every, self._signals = anchor_every, signals
         self._log = log
         self._model_files = model_files
@@ -253,49 +254,58 @@ class Maintenance:
         if restored is not None:
             logger.error("%s: %s. Nobody could join without it: look for a rule that deletes old objects.", url, restored)
         self._looks += 1
-        problem = None if base is None or self.lost else self._problem(base)
-        if problem is None or self._starts_elsewhere(problem):
+        newest = 0 if self._log.tip is None else self._log.tip.version
+        if base is None or self.lost or newest < self._lost_from:
             return
-        self.lost = True
+        key, problem = self._problem(base)
+        if key is None or self._starts_elsewhere(base, key, problem):
+            return
+        self.lost, self._losses = True, self._losses + 1
+        self._lost_from = newest + _LOOK_VERSIONS * 2**self._losses  # a store that goes on losing them gets fewer
         logger.error(
             "%s: %s. Nobody can join the channel now; the next version brings full weights for late joiners. Look for a "
             "rule that deletes old objects, or for a run that saves into the directory of its first checkpoint.",
             *(url, problem),
         )
 
-    def _problem(self, base: StoredRecord) -> str | None:
-        """Return what is wrong with the newest full weights, or with an object after them: another one at each look."""
+    def _problem(self, base: StoredRecord) -> tuple[str | None, str]:
+        """Return the key of an object that a late joiner needs and that is not as it was, and what is wrong with it.
+
+        Of weight files and of records after the newest compaction, each look sees one.
+        """
         reader, record = self.reader, base.record
         try:
             if retried(lambda: reader.stored(base.key), 2, passing=(FormatError,)).sha256 != base.sha256:
-                return f"{base.key} was overwritten"
-            if record.payload_files:
-                file = record.payload_files[self._looks % len(record.payload_files)]
-                reader.read_range(file, max(file.bytes - 1, 0), file.bytes)
+                return base.key, f"{base.key} was overwritten"
         except MissingVersionError:
-            return f"{base.key}, or a file that it names, is gone"
+            return base.key, f"{base.key} is gone"
         except FormatError as error:
-            return str(error).rstrip(".")
+            return base.key, str(error).rstrip(".")
         if record.reference is not None and checkpoint.stamp(record.reference) != self.chain.stamp:
-            return f"{record.reference}, which version {record.version} refers to, was overwritten"
-        later = [number for number in list(self._log.published) if number > record.version]
-        number = later[self._looks % len(later)] if later else 0
-        if number and not exists(reader.store, keys.slot(number, self._log.epoch)):
-            return f"the record of version {number} is gone"
-        return None
+            return base.key, f"{record.reference}, which version {record.version} refers to, was overwritten"
+        for file in record.payload_files[self._looks % max(len(record.payload_files), 1) :][:1]:
+            if not _is_whole(reader, file):
+                return base.key, f"{file.key} is gone, or has another size"
+        last = self.chain.last_compaction
+        later = [keys.slot(number, self._log.epoch) for number in list(self._log.published) if number > self.chain.compacted]
+        needed = ([] if last is None else [last]) + later
+        key = needed[self._looks % len(needed)] if needed else None
+        if key is not None and not exists(reader.store, key):
+            return key, f"{key} is gone"
+        return None, ""
 
-    def _starts_elsewhere(self, problem: str) -> bool:
+    def _starts_elsewhere(self, base: StoredRecord, key: str, problem: str) -> bool:
         """Whether a late joiner has another chain, as where a tool stored an anchor and forgot what was before."""
-        tip, base = self._log.tip, self.chain.base
-        if tip is None or base is None:
+        if self._log.tip is None:
             return False
         try:
-            chain = find_chain(self.reader, None, tip, {base.key: problem})
-            for file in chain[0].record.payload_files:
-                self.reader.read_range(file, max(file.bytes - 1, 0), file.bytes)
+            chain = find_chain(self.reader, None, self._log.tip, {key: f"{problem}."})
         except (MissingVersionError, FormatError):
             return False
-        self.chain.begin(dataclasses.replace(chain[0], data=None), None, sum(map(_bytes_of, chain[1:])))
+        if not all(_is_whole(self.reader, file) for file in chain[0].record.payload_files):
+            return False
+        if chain[0].key != base.key:
+            self.chain.begin(dataclasses.replace(chain[0], data=None), None, sum(map(_bytes_of, chain[1:])))
         return True
 
     def _read_request(self) -> None:
@@ -375,6 +385,7 @@ class Chain:
         bytes: Bytes of the deltas since then.
         can_compact: Whether the base's weights could be read when a compaction was last made of them.
         stamp: `checkpoint.stamp` of the checkpoint that the base refers to, if it does.
+        last_compaction: Key of the newest compaction since the base, None if there is none.
     """
 
     def __init__(self, chain: Sequence[StoredRecord] = ()) -> None:
@@ -388,6 +399,12 @@ class Chain:
         self._sample: Sample | None = None
         self._lock = threading.Lock()
         self.stamp = _stamp(self.base)
+        self.last_compaction = next((stored.key for stored in reversed(chain) if stored.is_compaction), None)
+
+    @property
+    def compacted(self) -> int:
+        """Number of the version to which the newest compaction leads, or the full weights."""
+        return self._budget.compacted
 
     @property
     def base_version(self) -> int:
@@ -406,7 +423,7 @@ class Chain:
         """
         with self._lock:
             self.base, self.bytes, self.can_compact, self._sample = base, later_bytes, True, sample
-            self.stamp = _stamp(base)
+            self.stamp, self.last_compaction = _stamp(base), None
             self._before_bytes = 0
             self._budget.end(base.record.version, base.record.payload_bytes if paid else 0)
 
@@ -443,9 +460,15 @@ class Chain:
         """Note a compaction to a version; None if it could not be stored."""
         with self._lock:
             size = 0 if stored is None else _bytes_of(stored)
+            self.last_compaction = self.last_compaction if stored is None else stored.key
             self._budget.end(version, size)
             if size and self._estimated:
                 self._factor = size / self._estimated
+
+
+def _is_whole(reader: ChannelReader, file: File) -> bool:
+    """Whether a file is in the store with its size."""
+    return any((info.key, info.bytes) == (file.key, file.bytes) for info in reader.store.list(file.key))
 
 
 def _stamp(base: StoredRecord | None) -> object:

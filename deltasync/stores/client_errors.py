@@ -47,6 +47,11 @@ def translate(error: BaseException, place: str, operation: Operation, answered: 
 
     `answered` says whether the store has answered this client before, which proves that credentials are set.
     """
+    if is_panic(error) and re.search(r"Invalid(Uri|Port|Domain|Ipv4|Ipv6)|EmptyHost", str(error)):
+        return ConfigError(
+            f"{place}: the address of the server is not valid. Check the endpoint, and gcs_base_url in the file of a Google "
+            "service account."
+        )
     if is_panic(error):
         return StoreError(f"{place}: the store's client failed ({error}); the server's reply may be malformed.")
     message, _, internals = str(error).partition("\n\nDebug source")
