@@ -1,4 +1,4 @@
-"""Settings. Only this module reads the environment variables `DELTASYNC_*`.
+"""Settings. Only this module reads the environment variables `DELTASYNC_*`, and refuses those that it does not know.
 
 An explicit argument other than None beats the environment, which beats the default.
 """
@@ -6,6 +6,7 @@ An explicit argument other than None beats the environment, which beats the defa
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import numbers
 import os
 import re
@@ -25,6 +26,17 @@ DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"  # pattern of the setting `dtype` (`
 _DTYPES = "one of bfloat16, float16, float32, fp8, keep, or with patterns of names as in bfloat16,*.router.*=float32"
 PIN = r"newest|(?P<version>[1-9][0-9]{0,17})|every (?P<every>[1-9][0-9]{0,8})|(?P<behind>[1-9][0-9]{0,8}) behind"
 """Pattern of the setting `pin` (`deltasync.following.Pin`)."""
+
+
+def simd() -> str:
+    """Return the widest instructions that `kernels.native` may use (`DELTASYNC_SIMD`): tests compare them.
+
+    Raises ConfigError unless it is `none` (numpy), `plain` (portable C), `avx2` or, by default, `avx512`.
+    """
+    found = os.environ.get("DELTASYNC_SIMD", "avx512")
+    if found not in ("none", "plain", "avx2", "avx512"):
+        raise ConfigError(f"DELTASYNC_SIMD is {found!r:.40}, not none, plain, avx2 or avx512.")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +84,12 @@ class _Settings:
     def from_env(cls, environ: Mapping[str, str] | None = None, **explicit: Any) -> Self:
         """Return settings from explicit arguments (None means "not given"), else the environment, else the defaults.
 
-        `environ` replaces `os.environ` in tests. Raises ConfigError if a field is unknown, or a value does not parse or is
-        out of range.
+        `environ` replaces `os.environ` in tests. Raises ConfigError if a field or a variable is unknown, or a value does not
+        parse or is out of range.
         """
         env = os.environ if environ is None else environ
-        hints = typing.get_type_hints(cls)
+        _check_variables(env)
+        hints, rules = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
         unknown = explicit.keys() - hints.keys()
         if unknown:
             raise ConfigError(f"Unknown setting: {', '.join(sorted(unknown))}.")
@@ -86,9 +99,30 @@ class _Settings:
             variable = f"DELTASYNC_{field.name.upper()}"
             if value is None and env.get(variable):
                 value = _parse(variable, env[variable], hints[field.name])
+                _check(variable, value, rules[field.name], shown=field.repr)
             if value is not None:
                 values[field.name] = value
         return cls(**values)
+
+
+_OTHER_VARIABLES = {"DELTASYNC_ENVIRONMENT_TOKEN"}  # of the Wordle example
+_OF_KUBERNETES = re.compile(
+    r"DELTASYNC_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+"""What Kubernetes sets in each container for a Service whose name begins with `deltasync`."""
+
+
+def _check_variables(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if a variable that is set looks like one of ours and is none, such as a misspelt one."""
+    kinds, known = [_Settings], set(_OTHER_VARIABLES)
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        known |= {f"DELTASYNC_{field.name.upper()}" for field in dataclasses.fields(kind)}
+    for name, value in environ.items():
+        is_ours = name.upper().startswith("DELTASYNC_") and value != ""
+        if is_ours and name not in known and not _OF_KUBERNETES.fullmatch(name):
+            (nearest,) = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.0)
+            raise ConfigError(f"{name} is not a setting of deltasync; the nearest is {nearest}. Rename or unset it.")
 
 
 def _parse(variable: str, text: str, hint: Any) -> Any:

@@ -22,6 +22,7 @@
     │   ├── PublishLostError                     7    given up after all retries; the next publish is an anchor
     │   └── PublishTimeoutError (TimeoutError)   7    not uploaded yet; the upload goes on
     ├── ModelMismatchError                       8  names, shapes or dtypes differ from the channel's
+    │   └── TiedError                            8    tensors that are one here differ in a version; rolled back
     ├── ApplyError                               9  a version did not become live
     │   ├── StageError                           9    live weights untouched, retry
     │   │   └── ShareError                       9      decoding needs more of some tensors than this process has
@@ -179,6 +180,10 @@ class ModelMismatchError(DeltaSyncError):
     """Names, shapes or dtypes of the tensors differ from the channel's."""
 
     exit_code = 8
+
+
+class TiedError(ModelMismatchError):
+    """A version has different bits for tensors that are one in the model. The version before stays live."""
 
 
 class ApplyError(DeltaSyncError):

@@ -24,6 +24,7 @@ from deltasync.following.requests import Questions
 from deltasync.following.shard import Done, Engine
 from deltasync.following.shards import RankedShards, ShardsTarget, TorchRanks, serve_background
 from deltasync.live import plan
+from deltasync.tensors.bits import dtype_name
 from sglang_plugin import logger, refusals
 
 MARK = "deltasync"
@@ -54,6 +55,8 @@ class DeltaSyncScheduler(Engine):
         self._runner = scheduler.tp_worker.model_runner
         self.model = self._runner.model
         refusals.check_model(self.model, self._runner.model_config)
+        self.has_logits = self._runner.model_config.is_generation
+        self.dtype = dtype_name(self._runner.model_config.dtype)
         self._waiting, self._answers = deque[tuple[Any, ...]](), deque[Future[Any]]()
         ranks = TorchRanks(parallel.tp_group.cpu_group)
         reader = open_reader(settings, ranks.size)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from deltasync.tensors.bits import bits_of
 from tests.interpreter import RUNS
@@ -25,16 +24,10 @@ for _variable in [name for name in os.environ if name.startswith("DELTASYNC_")]:
     del os.environ[_variable]
 
 # Fixtures that many files use. Environments of one engine have no S3 server.
-pytest_plugins = ["tests.hub.fixtures", "tests.servers.clouds"]
+pytest_plugins = ["tests.profiles", "tests.hub.fixtures", "tests.servers.clouds"]
 if importlib.util.find_spec("moto") is not None:
     pytest_plugins += ["tests.servers.s3", "tests.servers.services"]
 pytest_plugins += ["tests.writers"]
-
-# No deadline: the first call of a numba kernel compiles it.
-settings.register_profile("deltasync", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("many", settings.get_profile("deltasync"), max_examples=1000)
-settings.register_profile("long", settings.get_profile("deltasync"), max_examples=10_000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deltasync"))
 
 _LEFT_OUT = {}
 if "LONG_TESTS" not in os.environ:

@@ -14,32 +14,23 @@ from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec, finger
 Specs = Mapping[str, TensorSpec]
 Bits = Mapping[str, np.ndarray]
 
-KINDS = ("steps", "values", "whole")
-"""How a delta may say what a tensor becomes: by steps, by new bits of what changed, by new bits of every element."""
 
-
-def between(layout: Layout, old: Bits, new: Bits, kinds: Mapping[str, str] | str = "steps") -> Delta:
-    """The changes from `old` to `new`, tensors missing in `new` have none; `kinds` by name, or one for all."""
-    found: tuple[dict[int, Sparse], dict[int, Sparse]] = {}, {}
+def between(layout: Layout, old: Bits, new: Bits) -> Delta:
+    """The changes from `old` to `new`; tensors missing in `new` have none."""
+    found: dict[int, Sparse] = {}
     for width, vector in layout.vectors.items():
-        parts: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = [], []
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
         first = 0
         for spec in vector.specs:
             if spec.name in new:
-                kind = kinds if isinstance(kinds, str) else kinds.get(spec.name, "steps")
-                index_K, data_K = reference.diff(old[spec.name], new[spec.name])
-                if kind == "whole":
-                    index_K = np.arange(spec.element_count)
-                if kind != "steps":
-                    data_K = new[spec.name][index_K]
+                index_K, step_K = reference.diff(old[spec.name], new[spec.name])
                 if index_K.size:
-                    parts[kind != "steps"].append((index_K.astype(np.int64) + first, data_K))
+                    parts.append((index_K.astype(np.int64) + first, step_K))
             first += spec.element_count
-        for part, into in zip(parts, found, strict=True):
-            if part:
-                at_K, data_K = (np.concatenate(arrays) for arrays in zip(*part, strict=True))
-                into[width] = Sparse(at_K.astype(vector.index_dtype), data_K)
-    return Delta(layout, *found)
+        if parts:
+            at_K, step_K = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            found[width] = Sparse(at_K.astype(vector.index_dtype), step_K)
+    return Delta(layout, found)
 
 
 def digests(new: Bits) -> dict[str, int]:
@@ -47,9 +38,9 @@ def digests(new: Bits) -> dict[str, int]:
     return {name: reference.fingerprint(fingerprint.tensor_key(name), bits_N) for name, bits_N in new.items()}
 
 
-def changed(layout: Layout, old: Bits, new: Bits, kinds: Mapping[str, str] | str = "steps") -> Changed:
+def changed(layout: Layout, old: Bits, new: Bits) -> Changed:
     """The changes from `old` to `new` as a version has them."""
-    return Changed(between(layout, old, new, kinds), digests(new))
+    return Changed(between(layout, old, new), digests(new))
 
 
 def encode(codec_name: str, specs: Specs, old: Bits, new: Bits, version: int = 8, base_version: int = 7) -> Encoded:
@@ -76,15 +67,9 @@ def applied(delta: Delta, old: Bits) -> dict[str, np.ndarray]:
 
 def check(delta: Delta) -> None:
     """Assert that a delta is what its docstring says."""
-    taken: dict[int, list[np.ndarray]] = {}
-    for of in (delta.steps, delta.known):
-        for width, (at_K, data_K) in of.items():
-            vector = delta.layout.vectors[width]
-            assert (at_K.dtype, data_K.dtype) == (vector.index_dtype, np.dtype(f"u{width}"))
-            assert at_K.shape == data_K.shape and at_K.ndim == 1
-            if at_K.size:
-                assert at_K[0] >= 0 and at_K[-1] < vector.element_count and (at_K[1:] > at_K[:-1]).all()
-            taken.setdefault(width, []).append(at_K)
-    for arrays in taken.values():
-        at_K = np.concatenate(arrays)
-        assert np.unique(at_K).size == at_K.size, "an element occurs once"
+    for width, (at_K, step_K) in delta.steps.items():
+        vector = delta.layout.vectors[width]
+        assert (at_K.dtype, step_K.dtype) == (vector.index_dtype, np.dtype(f"u{width}"))
+        assert at_K.shape == step_K.shape and at_K.ndim == 1
+        if at_K.size:
+            assert at_K[0] >= 0 and at_K[-1] < vector.element_count and (at_K[1:] > at_K[:-1]).all()

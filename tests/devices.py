@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
 from deltasync.kernels import SegmentKernels, torch_ops
-from deltasync.kernels.table import Table
-from deltasync.live.devices import Device, Queue
+from deltasync.kernels.table import Rows, Table, Writes
+from deltasync.live.devices import Device
 
 
 class StandIn(Device):
@@ -65,69 +63,8 @@ class StandIn(Device):
         return max(self.cache, default=0)
 
     @contextlib.contextmanager
-    def staging(self) -> Iterator[None]:
+    def staging(self, wait: bool = True) -> Iterator[None]:
         yield
-
-
-class LateQueue(Queue):
-    """A queue whose copies are made when a test wants it, as on a stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left: list[tuple[str, Any]] = []
-        self.done = 0
-
-    def copy(self, to: torch.Tensor, of: torch.Tensor) -> None:
-        self.left.append(("copy", (to, of)))
-
-    def mark(self) -> Any:
-        return self, self.done + len(self.left)
-
-    def wait(self, mark: Any) -> None:
-        self.left.append(("wait", mark))
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its next entry can be worked off now."""
-        if not self.left:
-            return False
-        kind, of = self.left[0]
-        return kind == "copy" or of[0].done >= of[1]
-
-    def work(self) -> str:
-        """Work off the next entry, and return its kind."""
-        kind, of = self.left.pop(0)
-        if kind == "copy":
-            of[0].copy_(of[1])
-        self.done += 1
-        return kind
-
-
-class LateDevice(StandIn):
-    """An accelerator whose two queues of copies run late: `run` picks their order, `ticks` counts how long they take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._late = LateQueue(), LateQueue()
-
-    def queues(self) -> tuple[Queue, Queue]:
-        return self._late
-
-    def run(self, seed: int) -> None:
-        """Wait for the current stream: make copies until its queue is empty, in one of the orders that the waits allow."""
-        choose = random.Random(seed)
-        while self._late[0].left:
-            choose.choice([queue for queue in self._late if queue.is_ready]).work()
-
-    def ticks(self) -> int:
-        """Make all copies, where each queue makes one at a time. Returns the time until the last one."""
-        count = 0
-        while any(queue.left for queue in self._late):
-            count += 1
-            for queue in [queue for queue in self._late if queue.is_ready]:
-                while queue.is_ready and queue.work() != "copy":
-                    pass
-        return count
 
 
 class _Counted:
@@ -140,14 +77,14 @@ class _Counted:
         getattr(self._kernels, name)(*arguments)
         self._device.launches.append(name)
 
-    def prepare(self, of: Table) -> None:
+    def prepare(self, of: Writes) -> None:
         self._launch("prepare", of)
 
-    def swap(self, of: Table) -> None:
+    def swap(self, of: Writes) -> None:
         self._launch("swap", of)
 
-    def fingerprint(self, of: Table) -> None:
-        self._launch("fingerprint", of)
+    def fingerprint(self, of: Table, rows: Rows, gain_S: torch.Tensor) -> None:
+        self._launch("fingerprint", of, rows, gain_S)
 
     def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
         self._launch("warm_up", device, dtype)
@@ -162,8 +99,3 @@ def on(*devices: Device | None) -> Callable[[torch.Tensor], Device | None]:
         return places.setdefault(storage, devices[len(places) % len(devices)])
 
     return device_of
-
-
-def kinds(tables: Sequence[Table]) -> int:
-    """Launches that these tables take."""
-    return sum(len(table.kinds) for table in tables)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,8 @@ from vllm_plugin.target import EngineTarget, OnLoop, open_reader
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 
 PATIENCE_S = 60.0
-PLAIN = Namespace(worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")
+EXTENSION = "vllm_plugin.DeltaSyncWorkerExtension"
+PLAIN = Namespace()
 
 
 class Model(torch.nn.Module):
@@ -45,19 +46,23 @@ class Model(torch.nn.Module):
             getattr(self, name).copy_(tensor)
 
 
+def runner_of(get_model: Callable[[], torch.nn.Module], **fields: Any) -> SimpleNamespace:
+    """vLLM's model runner, as far as a worker's shard goes."""
+    config = SimpleNamespace(model="/no/checkpoint", runner_type="generate", dtype=torch.bfloat16)
+    return SimpleNamespace(get_model=get_model, model_config=config, **fields)
+
+
 class Engine(IdleEngine):
     """vLLM's engine client as far as the driver goes, with one worker on this thread."""
 
     def __init__(self) -> None:
         self.model = Model()
         self.worker = DeltaSyncWorkerExtension()
-        self.worker.model_runner = SimpleNamespace(
-            get_model=lambda: self.model, model_config=SimpleNamespace(model="/no/checkpoint")
-        )
+        self.worker.model_runner = runner_of(lambda: self.model)
         self.vllm_config = SimpleNamespace(
             load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
             model_config=SimpleNamespace(logprobs_mode="raw_logprobs"),
-            parallel_config=SimpleNamespace(enable_eplb=False),
+            parallel_config=SimpleNamespace(enable_eplb=False, worker_extension_cls=EXTENSION),
             weight_transfer_config=None,
         )
         self.engine_core = SimpleNamespace(core_engines=[b"0"], _call_utility_async=self.call_utility_async)

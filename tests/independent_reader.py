@@ -350,8 +350,6 @@ class Channel:
     def vectors(self, model: Model, metadata: dict[str, str], entries: dict) -> Decoded:
         block_elements = int(metadata["block_elements"])
         check(1 <= block_elements <= 2**30, "block_elements")
-        whole = json.loads(metadata.get("dense", "{}"))
-        check(not any(name.startswith(".") or name == "__metadata__" for name in whole), "name of a dense tensor")
         digests: dict[str, str] = {}
         said: dict[str, int] = {}
         flat: dict[str, np.ndarray] = {}
@@ -386,7 +384,6 @@ class Channel:
             for name in names:
                 size = len(model[name][2])
                 check((flat[width][at : at + size] == old[at : at + size]).all() or name in changed, name, "is not named")
-                check(name not in whole or (flat[width][at : at + size] == old[at : at + size]).all(), name, "twice")
                 at += size
         found = {}
         for width, new in flat.items():
@@ -396,10 +393,6 @@ class Channel:
                 if name in digests:
                     found[name] = new[at : at + size]
                 at += size
-        for name, mark in whole.items():
-            dtype, shape = model[name][:2]
-            entry = entries.pop(name)
-            found[name] = array(entry, dtype, shape) if mark is True else planes(entry, mark, dtype, shape)
         check(not entries, "entries left")
         for name, count in said.items():
             check(count == int((found[name] != model[name][2]).sum()), name, "changed")

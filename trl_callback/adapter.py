@@ -36,9 +36,9 @@ def check(model: torch.nn.Module) -> None:
     (name,) = peft_model.active_adapters
     if getattr(peft_model.peft_config[name], "is_prompt_learning", False):
         return  # its tensors are computed from the trained parameters
-    known = {tensor.data_ptr() for tensor in tensors(model).values()}
+    known = {id(tensor) for tensor in tensors(model, keep_params=True).values()}
     for name, param in peft_model.named_parameters():
-        if param.requires_grad and param.numel() and param.data_ptr() not in known:
+        if param.requires_grad and param.numel() and id(param) not in known:
             raise ConfigError(
                 f"adapter_only=True publishes the adapter alone, but {name} is trained and not part of it. Freeze it, or "
                 "leave adapter_only out."
@@ -80,16 +80,22 @@ def _has_bias(layer: Any) -> bool:
     return getattr(getattr(layer, "base_layer", None), "bias", None) is not None
 
 
-def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def tensors(model: torch.nn.Module, keep_params: bool = False) -> dict[str, torch.Tensor]:
     """Return the active adapter's tensors by their names in `adapter_model.safetensors`; they alias the live weights.
 
-    They equal those of `save_pretrained(..., save_embedding_layers=False)`, which sends no request to the Hub.
+    They equal those of `save_pretrained(..., save_embedding_layers=False)`, which sends no request to the Hub. With
+    `keep_params` parameters are themselves, not detached.
     """
     from peft import get_peft_model_state_dict
 
     peft_model: Any = unwrapped(model)
     (name,) = peft_model.active_adapters
-    state: dict[str, torch.Tensor] = get_peft_model_state_dict(peft_model, adapter_name=name, save_embedding_layers=False)
+    state: dict[str, torch.Tensor] = get_peft_model_state_dict(
+        peft_model,
+        state_dict=peft_model.state_dict(keep_vars=True) if keep_params else None,
+        adapter_name=name,
+        save_embedding_layers=False,
+    )
     return state
 
 

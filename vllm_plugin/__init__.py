@@ -83,31 +83,49 @@ def opt_in(environ: MutableMapping[str, str]) -> None:
 
 
 def _refuse_unfollowed() -> None:
-    """Make vLLM's engines refuse requests until their `deltasync_attached` is set.
+    """Make vLLM's engines refuse requests for the reason that their `deltasync_refusal` returns, None if there is none.
 
-    The follow loop comes with vLLM's endpoint plugins. An application that makes an `AsyncLLM` without vLLM's own app may
-    load none, as Ray Serve LLM does by default. Its engine would serve the weights it started with for ever.
+    At first it is that nothing follows. The follow loop comes with vLLM's endpoint plugins, of which an application that
+    makes an `AsyncLLM` by itself may load none, as Ray Serve LLM does by default; or with `follow`, for an `LLM`. Without it
+    the engine would serve the weights it started with for ever.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-    if hasattr(AsyncLLM, "deltasync_attached"):
+    if hasattr(AsyncLLM, "deltasync_refusal"):
         return
+    _refuse(
+        AsyncLLM,
+        ("generate", "encode"),
+        "its application loads no endpoint plugin of vLLM. Start it by `vllm serve`; in Ray Serve LLM set "
+        "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1 and RAY_SERVE_ENABLE_HA_PROXY=1.",
+    )
+    _refuse(
+        LLMEngine,
+        ("add_request",),
+        "nothing has called vllm_plugin.follow(llm, URL). Do so before it generates, or leave DELTASYNC_CHANNEL out.",
+    )
+
+
+def _refuse(engine_class: Any, methods: tuple[str, ...], why: str) -> None:
+    """Have methods of an engine raise ConfigError where its `deltasync_refusal` returns a reason, at first that of `why`."""
 
     def checked(method: Any) -> Any:
         @functools.wraps(method)
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.deltasync_attached:
-                raise ConfigError(
-                    f"This engine would never follow {os.environ.get('DELTASYNC_CHANNEL')}: its application loads no "
-                    "endpoint plugin of vLLM. Start it by `vllm serve`; in Ray Serve LLM set "
-                    "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1 and RAY_SERVE_ENABLE_HA_PROXY=1."
-                )
+            from vllm_plugin.engine import is_pushed
+
+            if not is_pushed(self) and (reason := self.deltasync_refusal()) is not None:
+                raise ConfigError(reason)
             return method(self, *args, **kwargs)
 
         return wrapped
 
-    AsyncLLM.deltasync_attached = False
-    AsyncLLM.generate, AsyncLLM.encode = checked(AsyncLLM.generate), checked(AsyncLLM.encode)
+    engine_class.deltasync_refusal = staticmethod(
+        lambda: f"This engine would never follow {os.environ.get('DELTASYNC_CHANNEL')}: {why}"
+    )
+    for name in methods:
+        setattr(engine_class, name, checked(getattr(engine_class, name)))
 
 
 def __getattr__(name: str) -> Any:

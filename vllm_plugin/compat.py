@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,6 +68,8 @@ USES = (
     Use(_ASYNC, "AsyncLLM.update_weight_version", ("new_version",)),
     Use(_CLIENT, "AsyncMPClient.pause_scheduler_async", ("mode", "clear_cache")),
     Use(_CLIENT, "AsyncMPClient._call_utility_async", ("method", "args", "engine")),
+    # __init__.py: whether an engine answers
+    Use("vllm.v1.engine.llm_engine", "LLMEngine.add_request", ("request_id", "prompt", "params")),
     # versions.py: which weights made which token; __init__.py: whether any should
     Use(_ASYNC, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id")),
     Use(_ASYNC, "AsyncLLM.encode", ("prompt", "pooling_params", "request_id")),
@@ -169,6 +172,21 @@ def _live_arguments(use: Use) -> Sequence[str] | None:
     for part in use.name.split("."):
         found = getattr(found, part)
     return None if use.arguments is None else list(inspect.signature(inspect.unwrap(found)).parameters)
+
+
+def unextended(vllm_config: Any) -> str | None:
+    """Return that the workers of this configuration cannot follow, in one sentence, or None if they can."""
+    from vllm_plugin.worker import DeltaSyncWorkerExtension
+
+    name = vllm_config.parallel_config.worker_extension_cls
+    if not name:
+        return "vLLM was started without --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension."
+    if issubclass(pkgutil.resolve_name(name), DeltaSyncWorkerExtension):
+        return None
+    return (
+        f"vLLM was started with --worker-extension-cls {name}, not with vllm_plugin.DeltaSyncWorkerExtension: use that, or "
+        "a class with both as its bases."
+    )
 
 
 # Caches that no salt keeps apart by version: their place in the configuration, what they keep, and the option.

@@ -31,7 +31,7 @@ from deltasync.following.metrics import Metrics
 from deltasync.following.requests import is_loopback, until_ready
 from deltasync.following.routes import LocalRoutes, Refused, as_json
 from vllm_plugin import compat, logger
-from vllm_plugin.engine import Unguarded, is_salted
+from vllm_plugin.engine import Unguarded, is_pushed, is_salted
 from vllm_plugin.target import EngineTarget, LiveVersions, OnLoop, open_follow
 from vllm_plugin.versions import attend, replies
 
@@ -119,8 +119,8 @@ class DeltaSyncEndpoints(LocalRoutes):
         channel = self.settings.channel
         if channel is None or engine_client is None:  # the second renders prompts only
             return
-        engine_client.deltasync_attached = True  # it follows, or this says why not (`vllm_plugin._refuse_unfollowed`)
-        waits = self.settings.wait_ready and not _is_pushed(engine_client)
+        engine_client.deltasync_refusal = lambda: None  # it follows, or `attend` says why not
+        waits = self.settings.wait_ready and not is_pushed(engine_client)
         attend(
             engine_client,
             live=self._live,
@@ -162,12 +162,12 @@ class DeltaSyncEndpoints(LocalRoutes):
         reason = compat.unsuited(vllm.__version__) or compat.refusal(engine.vllm_config, args)
         if reason is not None:
             return reason
-        if _is_pushed(engine):
+        if is_pushed(engine):
             return "A trainer pushes versions here, by vLLM's own weight-transfer routes."
         if self.settings.adapter is not None:
             return None if args.enable_lora else "DELTASYNC_ADAPTER is set, but vLLM was started without --enable-lora."
-        if not args.worker_extension_cls:
-            return "vLLM was started without --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension."
+        if (reason := compat.unextended(engine.vllm_config)) is not None:
+            return reason
         if not await is_salted(engine):
             return "The engine's process did not load deltasync, so its prefix cache would mix versions; see its log."
         return None
@@ -228,7 +228,7 @@ class DeltaSyncEndpoints(LocalRoutes):
         elif engine.workers.is_open:
             found.reloaded_tensors, reasons = len(engine.workers.reloaded), engine.workers.by_reason().items()
             found.reloaded = [Reason(printable(why), len(names), printable(names[0])) for why, names in reasons]
-            found.patched_tensors = len(follow.reader.specs) - found.reloaded_tensors
+            found.patched_tensors = engine.workers.patched_count
         return found
 
     async def not_ready(self) -> str | None:
@@ -240,9 +240,3 @@ class DeltaSyncEndpoints(LocalRoutes):
         if engine is not None and engine.pauses.held:
             return f"This server does not generate now. {self.follow().error or ''}".rstrip()
         return self._refused if self._follow is None else self._follow.not_ready
-
-
-def _is_pushed(engine: Any) -> bool:
-    """Whether a trainer pushes versions here, so that nothing has to be waited for."""
-    transfer = getattr(getattr(engine, "vllm_config", None), "weight_transfer_config", None)
-    return transfer is not None and transfer.backend == "deltasync"

@@ -74,6 +74,12 @@ def install() -> None:
     EngineCore.deltasync_asleep = lambda self: bool(self.model_executor.is_sleeping)
 
 
+def is_pushed(engine: Any) -> bool:
+    """Whether a trainer pushes versions to this engine, by vLLM's own weight-transfer routes."""
+    transfer = getattr(getattr(engine, "vllm_config", None), "weight_transfer_config", None)
+    return transfer is not None and transfer.backend == "deltasync"
+
+
 async def guard(engine: Any) -> None:
     """Have all engines stay paused when they wake up from sleep, until somebody resumes them."""
     await _call_engines(engine, "deltasync_guard")

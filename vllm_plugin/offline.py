@@ -46,6 +46,13 @@ class OfflineReplica:
         """The version that the `LLM` holds, None before the first."""
         return self._follow.version
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the `LLM` must not generate, in one sentence; None if it may."""
+        return (
+            f"The weights are uncertain: sync again. {self._follow.error or ''}".rstrip() if is_held(self._follow) else None
+        )
+
     def sync(self, version: int | None = None, *, timeout_s: float = 60.0) -> int:
         """Bring the weights to the newest version, and return the version that is live.
 
@@ -100,8 +107,11 @@ def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:
     """
     import vllm
 
-    unsuited = compat.unsuited(vllm.__version__) or compat.refusal(llm.llm_engine.vllm_config, None)
+    config = llm.llm_engine.vllm_config
+    unsuited = compat.unsuited(vllm.__version__) or compat.refusal(config, None) or compat.unextended(config)
     if unsuited is not None:
         raise ConfigError(unsuited)
     check_salted(llm)
-    return OfflineReplica(llm, ReplicaSettings.from_env(channel=channel, **settings))
+    replica = OfflineReplica(llm, ReplicaSettings.from_env(channel=channel, **settings))
+    llm.llm_engine.deltasync_refusal = lambda: replica.refusal
+    return replica

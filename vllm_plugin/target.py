@@ -127,6 +127,11 @@ class EngineTarget:
         """As `Target.progressed_s`."""
         return self.workers.progressed_s
 
+    @property
+    def ignored(self) -> Sequence[str]:
+        """As `Target.ignored`."""
+        return self.workers.ignored
+
     def open(self, identify: Identify) -> None:
         """Learn what the workers hold, prove it, and identify the version."""
         keys = self._settings.trusted_keys

@@ -24,7 +24,7 @@ from deltasync.following.shard import Engine, Shard
 from deltasync.kernels import segment_kernels
 from deltasync.live import Segment, derived, plan
 from deltasync.tensors import TensorSpec
-from deltasync.tensors.bits import int_view
+from deltasync.tensors.bits import dtype_name, int_view
 from vllm_plugin import logger
 from vllm_plugin.load import fallback, loader
 from vllm_plugin.load.layers import LATER
@@ -48,6 +48,8 @@ class WorkerEngine(Engine):
         self._runner, self.model = runner, runner.get_model()
         derived.note_loaded(self.model)
         self.is_complete = derived.is_complete(self.model)
+        self.has_logits = runner.model_config.runner_type == "generate"
+        self.dtype = dtype_name(runner.model_config.dtype)
         self._mirror = fallback.Mirror(runner, {}, {})
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:

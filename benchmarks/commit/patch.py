@@ -20,7 +20,7 @@ from deltasync.channel import payloads
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Follower
-from deltasync.live import LiveMemory, model_fingerprint, plan, proof
+from deltasync.live import LiveMemory, Segment, model_fingerprint, plan, proof
 from deltasync.stores import open_store
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import tensor_of
@@ -77,16 +77,15 @@ def measure(
     patches = []
     delta, _ = payloads.delta(reader, second, memory.gather, memory.wanted)
     for name in delta.counts():
-        (index_K, step_K), known = delta.of(name)
-        assert not known.at_K.size
+        index_K, step_K = delta.of(name)
         old_K = memory.gather(name)[index_K]
         new_K = old_K + step_K
         patches.append((reader.specs[name], index_K, new_K))
         for segment in segments[name]:
-            at, dest_index_K = segment.locate(index_K)
             live = segment.flat().numpy()
-            taken = slice(None) if at is None else at
-            writes.append((live.view(f"u{live.itemsize}"), dest_index_K.astype(np.int64), old_K[taken], new_K[taken]))
+            to_K = _positions(segment, reader.specs[name].element_count)[index_K]
+            taken = to_K >= 0
+            writes.append((live.view(f"u{live.itemsize}"), to_K[taken], old_K[taken], new_K[taken]))
 
     def plain() -> None:
         for live, dest_index_K, _, new_K in writes:
@@ -134,6 +133,14 @@ def _peer(model: torch.nn.Module, patches: Sequence[tuple[TensorSpec, np.ndarray
 def _restore(writes: Sequence[Write]) -> None:
     for live, dest_index_K, old_K, _ in writes:
         live[dest_index_K] = old_K
+
+
+def _positions(segment: Segment, element_count: int) -> np.ndarray:
+    """Return where each element of a tensor lies in a segment's memory, int64; -1 for those that do not."""
+    live, found_N = segment.live, torch.full((element_count,), -1)
+    place = torch.arange(segment.flat().numel()).as_strided(live.shape, live.stride())
+    segment.source(found_N).copy_(place)
+    return found_N.numpy()
 
 
 def _check(memory: LiveMemory, sha256: Mapping[str, str], what: str) -> None:

@@ -1,31 +1,37 @@
-"""Measure and check everything that runs on a GPU, on this machine's GPU, in less than eight minutes.
+"""Measure and check everything that runs on a GPU, on this machine's GPU, in less than 150 seconds.
 
-    python -m benchmarks.gpu [--elements 7600000000] [--changed-percent 1] [--small] [--no-tests] [--json]
+    python -m benchmarks.gpu [--parts kernels,dense,anchor,mixture,detect,tests] [--limit-s 150] [--no-counts] [--json]
+
+`--parts kernels,dense,anchor,mixture --no-counts` is stage, commit, rollback, audit and full weights of 7.6 G elements in
+339 and 18,819 tensors. Each part prints its rows as soon as it ends; one that would begin after `--limit-s` is left out.
 
 Needs Python 3.11 or newer, torch, triton, numpy, safetensors and msgspec; `make gpu-kit` makes a folder to carry to a
-machine without a package index. Without a GPU, Triton's interpreter runs it at a small size: the checks are the same, but
-times mean nothing. Exits with 1 if a check failed or a bar was missed.
+machine without a package index. The models need 60 GB of GPU memory and `anchor` 40 GB on the host; `--small` needs little.
+Without a GPU, Triton's interpreter runs it at a small size: the checks are the same, but times mean nothing. Exits with 1 if
+a check failed or a bar was missed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import importlib.util
 import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
 
 ROOT = Path(__file__).parents[2]
-TESTS = {"test_gpu_diff.py": ("-m", "gpu"), "test_segment_kernels.py": ("-k", "gpu_segments or warming")}
+TESTS = {"test_segment_kernels.py": ("-k", "gpu_segments or warming"), "test_gpu_diff.py": ("-m", "gpu")}
 TESTS_S = 150
+PARTS = ("kernels", "dense", "anchor", "mixture", "detect", "tests")
 
 
 def main() -> None:
@@ -36,8 +42,13 @@ def main() -> None:
     )
     parser.add_argument("--changed-percent", type=float, default=1.0)
     parser.add_argument("--small", action="store_true", help="use small sizes, as without a GPU")
-    parser.add_argument("--no-tests", action="store_true", help="skip the tests of the kernels")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, in this order")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no part after so many seconds")
+    parser.add_argument("--no-counts", action="store_true", help="do not run each step again under PyTorch's profiler")
     arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
+    if not {*parts} <= {*PARTS}:
+        parser.error(f"--parts takes {', '.join(PARTS)}")
     if arguments.elements < 1 or not 0 < arguments.changed_percent <= 50:
         parser.error("--elements must be at least 1, and --changed-percent above 0 and at most 50")
     _choose_interpreter()
@@ -45,20 +56,24 @@ def main() -> None:
 
     if not has_triton():
         sys.exit("No triton found: install the version that this torch requires, then run this again.")
-    machine = Machine(arguments.small)
+    machine = Machine(arguments.small, counts=not arguments.no_counts)
     common.say(machine.device_name)
-    sections: dict[str, Callable[[], None]] = (
-        {} if arguments.no_tests else {"tests": lambda: _run_tests(machine.interpreted)}
-    )
-    sections |= _sections(machine, arguments.elements, arguments.changed_percent / 100)
-    failures = {}
-    start = time.perf_counter()
-    for name, section in sections.items():
+    sections = _sections(machine, arguments.elements, arguments.changed_percent / 100)
+    failures, shown, start = dict[str, str](), 0, time.perf_counter()
+    for name in parts:
+        if time.perf_counter() - start > arguments.limit_s:
+            failures[name] = "left out, because time was up"
+            continue
+        began = time.perf_counter()
         try:
-            section()
+            sections[name]()
         except Exception as error:  # noqa: BLE001 - the other sections still run; it is reported at the end
             traceback.print_exc()
             failures[name] = f"{type(error).__name__}: {error}"
+        for row in machine.rows[shown:]:
+            common.say("  ".join(filter(None, _cells(dataclasses.asdict(row)))))
+        shown = len(machine.rows)
+        common.say(f"{name}: {time.perf_counter() - began:.1f} s")
     result = {
         "device": machine.device_name,
         "cuda": machine.cuda,
@@ -95,22 +110,44 @@ def _sections(machine: Any, element_count: int, changed_fraction: float) -> dict
         element_count = min(element_count, free_bytes // 8)
         models = [dense(28, 3584, 18944, 152064, 512), mixture(48, 128, 1024, 384, 387)]
 
-    def of_kernels() -> None:
+    def kernels() -> None:
         found.update(rates.measure(machine, element_count, changed_fraction))
-        _empty_cache(machine)
 
-    def of_model(shapes: Any, first: bool) -> None:
-        _empty_cache(machine)
+    def model(shapes: Any, scatters: bool, then: Sequence[Callable[[Any, Any], None]] = ()) -> None:
         run = Run(machine, Model.build(shapes, machine.device), changed_fraction)
-        run.measure(found["copy"], found.get("scatter_s") if first else None)
-        run.release_copies()
-        if first:
-            special.captured_graph(machine, run)
-            special.staging_beside_work(machine, run)
-            special.anchor_without_room(machine, run)
+        run.measure(found.get("scatter_s") if scatters else None)
+        for check in then:
+            check(machine, run)
 
-    of_models = {f"{len(shapes)} tensors": functools.partial(of_model, shapes, shapes is models[0]) for shapes in models}
-    return {"kernels": of_kernels, **of_models}
+    def anchor() -> None:
+        run = Run(machine, Model.build(models[0], machine.device), changed_fraction)
+        run.memory.warm_up()
+        run.memory.audit()
+        special.anchor(machine, run)
+
+    def detected() -> None:
+        from benchmarks.gpu import detect
+
+        for shapes in models:
+            detect.measure(machine, Model.build(shapes, machine.device), changed_fraction, found["copy"])
+            _empty_cache(machine)
+
+    checks = special.captured_graph, special.staging_beside_work
+    of = {
+        "kernels": kernels,
+        "dense": functools.partial(model, models[0], True, checks),
+        "anchor": anchor,
+        "mixture": functools.partial(model, models[1], False),
+        "detect": detected,
+        "tests": lambda: _run_tests(machine.interpreted),
+    }
+
+    def freed(section: Callable[[], None]) -> None:
+        _empty_cache(machine)
+        section()
+        gc.collect()
+
+    return {name: functools.partial(freed, section) for name, section in of.items()}
 
 
 def _empty_cache(machine: Any) -> None:
@@ -127,8 +164,9 @@ def _run_tests(interpreted: bool) -> None:
         common.say(f"tests skipped: {'the default suite has them' if interpreted else 'no ' + ', '.join(missing)}")
         return
     for name, chosen in TESTS.items():
-        command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
-        command += [f"tests/property/{name}", *chosen]
+        # Without conftest.py, whose fixtures need what only the default suite has.
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "default", "-p", "no:cacheprovider", "--noconftest"]
+        command += ["-p", "tests.profiles", f"tests/property/{name}", *chosen]
         done = subprocess.run(command, cwd=ROOT, timeout=TESTS_S, capture_output=True, text=True, check=False)
         common.say(f"{name}: {done.stdout.rstrip().rpartition(chr(10))[2]}")
         assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -16,9 +16,8 @@ import torch
 from deltasync import kernels
 from deltasync.live.devices import Device, device_of
 
-_ROUNDS, _PATIENCE_S = 5, 8.0
+_ROUNDS, _PATIENCE_S = 5, 3.0
 _WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
-_KERNELS = ("_mark", "_compact"), ("_prepare", "_swap", "_fingerprint")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -49,6 +48,7 @@ class Machine:
 
     Args:
         small: Whether to use small sizes; the interpreter always does.
+        counts: Whether launches, waits and memory are counted, in a run by itself under PyTorch's profiler.
 
     Attributes:
         device: Device of all tensors.
@@ -59,7 +59,8 @@ class Machine:
         rows, bars: The results.
     """
 
-    def __init__(self, small: bool) -> None:
+    def __init__(self, small: bool, counts: bool = True) -> None:
+        self._counts = counts
         self.interpreted = not torch.cuda.is_available()
         self.small = small or self.interpreted
         if self.interpreted:
@@ -104,9 +105,10 @@ class Machine:
     def measure(self, what: str, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> Row:
         """Measure an operation, each time after `before`, which is not measured, and add it to the rows."""
         row = Row(what=what, seconds=self.median_s(run, before))
-        before()
-        with self._counted(row):
-            run()
+        if self._counts or self.interpreted:
+            before()
+            with self._counted(row):
+                run()
         self.rows.append(row)
         return row
 
@@ -137,21 +139,15 @@ class Machine:
         """Count Triton's launches without a profiler."""
         if not self.interpreted:
             return
-        from deltasync.kernels import gpu_diff, gpu_segments
+        from triton.runtime.interpreter import InterpretedFunction
 
-        for module, names in zip((gpu_diff, gpu_segments), _KERNELS, strict=True):
-            for name in names:
-                setattr(module, name, _Counted(getattr(module, name), self._launched))
+        run = InterpretedFunction.run
 
+        def counted(kernel: Any, *arguments: Any, **options: Any) -> Any:
+            self._launched.append(kernel.fn.__name__)
+            return run(kernel, *arguments, **options)
 
-class _Counted:
-    def __init__(self, kernel: Any, launched: list[str]) -> None:
-        self._kernel, self._launched = kernel, launched
-        self.__name__ = kernel.__name__
-
-    def __getitem__(self, grid: Any) -> Any:
-        self._launched.append(self.__name__)
-        return self._kernel[grid]
+        InterpretedFunction.run = counted
 
 
 _HOST_AS_DEVICE = Device(torch.device("cpu"))

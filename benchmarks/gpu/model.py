@@ -1,18 +1,17 @@
-"""A model of a trainer and a replica: publish, stage, commit, roll back and audit it, and compare every bit."""
+"""A model of a trainer and a replica: stage, commit, roll back and audit it, and compare every bit."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.machine import Machine, random_bits, random_positions
-from deltasync.codec.base import delta_of
+from benchmarks.gpu.machine import Machine, Row, random_bits, random_positions
 from deltasync.live import LiveMemory, Segment, Staged
-from deltasync.publish.device_copies import DeviceCopies, Difference
-from deltasync.tensors import Changed, Delta, Layout, TensorSpec
+from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec, Vector
+from deltasync.tensors.device import BLOCK, DeviceDelta, DeviceSparse
 
 Shapes = dict[str, tuple[int, ...]]
 """Checkpoint tensors in their order in memory; those of a fused parameter follow each other."""
@@ -67,45 +66,62 @@ def mixture(layers: int, experts: int, hidden: int, inner: int, rest: int) -> Sh
     return shapes
 
 
+def positions(model: Model, changed_fraction: float) -> torch.Tensor:
+    """Return positions in `flat`, which is the model's vector, ascending and distinct, int64 on the device."""
+    return random_positions(model.flat.numel(), changed_fraction, model.flat.device, 1)
+
+
 class Run:
-    """Measurements on a model.
+    """A replica on a model: each step is measured, and every bit compared.
 
     Args:
         machine: The machine.
         model: The model.
-        changed_fraction: Fraction of the elements that each version changes.
+        changed_fraction: How many elements a version changes.
 
     Attributes:
-        model: The model.
-        memory: The replica's live memory.
-        changed: What the trainer published, for `memory.stage`.
+        memory: The replica's memory.
+        changed, on_device: A version, decoded on the host and on the device.
     """
 
     def __init__(self, machine: Machine, model: Model, changed_fraction: float) -> None:
-        self._machine = machine
-        self._name = f"{len(model.specs):,} tensors"
-        self.model = model
-        self._at_K = random_positions(model.flat.numel(), changed_fraction, machine.device, 4)
-        self._copies = DeviceCopies()
+        self._machine, self.model = machine, model
+        self._name = f"{len(model.specs)} tensors"
         self.memory = LiveMemory(model.specs, model.segments, machine.device_of)
-        self._layout = Layout(model.specs)
-        self.changed = Changed(Delta(self._layout, {}), {})
+        at_K = positions(model, changed_fraction)
+        step_K = random_bits(at_K.numel(), machine.device, 4) | 1  # never 0
+        layout = Layout(model.specs)
+        (vector,) = layout.vectors.values()
+        on_host = Sparse(at_K.cpu().numpy().astype(vector.index_dtype, copy=False), step_K.cpu().numpy().view("u2"))
+        self.changed = Changed(Delta(layout, {2: on_host}), dict.fromkeys(model.specs))
+        steps = _sparse(vector, at_K, step_K)
+        delta: Any = DeviceDelta(layout, {2: steps}, {})
+        self.on_device = Changed(delta, self.changed.fingerprints)
+        model.flat.copy_(model.live)
+        model.flat[at_K] += step_K  # what a commit has to give
 
-    def measure(self, copy_rate: float, scatter_s: float | None) -> None:
-        """Measure everything, and check the bits.
-
-        `copy_rate` is that of a copy on the device, in bytes read and written per second; `scatter_s` the time of a plain
-        scatter of as many elements, if a bar depends on it.
-        """
-        machine, memory = self._machine, self.memory
-        memory.warm_up()
-        machine.measure(self._label("audit"), memory.audit)
-        self._publish(copy_rate, scatter_s is not None)
+    def measure(self, scatter_s: float | None) -> None:
+        """Measure stage, commit, rollback and audit. `scatter_s` is the time of a plain scatter of as many elements."""
+        machine, memory, model = self._machine, self.memory, self.model
+        self._timed("the table, once", memory.warm_up)
+        memory.audit()
+        row = machine.measure(self._label("audit"), memory.audit)
+        row.rate = model.live.nbytes / row.seconds
+        machine.bar(self._label("audit, ms"), 1e3 * row.seconds, 12)
+        before = memory.known_parts.tolist()
+        bits = model.live.clone()
         staged: list[Staged] = []
+        for what, changed in (
+            ("stage, decoded on the host", self.changed),
+            ("stage, decoded on the device", self.on_device),
+        ):
+            memory.stage(changed)
+            row = machine.measure(
+                self._label(what), lambda changed=changed: staged.append(memory.stage(changed)), staged.clear
+            )
+            row.note = f"holds {staged[0].device_bytes / 1e6:,.1f} MB on the device until it is confirmed"
+            machine.bar(self._label(f"{what}, ms"), 1e3 * row.seconds, 25)
         committed: list[Staged] = []
-        row = machine.measure(self._label("stage"), lambda: staged.append(memory.stage(self.changed)), staged.clear)
-        row.note = f"holds {staged[0].device_bytes / 1e6:,.1f} MB on the device until it is confirmed"
-        before = dict(memory.parts)
 
         def back() -> None:
             if committed:
@@ -119,66 +135,37 @@ class Run:
             commit()
 
         row = machine.measure(self._label("commit"), commit, back)
-        row.note = f"{staged[0].changed:,} elements in {sum(map(len, self.model.segments.values())):,} segments"
-        self._check(self.model.flat, "commit")
-        after = dict(memory.parts)
-        memory.audit()
-        assert memory.parts == after, "the audit found other fingerprints than the commit"
-        machine.measure(self._label("rollback"), back, again)
-        assert not torch.equal(self.model.live, self.model.flat)
-        assert memory.parts == before
-        commit()
-        self._check(self.model.flat, "the last commit")
+        row.note = f"{staged[0].changed:,} elements; {1e3 * staged[0].scatter_s:.2f} ms of it until they are written"
         if scatter_s is not None:
-            machine.bar(f"{self._name}: commit, in plain scatters", row.seconds / scatter_s, 1.5)
-            machine.bar(f"{self._name}: commit, extra device memory in MB", (row.peak_bytes or 0) / 1e6, 256)
+            machine.bar(self._label("commit, in plain scatters"), row.seconds / scatter_s, 1.3)
+            machine.bar(self._label("commit, extra device memory in MB"), (row.peak_bytes or 0) / 1e6, 256)
+        assert torch.equal(model.live, model.flat), "the commit left other bits"
+        machine.measure(self._label("confirm: fingerprints of all tensors compared"), lambda: memory.compare(committed[0]))
+        after = memory.known_parts.tolist()
+        memory.audit()
+        assert memory.known_parts.tolist() == after != before, "the audit found other fingerprints than the commit"
+        machine.measure(self._label("rollback"), back, again)
+        assert torch.equal(model.live, bits), "the rollback left other bits"
+        assert memory.known_parts.tolist() == before
+        staged[:] = [memory.stage(self.changed)]  # of the host, after those of the device
+        commit()
+        assert torch.equal(model.live, model.flat), "a version that was decoded on the host has other bits"
+        back()
+        assert torch.equal(model.live, bits)
 
-    def _publish(self, copy_rate: float, judged: bool) -> None:
-        """Measure the trainer's half: from the optimizer's step on the device to the changes on the host."""
-        weights, flat, machine = self.model.weights, self.model.flat, self._machine
-        found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-
-        def publish() -> None:
-            found.clear()
-            self._copies.begin("device")
-            for name, tensor in weights.items():
-                found.update(self._steps(self._copies.differences(name, tensor, "keep", "device", lasting=True)))
-            found.update(self._steps(self._copies.rest()))
-
-        def change() -> None:
-            flat[self._at_K] += 1
-
-        for name, tensor in weights.items():  # takes the copies; these are for a comparison on the host
-            assert all(at_K is None for _, at_K, _ in self._copies.differences(name, tensor, "keep", "device", lasting=True))
-        change()
-        publish()  # from here on it knows how many changes to expect
-        row = machine.measure(self._label("publish: detect"), publish, change)
-        row.rate = 2 * flat.nbytes / row.seconds
-        assert sum(at_K.size for at_K, _ in found.values()) == self._at_K.numel()
-        # Several versions were published; the replica takes them as one.
-        versions = int(flat[self._at_K[0]] - self.model.live[self._at_K[0]])
-        steps = ((name, at_K, step_K * np.uint16(versions), False) for name, (at_K, step_K) in found.items())
-        self.changed = Changed(delta_of(self._layout, steps), dict.fromkeys(found))
-        if judged:
-            read_s = 2 * flat.nbytes / copy_rate
-            machine.bar(f"{self._name}: publish, in times of reading both copies", row.seconds / read_s, 3)
-            machine.bar(f"{self._name}: publish, extra device memory in MB", (row.peak_bytes or 0) / 1e6, 256)
-
-    def release_copies(self) -> None:
-        """Free the trainer's copies: a replica has none."""
-        self._copies.clear()
-
-    @staticmethod
-    def _steps(
-        differences: Iterator[Difference],
-    ) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
-        for name, at_K, step_K in differences:
-            assert at_K is not None and isinstance(step_K, np.ndarray), "a tensor was compared on the host"
-            if at_K.size:
-                yield name, (at_K, step_K)
-
-    def _check(self, flat: torch.Tensor, what: str) -> None:
-        assert torch.equal(self.model.live, flat), f"{what} left other bits"
+    def _timed(self, what: str, run: Any) -> None:
+        self._machine.rows.append(Row(what=self._label(what), seconds=self._machine.seconds(run)))
 
     def _label(self, what: str) -> str:
         return f"{self._name}: {what}"
+
+
+def _sparse(vector: Vector, at_K: torch.Tensor, step_K: torch.Tensor) -> DeviceSparse:
+    """Return the steps as a decoder on the device leaves them."""
+    first_T, count_T = vector.first_T[:-1], np.diff(vector.first_T)
+    blocks_T = -(-count_T // BLOCK)
+    number_B = np.arange(int(blocks_T.sum())) - np.repeat(np.cumsum(blocks_T) - blocks_T, blocks_T)
+    base_B = torch.from_numpy(np.repeat(first_T, blocks_T) + number_B * BLOCK).to(at_K.device)
+    bound_B = torch.searchsorted(at_K, torch.cat((base_B, base_B.new_tensor([vector.element_count]))))
+    ends_T = torch.searchsorted(at_K, torch.from_numpy(vector.first_T).to(at_K.device)).cpu().numpy()
+    return DeviceSparse(at_K.to(torch.int32), step_K, base_B, bound_B, np.diff(ends_T))

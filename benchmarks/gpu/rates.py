@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from benchmarks.gpu.machine import Machine, Row, random_bits, random_positions
-from deltasync.kernels import DeviceDiff, device_diff, groups, segment_kernels, torch_ops
-from deltasync.kernels.table import Entry, Table
+from deltasync.kernels import segment_kernels
+from deltasync.kernels.table import MOST_ELEMENTS, Line, Table, Writes
+from deltasync.live import Segment
 from deltasync.live.devices import Device
 
 SECTOR_BYTES = 32
@@ -17,88 +17,58 @@ _KEY = 0x9E3779B97F4A7C15
 def measure(machine: Machine, element_count: int, changed_fraction: float) -> dict[str, float]:
     """Measure each kernel, and check its result.
 
-    Bytes are those read and written, as for a copy: both tensors for a comparison, the tensor for a fingerprint, and for
-    each element that is exchanged its position, its value twice, and a sector of memory twice. Returns `copy`, bytes per
+    Bytes are those read and written, as for a copy: the tensor for a fingerprint, and for each element that is exchanged its
+    position, its value twice, and a sector of memory twice. Returns `copy`, bytes per
     second, and `scatter_s`, seconds of a plain scatter of the changed elements.
     """
-    device = machine.device
-    old_N = random_bits(element_count, device, 0)
-    new_N = torch.empty_like(old_N)
-    new_N.copy_(old_N)
-    copy_s = machine.median_s(lambda: new_N.copy_(old_N))
-    copy_rate = 2 * old_N.nbytes / copy_s
+    live_N = random_bits(element_count, machine.device, 0)
+    at_K = random_positions(element_count, changed_fraction, machine.device, 1)
+    rates = _measure_plain(machine, live_N, at_K)
+    _measure_tables(machine, live_N, at_K)
+    return rates
+
+
+def _measure_plain(machine: Machine, live_N: torch.Tensor, at_K: torch.Tensor) -> dict[str, float]:
+    """Measure what the device can do: a copy, and a scatter by torch."""
+    new_N = live_N.clone()
+    copy_s = machine.median_s(lambda: new_N.copy_(live_N))
+    copy_rate = 2 * live_N.nbytes / copy_s
     machine.rows.append(Row(what="copy on the device", seconds=copy_s, rate=copy_rate))
-    at_K = random_positions(element_count, changed_fraction, device, 1)
-    ones_K = torch.ones(at_K.numel(), dtype=torch.int16, device=device)
+    ones_K = torch.ones(at_K.numel(), dtype=torch.int16, device=machine.device)
     new_N.index_put_((at_K,), ones_K).scatter_(0, at_K, ones_K)
     by_index_s = machine.median_s(lambda: new_N.index_put_((at_K,), ones_K))
     scatter_s = min(by_index_s, machine.median_s(lambda: new_N.scatter_(0, at_K, ones_K)))
     moved = at_K.numel() * (at_K.element_size() + 2 + 2 * SECTOR_BYTES)
     machine.rows.append(Row(what="plain scatter (torch)", seconds=scatter_s, rate=moved / scatter_s))
-    new_N.copy_(old_N)
-    _measure_diff(machine, old_N, new_N, at_K)
-    _measure_tables(machine, old_N, at_K)
     return {"copy": copy_rate, "scatter_s": scatter_s}
 
 
-def _measure_diff(machine: Machine, shadow_N: torch.Tensor, new_N: torch.Tensor, at_K: torch.Tensor) -> None:
-    """Measure comparing, which also updates the shadow: by our kernels, and by torch's operations in pieces."""
-    ways = (
-        ("compare and bring to the host", device_diff(machine.device), shadow_N.numel()),
-        ("the same in torch's operations", torch_ops.Diff(machine.device), groups.GROUP),
-    )
-    for what, diff, size in ways:
-        found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        pieces = list(zip(shadow_N.split(size), new_N.split(size), strict=True))
-
-        def change() -> None:
-            new_N[at_K] += 1
-
-        def compare(
-            diff: DeviceDiff = diff,
-            pieces: list[tuple[torch.Tensor, torch.Tensor]] = pieces,
-            found: dict[str, tuple[np.ndarray, np.ndarray]] = found,
-        ) -> None:
-            for number, (shadow, new) in enumerate(pieces):
-                diff.add(str(number), shadow, new, at_K.numel() // len(pieces))
-            found.clear()
-            found.update(diff.finish())
-
-        change()
-        compare()  # compiles, and takes pinned memory
-        row = machine.measure(what, compare, change)
-        row.rate = 2 * shadow_N.nbytes / row.seconds
-        row.note = f"{at_K.numel():,} of {shadow_N.numel():,} changed"
-        index_K = np.concatenate([found[name][0].astype("i8") + int(name) * size for name in sorted(found, key=int)])
-        assert torch.equal(torch.from_numpy(index_K).to(at_K), at_K)
-        assert all((step_K == 1).all() for _, step_K in found.values())
-        assert torch.equal(shadow_N, new_N)
-
-
 def _measure_tables(machine: Machine, live_N: torch.Tensor, at_K: torch.Tensor) -> None:
-    """Measure the kernels of a commit on one segment, which is restored at the end."""
-    room = machine.device_of(live_N)
-    assert isinstance(room, Device)
+    """Measure the kernels of a commit and an audit on one segment, which is restored at the end."""
+    device = machine.device_of(live_N)
+    assert isinstance(device, Device)
     on_device = segment_kernels(machine.device)
-    layout = ((1, live_N.numel(), 1),)
-    positions_K = at_K.cpu().numpy()
-    if live_N.numel() < 1 << 31:
-        positions_K = positions_K.astype("i4")
-    held = live_N.clone()
-    steps_K = torch.ones(at_K.numel(), dtype=torch.int16).numpy().view("u2")
-    whole = Table([Entry(_KEY, live_N, 0, layout)], room)
-    writes = Table([Entry(_KEY, live_N, 0, layout, positions_K, steps_K, False)], room)
-
+    segment = Segment(live_N, (1,), 0)
+    pieces = [*segment.pieces(MOST_ELEMENTS)]
+    lines = [
+        Line(_KEY, each.flat(), each.offset, each.offset, each.offset + each.live.numel(), each.layout()) for each in pieces
+    ]
+    of = Table(lines, device)
+    low_K, step_K = at_K.to(torch.int32), torch.ones(at_K.numel(), dtype=torch.int16, device=machine.device)
+    low_S, count_S = of.bounds(torch.searchsorted(at_K, torch.from_numpy(of.limit_L).to(at_K.device)).cpu().numpy())
+    writes = Writes(of, low_K, step_K, low_S, count_S)
+    held, sum_S = live_N.clone(), of.empty((len(lines),), torch.int64)
     on_device.warm_up(machine.device, live_N.dtype)
-    row = machine.measure("fingerprint", lambda: on_device.fingerprint(whole))
+    on_device.fingerprint(of, of.whole, sum_S)
+    before = sum_S.clone()
+    row = machine.measure("fingerprint", lambda: on_device.fingerprint(of, of.whole, sum_S))
     row.rate = live_N.nbytes / row.seconds
-    (before,) = whole.gained()
     row = machine.measure("prepare", lambda: on_device.prepare(writes))
-    moved = at_K.numel() * (positions_K.itemsize + 2 * 2 + SECTOR_BYTES)
+    moved = at_K.numel() * (4 + 2 * 2 + SECTOR_BYTES)
     row.rate = moved / row.seconds
     row = machine.measure("swap", lambda: on_device.swap(writes), lambda: on_device.swap(writes))
     row.rate = (moved + at_K.numel() * SECTOR_BYTES) / row.seconds
-    # Each measured swap undid the one before it.
-    assert torch.equal(live_N, held)
-    on_device.fingerprint(whole)
-    assert whole.gained() == [before]
+    on_device.fingerprint(of, of.whole, sum_S)
+    if not torch.equal(sum_S, before):
+        on_device.swap(writes)
+    assert torch.equal(live_N, held), "two exchanges left other bits"

@@ -14,10 +14,12 @@ import torch
 
 from deltasync.channel.checkpoint import Checkpoint
 from deltasync.channel.documents import Fingerprint
-from deltasync.errors import UNREADABLE_JSON, CorruptDataError, describe
+from deltasync.errors import UNREADABLE_JSON, CorruptDataError, describe, get_logger
 from deltasync.kernels import cpu
 from deltasync.tensors import fingerprint
-from deltasync.tensors.bits import bits_of, cast
+from deltasync.tensors.bits import bits_of, cast, is_wrapper
+
+logger = get_logger(__name__)
 
 FILE = "adapter_base.json"  # the companion file of an adapter's anchors
 
@@ -36,9 +38,18 @@ class AdapterBase:
 
     @classmethod
     def of(cls, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> AdapterBase:
-        """Read the tensors of a base model."""
-        found = ((key, _fingerprint(key, tensor)) for key, tensor in tensors)
-        return cls(name=name, tensors={key: digest for key, digest in found if digest is not None})
+        """Read the tensors of a base model; warn of those that are quantized, which no server can compare."""
+        found, quantized = dict[str, str | None](), list[str]()
+        for key, tensor in tensors:
+            found[key] = _fingerprint(key, tensor)
+            if is_wrapper(tensor) or (tensor.element_size() == 1 and tensor.dtype is not torch.bool):
+                quantized.append(key)
+        if quantized:
+            logger.warning(
+                "%d of the base model's %d tensors are quantized, so servers cannot compare them with their own: %s.",
+                *(len(quantized), len(found), ", ".join(quantized[:3])),
+            )
+        return cls(name=name, tensors={key: digest for key, digest in found.items() if digest is not None})
 
     @classmethod
     def decode(cls, data: bytes) -> AdapterBase:
@@ -73,6 +84,7 @@ describe(AdapterBase)
 
 
 def _fingerprint(name: str, tensor: torch.Tensor) -> str | None:
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
+    # A wrapper subclass, such as torchao's, has the dtype of its values and no bits of its own.
+    if not tensor.is_floating_point() or tensor.element_size() < 2 or is_wrapper(tensor):
         return None
     return fingerprint.to_hex(cpu.fingerprint(fingerprint.tensor_key(name), bits_of(cast(tensor, "bfloat16"))))

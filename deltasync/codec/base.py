@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from safetensors import SafetensorError
 
-from deltasync.errors import CorruptDataError, ModelMismatchError, UnsupportedFormatError
+from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
 from deltasync.tensors import ITEM_BYTES, SAFETENSORS_DTYPES, Delta, Layout, Region, Sparse, TensorSpec, index_dtype
 from deltasync.tensors.delta import joined, of_tensor
 
@@ -319,8 +319,20 @@ def spec_for(specs: Mapping[str, TensorSpec], name: str, changed: int) -> Tensor
     return spec
 
 
-def delta_of(layout: Layout, patches: Iterable[tuple[str, np.ndarray | None, np.ndarray, bool]]) -> Delta:
-    """Join patches: name, ascending flat indices or None for all, data, and whether that is new bits instead of steps."""
+def old_bits(old: OldBits, spec: TensorSpec) -> np.ndarray:
+    """Return the old bits of a tensor, contiguous, of shape N.
+
+    Raises:
+        StageError: they have another size or dtype.
+    """
+    bits_N = np.ascontiguousarray(old(spec.name)).reshape(-1)
+    if bits_N.size != spec.element_count or bits_N.dtype != spec.bits_dtype:
+        raise StageError(f"The old bits of {spec} are {bits_N.dtype}[{bits_N.size}].")
+    return bits_N
+
+
+def delta_of(layout: Layout, patches: Iterable[tuple[str, np.ndarray, np.ndarray]]) -> Delta:
+    """Join patches: name, ascending flat indices, steps."""
     return joined([Delta(layout, {}), *(of_tensor(layout, *patch) for patch in patches)])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from deltasync.codec import classes, dense, tables, tiles
-from deltasync.codec.base import NewBits, OldBits, Payload, Wanted, take
+from deltasync.codec.base import NewBits, OldBits, Payload, Wanted, old_bits, take
 from deltasync.codec.classes import Model
 from deltasync.codec.tables import Cursor
 from deltasync.codec.tiles import Cut
@@ -185,7 +185,7 @@ class TiledReader:
         ends = [*self._groups[1:], len(self._row_B2)]
         group, found = -1, list[Sparse]()
         for batch in self._batches():
-            held = [self._old(old, t) for t in batch.tensors]
+            held = [old_bits(old, self._vector.specs[t]) for t in batch.tensors]
             cuts = {t: self._cuts[t] for t in batch.tensors}
             row_BF, band_GF = _table(self._vector, cuts, [bits_N.ctypes.data for bits_N in held])
             at_B, row_BF = batch.at_B, row_BF[batch.inside_B]
@@ -224,13 +224,6 @@ class TiledReader:
         if cursor.at != len(cursor.data):
             raise CorruptDataError("Payload has more tables than groups.")
         return found
-
-    def _old(self, old: OldBits, t: int) -> np.ndarray:
-        spec = self._vector.specs[t]
-        bits_N = np.ascontiguousarray(old(spec.name)).reshape(-1)
-        if bits_N.size != spec.element_count or bits_N.dtype != self._vector.bits_dtype:
-            raise StageError(f"The old bits of {spec} are {bits_N.dtype}[{bits_N.size}].")
-        return bits_N
 
     def _batches(self) -> Iterator[_Batch]:
         tensors, blocks, inside, elements, before = list[int](), list[np.ndarray](), list[np.ndarray](), 0, 0

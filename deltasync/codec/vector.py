@@ -5,8 +5,7 @@ vector of which elements changed, a payload has the metadata `vectors`, tables o
 `.W.counts`, `.W.fingerprints`), and the blocks (`.W.blocks`, `.W.tables`, `.W.words`): a gap and a step for each change.
 
 With `context`, tensors of which enough changes are cut into tiles instead (`.W.tiles`, `.W.tile_tables`, `.W.tile_words`;
-`tiled`), in which changes are coded by the classes of their old bits (`classes`). A tensor whose changes would be larger
-than itself is *dense*: the entry `{name}` is the tensor, or its planes (`dense`).
+`tiled`), in which changes are coded by the classes of their old bits (`classes`).
 
 docs/format.md, section 10, is the format, with pseudocode and test vectors.
 """
@@ -22,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltasync.codec import dense, tables, tiled, tiles
-from deltasync.codec.base import RECORD, Encoded, NewBits, OldBits, Payload, Wanted, delta_of, take
+from deltasync.codec import tables, tiled, tiles
+from deltasync.codec.base import Encoded, NewBits, OldBits, Payload, Wanted, take
 from deltasync.codec.tables import Cursor
 from deltasync.codec.tiled import GROUP_CHANGED, TiledReader, bounds, read_flags, read_groups, read_rows, read_tables
 from deltasync.codec.tiles import Cut
@@ -31,7 +30,6 @@ from deltasync.errors import CorruptDataError, ShareError
 from deltasync.kernels import coder, counts
 from deltasync.kernels.rans import Blocks, Tables, ratios
 from deltasync.tensors import Delta, Layout, Sparse, Vector, count_below, region_end, region_size
-from deltasync.tensors.bits import tensor_of
 
 BLOCK = 1 << 19
 _RUNS = 256  # whose symbols are counted by one launch
@@ -64,17 +62,10 @@ class VectorCodec:
         """
         arrays: dict[str, torch.Tensor] = {}
         vectors: dict[str, dict[str, Any]] = {}
-        whole: dict[str, object] = {}
         for width, steps in delta.steps.items():
             vector = delta.layout.vectors[width]
             count_T = vector.count(steps.at_K)
-            for t in _candidates(vector, steps, count_T):
-                name = vector.names[t]
-                if (found := _dense(vector, t, steps, new)) is not None:
-                    whole[name], arrays[name] = found
-                    low, high = count_below(steps.at_K, vector.first_T[t : t + 2])
-                    steps = Sparse(np.delete(steps.at_K, slice(low, high)), np.delete(steps.data_K, slice(low, high)))
-            cuts = _cuts(vector, count_T, whole, new) if self.needs_old else {}
+            cuts = _cuts(vector, count_T, new) if self.needs_old else {}
             changed_T = np.flatnonzero(count_T)
             first = int(changed_T[0])
             flag_T = np.zeros(int(changed_T[-1]) + 1 - first, np.bool_)
@@ -98,8 +89,6 @@ class VectorCodec:
         extra = {"block_elements": str(BLOCK), "vectors": json.dumps(vectors, separators=(",", ":"))}
         if any("tiles" in row for row in vectors.values()):
             extra["tile_elements"] = str(tiles.TILE)
-        if whole:
-            extra["dense"] = json.dumps(whole, separators=(",", ":"))
         return Encoded.of(self.name, version, base_version, delta.changed, arrays, extra)
 
     def decode(
@@ -121,17 +110,14 @@ class VectorCodec:
             CorruptDataError: the payload contradicts itself or the tensor table.
         """
         steps: dict[int, Sparse] = {}
-        patches: list[tuple[str, None, np.ndarray, bool]] = []  # dense tensors
         fingerprints: dict[str, int] = {}
-        counted, lacking = 0, set[str]()
+        counted = 0
         size = _elements(payload, "block_elements")
         rows = _rows(payload, layout, size)
         readers = {width: _Reader(payload, layout.vectors[width], row, size) for width, row in rows}
         if wanted is not None and (names := [name for reader in readers.values() for name in reader.choose(wanted)]):
             raise ShareError(f"Decoding needs more than is held of {len(names)} tensors, such as {names[0]}.", names)
-        whole = _object(payload, "dense")
-        coded = sum(reader.changed for reader in readers.values())
-        if coded > payload.changed or (coded < payload.changed and not whole):
+        if (coded := sum(reader.changed for reader in readers.values())) != payload.changed:
             raise CorruptDataError(f"Payload has blocks with {coded} changes, and should have {payload.changed}.")
         for width, reader in readers.items():
             vector = layout.vectors[width]
@@ -145,24 +131,11 @@ class VectorCodec:
             left_T = np.zeros_like(found_T)
             left_T[number_T] = count_T
             left_T -= found_T
-            if (left_T < 0).any() or (count_T <= 0).any():
-                raise CorruptDataError("Payload changes tensors that it does not name, or more of them than it says.")
-            if wanted is None:
-                lacking |= {vector.names[t] for t in np.flatnonzero(left_T).tolist()}
-        if counted != payload.changed or lacking - whole.keys():
+            if (left_T < 0).any() or (count_T <= 0).any() or (wanted is None and left_T.any()):
+                raise CorruptDataError("Payload changes tensors that it does not name, or counts their changes wrong.")
+        if counted != payload.changed:
             raise CorruptDataError("Payload counts the changes of its tensors wrong.")
-        for name, sizes in whole.items():
-            if name not in fingerprints:
-                raise CorruptDataError(f"Payload has a dense tensor that it does not name, {name!r:.100}.")
-            spec = layout.specs[name]
-            width, first, last = layout.span(name)
-            bits_N = take(payload, name, spec.dtype, spec.element_count) if sizes is True else None
-            if bits_N is None:
-                bits_N = dense.decompress(payload.arrays.get(name), sizes, spec)
-            if width in steps and steps[width].between(first, last).at_K.size:
-                raise CorruptDataError(f"Payload has {name!r} twice.")
-            patches.append((name, None, bits_N, True))
-        return Delta(layout, steps, delta_of(layout, patches).known), fingerprints
+        return Delta(layout, steps), fingerprints
 
 
 def _encode(vector: Vector, steps: Sparse) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -226,12 +199,12 @@ def _table_bits(count_TS: np.ndarray) -> float:
     return bits
 
 
-def _cuts(vector: Vector, count_T: np.ndarray, whole: Mapping[str, object], new: NewBits) -> dict[int, Cut]:
+def _cuts(vector: Vector, count_T: np.ndarray, new: NewBits) -> dict[int, Cut]:
     """Return the blocks of each tensor that is coded by classes."""
     found = {}
     for t in np.flatnonzero(count_T).tolist():
         spec = vector.specs[t]
-        if spec.name not in whole and count_T[t] >= tiles.FEW:
+        if count_T[t] >= tiles.FEW:
             bits_N, start = new(spec.name)
             cut = tiles.worth(spec, start, start + bits_N.size, int(count_T[t]), BLOCK)
             if cut is not None:
@@ -251,43 +224,6 @@ def _split(vector: Vector, steps: Sparse, tensors: list[int]) -> tuple[Sparse, S
     edge_K[high_T] -= 1
     inside_K = np.cumsum(edge_K[:-1], dtype=np.int8).view(np.bool_)
     return Sparse(steps.at_K[inside_K], steps.data_K[inside_K]), Sparse(steps.at_K[~inside_K], steps.data_K[~inside_K])
-
-
-def _candidates(vector: Vector, steps: Sparse, count_T: np.ndarray) -> list[int]:
-    """Return the tensors of which so much changes that they may be smaller as a whole: at least half of their bits."""
-    size_T = np.diff(vector.first_T)
-    many_T = np.flatnonzero(4 * count_T >= np.maximum(size_T, 1))
-    found = []
-    for t in many_T.tolist():
-        low, high = count_below(steps.at_K, vector.first_T[t : t + 2])
-        if 2 * _bits(steps.data_K[low:high], int(size_T[t])) >= 8 * vector.width * size_T[t]:
-            found.append(t)
-    return found
-
-
-def _bits(step_K: np.ndarray, size: int) -> float:
-    """Estimate how many bits changes take, by the entropy of the steps' magnitudes and of the places."""
-    signed = step_K.view(f"i{step_K.itemsize}")
-    exponent_K = np.frexp(np.abs(signed.astype(np.float64)))[1]
-    _, count = np.unique(exponent_K, return_counts=True)
-    part = count / step_K.size
-    places = step_K.size / size
-    gap_bits = 0.0 if places >= 1 else size * -(places * np.log2(places) + (1 - places) * np.log2(1 - places))
-    return 1.02 * float(exponent_K.sum() - (count * np.log2(part)).sum() + gap_bits)  # tables do not fit exactly
-
-
-def _dense(vector: Vector, t: int, steps: Sparse, new: NewBits) -> tuple[object, torch.Tensor] | None:
-    """Return what `dense` says of a tensor and its entry, or None if changes are smaller or it cannot be dense."""
-    spec = vector.specs[t]
-    bits_N, _ = new(spec.name)
-    if bits_N.size != spec.element_count or spec.name.startswith(".") or spec.name in (RECORD, "__metadata__"):
-        return None
-    low, high = count_below(steps.at_K, vector.first_T[t : t + 2])
-    sparse_bytes = _bits(steps.data_K[low:high], bits_N.size) / 8
-    found = dense.compress(bits_N)
-    if found is not None and found[1].nbytes < sparse_bytes:
-        return found
-    return (True, tensor_of(bits_N.copy(), spec)) if sparse_bytes >= bits_N.nbytes else None
 
 
 def _object(payload: Payload, key: str) -> dict[str, Any]:

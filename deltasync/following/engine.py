@@ -26,6 +26,7 @@ from deltasync.errors import (
     ShareError,
     SleepingError,
     StageError,
+    TiedError,
     describe,
     error_of,
     get_logger,
@@ -158,7 +159,7 @@ describe(Failure)
 
 def is_safe(error: BaseException) -> bool:
     """Whether the live weights are still those of the version before a commit that ended with this error."""
-    return isinstance(error, FingerprintMismatchError | StageError | SleepingError)
+    return isinstance(error, FingerprintMismatchError | TiedError | StageError | SleepingError)
 
 
 def succeeded(replies: Sequence[_T | Failure]) -> list[_T]:

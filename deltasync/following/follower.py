@@ -18,11 +18,17 @@ from deltasync.channel.plan import is_revert
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import ahead
-from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
-from deltasync.live import LiveMemory, Staged, compiling, model_fingerprint
+from deltasync.errors import (
+    CorruptDataError,
+    DeltaSyncError,
+    FingerprintMismatchError,
+    MissingVersionError,
+    StageError,
+    TiedError,
+)
+from deltasync.live import LiveMemory, Prints, Staged, compiling, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
-from deltasync.tensors.fingerprint import MASK
 
 _Item = TypeVar("_Item")
 
@@ -63,6 +69,7 @@ class Follower:
         self.settled = True
         self._loaded: list[StoredRecord] = []  # the chain that `load` has taken
         self._whole: dict[str, np.ndarray] = {}  # of `version`: the bits of tensors of which memory has a part
+        self._untied: tuple[VersionId, str] | None = None  # a version that was rolled back because of a tie, and why
 
     def identified(self, stored: StoredRecord | None) -> None:
         """Note that the live bits are those of a version, or of none."""
@@ -145,7 +152,10 @@ class Follower:
         Raises:
             StoreError, ChainError, FormatError, StageError: retry, or take another chain.
             ShareError: `complete` these tensors first.
+            TiedError: the version was committed before, and rolled back because of this.
         """
+        if self._untied is not None and self._untied[0] == chain[-1].version:
+            raise TiedError(self._untied[1])
         before = time.perf_counter()
         whole: Delta | Mapping[str, np.ndarray]
         with _map_out_of_memory(chain[-1].record.version):
@@ -204,12 +214,6 @@ class Follower:
     def _undone(self, chain: Sequence[StoredRecord]) -> Changed:
         """Return the changes that undo records. Fingerprints are left out: records have only those after them."""
         delta = self._changed(chain).delta
-        if delta.known:
-            width, known = next(iter(delta.known.items()))
-            name = delta.layout.vectors[width].touched(known.at_K)[0]
-            error = MissingVersionError(f"{name} was written as a whole since, which cannot be undone.")
-            error.key = chain[0].key
-            raise error
         return Changed(delta.undone(), dict.fromkeys(delta.counts()))
 
     def _changed(self, chain: Sequence[StoredRecord], first: codec.OldBits | None = None) -> Changed:
@@ -255,26 +259,20 @@ class Follower:
             raise
         return staged
 
-    def confirm(
-        self, committed: StagedVersion, fingerprints: Mapping[str, int] | None = None, total: int | None = None
-    ) -> VersionId:
+    def confirm(self, committed: StagedVersion, found: Prints | None = None) -> VersionId:
         """Compare fingerprints with the published ones, of each tensor and of the model, and set `version`.
 
-        `fingerprints` are those of the version's tensors and `total` is the model's, over all shards. By default this memory
-        holds the whole model.
+        `found` are those over all shards. By default this memory holds the whole model.
 
         Raises:
             FingerprintMismatchError: the bits are not the published ones; they were rolled back.
         """
-        wanted = committed.staged.fingerprints
-        if fingerprints is None or total is None:
-            fingerprints = self.memory.fingerprints_of(wanted)
-            total = self._total(committed.staged, fingerprints)
-        wrong = [name for name, value in wanted.items() if value not in (None, fingerprints.get(name))]
+        wrong, total = self.memory.compare(committed.staged, found)
         stored = committed.chain[-1]
         if wrong or f"{total:016x}" != stored.record.fingerprint:
             self.rollback(committed)
             self.settled = False
+            self._refuse_untied(stored, committed.staged.fingerprints, wrong)
             where = f"in {', '.join(wrong[:5])}" if wrong else "in a tensor that this version does not change"
             now = "no version" if self.version is None else f"version {self.version.version}"
             raise FingerprintMismatchError(
@@ -288,14 +286,20 @@ class Follower:
         self.version, self._fingerprint = stored.version, stored.record.fingerprint
         return self.version
 
-    def _total(self, staged: Staged, fingerprints: Mapping[str, int]) -> int:
-        """Return the model's fingerprint after a commit, from that of changed tensors; -1 if copies of them differ."""
-        if self._fingerprint is None:
-            return model_fingerprint(self.memory.fingerprints)
-        before = self.memory.fingerprints_of(fingerprints, staged.before)
-        if -1 in fingerprints.values() or -1 in before.values():
-            return -1
-        return (int(self._fingerprint, 16) + sum(fingerprints.values()) - sum(before.values())) & MASK
+    def _refuse_untied(self, stored: StoredRecord, wanted: Mapping[str, int | None], wrong: Sequence[str]) -> None:
+        """Raise TiedError if nothing but a tie can be why a version has not given its fingerprints."""
+        ties = self.memory.ties
+        unlike = wrong or [
+            name for name, other in ties.items() if name in wanted and wanted[name] is None is not wanted[other]
+        ]
+        if not unlike or not ties.keys() >= {*unlike}:
+            return
+        said = (
+            f"{unlike[0]} and {ties[unlike[0]]} are one tensor in the model, and differ in version {stored.record.version}: "
+            "serve a checkpoint of a model that does not tie them."
+        )
+        self._untied = stored.version, said
+        raise TiedError(said)
 
     def rollback(self, committed: StagedVersion) -> None:
         """Bring back the bits from before a commit."""

@@ -30,11 +30,12 @@ from deltasync.errors import (
     SleepingError,
     TransientStoreError,
     get_logger,
+    printable,
 )
 from deltasync.following.cursor import ChannelCursor, identify
 from deltasync.following.pin import NEWEST, Pin, Reached, Waits
 from deltasync.following.poll import Poll
-from deltasync.following.status import HISTORY, Commit, Health, HeartbeatWriter, Status, log_commit
+from deltasync.following.status import HISTORY, SHOWN, Commit, Health, HeartbeatWriter, Status, log_commit
 from deltasync.following.target import Observer, Target
 from deltasync.stores.base import ObjectInfo
 
@@ -155,6 +156,8 @@ class Follow:
             followed_s_ago=self.stuck_s if self._health.has_followed else None,
             error=self.error,
             trusted_keys=None if trusted is None else trusted.names,
+            ignored_tensors=len(self.target.ignored),
+            ignored=[printable(name) for name in self.target.ignored[:SHOWN]],
             commits=list(self.commits)[-commit_count:] if commit_count else [],
         )
 

@@ -41,6 +41,8 @@ class MemoryTarget:
         joining: Whether nobody uses the weights yet, so that chains are loaded, which cannot be undone.
     """
 
+    ignored: Sequence[str] = ()
+
     def __init__(self, reader: ChannelReader) -> None:
         self.reader = reader
         self.tensors: dict[str, torch.Tensor] = {}

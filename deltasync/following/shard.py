@@ -27,11 +27,12 @@ from deltasync.errors import (
     ModelMismatchError,
     SleepingError,
     StageError,
+    TiedError,
     get_logger,
 )
 from deltasync.following.engine import Places
 from deltasync.following.follower import Follower, StagedVersion
-from deltasync.live import LiveMemory, Parts, Segment, derived, plan, proof
+from deltasync.live import LiveMemory, Prints, Segment, derived, plan, proof
 from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import bits_of
 
@@ -62,31 +63,35 @@ class Found(msgspec.Struct):
         regions: The elements of each tensor that the shard holds.
         reloaded: The tensors that the engine loads again after each change, and why.
         is_complete: Whether the model has all its modules, so that a tensor that its loader ignores is not served.
+        ties: The tensors without a place, each with the one that the model computes with instead.
+        absent: The channel's tensors that the checkpoint lacks, or has in another shape.
     """
 
     regions: dict[str, list[Region]]
     reloaded: dict[str, str]
     is_complete: bool
+    ties: dict[str, str]
+    absent: set[str]
 
 
 class Audit(msgspec.Struct):
-    """Every bit of a shard, read: the fingerprints of its segments, and the regions of these."""
+    """Every bit of a shard, read: the fingerprints of its segments, 8 bytes each, and the regions of these in that order."""
 
-    parts: Parts
+    parts: bytes
     regions: dict[str, list[Region]]
 
 
 class Done(msgspec.Struct):
     """A commit of one shard, or of all. `deltasync.following.Commit` explains the fields.
 
-    `parts` has the fingerprints of the shard's segments of the changed tensors; empty if it is the only shard.
+    `parts` has the fingerprints of all of the shard's segments, as `Audit`; empty if it is the only shard.
     """
 
     changed: int
     stage_s: float
     scatter_s: float
     reload_s: float
-    parts: Parts = {}
+    parts: bytes = b""
 
 
 class Engine(ABC):
@@ -96,6 +101,8 @@ class Engine(ABC):
         loader: How the engine loads its models.
         model: The model, as it was loaded.
         is_complete: As `Found.is_complete`.
+        has_logits: Whether it generates, so that it computes with a head.
+        dtype: The dtype that it computes with, as the channel's table has it; None if that is not known.
         log: Where the shard logs.
         later: As `derived.find` takes it.
     """
@@ -103,6 +110,8 @@ class Engine(ABC):
     loader: plan.Loader
     model: torch.nn.Module
     is_complete = True
+    has_logits = True
+    dtype: str | None = None
     log = logger
     later: Mapping[str, str | None] = MappingProxyType({})
     _copies: Sequence[derived.DerivedCopy] = ()
@@ -222,31 +231,33 @@ class Shard:
                 memory, loaded = LiveMemory(specs, recorded.segments), self.engine.checkpoint()
                 self._unproven, self._others = proof.verify(recorded, memory, specs, loaded)
                 recorded.segments.update(self.engine.reloads(recorded, specs))
-            regions = LiveMemory(specs, recorded.segments).regions
-            self._found = Found(regions, recorded.reasons, self.engine.is_complete)
+            regions, model = LiveMemory(specs, recorded.segments).regions, self.engine.loader.as_loaded(self.engine.model)[0]
+            ties = proof.ties(recorded, specs, model, has_logits=self.engine.has_logits)
+            self._found = Found(regions, recorded.reasons, self.engine.is_complete, ties, self._unproven)
         return self._found
 
-    def audit(self, ignored: Sequence[str] | None = None) -> Audit:
+    def audit(self, ignored: Sequence[str] | None = None, ties: Mapping[str, str] = MappingProxyType({})) -> Audit:
         """Read every bit of live memory.
 
         Args:
-            ignored: Given when the shard is opened: the tensors that no process loads. The first process keeps them on its
-                host from now on, because the model's fingerprint counts them.
+            ignored: Given when the shard is opened: the tensors that no process computes with. The first process keeps them
+                on its host from now on, because the model's fingerprint counts them.
+            ties: Given when the shard is opened, as `LiveMemory.ties`.
         """
         if ignored is not None:
-            self._adopt(set(ignored))
+            self._adopt(set(ignored), ties)
         memory = self.follower.memory
         with self._in_use:
             self._check_awake()
             memory.audit()
-        return Audit(memory.parts, memory.regions)
+        return Audit(memory.known_parts.tobytes(), memory.regions)
 
-    def _adopt(self, ignored: set[str]) -> None:
+    def _adopt(self, ignored: set[str], ties: Mapping[str, str]) -> None:
         specs, recorded = self.reader.specs, self._recorded
-        self._unproven -= ignored
+        self._unproven -= {*ignored, *ties}
         if ignored and not self._number:
             recorded.segments.update(proof.kept({name: specs[name] for name in ignored}, self.engine.checkpoint()))
-        memory = LiveMemory(specs, recorded.segments)
+        memory = LiveMemory(specs, recorded.segments, ties=ties)
         memory.warm_up()
         self._follower = Follower(self.reader, memory)
 
@@ -291,26 +302,29 @@ class Shard:
         if self._plan is not None:
             return
         engine, specs = self.engine, self.reader.specs
+        proof.check_dtype(specs, engine.loader.engine, engine.dtype)
         try:
-            self._plan = plan.record(engine.model, specs, engine.loader)
+            recorded = plan.record(engine.model, specs, engine.loader)
         except ModelMismatchError as error:
             found = proof.misfits(specs, engine.checkpoint())
             raise ModelMismatchError(f"{'; '.join(found[:5])}. {error}" if found else str(error)) from error
+        self._plan, self._places = recorded, Places(engine.model)  # together: commits go to where these places are
 
     def prove(self) -> list[str]:
         """Make sure that the engine makes again what it derives from weights. Changes live memory and restores it.
 
         Returns the checkpoint's tensors that the channel lacks, and that the engine loads to where none of the channel's is.
+
+        Raises:
+            ModelMismatchError: it does not, or it cannot be seen where the engine loads those tensors.
         """
         self._check_awake()
         model, segments = self.engine.model, [each for held in self._recorded.segments.values() for each in held]
         self.engine.prove({each.live.untyped_storage().data_ptr() for each in segments})
-        self._places = Places(model)
         try:
             others = plan.record(model, self._others, self.engine.loader) if self._others else plan.LoadPlan({}, {}, {})
         except ModelMismatchError as error:
-            self.engine.log.warning("deltasync could not see what is loaded that the channel lacks: %s", error)
-            return []
+            raise ModelMismatchError(f"The checkpoint has {min(self._others)}, which the channel lacks. {error}") from error
         known = {each.place for each in segments}
         return [
             name
@@ -370,7 +384,7 @@ class Shard:
                 the next step.
 
         Raises:
-            StageError, SleepingError, FingerprintMismatchError: the bits are as before.
+            StageError, SleepingError, FingerprintMismatchError, TiedError: the bits are as before.
             CommitError: they are uncertain.
         """
         self._check_awake()
@@ -386,20 +400,22 @@ class Shard:
             self.undo()
             raise
         if alone:
-            self.confirm(None, None)
+            self.confirm(None)
         done = staged.staged
-        return Done(done.changed, staged.stage_s, done.scatter_s, reload_s, {} if alone else done.parts)
+        parts = b"" if alone else self.follower.memory.known_parts.tobytes()
+        return Done(done.changed, staged.stage_s, done.scatter_s, reload_s, parts)
 
-    def confirm(self, fingerprints: dict[str, int] | None, total: int | None) -> None:
+    def confirm(self, found: tuple[bytes, bytes] | None) -> None:
         """Compare the committed bits with the published fingerprints, and roll them back if they differ.
 
-        The arguments are those of the changed tensors and of the model, over all shards; None if this is the only one.
+        `found` has the arrays of `Prints`, over all shards; None if this is the only one.
         """
         committed, self._committed = self._committed, None
         assert committed is not None
         try:
-            self.follower.confirm(committed, fingerprints, total)
-        except FingerprintMismatchError:
+            prints = None if found is None else Prints(np.frombuffer(found[0], np.uint64), np.frombuffer(found[1], bool))
+            self.follower.confirm(committed, prints)
+        except (FingerprintMismatchError, TiedError):
             self._refresh(committed.staged.fingerprints)
             raise
 

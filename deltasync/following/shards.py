@@ -31,6 +31,7 @@ from deltasync.errors import (
     FingerprintMismatchError,
     ModelMismatchError,
     ShareError,
+    TiedError,
     describe,
     get_logger,
     printable,
@@ -40,7 +41,7 @@ from deltasync.following.follower import Follower
 from deltasync.following.shard import HANDED_BYTES, Audit, Done, Engine, Found, Handed, Shard, handed
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
-from deltasync.live import assemble, combine, model_fingerprint, proof
+from deltasync.live import Prints, Union, assemble, proof
 
 logger = get_logger(__name__)
 
@@ -70,16 +71,18 @@ class Shards(ABC):
 
     Attributes:
         reloaded: The tensors that the engine loads again after each change, and why.
-        ignored: The tensors that no process loads.
-        fingerprints: Each tensor's fingerprint over all shards, as of the last audit, or commit of several shards.
+        ignored: The tensors that no process computes with: they are in no proof.
+        ties: As `LiveMemory.ties`.
     """
 
     def __init__(self, reader: ChannelReader, log: logging.Logger = logger) -> None:
         self.reader, self._log = reader, log
         self.reloaded: dict[str, str] = {}
         self.ignored: list[str] = []
-        self.fingerprints: dict[str, int] = {}
+        self.ties: dict[str, str] = {}
         self._regions: list[Any] = []  # the elements of each tensor that each shard holds
+        self._union: Union | None = None
+        self._found: Prints | None = None
 
     @abstractmethod
     def replies(self, kind: Any, method: str, *args: Any) -> list[Any]:
@@ -96,21 +99,40 @@ class Shards(ABC):
             ModelMismatchError: the shards do not hold every tensor in places that can be updated.
         """
         found, specs = self.every(Found, "verify"), self.reader.specs
-        self.reloaded = {name: why for each in found for name, why in each.reloaded.items()}
-        self.ignored = proof.check_coverage(specs, [each.regions for each in found], self.reloaded)
-        if self.ignored and not all(each.is_complete for each in found):
-            which = f"{len(self.ignored)} tensors, such as {specs[self.ignored[0]]},"
+        reloaded = {name: why for each in found for name, why in each.reloaded.items()}
+        nowhere = proof.check_coverage(specs, [each.regions for each in found], reloaded)
+        ties = {name: other for each in found for name, other in each.ties.items() if name in nowhere}
+        ignored = [name for name in nowhere if name not in ties]
+        if ignored and not all(each.is_complete for each in found):
+            which = f"{len(ignored)} tensors, such as {specs[ignored[0]]},"
             raise ModelMismatchError(f"{which} cannot be updated by this release: the engine's loader copies them nowhere.")
+        proof.check_ignored(ignored, specs, set().union(*(each.absent for each in found)))
+        self.reloaded, self.ignored, self.ties = reloaded, ignored, ties
 
     def prove(self) -> None:
-        """Make sure that all engines make again what they derive from weights, and say what is not served."""
+        """Make sure that all engines make again what they derive from weights, and say what is not served.
+
+        Raises:
+            ModelMismatchError: an engine does not, or the model has tensors that the channel lacks.
+        """
         missing = sorted({name for names in self.every(list[str], "prove") for name in names})
-        self._warn(self.ignored, "are not served: the engine's loader ignores them")
-        self._warn(missing, "stay as loaded: the channel has no such tensors. Publish `state_dict()`, buffers included")
-        patched = len(self.reader.specs) - len(self.reloaded) - len(self.ignored)
-        self._log.info("deltasync load plan is proven: patched_in_place=%d reloaded=%d", patched, len(self.reloaded))
+        if missing:
+            raise ModelMismatchError(
+                f"{len(missing)} tensors of the model, such as {missing[0]}, are not in the channel, so they would stay as "
+                "loaded: publish `state_dict()`, buffers included, or serve a checkpoint of the trainer's model."
+            )
+        self._warn(self.ignored, "are not served, and in no proof: the engine's loader ignores them")
+        self._log.info(
+            "deltasync load plan is proven: patched_in_place=%d reloaded=%d tied=%d ignored=%d",
+            *(self.patched_count, len(self.reloaded), len(self.ties), len(self.ignored)),
+        )
         for why, names in self.by_reason().items():
             self._warn(names, f"take the fallback, because {why}: a commit loads their layers again, which takes longer")
+
+    @property
+    def patched_count(self) -> int:
+        """How many tensors commits write in place."""
+        return len(self.reader.specs) - len(self.reloaded) - len(self.ignored) - len(self.ties)
 
     def by_reason(self) -> dict[str, list[str]]:
         """Return the tensors that the engine loads again after each change, by the reason."""
@@ -126,7 +148,7 @@ class Shards(ABC):
 
     def adopt(self) -> int:
         """Audit the shards for the first time. Returns the model's fingerprint."""
-        return self._total(self.every(Audit, "audit", self.ignored))
+        return self._total(self.every(Audit, "audit", self.ignored, self.ties))
 
     def identified(self, record: Handed | None) -> None:
         """Tell the shards which version they hold, None for no version of the channel."""
@@ -143,8 +165,19 @@ class Shards(ABC):
 
     def _total(self, audits: Sequence[Audit]) -> int:
         self._regions = [audit.regions for audit in audits]
-        self.fingerprints = combine(self._regions, [audit.parts for audit in audits])
-        return model_fingerprint(self.fingerprints)
+        self._union = Union([*self.reader.specs], self._regions)
+        return self._prints(audits).total
+
+    def _prints(self, shards: Sequence[Audit] | Sequence[Done]) -> Prints:
+        """Return the fingerprints of all tensors, from those that the shards say of their segments."""
+        assert self._union is not None
+        self._found = self._union.of(np.frombuffer(b"".join(each.parts for each in shards), np.uint64))
+        return self._found
+
+    @property
+    def fingerprints(self) -> dict[str, int]:
+        """Each tensor's fingerprint over all shards, as of the last audit, or commit of several shards."""
+        return {} if self._found is None else self._found.by_name(self.reader.specs)
 
     def stage(self, chain: Sequence[Handed]) -> bool:
         """Have all shards stage a chain. Returns whether all know their bits, so that it can be committed.
@@ -190,10 +223,8 @@ class Shards(ABC):
             _check_undone(self.replies(_NOTHING, "undo"))
         done = succeeded(replies)
         if not alone:
-            changed = combine(self._regions, [each.parts for each in done])
-            fingerprints = self.fingerprints | changed
-            self._confirm(changed, model_fingerprint(fingerprints))
-            self.fingerprints = fingerprints
+            value_T, same_T = self._prints(done)
+            self._compared((value_T.tobytes(), same_T.tobytes()))
         return Done(
             changed=sum(each.changed for each in done),
             stage_s=max(each.stage_s for each in done),
@@ -201,19 +232,20 @@ class Shards(ABC):
             reload_s=max(each.reload_s for each in done),
         )
 
-    def _confirm(self, changed: dict[str, int], total: int) -> None:
-        confirmed = self.replies(_NOTHING, "confirm", changed, total)
+    def _compared(self, found: tuple[bytes, bytes]) -> None:
+        """Have all shards compare the fingerprints over all of them with the published ones."""
+        confirmed = self.replies(_NOTHING, "confirm", found)
         if None in confirmed:
             _check_undone(confirmed)
         succeeded(confirmed)
 
     def digest(self) -> dict[str, str]:
-        """Return the sha256 of every tensor in live memory, put together from all shards.
+        """Return the sha256 of every tensor that is computed with, in live memory, put together from all shards.
 
         Raises:
             ApplyError: two shards hold different copies of the same elements.
         """
-        return {name: sha256_hex(self._assembled(name).data) for name in self.reader.specs}
+        return {name: sha256_hex(self._assembled(name).data) for name in self.reader.specs if name not in self.ignored}
 
     def _assembled(self, name: str) -> np.ndarray:
         return assemble(
@@ -322,11 +354,11 @@ class RankedShards(Shards):
         self.settled()
         return done
 
-    def _confirm(self, changed: dict[str, int], total: int) -> None:
+    def _compared(self, found: tuple[bytes, bytes]) -> None:
         # All ranks compare the same numbers, so the bits are right on all or on none; only what undoes them may differ.
         try:
-            self.shard.confirm(changed, total)
-        except (FingerprintMismatchError, CommitError) as error:
+            self.shard.confirm(found)
+        except (FingerprintMismatchError, TiedError, CommitError) as error:
             succeeded(self.ranks.gather(Failure.of(error)))
 
     def wake_up(self) -> None:
@@ -351,6 +383,11 @@ class ShardsTarget:
     def progressed_s(self) -> float:
         """When staging last advanced (`Target.progressed_s`)."""
         return self._shards.shard.progressed_s
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        """As `Target.ignored`."""
+        return self._shards.ignored
 
     def _in_background(self, method: str, *arguments: Any) -> Any:
         if self._shards.ranks.size > 1:

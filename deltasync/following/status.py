@@ -25,6 +25,9 @@ from deltasync.stores.base import Store
 
 logger = get_logger(__name__)
 
+SHOWN = 5
+"""How many names of ignored tensors a status has."""
+
 HISTORY = 4096
 """How many commits a status keeps."""
 
@@ -70,6 +73,8 @@ class Status(msgspec.Struct, kw_only=True):
         state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
         followed_s_ago: Seconds since the channel could last be followed; None before the first time.
         error: The reason why the replica is not at a newer version, in one sentence; None if there is none.
+        ignored_tensors: How many of the channel's tensors the engine does not compute with: they are in no proof.
+        ignored: The names of the first of them.
     """
 
     replica_id: str
@@ -84,6 +89,8 @@ class Status(msgspec.Struct, kw_only=True):
     followed_s_ago: float | None = None
     error: str | None = None
     trusted_keys: list[str] | None = None
+    ignored_tensors: int = 0
+    ignored: list[str] = []
     commits: list[Commit] = []
 
 

@@ -29,6 +29,11 @@ class Target(Protocol):
         """When `stage` last advanced, by `time.monotonic`. This tells a hung store from a large version."""
         ...
 
+    @property
+    def ignored(self) -> Sequence[str]:
+        """The channel's tensors that the engine does not compute with, so that no proof covers them."""
+        ...
+
     def open(self, identify: Identify) -> None:
         """Prove where in memory the channel's tensors are, and find the version of the live bits.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from deltasync.kernels import cpu as cpu
     from deltasync.kernels import cpu_diff as cpu_diff
     from deltasync.kernels import cpu_rows as cpu_rows
-    from deltasync.kernels.table import Table
+    from deltasync.kernels.table import Rows, Table, Writes
 
 
 def __getattr__(name: str) -> object:
@@ -32,20 +32,20 @@ def __getattr__(name: str) -> object:
 class SegmentKernels(Protocol):
     """The kernels for live memory on a device. With Triton, any number of segments takes the same number of launches."""
 
-    def prepare(self, of: Table) -> None:
-        """Turn a table's values into new bits, without writing live memory.
+    def prepare(self, of: Writes) -> None:
+        """Turn steps into new bits, without writing live memory.
 
-        The table's sums become what the writes will add to fingerprints, and the checksum that `swap` will find.
+        The sums become what the writes will add to fingerprints, and the checksum that `swap` will find.
         """
 
-    def swap(self, of: Table) -> None:
-        """Exchange the values of a table with live memory; a second call restores everything.
+    def swap(self, of: Writes) -> None:
+        """Exchange values with live memory; a second call restores everything.
 
-        This may return once the kernels are launched. If it raises, live memory is unchanged, unless it raises CommitError.
+        This may return once the kernel is launched. If it raises, live memory is unchanged, unless it raises CommitError.
         """
 
-    def fingerprint(self, of: Table) -> None:
-        """Sum the fingerprints of all elements of a table's segments. The table has no positions."""
+    def fingerprint(self, of: Table, rows: Rows, gain_S: torch.Tensor) -> None:
+        """Sum the fingerprints of all elements of some lines into `gain_S`, int64 by line; those of others become 0."""
 
     def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
         """Compile the kernels for signed views of this dtype, so that no commit waits for the compiler."""
@@ -97,6 +97,8 @@ __all__ = [
     "cpu_diff",
     "cpu_rows",
     "device_diff",
+    "gpu_classes",
+    "gpu_coder",
     "rans",
     "segment_kernels",
     "table",

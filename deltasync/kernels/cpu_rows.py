@@ -60,24 +60,24 @@ def _join(position_R, row_RF, start_R, offset_P, step_P, at_K, step_K):
 
 
 @kernel
-def _add(row_RF, key_T, bound_T2, first_T, like, absolute, at_K, data_K, old_K, gain_R, above_R):
-    """Add steps to memory, or set it. A row: tensor, first change, behind the last change, address of position 0."""
+def _add(row_RF, key_T, bound_T2, first_T, like, at_K, step_K, old_K, gain_R, above_R):
+    """Add steps to memory. A row: tensor, first change, behind the last change, address of position 0."""
     all_bits = ~np.uint64(0) >> np.uint64(64 - 8 * like.itemsize)
     for r in prange(row_RF.shape[0]):
         tensor, low, high = row_RF[r, 0], row_RF[r, 1], row_RF[r, 2]
         bits = carray(pointer(row_RF[r, 3], like), 1 << 62)
-        at_C, data_C, old_C = at_K[low:high], data_K[low:high], old_K[low:high]
+        at_C, step_C, old_C = at_K[low:high], step_K[low:high], old_K[low:high]
         for k in range(at_C.size):
             if k + AHEAD < at_C.size:
                 prefetch_to_write(bits, np.uint64(at_C[k + AHEAD]))
             i = np.uint64(at_C[k])
             old_C[k] = bits[i]
-            bits[i] = data_C[k] if absolute else old_C[k] + data_C[k]
+            bits[i] = old_C[k] + step_C[k]
         key, mask, largest, first = key_T[tensor], bound_T2[tensor, 0], bound_T2[tensor, 1], np.uint64(first_T[tensor])
         part, above = np.uint64(0), np.int64(0)
         for k in range(at_C.size):
-            old, data, index = np.uint64(old_C[k]), np.uint64(data_C[k]), np.uint64(at_C[k]) - first
-            new = data if absolute else (old + data) & all_bits
+            old, index = np.uint64(old_C[k]), np.uint64(at_C[k]) - first
+            new = (old + np.uint64(step_C[k])) & all_bits
             part += cell(key, index, new) - cell(key, index, old)
             above += (new & mask) > largest
         gain_R[r], above_R[r] = part, above
@@ -106,7 +106,7 @@ def _undo(row_RF, count_R, like, offset_P, step_P):
 
 
 @kernel
-def _prepare(row_RF, dim_D83, key_T, first_T, like, absolute, at_K, data_K, to_K, new_K, kept_R, gain_R, check_R):
+def _prepare(row_RF, dim_D83, key_T, first_T, like, at_K, step_K, to_K, new_K, kept_R, gain_R, check_R):
     """Find what to write where; memory is only read.
 
     A row: tensor, first change, behind the last change, address of the segment's memory, position of the segment's first
@@ -142,7 +142,7 @@ def _prepare(row_RF, dim_D83, key_T, first_T, like, absolute, at_K, data_K, to_K
                 if rest != 0:
                     continue
             to_C[kept] = to
-            new_C[kept] = data_K[np.uint64(k)]
+            new_C[kept] = step_K[np.uint64(k)]
             index_C[kept] = np.uint64(np.int64(at_K[np.uint64(k)]) - first)
             kept += 1
         kept_R[r] = kept
@@ -154,8 +154,7 @@ def _prepare(row_RF, dim_D83, key_T, first_T, like, absolute, at_K, data_K, to_K
         key, part, check = key_T[tensor], np.uint64(0), np.uint64(0)
         for k in range(old_C.size):
             old = old_C[k]
-            if not absolute:
-                new_C[k] += old
+            new_C[k] += old
             part += cell(key, index_C[k], new_C[k]) - cell(key, index_C[k], old)  # of the stored value, which wraps
             check += np.uint64(old) * (_U2 * np.uint64(to_C[k]) + _U1)
         gain_R[r], check_R[r] = part, check
@@ -240,27 +239,24 @@ def advance(taken: Taken, key_T: np.ndarray, bound_T2: np.ndarray, bits: np.dtyp
     return by_tensor(taken.chunk_RF[:, 0], key_T.size, gain_R), by_tensor(taken.chunk_RF[:, 0], key_T.size, above_R)
 
 
-def add(
-    vector: Vector, zero_T: np.ndarray, sparse: Sparse, bound_T2: np.ndarray, *, absolute: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+def add(vector: Vector, zero_T: np.ndarray, steps: Sparse, bound_T2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Add steps to the memory of a vector's tensors, modulo 2**width. If this raises, memory is as it was.
 
     Args:
         vector: The vector.
         zero_T: Address that position 0 would have if all memory before each tensor's were the vector's, too; int64[T].
             Only those of changed tensors count.
-        sparse: Steps, or new bit patterns if `absolute`.
+        steps: The steps.
         bound_T2: As in `advance`.
-        absolute: Which of them.
 
     Returns:
         As `advance`.
     """
-    chunk_RF, (at_K, data_K) = _by_changes(_changed_rows(vector, zero_T, sparse)), sparse
+    chunk_RF, (at_K, step_K) = _by_changes(_changed_rows(vector, zero_T, steps)), steps
     gain_R, above_R = np.empty(len(chunk_RF), np.uint64), np.empty(len(chunk_RF), np.int64)
-    places = vector.key_T, bound_T2, vector.first_T, np.empty(0, data_K.dtype)
+    places = vector.key_T, bound_T2, vector.first_T, np.empty(0, step_K.dtype)
     with threads(at_K.size // CHANGES):
-        _add(chunk_RF, *places, absolute, at_K, data_K, np.empty_like(data_K), gain_R, above_R)
+        _add(chunk_RF, *places, at_K, step_K, np.empty_like(step_K), gain_R, above_R)
     tensors = vector.key_T.size
     return by_tensor(chunk_RF[:, 0], tensors, gain_R), by_tensor(chunk_RF[:, 0], tensors, above_R)
 
@@ -284,8 +280,7 @@ def prepare(
     key_T: np.ndarray,
     first_T: np.ndarray,
     at_K: np.ndarray,
-    data_K: np.ndarray,
-    absolute: bool,
+    step_K: np.ndarray,
     to: np.dtype,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
     """Compute what to write into segments of live memory, which is only read.
@@ -297,8 +292,7 @@ def prepare(
         key_T: As in `add`.
         first_T: As in `add`.
         at_K: Positions, ascending.
-        data_K: Steps, or new bit patterns if `absolute`.
-        absolute: Which of them.
+        step_K: Steps.
         to: dtype of positions in memory.
 
     Returns:
@@ -309,12 +303,12 @@ def prepare(
     chunk_RF = _by_changes(row_RF)
     place_R = np.concatenate(([0], np.cumsum(chunk_RF[:, 2] - chunk_RF[:, 1])))
     chunk_RF = np.concatenate((chunk_RF, place_R[:-1, None]), axis=1)
-    to_K, new_K = np.empty(place_R[-1], to), np.empty(place_R[-1], data_K.dtype)
+    to_K, new_K = np.empty(place_R[-1], to), np.empty(place_R[-1], step_K.dtype)
     kept_R = np.empty(len(chunk_RF), np.int64)
     gain_R, check_R = np.empty((2, len(chunk_RF)), np.uint64)
     with threads(to_K.size // CHANGES):
         results = to_K, new_K, kept_R, gain_R, check_R
-        _prepare(chunk_RF, dim_D83, key_T, first_T, np.empty(0, data_K.dtype), absolute, at_K, data_K, *results)
+        _prepare(chunk_RF, dim_D83, key_T, first_T, np.empty(0, step_K.dtype), at_K, step_K, *results)
     row_C = np.repeat(np.arange(len(row_RF)), _chunk_counts(row_RF))
     kept = kept_R > 0
     write_CF = np.stack((row_C, chunk_RF[:, 3], place_R[:-1], kept_R), axis=1)[kept]

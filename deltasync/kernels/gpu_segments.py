@@ -1,14 +1,13 @@
 """Kernels over tables of segments in Triton: prepare, swap and fingerprint, with one launch for all segments of a kind.
 
 A kernel reads from the table (see `table`) what a segment is, so the number of launches does not depend on the number of
-segments. Kernels see bit patterns as unsigned integers, and every offset as int64. Each program writes its partial sums,
-which the host adds modulo 2**64. So there are no atomics, and every result is reproducible.
+segments. Kernels see bit patterns as unsigned integers, and every offset as int64. A program adds its sums to those of its
+line; sums of integers modulo 2**64 do not depend on the order.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -18,48 +17,44 @@ import torch
 import triton
 import triton.language as tl
 
-from deltasync.errors import undoing
 from deltasync.kernels import reference, table
-from deltasync.kernels.table import Entry, Kind, Table
+from deltasync.kernels.table import Line, Rows, Table, Writes
 
 _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
-_AT = {4: tl.int32, 8: tl.int64}
-_READ_BLOCK = 1024  # elements that a program reads at once from a row of `table.STREAM_BLOCK`; 64 registers per thread
+_READ_BLOCK = 1024  # elements that a program reads at once from a row of `table.STREAM_BLOCK`
 
-_DEST, _KEY, _OFFSET, _DIMS, _AT_COLUMN, _VALUE, _ABSOLUTE, _LAYOUT, _COLUMNS, _ROW = (
+_DEST, _KEY, _OFFSET, _FIRST, _SPAN, _DIMS, _COLUMNS, _MOST_DIMS, _LOW, _COUNT, _PLACE, _WRITE_COLUMNS = (
     tl.constexpr(column)
     for column in (
-        table.DEST,
-        table.KEY,
-        table.OFFSET,
-        table.DIMS,
-        table.AT,
-        table.VALUE,
-        table.ABSOLUTE,
-        table.LAYOUT,
-        table.COLUMNS,
-        table.ROW,
+        *(table.DEST, table.KEY, table.OFFSET, table.FIRST, table.SPAN, table.DIMS, table.COLUMNS, table.MOST_DIMS),
+        *(table.LOW, table.COUNT, table.PLACE, table.WRITE_COLUMNS),
     )
 )
-
-# Nothing is specialized on values or alignment: a commit must not have to compile what `warm_up` has not compiled.
-_swap_arguments = ["segment_ptr", "row_ptr", "check_ptr"]
-_prepare_arguments = ["segment_ptr", "row_ptr", "added_ptr", "check_ptr"]
-_fingerprint_arguments = ["segment_ptr", "row_ptr", "added_ptr"]
-
 
 _INDEX_STEP = tl.constexpr(int(reference.INDEX_STEP))
 _VALUE_STEP = tl.constexpr(int(reference.VALUE_STEP))
 _MIX_1 = tl.constexpr(int(reference.MIX_1))
 _MIX_2 = tl.constexpr(int(reference.MIX_2))
 
+# Nothing is specialized on values or alignment: a commit must not have to compile what `warm_up` has not compiled.
+_swap_arguments = ["line_ptr", "dim_ptr", "write_ptr", "row_ptr", "low_ptr", "value_ptr", "check_ptr"]
+_prepare_arguments = [
+    *("line_ptr", "dim_ptr", "write_ptr", "row_ptr", "low_ptr", "step_ptr", "value_ptr"),
+    *("gain_ptr", "check_ptr", "kept_ptr"),
+]
+_fingerprint_arguments = ["line_ptr", "dim_ptr", "row_ptr", "gain_ptr"]
+
 
 @triton.jit
-def _cell(key, index, bits):
-    z = key + index.to(tl.uint64) * _INDEX_STEP + bits.to(tl.uint64) * _VALUE_STEP
+def _mixed(z):
     z = (z ^ (z >> 30)) * _MIX_1
     z = (z ^ (z >> 27)) * _MIX_2
     return z ^ (z >> 31)
+
+
+@triton.jit
+def _cell(key, index, bits):
+    return _mixed(key + index.to(tl.uint64) * _INDEX_STEP + bits.to(tl.uint64) * _VALUE_STEP)
 
 
 @triton.jit
@@ -68,124 +63,198 @@ def _weighted(at, bits):
 
 
 @triton.jit
-def _index(segment, at):
-    """Return the checkpoint indices of positions in a segment's memory, and whether an element lies there, not a gap."""
-    index = at * 0 + tl.load(segment + _OFFSET)
-    rest = at
-    inside = at >= 0
-    for dim in range(tl.load(segment + _DIMS)):
-        line = segment + _LAYOUT + 3 * dim
-        live_stride = tl.load(line)
-        coordinate = rest // live_stride
-        rest -= coordinate * live_stride
-        inside = inside & (coordinate < tl.load(line + 1))
-        index += coordinate * tl.load(line + 2)
-    return index, inside & (rest == 0)
+def _line(row_ptr, line_ptr):
+    """Return the number of a program's line, the line, and the program's number among those of the line."""
+    row = tl.load(row_ptr + tl.program_id(0))
+    number = row >> 32
+    return number, line_ptr + number * _COLUMNS, row & 0xFFFFFFFF
+
+
+@triton.jit
+def _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK: tl.constexpr):
+    """Find the changes of a program.
+
+    Returns their numbers, where their values lie, their offsets from the line's first element in the tensor and live memory,
+    and whether each is an element of the segment. Contiguous lines take no division, the others one of 32 bits a dimension.
+    """
+    write = write_ptr + number * _WRITE_COLUMNS
+    j = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    inside = j < tl.load(write + _COUNT)
+    k = tl.load(write + _LOW) + j
+    offset = tl.load(low_ptr + k, inside, other=0) - tl.load(line + _FIRST).to(tl.uint32)
+    offset = tl.where(inside, offset, 0)
+    to = offset.to(tl.int64)
+    dims = tl.load(line + _DIMS)
+    if dims > 0:
+        rest = offset
+        to = to * 0
+        for dim in range(dims):
+            triple = dim_ptr + (number * 2 * _MOST_DIMS + dim) * 3
+            stride = tl.load(triple).to(tl.uint32)
+            coordinate = rest // stride
+            rest -= coordinate * stride
+            inside = inside & (coordinate < tl.load(triple + 1).to(tl.uint32))
+            to += coordinate.to(tl.int64) * tl.load(triple + 2)
+        inside = inside & (rest == 0)
+    return k, tl.load(write + _PLACE) + j, offset, to, inside
 
 
 @triton.jit(do_not_specialize_on_alignment=_prepare_arguments)
-def _prepare(segment_ptr, row_ptr, added_ptr, check_ptr, BITS: tl.constexpr, AT: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    segment = segment_ptr + tl.load(row_ptr + _ROW * row) * _COLUMNS
-    k = tl.load(row_ptr + _ROW * row + 1) + tl.arange(0, BLOCK)
-    inside = tl.arange(0, BLOCK) < tl.load(row_ptr + _ROW * row + 2)
-    at_ptr = tl.load(segment + _AT_COLUMN).to(tl.pointer_type(AT))
-    value_ptr = tl.load(segment + _VALUE).to(tl.pointer_type(BITS))
-    at = tl.load(at_ptr + k, inside, other=0).to(tl.int64)
-    old = tl.load(tl.load(segment + _DEST).to(tl.pointer_type(BITS)) + at, inside, other=0)
-    data = tl.load(value_ptr + k, inside, other=0)
-    new = tl.where(tl.load(segment + _ABSOLUTE) != 0, data, data + old)
-    tl.store(value_ptr + k, new, inside)
-    key = tl.load(segment + _KEY).to(tl.uint64, bitcast=True)
-    index, _ = _index(segment, at)
+def _prepare(
+    line_ptr,
+    dim_ptr,
+    write_ptr,
+    row_ptr,
+    low_ptr,
+    step_ptr,
+    value_ptr,
+    gain_ptr,
+    check_ptr,
+    kept_ptr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    number, line, block = _line(row_ptr, line_ptr)
+    k, place, offset, to, inside = _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK)
+    old = tl.load(tl.load(line + _DEST).to(tl.pointer_type(BITS)) + to, inside, other=0)
+    tl.atomic_add(check_ptr + number, tl.sum(_weighted(to, old), axis=0).to(tl.int64, bitcast=True), sem="relaxed")
+    new = tl.load(step_ptr + k, inside, other=0) + old
+    tl.store(value_ptr + place, new, inside)
+    key = tl.load(line + _KEY).to(tl.uint64, bitcast=True)
+    index = tl.load(line + _OFFSET) + offset.to(tl.int64)
     # Outside, old and new are both 0 and add nothing.
-    tl.store(added_ptr + row, tl.sum(_cell(key, index, new) - _cell(key, index, old), axis=0))
-    tl.store(check_ptr + row, tl.sum(_weighted(at, old), axis=0))
+    gained = tl.sum(_cell(key, index, new) - _cell(key, index, old), axis=0)
+    tl.atomic_add(gain_ptr + number, gained.to(tl.int64, bitcast=True), sem="relaxed")
+    if tl.load(line + _DIMS) > 0:
+        tl.atomic_add(kept_ptr + number, tl.sum(inside.to(tl.int64), axis=0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=_swap_arguments)
-def _swap(segment_ptr, row_ptr, check_ptr, BITS: tl.constexpr, AT: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    segment = segment_ptr + tl.load(row_ptr + _ROW * row) * _COLUMNS
-    k = tl.load(row_ptr + _ROW * row + 1) + tl.arange(0, BLOCK)
-    inside = tl.arange(0, BLOCK) < tl.load(row_ptr + _ROW * row + 2)
-    dest_ptr = tl.load(segment + _DEST).to(tl.pointer_type(BITS))
-    value_ptr = tl.load(segment + _VALUE).to(tl.pointer_type(BITS))
-    at = tl.load(tl.load(segment + _AT_COLUMN).to(tl.pointer_type(AT)) + k, inside, other=0).to(tl.int64)
-    old = tl.load(dest_ptr + at, inside, other=0)
-    tl.store(dest_ptr + at, tl.load(value_ptr + k, inside, other=0), inside)
-    tl.store(value_ptr + k, old, inside)
-    tl.store(check_ptr + row, tl.sum(_weighted(at, old), axis=0))
+def _swap(line_ptr, dim_ptr, write_ptr, row_ptr, low_ptr, value_ptr, check_ptr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    number, line, block = _line(row_ptr, line_ptr)
+    _, place, _, to, inside = _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK)
+    dest_ptr = tl.load(line + _DEST).to(tl.pointer_type(BITS))
+    new = tl.load(value_ptr + place, inside, other=0)
+    old = tl.load(dest_ptr + to, inside, other=0)
+    tl.store(dest_ptr + to, new, inside)
+    tl.store(value_ptr + place, old, inside)
+    tl.atomic_add(check_ptr + number, tl.sum(_weighted(to, old), axis=0).to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _index(line, number, dim_ptr, at):
+    """Return the checkpoint indices of positions in a segment's memory, and whether an element lies there, not a gap."""
+    index = at * 0 + tl.load(line + _OFFSET)
+    rest = at
+    inside = at >= 0
+    for dim in range(tl.load(line + _DIMS)):
+        triple = dim_ptr + ((number * 2 + 1) * _MOST_DIMS + dim) * 3
+        live_stride = tl.load(triple)
+        coordinate = rest // live_stride
+        rest -= coordinate * live_stride
+        inside = inside & (coordinate < tl.load(triple + 1))
+        index += coordinate * tl.load(triple + 2)
+    return index, inside & (rest == 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=_fingerprint_arguments)
-def _fingerprint(segment_ptr, row_ptr, added_ptr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    segment = segment_ptr + tl.load(row_ptr + _ROW * row) * _COLUMNS
-    first = tl.load(row_ptr + _ROW * row + 1)
-    end = first + tl.load(row_ptr + _ROW * row + 2)
-    dest_ptr = tl.load(segment + _DEST).to(tl.pointer_type(BITS))
-    key = tl.load(segment + _KEY).to(tl.uint64, bitcast=True)
+def _fingerprint_strided(line_ptr, dim_ptr, row_ptr, gain_ptr, BITS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr):
+    number, line, block = _line(row_ptr, line_ptr)
+    first = block * ROW
+    end = tl.minimum(first + ROW, tl.load(line + _SPAN))
+    dest_ptr = tl.load(line + _DEST).to(tl.pointer_type(BITS))
+    key = tl.load(line + _KEY).to(tl.uint64, bitcast=True)
     added = tl.zeros((BLOCK,), tl.uint64)
     for start in range(first, end, BLOCK):
         at = start + tl.arange(0, BLOCK).to(tl.int64)
-        index, element = _index(segment, at)
+        index, element = _index(line, number, dim_ptr, at)
         element = element & (at < end)
         hashed = _cell(key, index, tl.load(dest_ptr + at, element, other=0))
         added += tl.where(element, hashed, 0)
-    tl.store(added_ptr + row, tl.sum(added, axis=0))
+    tl.atomic_add(gain_ptr + number, tl.sum(added, axis=0).to(tl.int64, bitcast=True), sem="relaxed")
 
 
-def prepare(of: Table) -> None:
+@triton.jit(do_not_specialize_on_alignment=_fingerprint_arguments)
+def _fingerprint(
+    line_ptr,
+    dim_ptr,
+    row_ptr,
+    gain_ptr,
+    BITS: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Of contiguous segments: the index is a start for each block and a constant for each lane, so nothing is divided."""
+    number, line, block = _line(row_ptr, line_ptr)
+    first = block * ROW
+    count = tl.minimum(ROW, tl.load(line + _SPAN) - first).to(tl.int32)
+    dest_ptr = tl.load(line + _DEST).to(tl.pointer_type(BITS)) + first
+    if ALIGNED:
+        dest_ptr = tl.multiple_of(dest_ptr, 16)
+    key = tl.load(line + _KEY).to(tl.uint64, bitcast=True)
+    lane = tl.arange(0, BLOCK)
+    of_block = key + (tl.load(line + _OFFSET) + first).to(tl.uint64) * _INDEX_STEP
+    of_lane = lane.to(tl.uint64) * _INDEX_STEP
+    added = tl.zeros((BLOCK,), tl.uint64)
+    full = count // BLOCK * BLOCK
+    for start in range(0, full, BLOCK):
+        bits = tl.load(dest_ptr + start + lane)
+        added += _mixed(of_block + of_lane + bits.to(tl.uint64) * _VALUE_STEP)
+        of_block += (BLOCK * _INDEX_STEP) % (1 << 64)
+    if full < count:
+        element = full + lane < count
+        bits = tl.load(dest_ptr + full + lane, element, other=0)
+        added += tl.where(element, _mixed(of_block + of_lane + bits.to(tl.uint64) * _VALUE_STEP), 0)
+    tl.atomic_add(gain_ptr + number, tl.sum(added, axis=0).to(tl.int64, bitcast=True), sem="relaxed")
+
+
+def prepare(of: Writes) -> None:
     """See `SegmentKernels.prepare`."""
-    for kind in _pieces(of):
-        added, check = (_sums(of, which, kind) for which in (0, 1))
-        arguments = (of.segment_SC, of.row_RC[kind.first : kind.last], added, check)
-        _launch(_prepare, kind, arguments, _BITS[kind.bits], _AT[kind.at], table.SCATTER_BLOCK)
+    of.sum_3S.zero_()
+    held, bits = of.table, _BITS[of.table.width]
+    step_K, value_V = _unsigned(of.step_K), _unsigned(of.value_V)
+    for row_R in of.row_R.split(of.at_once):  # launches that end soon: an engine's kernels come between them
+        arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, _unsigned(of.low_K), step_K, value_V, *of.sum_3S)
+        _launch(_prepare, row_R.numel(), arguments, bits, table.SCATTER_BLOCK)
 
 
-def swap(of: Table) -> None:
+def swap(of: Writes) -> None:
     """See `SegmentKernels.swap`."""
-    launched: list[Kind] = []
-    try:
-        for kind in of.kinds:
-            _swap_kind(of, kind)
-            launched.append(kind)
-    except BaseException:
-        with undoing():
-            for kind in launched:
-                _swap_kind(of, kind)
-        raise
+    held, check_S = of.table, of.sum_3S[table.CHECK]
+    check_S.zero_()
+    arguments = (held.line_SC, held.dim_S2D3, of.write_SC, of.row_R, _unsigned(of.low_K), _unsigned(of.value_V), check_S)
+    _launch(_swap, of.row_R.numel(), arguments, _BITS[held.width], table.SCATTER_BLOCK)
 
 
-def _swap_kind(of: Table, kind: Kind) -> None:
-    arguments = (of.segment_SC, of.row_RC[kind.first : kind.last], _sums(of, 1, kind))
-    _launch(_swap, kind, arguments, _BITS[kind.bits], _AT[kind.at], table.SCATTER_BLOCK)
-
-
-def fingerprint(of: Table) -> None:
+def fingerprint(of: Table, rows: Rows, gain_S: torch.Tensor) -> None:
     """See `SegmentKernels.fingerprint`."""
-    for kind in _pieces(of):
-        arguments = (of.segment_SC, of.row_RC[kind.first : kind.last], _sums(of, 0, kind))
-        _launch(_fingerprint, kind, arguments, _BITS[kind.bits], _READ_BLOCK, num_warps=8)
+    gain_S.zero_()
+    for (is_strided, is_unaligned), row_R in _pieces(rows):
+        arguments = (of.line_SC, of.dim_S2D3, row_R, gain_S)
+        constants = _BITS[of.width], table.STREAM_BLOCK, _READ_BLOCK
+        if is_strided:
+            _launch(_fingerprint_strided, row_R.numel(), arguments, *constants, num_warps=8)
+        else:
+            _launch(_fingerprint, row_R.numel(), arguments, *constants, not is_unaligned)
 
 
-def _pieces(of: Table) -> Iterator[Kind]:
-    """Yield the rows of each kind in launches that end soon, so that an engine's kernels come between them."""
-    for kind in of.kinds:
-        for first in range(kind.first, kind.last, table.ROWS_AT_ONCE):
-            yield dataclasses.replace(kind, first=first, last=min(first + table.ROWS_AT_ONCE, kind.last))
+def _pieces(rows: Rows) -> Iterator[tuple[tuple[bool, bool], torch.Tensor]]:
+    """Yield the rows of each kind in launches that end soon."""
+    for kind, first, last in rows.kinds:
+        for row_R in rows.row_R[first:last].split(rows.at_once):
+            yield kind, row_R
 
 
-def _sums(of: Table, which: int, kind: Kind) -> torch.Tensor:
-    return of.sum_2R[which, kind.first : kind.last].view(torch.uint64)
+def _unsigned(view: torch.Tensor) -> torch.Tensor:
+    return view.view(getattr(torch, f"uint{8 * view.element_size()}"))
 
 
-def _launch(kernel: Any, kind: Kind, arguments: tuple[torch.Tensor, ...], *constants: Any, **options: Any) -> None:
+def _launch(kernel: Any, programs: int, arguments: tuple[torch.Tensor, ...], *constants: Any, **options: Any) -> None:
     """Launch a kernel on the tensors' device; Triton would take the current one. Its interpreter takes host tensors."""
     device = arguments[0].device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(kind.last - kind.first,)](*arguments, *constants, **options)
+        kernel[(programs,)](*arguments, *constants, **options)
 
 
 class _Anywhere:
@@ -197,8 +266,8 @@ class _Anywhere:
     def allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
-    def send(self, host: torch.Tensor, to: torch.Tensor) -> None:
-        to.copy_(host)
+    def send(self, host: np.ndarray, to: torch.Tensor) -> None:
+        to.copy_(torch.from_numpy(host))
 
 
 @functools.cache
@@ -207,10 +276,12 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
 
     This takes seconds, which a commit would spend otherwise. Triton keeps what it compiled on disk, for later processes.
     """
-    dest = torch.zeros(1, dtype=dtype, device=device)
     room = _Anywhere(device)
-    for at in (np.int32, np.int64):
-        of = Table([Entry(0, dest, 0, (), np.zeros(1, at), np.zeros(1, f"u{dest.element_size()}"))], room)
-        prepare(of)
-        swap(of)
-    fingerprint(Table([Entry(0, dest, 0, ())], room))
+    dest = room.allocate(16 * dtype.itemsize).view(dtype)
+    for first, layout in ((0, ()), (1, ()), (0, ((2, 1, 1),))):
+        of = Table([Line(0, dest[first : first + 1], 0, 0, 1, layout)], room)
+        fingerprint(of, of.whole, of.empty((1,), torch.int64))
+    low_K, step_K = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=dtype, device=device)
+    writes = Writes(of, low_K, step_K, np.zeros(1, np.int64), np.ones(1, np.int64))
+    prepare(writes)
+    swap(writes)

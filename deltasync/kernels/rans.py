@@ -1,4 +1,4 @@
-"""The streams of the entropy coder. `coder` writes and reads them, and so does `tests/coder_reference.py` in plain Python.
+"""The streams of the entropy coder. `native` writes and reads them, and so does `reference` in plain Python.
 
 The changes of a block are one rANS stream (Duda, "Asymmetric numeral systems", arXiv:1311.2540). To decode a symbol that
 owns the slots [start, start + freq) of 2**bits from the state x:
@@ -12,7 +12,7 @@ from the last symbol to the first.
 A number (a gap or a step) is coded as a symbol by a static table of 2**12 slots, which gives its leading bits, and extra
 bits, each group of which is a uniform symbol. `docs/format.md`, section 10, is normative.
 
-Shapes: K changed elements, B blocks, C classes, T tables of S symbols.
+Shapes: K changed elements, B blocks, C classes, T tables of S symbols: for each class that of gaps, then that of steps.
 """
 
 from __future__ import annotations
@@ -60,6 +60,34 @@ class Blocks(NamedTuple):
         """Return blocks of `block_elements` consecutive elements of one class, from block `first` on."""
         base_B = np.arange(first, first + bound_B.size - 1, dtype=np.int64) * block_elements
         return cls(base_B, np.minimum(block_elements, element_count - base_B)[:, None], bound_B)
+
+
+class Classes(NamedTuple):
+    """Which elements are of which class: those whose field is from `low_C` to `low_C + span_C`; uint8."""
+
+    low_C: np.ndarray
+    span_C: np.ndarray
+
+    def by_value(self) -> np.ndarray:
+        """Return the class of each value of the field, uint8[256]; 0 for values of none."""
+        found = np.zeros(256, np.uint8)
+        for c, (low, span) in enumerate(zip(self.low_C.tolist(), self.span_C.tolist(), strict=True)):
+            found[low : low + span + 1] = c
+        return found
+
+
+class Costs(NamedTuple):
+    """The bits that a class costs beside its changes.
+
+    Attributes:
+        table: Cost of its table of gaps.
+        symbol: Cost of each symbol in its table of steps.
+        element: Cost of each element of its group, for the time that another class takes on both sides.
+    """
+
+    table: float
+    symbol: float
+    element: float
 
 
 class Tables(NamedTuple):

@@ -1,17 +1,16 @@
-"""Tables of segments in a device's memory. With a table, one launch of a kernel serves any number of segments.
+"""Segments of live memory on a device, as a table in its memory, and changes that are written through it.
 
-A table has a line for each segment: where its live memory lies, how positions there translate to checkpoint indices and,
-where elements are to be written, where their positions and values lie. It also has a row for each program of a kernel: the
-segment, and which of its elements. All of this lies in one buffer on the device, which the host fills by one copy.
+A table is made once for a model: a line for each segment says where its live memory lies and how positions in the vector of
+`tensors.layout` translate to it. So the launches of a version do not depend on the number of segments, and nothing of the
+size of a segment's changes is computed on the host.
 
-S segments, R rows, K elements of a segment to write.
+S lines, R rows, K changes, V values to write. A row is the work of one program: `line << 32 | block`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,68 +19,85 @@ import torch
 from deltasync.errors import StageError
 from deltasync.tensors.fingerprint import MASK
 
-DEST, KEY, OFFSET, DIMS, AT, VALUE, ABSOLUTE, LAYOUT = range(8)
-"""Columns of a line: address of the live memory, fingerprint key of the tensor, checkpoint index of position 0, number of
-dimensions, addresses of the positions and of the values, whether the values are new bits; then the dimensions."""
+DEST, KEY, OFFSET, FIRST, SPAN, DIMS, COLUMNS = range(7)
+"""Columns of a line: address of the live memory; fingerprint key of the tensor; checkpoint index and position in the vector
+of the first element; elements of the live memory, gaps included; number of dimensions, 0 if the segment is one run."""
 
-_MOST_DIMS = 8
-COLUMNS = LAYOUT + 3 * _MOST_DIMS
-"""Length of a line. A dimension takes three columns: live stride, size, checkpoint stride."""
+MOST_DIMS = 8
+"""Most dimensions of a line. It has a triple of each for writing, (checkpoint stride, size, live stride), the largest
+checkpoint stride first, and one for reading, (live stride, size, checkpoint stride), the largest live stride first."""
 
-ROW = 3
-"""Length of a row: number of the segment, first element, number of elements."""
+LOW, COUNT, PLACE, WRITE_COLUMNS = range(4)
+"""Columns of what is written to a line: its first change, how many changes lie in its range, and where its values begin."""
 
-SCATTER_BLOCK = 1024
+GAIN, CHECK, KEPT = range(3)
+"""Sums of each line: what its fingerprint gains; the checksum of old values; how many of its changes lie in the segment."""
+
+SCATTER_BLOCK = 512
 STREAM_BLOCK = 1 << 16
-"""Most elements of a row: `SCATTER_BLOCK` of those to write, or `STREAM_BLOCK` of a segment's memory to read."""
+"""Most elements of a row: `SCATTER_BLOCK` changes to write, or `STREAM_BLOCK` of a segment's memory to read."""
 
 ROWS_AT_ONCE = 4096
-"""Most rows of one launch outside of a commit's pause: two on each place of a large GPU, so about 0.1 ms."""
+"""Most full rows of one launch outside of a commit's pause: two on each place of a large GPU, so about 0.1 ms."""
 
-_ALIGNED = 16
+MOST_ELEMENTS = 1 << 31
+"""Of a line, so that offsets in it have 32 bits. Larger segments take several."""
+
+_VECTOR_BYTES = 16  # what a thread loads at once from aligned memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class Line:
     """One segment of a table.
 
     Attributes:
         key: Fingerprint key of the tensor.
         dest: The live memory, flat, gaps included; a signed view.
-        offset, layout: `Segment.offset`, the checkpoint index of the first element, and `Segment.layout()`.
-        at_K: Positions in `dest`, distinct; int32 or int64. None for the whole segment.
-        value_K: New bits of each position, unsigned, or what to add to the old ones.
-        absolute: Whether `value_K` holds new bits.
+        offset: Checkpoint index of the first element.
+        first, last: Positions in the vector of the first element and behind the last one; less than 2**32 apart.
+        layout: `Segment.layout()`: (live stride, size, checkpoint stride), the largest live stride first.
+        part: The number of the fingerprint that it adds to.
     """
 
     key: int
     dest: torch.Tensor
     offset: int
+    first: int
+    last: int
     layout: tuple[tuple[int, int, int], ...]
-    at_K: np.ndarray | None = None
-    value_K: np.ndarray | None = None
-    absolute: bool = True
+    part: int = 0
 
     @property
-    def element_count(self) -> int:
-        """Number of elements that a kernel visits."""
-        return self.dest.numel() if self.at_K is None else self.at_K.size
+    def is_contiguous(self) -> bool:
+        """Whether its elements are one run of positions in the tensor's order."""
+        return self.layout in ((), ((1, self.dest.numel(), 1),))
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Whether it is not contiguous, and whether a thread cannot load several elements at once."""
+        return not self.is_contiguous, bool(self.dest.data_ptr() % _VECTOR_BYTES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kind:
-    """Rows that one launch serves.
+class Rows:
+    """Rows that read whole lines, on the device.
 
     Attributes:
-        bits: Bytes of an element.
-        at: Bytes of a position; 0 without positions.
-        first, last: The first row, and the one past the last.
+        row_R: The rows.
+        kinds: Which launches they take: kind of the lines, first row, and the one past the last.
+        lines: The numbers of the lines.
+        at_once: Rows of one launch.
     """
 
-    bits: int
-    at: int
-    first: int
-    last: int
+    row_R: torch.Tensor
+    kinds: tuple[tuple[tuple[bool, bool], int, int], ...]
+    lines: np.ndarray
+    at_once: int
+
+
+def at_once(rows: int, elements: int, block: int) -> int:
+    """Return how many rows one launch takes outside of a pause: the launches depend on the elements, not on the segments."""
+    return -(-rows // max(1, -(-elements // (ROWS_AT_ONCE * block)))) or 1
 
 
 class Room(Protocol):
@@ -90,109 +106,164 @@ class Room(Protocol):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Allocate bytes on the device."""
 
-    def send(self, host: torch.Tensor, to: torch.Tensor) -> None:
-        """Copy bytes to the device, on the current stream. `host` may be dropped after return."""
+    def send(self, host: np.ndarray, to: torch.Tensor) -> None:
+        """Copy an array to the device, on the current stream; integers keep their lower bits. `host` may be dropped."""
 
 
 class Table:
-    """Segments of one device, in its memory.
+    """Segments of one device and element width, in its memory.
 
     Args:
-        entries: The segments, at least one and none empty. Either all have positions or none has.
+        lines: The segments, at least one and none empty.
         room: Allocates the table, and sends it to the device.
 
     Attributes:
-        entries: The segments, sorted by width of their elements and positions.
-        order: Index of each of `entries` among those given.
-        first_S: The first row of each of `entries`.
-        segment_SC, row_RC: The lines and the rows, on the device.
-        sum_2R: Two sums of each row, on the device: what the fingerprint gains, and the checksum of old values.
-        kinds: The rows of each launch.
-        changed: Number of elements to write.
+        lines: The segments; those of one kind follow each other.
+        width: Bytes of an element.
+        part_S: `Line.part` of each.
+        limit_L: The first and last positions of all lines, ascending, each once; `bounds` takes the changes below them.
+        line_SC, dim_S2D3: The table, on the device.
+        whole: The rows that read all of it.
         nbytes: Bytes on the device.
     """
 
-    def __init__(self, entries: Sequence[Entry], room: Room) -> None:
-        kind_S = [(entry.dest.element_size(), 0 if entry.at_K is None else entry.at_K.itemsize) for entry in entries]
-        self.order = sorted(range(len(entries)), key=lambda number: kind_S[number])
-        self.entries = [entries[number] for number in self.order]
-        self._row_R = _rows(self.entries)
-        self.first_S = np.searchsorted(self._row_R[:, 0], np.arange(len(entries))).tolist()
-        self.kinds = tuple(_kinds([kind_S[number] for number in self.order], self._row_R[:, 0]))
-        arrays = [array for entry in self.entries for array in (entry.at_K, entry.value_K) if array is not None]
-        sizes = [len(self.entries) * COLUMNS * 8, self._row_R.nbytes, *(array.nbytes for array in arrays)]
-        starts = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
-        sums = starts.pop()
-        self.nbytes = sums + 16 * len(self._row_R)
-        self.changed = sum(entry.element_count for entry in self.entries if entry.at_K is not None)
-        self._buffer = room.allocate(self.nbytes)
-        self._starts = starts[2:]
-        host = torch.empty(sums, dtype=torch.uint8)
-        bytes_ = host.numpy()
-        lines = _lines(self.entries, [self._buffer.data_ptr() + start for start in self._starts])
-        for start, array in zip(starts, (lines, self._row_R, *arrays), strict=True):
-            bytes_[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        room.send(host, self._buffer[:sums])
-        self.segment_SC = self._view(0, sizes[0], torch.int64)
-        self.row_RC = self._view(starts[1], sizes[1], torch.int64).reshape(-1, ROW)
-        self.sum_2R = self._view(sums, 16 * len(self._row_R), torch.int64).reshape(2, -1)
+    def __init__(self, lines: Sequence[Line], room: Room) -> None:
+        self.lines = sorted(lines, key=lambda line: line.kind)
+        self.width = self.lines[0].dest.element_size()
+        self.dtype = self.lines[0].dest.dtype
+        self.part_S = np.array([line.part for line in self.lines], np.int64)
+        line_SC, dim_S2D3 = _described(self.lines)
+        self._span_S = line_SC[:, SPAN]
+        self.contiguous_S = line_SC[:, DIMS] == 0
+        self._kinds = [line.kind for line in self.lines]
+        limit_2S = np.array([[line.first for line in self.lines], [line.last for line in self.lines]], np.int64)
+        self.limit_L, place = np.unique(limit_2S, return_inverse=True)
+        self._limit_2S = place.reshape(limit_2S.shape)
+        self._room = room
+        self.line_SC, self.dim_S2D3 = self.sent(line_SC), self.sent(dim_S2D3)
+        self.whole = self.rows(np.arange(len(self.lines)))
+        self.nbytes = self.line_SC.nbytes + self.dim_S2D3.nbytes + self.whole.row_R.nbytes
 
-    def _view(self, start: int, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._buffer[start : start + size_bytes].view(dtype)
+    def sent(self, array: np.ndarray) -> torch.Tensor:
+        """Return a copy on the device of a host array of int64."""
+        to = self.empty(array.shape, torch.int64)
+        self._room.send(array.reshape(-1), to.view(-1))
+        return to
 
-    def writes(self) -> Iterator[tuple[Entry, torch.Tensor, torch.Tensor]]:
-        """Yield each entry with its positions and values on the device; the values are a signed view."""
-        for number, entry in enumerate(self.entries):
-            assert entry.at_K is not None and entry.value_K is not None
-            at, value = self._starts[2 * number : 2 * number + 2]
-            at_dtype = torch.int32 if entry.at_K.itemsize == 4 else torch.int64
-            yield (
-                entry,
-                self._view(at, entry.at_K.nbytes, at_dtype),
-                self._view(value, entry.value_K.nbytes, entry.dest.dtype),
-            )
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a new tensor on the device."""
+        count = int(np.prod(shape))
+        return self._room.allocate(max(1, count) * dtype.itemsize)[: count * dtype.itemsize].view(dtype).view(shape)
 
-    def gained(self) -> list[int]:
-        """Return what the fingerprint gains by each entry, in the order given. Waits for the device."""
-        sum_R = self.sum_2R[0].cpu().numpy().view(np.uint64)
-        found = [0] * len(self.entries)
-        for number, gained in zip(self.order, np.add.reduceat(sum_R, self.first_S).tolist(), strict=True):
-            found[number] = gained
-        return found
+    def crossed(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy on the device of a host array of integers, which keep the lower bits that this dtype has."""
+        to = self.empty(array.shape, dtype)
+        self._room.send(array, to)
+        return to
+
+    def bounds(self, below_L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many changes are before each line and how many in its range, from those below each of `limit_L`."""
+        low_S, high_S = below_L[self._limit_2S]
+        return low_S, high_S - low_S
+
+    def rows(self, lines: np.ndarray) -> Rows:
+        """Return the rows that read these lines, whose numbers ascend."""
+        row_R, end_L = _rows(lines, -(-self._span_S[lines] // STREAM_BLOCK))
+        kinds, first = list[tuple[tuple[bool, bool], int, int]](), 0
+        for number, end in zip(lines.tolist(), end_L.tolist(), strict=True):
+            if kinds and kinds[-1][0] == self._kinds[number]:
+                kinds[-1] = (kinds[-1][0], kinds[-1][1], end)
+            else:
+                kinds.append((self._kinds[number], first, end))
+            first = end
+        at_once_ = at_once(row_R.size, int(self._span_S[lines].sum()), STREAM_BLOCK)
+        return Rows(self.sent(row_R), tuple(kinds), lines, at_once_)
+
+
+class Writes:
+    """Changes of one version, to be written to the lines of a table.
+
+    Args:
+        table: The table.
+        low_K: The lower 32 bits of positions in the vector, int32, on the device. Those of a line follow each other, each
+            once.
+        step_K: New minus old bits, a signed view, on the device.
+        low_S, count_S: The first change of each line, and how many there are in its range.
+        mutates: Whether the values may take the place of `step_K`.
+
+    Attributes:
+        value_V: New bits once it is prepared, on the device; old ones after an exchange.
+        write_SC, row_R: The lines and rows, on the device.
+        at_once: Rows of one launch outside of a pause.
+        sum_3S: The sums of each line, on the device.
+        changed: Number of elements that are written, once it is prepared.
+        nbytes: Bytes on the device.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        low_K: torch.Tensor,
+        step_K: torch.Tensor,
+        low_S: np.ndarray,
+        count_S: np.ndarray,
+        *,
+        mutates: bool = False,
+    ) -> None:
+        self.table, self.low_K, self.step_K = table, low_K, step_K
+        self._touched = np.flatnonzero(count_S)
+        self.write_SC_host = np.stack((low_S, count_S, np.cumsum(count_S) - count_S), axis=1)
+        in_place = mutates and (self.write_SC_host[self._touched, PLACE] == low_S[self._touched]).all()
+        self.value_V = step_K if in_place else table.empty((int(count_S.sum()),), step_K.dtype)
+        row_R, _ = _rows(self._touched, -(-count_S[self._touched] // SCATTER_BLOCK))
+        self.write_SC, self.row_R = table.sent(self.write_SC_host), table.sent(row_R)
+        self.at_once = at_once(row_R.size, int(count_S.sum()), SCATTER_BLOCK)
+        self.sum_3S = table.empty((3, len(table.lines)), torch.int64)
+        self.changed = 0
+        self.nbytes = sum(each.nbytes for each in (low_K, self.value_V, self.write_SC, self.row_R, self.sum_3S))
+
+    def prepared(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """Return the parts that gain and by how much, uint64, and the checksum that an exchange will find.
+
+        Waits for the device. The steps are dropped.
+        """
+        sum_3S = self.sum_3S.cpu().numpy()
+        count_S = np.where(self.table.contiguous_S, self.write_SC_host[:, COUNT], sum_3S[KEPT])
+        self.changed = int(count_S.sum())
+        del self.step_K
+        touched = self._touched
+        return self.table.part_S[touched], sum_3S[GAIN, touched].view(np.uint64), _total(sum_3S[CHECK])
 
     def check(self) -> int:
         """Return the checksum of what was in live memory. Waits for the device."""
         # Summed on the host: a device without free memory must not turn an exchange that has ended into an error.
-        return int(self.sum_2R[1].cpu().numpy().view(np.uint64).sum(dtype=np.uint64)) & MASK
+        return _total(self.sum_3S[CHECK].cpu().numpy())
 
 
-def _rows(entries: Sequence[Entry]) -> np.ndarray:
-    """Return the rows of these entries, int64[R, ROW]."""
-    count_S = np.array([entry.element_count for entry in entries], np.int64)
-    block_S = np.array([STREAM_BLOCK if entry.at_K is None else SCATTER_BLOCK for entry in entries], np.int64)
-    rows_S = -(-count_S // np.maximum(block_S, 1))
-    entry_R = np.repeat(np.arange(len(entries)), rows_S)
-    start_S = np.cumsum(rows_S) - rows_S
-    first_R = (np.arange(entry_R.size) - start_S[entry_R]) * block_S[entry_R]
-    return np.stack((entry_R, first_R, np.minimum(block_S[entry_R], count_S[entry_R] - first_R)), axis=1)
+def _total(sum_S: np.ndarray) -> int:
+    return int(sum_S.view(np.uint64).sum(dtype=np.uint64)) & MASK
 
 
-def _kinds(kind_S: Sequence[tuple[int, int]], entry_R: np.ndarray) -> Iterator[Kind]:
-    for (bits, at), group in itertools.groupby(enumerate(kind_S), key=lambda each: each[1]):
-        numbers = [number for number, _ in group]
-        first, last = np.searchsorted(entry_R, (numbers[0], numbers[-1] + 1)).tolist()
-        yield Kind(bits, at, first, last)
+def _rows(lines: np.ndarray, blocks_L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of so many blocks of each line, int64[R], and where the rows of each line end."""
+    end_L = np.cumsum(blocks_L)
+    row_R = np.repeat((lines << 32) - (end_L - blocks_L), blocks_L) + np.arange(end_L[-1] if end_L.size else 0)
+    return row_R, end_L
 
 
-def _lines(entries: Sequence[Entry], addresses: Sequence[int]) -> np.ndarray:
-    """Return the lines of these entries, int64[S, COLUMNS]. `addresses` are those of their positions and values, in turn."""
-    lines = np.zeros((len(entries), COLUMNS), np.int64)
-    for number, entry in enumerate(entries):
-        if len(entry.layout) > _MOST_DIMS:
-            raise StageError(f"A live tensor has {len(entry.layout)} dimensions, which is more than {_MOST_DIMS}.")
-        key = entry.key - (1 << 64) if entry.key >> 63 else entry.key
-        places = addresses[2 * number : 2 * number + 2] or (0, 0)
-        dims = itertools.chain.from_iterable(entry.layout)
-        line = (entry.dest.data_ptr(), key, entry.offset, len(entry.layout), *places, entry.absolute, *dims)
-        lines[number, : len(line)] = line
-    return lines
+def _described(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the columns of these lines, int64[S, COLUMNS], and their dimensions, int64[S or 1, 2, MOST_DIMS, 3]."""
+    line_SC = np.zeros((len(lines), COLUMNS), np.int64)
+    strided = [number for number, line in enumerate(lines) if not line.is_contiguous]
+    dims_S2D3 = np.zeros((len(lines) if strided else 1, 2, MOST_DIMS, 3), np.int64)
+    for number, line in enumerate(lines):
+        key = line.key - (1 << 64) if line.key >> 63 else line.key
+        line_SC[number, :DIMS] = line.dest.data_ptr(), key, line.offset, line.first, line.dest.numel()
+    for number in strided:
+        layout = lines[number].layout
+        if len(layout) > MOST_DIMS:
+            raise StageError(f"A live tensor has {len(layout)} dimensions, which is more than {MOST_DIMS}.")
+        line_SC[number, DIMS] = len(layout)
+        writing = sorted(((stride, size, live) for live, size, stride in layout), reverse=True)
+        dims_S2D3[number, 0, : len(layout)], dims_S2D3[number, 1, : len(layout)] = writing, layout
+    return line_SC, dims_S2D3

@@ -6,12 +6,14 @@ Only shifts need a mask. Only the sums of fingerprints leave the device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
 from deltasync.errors import undoing
-from deltasync.kernels import reference
-from deltasync.kernels.table import Entry, Table
+from deltasync.kernels import reference, table
+from deltasync.kernels.table import Line, Rows, Table, Writes
 from deltasync.tensors import index_dtype
 
 _READ_BLOCK = 1 << 20
@@ -45,54 +47,82 @@ def cell_hash(key: int, index_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Te
     return z ^ _shift(z, 31)
 
 
-def prepare(of: Table) -> None:
+def prepare(of: Writes) -> None:
     """See `SegmentKernels.prepare`."""
-    of.sum_2R.zero_()
-    for row, (entry, positions_K, value_K) in zip(of.first_S, of.writes(), strict=True):
-        at_K = positions_K.long()
-        old_K = entry.dest[at_K]
-        if not entry.absolute:
-            value_K += old_K
-        index_K, _ = _index(entry, at_K)
-        of.sum_2R[0, row] = (cell_hash(entry.key, index_K, value_K) - cell_hash(entry.key, index_K, old_K)).sum()
-        of.sum_2R[1, row] = _checksum(at_K, old_K)
+    of.sum_3S.zero_()
+    for number, low, place, value_K, to_K, index_K in _changes(of):
+        line = of.table.lines[number]
+        old_K = line.dest[to_K]
+        step_K = of.step_K[low : low + value_K.numel()] if place is None else of.step_K[low + place]
+        new_K = step_K + old_K
+        value_K.copy_(new_K) if place is None else value_K.index_copy_(0, place, new_K)
+        gained = cell_hash(line.key, index_K, new_K) - cell_hash(line.key, index_K, old_K)
+        of.sum_3S[table.GAIN, number] = gained.sum()
+        of.sum_3S[table.CHECK, number] = _checksum(to_K, old_K)
+        of.sum_3S[table.KEPT, number] = to_K.numel()
 
 
-def swap(of: Table) -> None:
+def swap(of: Writes) -> None:
     """See `SegmentKernels.swap`."""
     # Everything is allocated before the first value is exchanged.
-    writes = [(entry.dest, at_K.long(), value_K, entry.dest[at_K.long()]) for entry, at_K, value_K in of.writes()]
-    of.sum_2R[1].zero_()
-    for row, (_, at_K, _, old_K) in zip(of.first_S, writes, strict=True):
-        of.sum_2R[1, row] = _checksum(at_K, old_K)
+    writes = []
+    of.sum_3S[table.CHECK].zero_()
+    for number, _, place, value_K, to_K, _ in _changes(of):
+        dest = of.table.lines[number].dest
+        new_K, old_K = value_K.clone() if place is None else value_K[place], dest[to_K]
+        of.sum_3S[table.CHECK, number] = _checksum(to_K, old_K)
+        writes.append((dest, to_K, new_K, value_K, place, old_K))
     begun = 0
     try:
-        for dest, at_K, value_K, _ in writes:
+        for dest, to_K, new_K, *_ in writes:
             begun += 1
-            dest.index_copy_(0, at_K, value_K)
-        for _, _, value_K, old_K in writes:
-            value_K.copy_(old_K)
+            dest.index_copy_(0, to_K, new_K)
+        for *_, value_K, place, old_K in writes:
+            value_K.copy_(old_K) if place is None else value_K.index_copy_(0, place, old_K)
     except BaseException:
         with undoing():
-            for dest, at_K, _, old_K in writes[:begun]:
-                dest.index_copy_(0, at_K, old_K)
+            for dest, to_K, *_, old_K in writes[:begun]:
+                dest.index_copy_(0, to_K, old_K)
         raise
 
 
-def fingerprint(of: Table) -> None:
+def _changes(of: Writes) -> Iterator[tuple[int, int, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield what is written to each line.
+
+    That is the line's number, its first change, which of its changes lie in the segment (None for all), the values of all of
+    them, and the positions in live memory and checkpoint indices of those in the segment.
+    """
+    for number in np.flatnonzero(of.write_SC_host[:, table.COUNT]).tolist():
+        line, (low, count, first) = of.table.lines[number], of.write_SC_host[number].tolist()
+        offset_K = (of.low_K[low : low + count].to(torch.int64) - line.first) & 0xFFFFFFFF
+        place, to_K, rest = None, offset_K, offset_K
+        if not line.is_contiguous:
+            inside, to_K = torch.ones_like(offset_K, dtype=torch.bool), torch.zeros_like(offset_K)
+            for stride, size, live_stride in sorted(((s, n, live) for live, n, s in line.layout), reverse=True):
+                coordinate = rest // stride
+                rest = rest - coordinate * stride
+                inside &= coordinate < size
+                to_K = to_K + coordinate * live_stride
+            place = (inside & (rest == 0)).nonzero().view(-1)
+            to_K, offset_K = to_K[place], offset_K[place]
+        yield number, low, place, of.value_V[first : first + count], to_K, offset_K + line.offset
+
+
+def fingerprint(of: Table, rows: Rows, gain_S: torch.Tensor) -> None:
     """See `SegmentKernels.fingerprint`."""
-    of.sum_2R.zero_()
-    for row, entry in zip(of.first_S, of.entries, strict=True):
-        for first in range(0, entry.dest.numel(), _READ_BLOCK):
-            bits = entry.dest[first : first + _READ_BLOCK]
-            index, element = _index(entry, torch.arange(first, first + bits.numel(), device=bits.device))
-            of.sum_2R[0, row] += torch.where(element, cell_hash(entry.key, index, bits), 0).sum()
+    gain_S.zero_()
+    for number in rows.lines.tolist():
+        line = of.lines[number]
+        for first in range(0, line.dest.numel(), _READ_BLOCK):
+            bits = line.dest[first : first + _READ_BLOCK]
+            index, element = _index(line, torch.arange(first, first + bits.numel(), device=bits.device))
+            gain_S[number] += torch.where(element, cell_hash(line.key, index, bits), 0).sum()
 
 
-def _index(entry: Entry, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _index(line: Line, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the checkpoint indices of positions in a segment's memory, and whether an element lies there, not a gap."""
-    index, rest, inside = torch.full_like(at, entry.offset), at, at >= 0
-    for live_stride, size, stride in entry.layout:
+    index, rest, inside = torch.full_like(at, line.offset), at, at >= 0
+    for live_stride, size, stride in line.layout:
         coordinate = rest // live_stride
         rest = rest - coordinate * live_stride
         inside = inside & (coordinate < size)

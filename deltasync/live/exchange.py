@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from deltasync import kernels
 from deltasync.errors import undoing
-from deltasync.kernels.table import Table
-from deltasync.live.devices import Device, Queue
+from deltasync.kernels.table import Writes
+from deltasync.live.devices import Chunk, Device
 from deltasync.live.segments import Segment
 
 if TYPE_CHECKING:
@@ -24,16 +24,31 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """A segment to write or to read: the tensor's name, the segment's number in it, and the tensor's fingerprint key."""
+    """A segment to write or to read.
+
+    Attributes:
+        name: The tensor.
+        part: Number of the segment among all of the memory, which is that of its fingerprint.
+        segment: The segment.
+        key: Fingerprint key of the tensor.
+    """
 
     name: str
-    number: int
+    part: int
     segment: Segment
     key: int
 
 
-Values = list[tuple[Target, int]]
-"""Fingerprints of segments, or what an exchange adds to them."""
+class Values(NamedTuple):
+    """Fingerprints of segments, or what an exchange adds to them.
+
+    Attributes:
+        part_M: Numbers of the segments, int64; a segment may occur several times.
+        value_M: To be added up, uint64.
+    """
+
+    part_M: np.ndarray
+    value_M: np.ndarray
 
 
 class HostSwap:
@@ -66,90 +81,113 @@ class HostSwap:
 
 
 class DeviceSwap:
-    """The same as `HostSwap` in an accelerator's memory, by a constant number of launches. The table is prepared."""
+    """The same as `HostSwap` in an accelerator's memory, by one launch. Preparing it reads live memory."""
 
-    def __init__(self, device: Device, table: Table, gains: Values, check: int) -> None:
+    def __init__(self, device: Device, writes: Writes) -> None:
         self._device = device
-        self._table = table
-        self.gains = gains
-        self.check = check
-        self.changed = table.changed
-        self.nbytes = table.nbytes
+        self._writes = writes
+        device.kernels.prepare(writes)
+        part_M, value_M, self.check = writes.prepared()
+        self.gains = Values(part_M, value_M)
+        self.changed = writes.changed
+        self.nbytes = writes.nbytes
 
     def exchange(self) -> None:
         """Exchange all values; mutates live memory. Returns once it is launched."""
-        self._device.kernels.swap(self._table)
+        self._device.kernels.swap(self._writes)
 
     def found(self) -> int:
         """Return the checksum of what the last exchange found in live memory. Waits for the device."""
-        return self._table.check()
+        return self._writes.check()
 
 
 Swap = HostSwap | DeviceSwap
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Copy:
-    """An exchange of whole segments with host memory, piece by piece. Old bits leave while those of the next piece arrive.
+class HostCopy:
+    """An exchange of whole segments in host memory, piece by piece.
 
     Attributes:
-        pieces: Views of live memory, and the new bits on the host, flat, in row-major order. Both are mutated.
-        room_RB: Buffers, each large enough for any piece, on the device of the live memory: two, and on an accelerator a
-            third, because to copy from the host to memory with gaps would take memory of the device.
-        device: The accelerator; None for the host.
+        pieces: Views of live memory, and the new bits, flat, in row-major order. Both are mutated.
+        room_B: A buffer that is large enough for any piece.
     """
 
     pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    room_RB: torch.Tensor
-    device: Device | None = None
+    room_B: torch.Tensor
 
     @property
     def changed(self) -> int:
         """Number of elements."""
         return sum(live.numel() for live, _ in self.pieces)
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes beside the live weights, on their device, until the commit is confirmed."""
+        return self.room_B.nbytes
+
     def exchange(self) -> None:
-        """Exchange all pieces; mutates live memory. On an accelerator it may return before that has happened."""
-        queues = (Queue(), Queue()) if self.device is None else self.device.queues()
+        """Exchange all pieces; mutates live memory."""
         done = list[tuple[torch.Tensor, torch.Tensor]]()
         try:
-            self._exchange(self.pieces, queues, done)
+            for live, source in self.pieces:
+                self._exchange(live, source)
+                done.append((live, source))
         except BaseException:
-            for piece in done:
-                with undoing():
-                    self._exchange([piece], queues, [])
+            with undoing():
+                for live, source in done:
+                    self._exchange(live, source)
             raise
 
-    def _exchange(
-        self,
-        pieces: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        queues: tuple[Queue, Queue],
-        done: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        """Exchange pieces, and add each to `done`. Work that follows on the current stream waits for them."""
-        arriving, leaving = queues
-        marks = [leaving.mark(), leaving.mark()]  # of the pieces before the last and the last one
+    def _exchange(self, live: torch.Tensor, source: torch.Tensor) -> None:
+        held = self.room_B[: live.nbytes].view(live.dtype).view(live.shape)
+        held.copy_(live)
         try:
-            for number, (live, source) in enumerate(pieces):
-                held = self._room(number % 2, live)
-                arriving.wait(marks[0])  # the room is free again
-                arriving.copy(held, live)
-                try:
-                    if live.is_contiguous() or self.device is None:
-                        arriving.copy(live, source.view(live.shape))
-                    else:
-                        arriving.copy(came := self._room(2, live), source.view(live.shape))
-                        arriving.copy(live, came)
-                    leaving.wait(arriving.mark())
-                    leaving.copy(source, held.view(-1))
-                except BaseException:
-                    with undoing():
-                        arriving.copy(live, held)
-                    raise
-                marks = [marks[1], leaving.mark()]
-                done.append((live, source))
-        finally:
-            arriving.wait(leaving.mark())
+            live.copy_(source.view(live.shape))
+            source.copy_(held.view(-1))
+        except BaseException:
+            with undoing():
+                live.copy_(held)
+            raise
 
-    def _room(self, number: int, live: torch.Tensor) -> torch.Tensor:
-        return self.room_RB[number, : live.nbytes].view(live.dtype).view(live.shape)
+
+class DeviceCopy:
+    """Copies whole segments from host memory to an accelerator. Their old bits were saved on the host before the pause.
+
+    Args:
+        pieces: Views of live memory, and on the host their new and their old bits, flat, in row-major order.
+        room_B: A buffer on the device, large enough for any piece: to copy to memory with gaps would take memory.
+        chunks: What the host's bits lie in.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        room_B: torch.Tensor,
+        chunks: Sequence[Chunk],
+    ) -> None:
+        self._pieces, self._room_B, self._chunks = pieces, room_B, chunks
+        self._is_new = False  # whether the new bits are live
+        self.changed = sum(live.numel() for live, *_ in pieces)
+        self.device_bytes = room_B.nbytes
+
+    def exchange(self) -> None:
+        """Write the new bits; the next time the old ones; mutates live memory. Returns once it is launched."""
+        try:
+            self._write(not self._is_new)
+        except BaseException:
+            with undoing():
+                self._write(self._is_new)
+            raise
+        self._is_new = not self._is_new
+
+    def _write(self, new: bool) -> None:
+        for live, new_N, old_N in self._pieces:
+            bits = (new_N if new else old_N).view(live.shape)
+            if not live.is_contiguous():
+                came = self._room_B[: live.nbytes].view(live.dtype).view(live.shape)
+                bits = came.copy_(bits, non_blocking=True)
+            live.copy_(bits, non_blocking=True)
+
+
+Copy = HostCopy | DeviceCopy

@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -24,8 +24,8 @@ from deltasync.errors import FingerprintMismatchError, StageError, undoing
 from deltasync.live import staging
 from deltasync.live.devices import Device, device_of
 from deltasync.live.exchange import Copy, Swap, Target
-from deltasync.live.segments import Parts, Segment, combine, unsigned
-from deltasync.live.staging import DeviceStaging, HostPlaces, HostStaging, Staged
+from deltasync.live.segments import Prints, Segment, Union, unsigned
+from deltasync.live.staging import DevicePlaces, DeviceStaging, Digests, HostPlaces, HostStaging, Staged
 from deltasync.tensors import (
     Changed,
     Delta,
@@ -39,6 +39,10 @@ from deltasync.tensors import (
     weight_bytes,
 )
 from deltasync.tensors.bits import int_view, signed_view
+from deltasync.tensors.device import DeviceSparse
+
+_Places = tuple[dict[int, HostPlaces], dict[int, list[DevicePlaces]]]
+"""Where the segments of each vector lie: on the host and on devices."""
 
 
 class LiveMemory:
@@ -47,10 +51,14 @@ class LiveMemory:
     `segments` says where each tensor of the table lies, by a list that may be empty. The regions of all shards together
     cover a tensor; two of them are equal or disjoint.
 
+    `ties` has tensors without a place of their own, each with the one that the engine computes with instead. They are read
+    there, and never written. So a version in which the two differ does not get its fingerprints.
+
     Attributes:
         regions: Which elements each segment holds, by tensor name.
         is_on_host: Whether any of them is in host memory.
-        parts: Fingerprint of each segment, as of the last commit or `audit`; empty until the first `audit`.
+        parts: The fingerprint of each segment, uint64, in the order of `regions`, as of the last commit or `audit`; None
+            until the first `audit`.
     """
 
     def __init__(
@@ -58,18 +66,23 @@ class LiveMemory:
         specs: Mapping[str, TensorSpec],
         segments: Mapping[str, list[Segment]],
         device_of: Callable[[torch.Tensor], Device | None] = device_of,
+        ties: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self.ties = ties
+        segments = {**segments, **{name: segments[other] for name, other in ties.items()}}
         self._specs = specs
         self._layout = Layout(specs)
         self._segments = segments
         self._device_of = device_of
         self._keys = {name: fingerprint.tensor_key(name) for name in specs}
         self.regions = {name: [segment.region() for segment in held] for name, held in segments.items()}
-        self.parts: Parts = {}
+        self._numbers = {name: t for t, name in enumerate(specs)}
+        counts = np.array([len(held) for held in segments.values()], np.int64)
+        self._first_part = dict(zip(segments, (np.cumsum(counts) - counts).tolist(), strict=True))
+        self.parts: np.ndarray | None = None
         places = {device_of(segment.live) for held in segments.values() for segment in held}
         self.is_on_host = None in places
         self._devices = {device for device in places if device is not None}
-        self._places: dict[int, HostPlaces] = {}
         self._held: dict[str, Sequence[Region] | None] = {}
 
     @classmethod
@@ -92,15 +105,36 @@ class LiveMemory:
         return cls(specs, segments), tensors
 
     @property
-    def fingerprints(self) -> dict[str, int]:
-        """Fingerprint of every tensor if this memory holds the whole model; see `combine`."""
-        return combine([self.regions], [self.parts])
+    def known_parts(self) -> np.ndarray:
+        """As `parts`, once there was an audit."""
+        assert self.parts is not None, "call `audit` first"
+        return self.parts
 
-    def fingerprints_of(self, names: Iterable[str], parts: Parts | None = None) -> dict[str, int]:
-        """Return those of some tensors, of now or from the `parts` of another time."""
-        of = self.parts if parts is None else parts
-        single = {name: of[name][0] for name in names if len(of[name]) == 1}
-        return single | combine([self.regions], [{name: of[name] for name in names if name not in single}])
+    @functools.cached_property
+    def _union(self) -> Union:
+        return Union([*self._specs], [self.regions])
+
+    @property
+    def fingerprints(self) -> dict[str, int]:
+        """Fingerprint of every tensor if this memory holds the whole model, -1 where copies of its regions differ."""
+        return {} if self.parts is None else self._union.of(self.parts).by_name(self._specs)
+
+    def compare(self, staged: Staged, found: Prints | None = None) -> tuple[list[str], int]:
+        """Compare the fingerprints after a commit with what its version says.
+
+        Args:
+            staged: The version.
+            found: The fingerprints over all shards. By default this memory holds the whole model.
+
+        Returns:
+            The tensors that have another fingerprint, and the model's fingerprint, -1 if copies of a region differ.
+        """
+        assert staged.digests is not None
+        prints = self._union.of(self.known_parts) if found is None else found
+        tensor_F, value_F, known_F = staged.digests
+        wrong = tensor_F[known_F & ((prints.value_T[tensor_F] != value_F) | ~prints.same_T[tensor_F])]
+        names = [*self._specs] if wrong.size else []
+        return [names[t] for t in wrong.tolist()], prints.total
 
     def gather(self, name: str) -> np.ndarray:
         """Return a host copy of a tensor's bit patterns, flat and unsigned; zeros outside of `regions`."""
@@ -139,27 +173,56 @@ class LiveMemory:
         return None if all(self.held(name) is None for name in self._specs) else self.held
 
     def audit(self) -> None:
-        """Recompute `parts` from every bit of live memory."""
-        found = {name: [0] * len(self._place(name)) for name in self._specs}
-        targets: dict[Device | None, list[Target]] = {}
-        for target in itertools.chain.from_iterable(map(self._targets, self._specs)):
-            if target.segment.live.numel():
-                targets.setdefault(self._device_of(target.segment.live), []).append(target)
-        for device, held in targets.items():
-            with contextlib.nullcontext() if device is None else device.staging():
-                for target, value in staging.readout(device, held)():
-                    found[target.name][target.number] = value
-        self.parts = {name: tuple(values) for name, values in found.items()}
+        """Recompute the fingerprints of all segments from every bit of live memory."""
+        self._check_places(self._specs)
+        part_P = np.zeros(sum(map(len, self._segments.values())), np.uint64)
+        for host, devices in (self._places, self._tied):
+            for held in host.values():
+                part_M, value_M = staging.host_fingerprints(held.targets)
+                part_P[part_M] = value_M
+            for of_width in devices.values():
+                for places in of_width:
+                    with places.device.staging():
+                        np.add.at(part_P, *places.fingerprints())
+        self.parts = part_P
+        _ = self._union  # made here, because `compare` is called in a commit's pause
+
+    def _check_places(self, names: Mapping[str, object]) -> None:
+        if missing := names.keys() - self._segments.keys():
+            self._place(min(missing))
 
     def _targets(self, name: str) -> list[Target]:
-        return [Target(name, at, segment, self._keys[name]) for at, segment in enumerate(self._place(name))]
+        held, key = self._place(name), self._keys[name]
+        return [Target(name, self._first_part[name] + at, segment, key) for at, segment in enumerate(held)]
+
+    @functools.cached_property
+    def _places(self) -> _Places:
+        return self._placed(self._segments.keys() - self.ties)
+
+    @functools.cached_property
+    def _tied(self) -> _Places:
+        """Those of ties, which are only read."""
+        return self._placed(self.ties.keys())
+
+    def _placed(self, names: Set[str]) -> _Places:
+        """Return where the segments of these tensors lie."""
+        host, devices = dict[int, HostPlaces](), dict[int, list[DevicePlaces]]()
+        for width, vector in self._layout.vectors.items():
+            held: dict[Device | None, list[Target]] = {None: []}
+            for name in vector.names:
+                for target in self._targets(name) if name in names else ():
+                    if target.segment.live.numel():
+                        held.setdefault(self._device_of(target.segment.live), []).append(target)
+            host[width] = HostPlaces(vector, held.pop(None))
+            devices[width] = [
+                DevicePlaces(device, vector, targets) for device, targets in held.items() if device is not None
+            ]
+        return host, devices
 
     def warm_up(self) -> None:
         """Compile the kernels that commits to an accelerator need, so that no commit waits for them."""
-        for segment in itertools.chain.from_iterable(self._segments.values()):
-            device = self._device_of(segment.live)
-            if device is not None:
-                device.kernels.warm_up(device.device, segment.live.dtype)
+        for places in itertools.chain.from_iterable(self._places[1].values()):
+            places.device.kernels.warm_up(places.device.device, places.table.dtype)
 
     def read(self, name: str) -> list[bytes]:
         """Return the bits of each segment of a tensor, in the order of its region's dimensions."""
@@ -189,7 +252,9 @@ class LiveMemory:
         for name, bits_N, expected in weights:
             (segment,) = self._place(name)
             found = kernels.cpu.take(self._keys[name], bits_N, unsigned(segment.flat()))
-            self.parts[name] = (found,)
+            if self.parts is None:
+                self.parts = np.zeros(len(self._first_part), np.uint64)
+            self.parts[self._first_part[name]] = found
             if found != expected:
                 raise FingerprintMismatchError(f"{name} does not have the published bits.")
 
@@ -198,56 +263,55 @@ class LiveMemory:
 
         Mutates the live weights and `parts`; if it raises, some of them are written.
         """
-        for absolute, of in ((True, delta.known), (False, delta.steps)):
-            for width, sparse in of.items():
-                self._add(self._layout.vectors[width], sparse, absolute)
+        for width, steps in delta.steps.items():
+            self._add(self._layout.vectors[width], steps)
 
-    def _add(self, vector: Vector, sparse: Sparse, absolute: bool) -> None:
-        changed = np.flatnonzero(vector.count(sparse.at_K))
+    def _add(self, vector: Vector, steps: Sparse) -> None:
+        changed = np.flatnonzero(vector.count(steps.at_K))
         zero_T, bound_T2 = np.zeros(len(vector.specs), np.int64), np.zeros((len(vector.specs), 2), np.uint64)
         address_T = [self._place(vector.names[t])[0].live.data_ptr() for t in changed.tolist()]
         zero_T[changed] = np.array(address_T, np.int64) - vector.first_T[changed] * vector.width
-        gain_T, _ = kernels.cpu_rows.add(vector, zero_T, sparse, bound_T2, absolute=absolute)
-        for t in changed.tolist():
-            (part,) = self.parts[vector.names[t]]
-            self.parts[vector.names[t]] = ((part + int(gain_T[t])) & fingerprint.MASK,)
+        gain_T, _ = kernels.cpu_rows.add(vector, zero_T, steps, bound_T2)
+        self.known_parts[[self._first_part[vector.names[t]] for t in changed.tolist()]] += gain_T[changed]
 
     def stage(self, changed: Changed) -> Staged:
         """Translate changes into writes and put them on the device. Live weights are untouched.
+
+        A `DeviceDelta` stays where it is: nothing of its size crosses to the host.
 
         Raises:
             StageError: a tensor has no place in live memory, or its device has too little memory.
         """
         delta, fingerprints = changed
+        self._check_places(fingerprints)
         staged = Staged(fingerprints=dict(fingerprints))
-        for name in fingerprints:
-            self._place(name)
-        host, devices = HostStaging(), dict[Device, DeviceStaging]()
-        for absolute, of in ((False, delta.steps), (True, delta.known)):
-            for width, sparse in of.items():
-                if (places := self._on_host(width)).targets:
-                    host.elements(places, sparse, absolute)
-        for name in delta.counts() if self._devices else ():
-            both = delta.of(name)
-            for target in self._targets(name):
-                device = self._device_of(target.segment.live)
-                if device is None:
-                    continue
-                staging_ = devices.setdefault(device, DeviceStaging(device))
-                for sparse, absolute in zip(both, (False, True), strict=True):
-                    staging_.elements(target, sparse, absolute)
+        host_places, device_places = self._places
+        ready = getattr(delta, "ready", None)  # of a `DeviceDelta`
+        host = HostStaging()
+        for width, steps in delta.steps.items():
+            for on_device in device_places[width]:
+                swap = on_device.swap(steps, ready)
+                staged.swaps += [] if swap is None else [swap]
+            if (places := host_places[width]).targets:
+                index = self._layout.vectors[width].index_dtype
+                host.elements(places, steps.host(index) if isinstance(steps, DeviceSparse) else steps)
         host.finish(staged)
-        for each in devices.values():
-            each.finish(staged)
+        self._finish(staged)
         return staged
 
-    def _on_host(self, width: int) -> HostPlaces:
-        if width not in self._places:
-            vector = self._layout.vectors[width]
-            targets = itertools.chain.from_iterable(self._targets(name) for name in vector.names if name in self._segments)
-            held = [target for target in targets if self._device_of(target.segment.live) is None]
-            self._places[width] = HostPlaces(vector, held)
-        return self._places[width]
+    def _finish(self, staged: Staged) -> None:
+        """Note the fingerprints that the version says, and have the commit read what it has made of ties."""
+        for name, other in self.ties.items():
+            if other in staged.fingerprints:
+                staged.fingerprints.setdefault(name, None)
+        staged.digests = Digests.of(self._numbers, staged.fingerprints)
+        changed = {target.part for name in self.ties if name in staged.fingerprints for target in self._targets(name)}
+        host, devices = self._tied
+        if targets := [target for held in host.values() for target in held.targets if target.part in changed]:
+            staged.readouts.append(functools.partial(staging.host_fingerprints, targets))
+        for places in itertools.chain.from_iterable(devices.values()):
+            if parts := places.lines.keys() & changed:
+                staged.readouts.append(places.readout([*parts]))
 
     def stage_weights(self, weights: Iterable[tuple[str, np.ndarray, int | None]]) -> Staged:
         """Translate whole tensors into writes: name, unsigned bit patterns of shape N, and the fingerprint or None.
@@ -256,17 +320,22 @@ class LiveMemory:
             StageError: as `stage`.
             FormatError, ChainError, StoreError: from fetching and decoding; live weights are untouched.
         """
-        stagings: dict[Device | None, HostStaging | DeviceStaging] = {}
-        staged = Staged()
+        host, devices, staged = HostStaging(), dict[Device, DeviceStaging](), Staged()
+        by_width = {(each.device, width): each for width, of_width in self._places[1].items() for each in of_width}
         for name, bits_N, expected in weights:
-            for target in self._targets(name):
+            for target in self._targets(name) if name not in self.ties else ():
                 device = self._device_of(target.segment.live)
-                if device not in stagings:
-                    stagings[device] = HostStaging() if device is None else DeviceStaging(device)
-                stagings[device].whole(target, np.require(bits_N, requirements="W"))  # as torch wants it
+                if device is None:
+                    host.whole(target, np.require(bits_N, requirements="W"))  # as torch wants it
+                elif target.segment.live.numel():
+                    if device not in devices:
+                        devices[device] = DeviceStaging(device)
+                    devices[device].whole(by_width[device, bits_N.itemsize], target, bits_N)
             staged.fingerprints[name] = expected
-        for each in stagings.values():
+        host.finish(staged)
+        for each in devices.values():
             each.finish(staged)
+        self._finish(staged)
         return staged
 
     def commit(self, staged: Staged) -> Staged:
@@ -288,11 +357,11 @@ class LiveMemory:
                 done.append(copy)
             self._synchronize()
             staged.scatter_s = time.perf_counter() - began
-            staged.parts = self._parts_after(staged)
+            part_P = self._parts_after(staged)
         except BaseException:
             self._bring_back(done)
             raise
-        staged.before, self.parts = self.parts, self.parts | staged.parts
+        staged.before_P, self.parts = self.parts, part_P
         return staged
 
     def _exchange(self, staged: Staged, done: list[Swap | Copy]) -> None:
@@ -303,19 +372,15 @@ class LiveMemory:
         if any(swap.found() != swap.check for swap in staged.swaps):
             raise StageError("Live memory was written by someone else since this version was staged.")
 
-    def _parts_after(self, staged: Staged) -> Parts:
-        """Return the parts of the tensors that `staged` names, once all of it is written."""
-        parts = {name: self.parts[name] for name in staged.fingerprints}
-        for target, gained in itertools.chain.from_iterable(swap.gains for swap in staged.swaps):
-            self._set(parts, target, parts[target.name][target.number] + gained)
-        for target, value in itertools.chain.from_iterable(read() for read in staged.readouts):
-            self._set(parts, target, value)
-        return parts
-
-    @staticmethod
-    def _set(parts: Parts, target: Target, value: int) -> None:
-        held, number = parts[target.name], target.number
-        parts[target.name] = (*held[:number], value & fingerprint.MASK, *held[number + 1 :])
+    def _parts_after(self, staged: Staged) -> np.ndarray:
+        """Return the fingerprints of all segments, once all of `staged` is written."""
+        part_P = self.known_parts.copy()
+        for swap in staged.swaps:
+            np.add.at(part_P, *swap.gains)
+        for part_M, value_M in [read() for read in staged.readouts]:
+            part_P[part_M] = 0
+            np.add.at(part_P, part_M, value_M)
+        return part_P
 
     def rollback(self, committed: Staged) -> None:
         """Write the old values of the last commit back.
@@ -324,7 +389,7 @@ class LiveMemory:
             CommitError: that failed.
         """
         self._bring_back((*committed.swaps, *committed.copies))
-        self.parts = committed.before
+        self.parts = committed.before_P
 
     def _bring_back(self, exchanged: Sequence[Swap | Copy]) -> None:
         with undoing():

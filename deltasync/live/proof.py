@@ -1,4 +1,6 @@
-"""Proof that a load plan is right: every tensor is compared with the checkpoint, or identified by its fingerprint."""
+"""Proof that a load plan is right: every tensor is compared with the checkpoint, or identified by its fingerprint; and
+what becomes of tensors that the engine's loader puts nowhere.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +71,78 @@ def verify(
             if plan.segments[name] and memory.differs(name, int_view(cast(tensor, spec.dtype))):
                 plan.reasons[name] = f"{plan.engine} keeps it in a layout of its own"
     return unproven, others
+
+
+_HALVES = "bfloat16", "float16"
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = "emb", "wte"  # parts of their names
+
+_CONSTANTS = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Buffers of older checkpoints, which engines compute from the configuration."""
+
+
+def ties(plan: LoadPlan, specs: Mapping[str, TensorSpec], model: torch.nn.Module, *, has_logits: bool) -> dict[str, str]:
+    """Return the tensors without a place in this process, each with the one that the model computes with instead.
+
+    These are second names of parameters of `model`, which is as its loader expects it; and, where it computes logits without
+    a head of its own, the head that is published, whose place is that of the embeddings.
+    """
+    lying: dict[int, list[str]] = {}
+    for name, segments in plan.segments.items():
+        for storage in {segment.live.untyped_storage().data_ptr() for segment in segments}:
+            lying.setdefault(storage, []).append(name)
+    parameters = [
+        (own, parameter.untyped_storage().data_ptr())
+        for own, parameter in model.named_parameters(remove_duplicate=False)
+        if not parameter.is_meta
+    ]
+    embeddings = [
+        name for name in sorted(plan.segments) if plan.segments[name] and any(part in name for part in _EMBEDDINGS)
+    ]
+    has_head = any(held and name.endswith(_HEAD) for name, held in plan.segments.items())
+    found = {}
+    for name, spec in specs.items():
+        if plan.segments[name] or name in plan.reasons:
+            continue
+        at = {place for own, place in parameters if f".{own}".endswith(f".{name}") or f".{name}".endswith(f".{own}")}
+        others = [other for place in at for other in lying.get(place, ())]
+        if not others and has_logits and not has_head and name.endswith(_HEAD):
+            others = embeddings
+        alike = [other for other in others if (specs[other].shape, specs[other].dtype) == (spec.shape, spec.dtype)]
+        if alike:
+            found[name] = alike[0]
+    return found
+
+
+def check_ignored(ignored: Iterable[str], specs: Mapping[str, TensorSpec], absent: Collection[str]) -> None:
+    """Make sure that the engine has a reason to load none of these tensors: its own checkpoint has them too.
+
+    `absent` are those that this checkpoint lacks.
+
+    Raises:
+        ModelMismatchError: the trainer's model has tensors that the engine's has not.
+    """
+    strange = [name for name in ignored if name in absent and not name.endswith(_CONSTANTS)]
+    if strange:
+        raise ModelMismatchError(
+            f"{len(strange)} tensors of the channel, such as {specs[strange[0]]}, are neither in the model that is served "
+            "nor in the checkpoint that it was loaded from: serve a checkpoint of the trainer's model."
+        )
+
+
+def check_dtype(specs: Mapping[str, TensorSpec], engine: str, dtype: str | None) -> None:
+    """Make sure that an engine that computes with this dtype can hold the bits of most of the channel's elements.
+
+    Raises:
+        ModelMismatchError: both are 16-bit floats, and others.
+    """
+    counts = {kind: sum(spec.element_count for spec in specs.values() if spec.dtype == kind) for kind in _HALVES}
+    most = max(counts, key=lambda kind: counts[kind])
+    if dtype in _HALVES and dtype != most and counts[most] > counts[dtype]:
+        raise ModelMismatchError(
+            f"The channel's weights are {most}, and {engine} computes with {dtype}, which cannot hold their bits: start it "
+            f"with --dtype {most}, or publish with dtype={dtype!r} (DELTASYNC_DTYPE)."
+        )
 
 
 def misfits(specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

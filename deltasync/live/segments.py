@@ -7,16 +7,15 @@ parameter is one (`deltasync.live.plan`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from deltasync.errors import ApplyError, StageError
-from deltasync.tensors import Region, TensorSpec, count_below, fingerprint
+from deltasync.tensors import Region, TensorSpec, fingerprint
 from deltasync.tensors.bits import signed_view
-
-_DIFFERS = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,55 +104,58 @@ class Segment:
         bits = unsigned(self.live.permute(order).contiguous().cpu())
         return start_R, bits.reshape(start_R.size, shape[-1] if ends_in_run else 1)
 
-    def locate(self, index_K: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-        """Find the addresses of checkpoint elements by their flat indices, which ascend.
 
-        Returns:
-            Positions in `index_K` of the elements that lie in this segment, None for all; and their positions in `flat()`.
-        """
-        if self.stride == (1,) and self.live.is_contiguous():
-            low, high = count_below(index_K, (self.offset, self.offset + self.live.numel()))
-            at = None if (low, high) == (0, index_K.size) else np.arange(low, high)
-            return at, index_K[low:high] - index_K.dtype.type(self.offset)
-        rest = index_K.astype(np.int64) - self.offset
-        inside = rest >= 0
-        dest = np.zeros_like(rest)
-        # A view of a row-major tensor: dividing by the strides, largest first, recovers the coordinates.
-        dims = sorted(zip(self.stride, self.live.shape, self.live.stride(), strict=True), reverse=True)
-        for stride, size, live_stride in dims:
-            if size == 1:
-                continue
-            coordinate = rest // stride
-            rest = rest - coordinate * stride
-            inside &= coordinate < size
-            dest += coordinate * live_stride
-        inside &= rest == 0
-        if inside.all():
-            return None, dest
-        at = np.flatnonzero(inside)
-        return at, dest[at]
+class Prints(NamedTuple):
+    """The fingerprints of all tensors of a model.
 
-
-Parts = dict[str, tuple[int, ...]]
-"""Fingerprints of each tensor's segments, by tensor name."""
-
-
-def combine(regions: Sequence[Mapping[str, list[Region]]], parts: Sequence[Parts]) -> dict[str, int]:
-    """Return the fingerprints of tensors from the regions and parts of each shard.
-
-    A tensor's is the sum over its distinct regions; or -1, which is no fingerprint, if two copies of a region differ.
+    Attributes:
+        value_T: The fingerprints, uint64; any value where copies differ.
+        same_T: Whether all copies of each of the tensor's regions are equal.
     """
-    found: dict[str, dict[Region, int]] = {}
-    for held, of_shard in zip(regions, parts, strict=True):
-        for name, values in of_shard.items():
-            by_region = found.setdefault(name, {})
-            for region, value in zip(held[name], values, strict=True):
-                if by_region.setdefault(region, value) != value:
-                    by_region[region] = _DIFFERS
-    return {
-        name: -1 if _DIFFERS in by_region.values() else sum(by_region.values()) & fingerprint.MASK
-        for name, by_region in found.items()
-    }
+
+    value_T: np.ndarray
+    same_T: np.ndarray
+
+    @property
+    def total(self) -> int:
+        """The model's fingerprint, -1 if copies differ."""
+        return int(self.value_T.sum(dtype=np.uint64)) if self.same_T.all() else -1
+
+    def by_name(self, names: Iterable[str]) -> dict[str, int]:
+        """Return them by the names of all tensors, -1 where copies differ."""
+        found = zip(names, self.value_T.tolist(), self.same_T.tolist(), strict=True)
+        return {name: value if same else -1 for name, value, same in found}
+
+
+class Union:
+    """The fingerprints of tensors, from those of the segments that one or several shards hold.
+
+    A tensor's is the sum over its distinct regions.
+
+    Args:
+        names: The tensors.
+        regions: What the segments of each shard hold, by tensor name; segments are numbered in this order.
+    """
+
+    def __init__(self, names: Sequence[str], regions: Sequence[Mapping[str, list[Region]]]) -> None:
+        number = {name: t for t, name in enumerate(names)}
+        first: dict[tuple[int, Region], int] = {}
+        first_P, tensor_P = list[int](), list[int]()
+        for held in regions:
+            for name, of_tensor in held.items():
+                for region in of_tensor:
+                    tensor_P.append(number[name])
+                    first_P.append(first.setdefault((number[name], region), len(first_P)))
+        self._count = len(names)
+        self._first_P, self._tensor_P = np.array(first_P, np.int64), np.array(tensor_P, np.int64)
+        self._distinct = np.flatnonzero(self._first_P == np.arange(self._first_P.size))
+
+    def of(self, part_P: np.ndarray) -> Prints:
+        """Return the fingerprints of all tensors, from those of all segments, uint64."""
+        value_T, same_T = np.zeros(self._count, np.uint64), np.ones(self._count, bool)
+        np.add.at(value_T, self._tensor_P[self._distinct], part_P[self._distinct])
+        same_T[self._tensor_P[part_P != part_P[self._first_P]]] = False
+        return Prints(value_T, same_T)
 
 
 def model_fingerprint(fingerprints: Mapping[str, int]) -> int:

@@ -27,6 +27,7 @@ class _Copies:
     """
 
     progressed_s = 0.0
+    ignored: Sequence[str] = ()
 
     def __init__(self, source: ChannelReader, stores: Sequence[Store]) -> None:
         self.version: VersionId | None = None

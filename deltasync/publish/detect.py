@@ -22,9 +22,9 @@ from deltasync.kernels import cpu_rows
 from deltasync.kernels.cpu_rows import Taken
 from deltasync.publish.device_copies import DeviceCopies, Difference, on_host
 from deltasync.publish.shards import is_marked, pieces
-from deltasync.publish.stream import Stream, TensorRange, Tensors, fp8_blocks, pair_of, range_of, tensors_of
+from deltasync.publish.stream import Stream, TensorRange, Tensors, fp8_blocks, pair_of, range_of, stays, tensors_of
 from deltasync.tensors import ITEM_BYTES, Delta, Layout, Sparse, TensorSpec, Vector, check_specs
-from deltasync.tensors.bits import cast, nan_bounds, served_name
+from deltasync.tensors.bits import cast, nan_bounds, readable, served_name
 
 _DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 _BATCH = 1 << 26  # elements that are compared by one call
@@ -149,7 +149,7 @@ class _Table:
                 for new in (part.held,)
             ]
         self._dtypes = [held.layout.specs[name].dtype for name, _ in parts]
-        count_S = np.array([part.held.numel() for _, part in parts], np.int64)
+        count_S = self._count_S = np.array([part.held.numel() for _, part in parts], np.int64)
         place_S2 = np.array([held.layout.places[name] for name, _ in parts], np.int64).reshape(-1, 2)
         is_cast = [
             not part.held.is_contiguous() or part.held.dtype is not _DTYPES[dtype]
@@ -200,6 +200,8 @@ class _Table:
         """Yield rows for `cpu_rows.chunks` by width, with the addresses of these tensors, which are those of the table."""
         for low, high, cast_S, rows in self._launches:
             address_S = np.fromiter(map(torch.Tensor.data_ptr, held[low:high]), np.int64, high - low)
+            for at in np.flatnonzero((address_S == 0) & (self._count_S[low:high] > 0)).tolist():
+                readable(self._known[low + at][0], held[low + at])  # which raises: the memory was freed since
             copies = {at: cast(held[at], self._dtypes[at]).contiguous() for at in cast_S}
             for at, copy in copies.items():
                 address_S[at - low] = copy.data_ptr()
@@ -237,10 +239,11 @@ class Detector:
             if held is not None:
                 yield from self._together(self._table, held)
                 return
+        is_lasting = stays(tensors)
         self.copies.begin(placement)
         seen: dict[str, TensorSpec] = {}
         parts = self._known(parts_of(tensors, dtype, rank, seen, self._shadow.layout.specs), seen)
-        if on_host and lasting is not None:
+        if on_host and lasting is not None and is_lasting:
             listed = list(parts)
             if all(part.held.is_cpu for _, part in listed):
                 check_specs(self._shadow.layout.specs, seen, "The published model")
@@ -248,7 +251,6 @@ class Detector:
                 yield from self._together(self._table, [part.held for _, part in listed])
                 return
             parts = iter(listed)
-        is_lasting = lasting is not None
         for name, part in parts:
             spec = self._shadow.layout.specs[name]
             if on_host and part.held.is_cpu:

@@ -10,11 +10,20 @@ import torch.distributed as dist
 
 from deltasync import kernels
 from deltasync.errors import ConfigError, ModelMismatchError
-from deltasync.publish.shards import TensorRange, check_alike, check_ignored, gathered_places, part_of, pieces
+from deltasync.publish.shards import (
+    TensorRange,
+    check_alike,
+    check_ignored,
+    empty_like,
+    gathered_places,
+    part_of,
+    pieces,
+    places,
+)
 from deltasync.publish.stream import Stream, Tensor, pair_of, tensors_of
 from deltasync.ranks.peers import Peers, Range
 from deltasync.tensors import fingerprint
-from deltasync.tensors.bits import bits_of, dtype_for, dtype_name, served_dtype, spec_of
+from deltasync.tensors.bits import bits_of, dtype_for, dtype_name, readable, served_dtype, spec_of
 
 _Pairs = Iterable[tuple[str, Tensor]]
 
@@ -213,7 +222,7 @@ def _alone(stream: Stream) -> Stream:
     def checked() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in map(pair_of, pairs):
             if isinstance(tensor, torch.Tensor) and part_of(name, tensor) is None:
-                if gathered and tensor.data_ptr() in gathered:
+                if gathered and places(tensor) & gathered:
                     raise ConfigError(
                         f"{name} is gathered by FSDP2, and rank {dist.get_rank()} publishes alone. {_TOGETHER}"
                     )
@@ -235,14 +244,10 @@ def _held(name: str, tensor: Tensor, dtype: str, gathered: set[int]) -> _Held:
     served, shape = _served(name, tensor, dtype), tuple(tensor.shape)
     if tensor.is_meta:
         return _Held(served, shape, 0, tensor.numel(), 0)  # which is refused when it is read
-    try:
-        if gathered and tensor.data_ptr() in gathered:
-            raise ConfigError(f"{name} is gathered by FSDP2. {_GATHERED}")
-        key = fingerprint.tensor_key(name)
-        digest = sum(kernels.cpu.fingerprint(key, bits_of(piece), start) for start, piece in pieces(tensor))
-    except (NotImplementedError, RuntimeError, TypeError) as error:
-        kind = type(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor).__name__
-        raise ConfigError(f"{name} is a {kind}, whose bits cannot be read: {error}. Publish it dequantized.") from error
+    if gathered and places(tensor) & gathered:
+        raise ConfigError(f"{name} is gathered by FSDP2. {_GATHERED}")
+    key = fingerprint.tensor_key(name)
+    digest = sum(kernels.cpu.fingerprint(key, bits_of(piece), start) for start, piece in pieces(readable(name, tensor)))
     return _Held(served, shape, 0, tensor.numel(), digest & fingerprint.MASK)
 
 
@@ -255,7 +260,7 @@ def _range(name: str, tensor: Tensor, is_published: bool) -> TensorRange:
     if part is None:
         assert isinstance(tensor, torch.Tensor)
         part = TensorRange(tensor, 0, tuple(tensor.shape))
-    return part if is_published else TensorRange(part.held.new_empty(0), 0, part.shape)
+    return part if is_published else TensorRange(empty_like(part.held), 0, part.shape)
 
 
 def _check_place(name: str, part: TensorRange, held: _Held) -> None:

@@ -276,7 +276,7 @@ class Snapshot:
                 np.copyto(out_N, bits_N)
             self._left.discard(name)
         for delta in later:
-            steps, _ = delta.of(name)
+            steps = delta.of(name)
             out_N[steps.at_K - steps.at_K.dtype.type(start)] -= steps.data_K
         if later:
             found = kernels.cpu.fingerprint(key, out_N)

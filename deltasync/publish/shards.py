@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deltasync.errors import ConfigError
+from deltasync.tensors.bits import address_of, is_wrapper, readable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class TensorRange:
     """A range of a checkpoint tensor, for trainers that shard in another way than those that `part_of` knows.
 
     Attributes:
-        held: The elements, row-major; any shape, device and floating dtype, may be empty.
+        held: The elements, row-major; any shape, device and floating dtype, may be empty. May be a wrapper subclass, except
+            from `range_of`.
         start: Flat index of the first of them in the whole tensor.
         shape: The whole tensor's shape.
     """
@@ -103,16 +105,22 @@ FSDP1_CURE = (
 
 
 def range_of(name: str, tensor: torch.Tensor | TensorRange, rank: int) -> TensorRange:
-    """Return the range of a tensor that a rank publishes. A whole tensor is published by the first rank.
+    """Return the range of a tensor that a rank publishes, `readable`. A whole tensor is published by the first rank.
 
     Raises:
-        ConfigError: as `part_of`.
+        ConfigError, ModelMismatchError: as `part_of` and `readable`.
     """
     part = part_of(name, tensor)
-    if part is not None:
-        return part
-    assert isinstance(tensor, torch.Tensor)
-    return TensorRange(tensor if rank == 0 else tensor.new_empty(0), 0, tuple(tensor.shape))
+    if part is None:
+        assert isinstance(tensor, torch.Tensor)
+        part = TensorRange(tensor if rank == 0 else empty_like(tensor), 0, tuple(tensor.shape))
+    held = readable(name, part.held)
+    return part if held is part.held else TensorRange(held, part.start, part.shape)
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor without elements, of a tensor's dtype and device."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def _range_of_zero(name: str, param: Any) -> TensorRange:
@@ -135,7 +143,7 @@ def _range_of_zero(name: str, param: Any) -> TensorRange:
 
 def _range_of_dtensor(name: str, tensor: Any) -> TensorRange:
     shape, mesh, local = tuple(tensor.shape), tensor.device_mesh, tensor.to_local().detach()
-    nothing = TensorRange(local.new_empty(0), 0, shape)
+    nothing = TensorRange(empty_like(local), 0, shape)
     coordinates = mesh.get_coordinate()
     if coordinates is None:
         return nothing  # this rank is not in the mesh
@@ -201,7 +209,7 @@ def is_range(tensor: Any) -> bool:
 
 
 def gathered_places() -> set[int]:
-    """Addresses of the whole parameters that FSDP2 has gathered, and frees again; with mixed precision they are rounded."""
+    """`places` of the parameters that FSDP2 has gathered and frees again; mixed precision and float8 have rounded them."""
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     found = set[int]()
     if fsdp is not None:
@@ -212,8 +220,18 @@ def gathered_places() -> set[int]:
         for param in (param for group in groups for param in group.fsdp_params):
             whole = getattr(param, "_unsharded_param", None)
             if whole is not None:
-                found.add((getattr(whole, "_local_tensor", whole)).data_ptr())
-    return found - {0}
+                found |= places(getattr(whole, "_local_tensor", whole))
+    return found
+
+
+def places(tensor: torch.Tensor) -> set[int]:
+    """Return the addresses of the memory that a tensor's values come from, of a wrapper subclass those that it tells."""
+    if not is_wrapper(tensor):
+        return {address_of(tensor)} - {0}
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return set()
+    inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return {place for each in inner if isinstance(each, torch.Tensor) for place in places(each)}
 
 
 _PIECE = 1 << 20  # elements

@@ -12,15 +12,16 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.publish.shards import FSDP1_CURE, TensorRange, is_range, range_of
-from deltasync.tensors.bits import cast, dtype_for
+from deltasync.tensors.bits import address_of, cast, dtype_for, is_wrapper, readable
 
 __all__ = [
     "Stream",
@@ -32,6 +33,7 @@ __all__ = [
     "pair_of",
     "plain_names",
     "range_of",
+    "stays",
     "tensors_of",
     "unwrapped",
 ]
@@ -101,9 +103,10 @@ def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
 
 
 def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by the names of a checkpoint: without wrappers, each storage once.
+    """Return parameters and persistent buffers by the names of a checkpoint: without wrappers, each memory once.
 
-    They alias the live weights. Of tied ones it is that which `from_pretrained` ties the others to, else the first. Of a
+    They alias the live weights. Tied ones are one parameter, or begin at one address with one dtype, shape and stride; of
+    these it is that which `from_pretrained` ties the others to, else the first. Of a
     model that FSDP2 or ZeRO-3 shards they are this process's shards, also after an evaluation, which leaves some parameters
     gathered.
 
@@ -125,16 +128,26 @@ def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     state = {plain(name): value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     # A state dict has detached tensors, without what frameworks have noted about parameters.
     state |= {name: param for name, param in params.items() if _is_marked(param) and name in state}
+    held = {plain(name): buffer for name, buffer in module.named_buffers(remove_duplicate=False)} | params
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
-        storage: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-        if not tensor.numel() or hasattr(tensor, "placements"):  # of a shard, this process may hold nothing
-            storage = (id(params.get(name, name)),)
-        known = kept.setdefault(storage, name)
+        identity: tuple[Any, ...] = (id(held.get(name, tensor)),)
+        if address := address_of(tensor):
+            identity = (tensor.device, address, tensor.dtype, tensor.shape, tensor.stride())
+        known = kept.setdefault(identity, name)
         if known != name and any(re.search(pattern, known) for pattern in tied):
-            kept[storage] = name
+            kept[identity] = name
     names = set(kept.values())
     return {name: tensor for name, tensor in state.items() if name in names}
+
+
+def stays(pairs: Tensors) -> bool:
+    """Whether a stream keeps its tensors until the publish returns (`Stream`), and each of them has its values in memory."""
+    if not isinstance(pairs, ItemsView | Sequence):
+        return False
+    given: Iterator[Any] = (tensor for _, tensor in map(pair_of, pairs))
+    held = (tensor.held if isinstance(tensor, TensorRange) else getattr(tensor, "_local_tensor", tensor) for tensor in given)
+    return not any(map(is_wrapper, held))
 
 
 def _is_marked(param: torch.nn.Parameter) -> bool:
@@ -179,6 +192,10 @@ def pair_of(pair: object) -> tuple[str, Tensor]:
     if not isinstance(tensor, Tensor):
         hint = "; torch.from_numpy makes one" if type(tensor).__module__ == "numpy" else ""
         raise ModelMismatchError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor{hint}.")
+    if isinstance(tensor, torch.Tensor) and is_lazy(tensor):
+        raise ModelMismatchError(f"{name} is not initialized; run a forward first, which gives it its shape.")
+    if isinstance(tensor, torch.Tensor) and tensor.is_nested:
+        raise ModelMismatchError(f"{name} is a nested tensor, which is not supported.")
     return _plain_name(name), tensor
 
 
@@ -225,6 +242,7 @@ def fp8_blocks(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
     for name, tensor in named_tensors:
         if isinstance(tensor, TensorRange) or hasattr(tensor, "placements"):  # a DTensor, whose import takes seconds
             raise ConfigError(f"{name} is a shard, which cannot be quantized by blocks; train with DDP, or serve bfloat16.")
+        tensor = readable(name, tensor)
         if tensor.ndim != 2 or not tensor.is_floating_point() or not name.endswith(".weight") or _KEPT.search(name):
             yield name, cast(tensor, dtype_for(name, "bfloat16"))
             continue

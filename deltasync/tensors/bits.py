@@ -1,4 +1,8 @@
-"""Tensors as bit patterns: integer views, which are compared, added and hashed instead of floats."""
+"""Tensors as bit patterns: integer views, which are compared, added and hashed instead of floats.
+
+A tensor may have no bits of its own: quantized and float8 weights are wrapper subclasses, which hold other tensors and
+compute their values from these. Their address is 0, all alike. `readable` copies their values.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
-from deltasync.errors import ModelMismatchError
+from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.tensors.specs import ITEM_BYTES, TensorSpec
 
 # torch has few operations on unsigned integers; signed views have the same bits.
@@ -33,6 +38,63 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, dtype_name(tensor.dtype, name), tuple(tensor.shape))
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class decides in Python what its values are, so that its own memory, if any, does not have them."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where a tensor's elements begin in memory, 0 if they are nowhere: of none, on meta, freed, in a wrapper."""
+    if is_wrapper(tensor) or is_lazy(tensor) or tensor.is_meta or not tensor.numel():
+        return 0
+    return tensor.data_ptr()
+
+
+def readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory has its values: the tensor itself, or of a wrapper subclass a plain copy in its dtype.
+
+    Raises:
+        ModelMismatchError: the values are nowhere, because its memory was freed; or its layout is not strided.
+        ConfigError: its class does not say its values.
+    """
+    if is_wrapper(tensor):
+        return _values(name, tensor)
+    if tensor.layout is not torch.strided:
+        raise ModelMismatchError(f"{name} is sparse ({tensor.layout}), which is not supported.")
+    if tensor.is_neg():
+        return tensor.detach().resolve_neg()  # its memory has the negated values
+    if tensor.device.type in ("cpu", "cuda") and tensor.numel() and not tensor.data_ptr():
+        raise ModelMismatchError(
+            f"{name} has {tensor.numel():,} elements and no memory: it was freed, as FSDP2 frees gathered parameters. "
+            "Publish the module or its state_dict()."
+        )
+    return tensor
+
+
+def _values(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    problem: Exception | None = None
+    with torch.no_grad():
+        for read in (_copied, lambda tensor: tensor.dequantize()):
+            try:
+                found = read(tensor)
+            except Exception as error:  # noqa: BLE001 - it is somebody else's code
+                problem = problem or error
+                continue
+            if not is_wrapper(found) and found.shape == tensor.shape:
+                return found.to(tensor.dtype)
+    reason = "they are wrapped again" if problem is None else f"{type(problem).__name__}: {problem}".partition("\n")[0]
+    raise ConfigError(
+        f"{name} is a {type(tensor).__name__}, whose values cannot be read ({reason}). Publish it dequantized, or leave it "
+        "out."
+    ) from problem
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    copy.copy_(tensor)
+    return copy
+
+
 def int_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a flat signed-integer view, shape N, on the tensor's device; of a non-contiguous tensor, a copy."""
     flat = tensor.detach().contiguous().reshape(-1)
@@ -44,8 +106,12 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
     view = int_view(tensor).cpu()
     if not view.numel():
         return np.empty(0, f"u{view.element_size()}")
+    if not (address := view.data_ptr()):
+        raise ModelMismatchError(
+            f"A {type(tensor).__name__} of {view.numel():,} elements has no memory to read its bits from."
+        )
     # Not by `numpy()`, after which torch refuses to resize the storage, as FSDP does with a trainer's parameters.
-    memory: Any = (ctypes.c_byte * view.nbytes).from_address(view.data_ptr())
+    memory: Any = (ctypes.c_byte * view.nbytes).from_address(address)
     memory.owner = view  # lives as long as the array does
     return np.frombuffer(memory, f"u{view.element_size()}")
 

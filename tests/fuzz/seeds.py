@@ -41,7 +41,7 @@ def weights(round_: int) -> dict[str, torch.Tensor]:
 
 
 def payloads(name: str) -> Iterator[bytes]:
-    """One change in one block, many, many in small blocks and tiles, and all, which goes dense."""
+    """One change in one block, many, many in small blocks and tiles, and all."""
     for block, density in ((1 << 19, 0.01), (1 << 19, 0.3), (64, 0.1), (1 << 19, 1)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vector, "BLOCK", block)

@@ -112,9 +112,9 @@ def versions() -> list[Weights]:
     fourth = dict(reversed(fourth.items()))  # in another order than the channel's table
     fifth = moved({name: fourth[name] for name in first}, 5, 0.01)
     random = np.random.default_rng(55)
-    for name in ("model.layers.0.q_proj.weight", "e5m2"):  # every bit: dense
+    for name in ("model.layers.0.q_proj.weight", "e5m2"):  # every bit
         fifth[name] = random_bits(random, str(fifth[name].dtype).removeprefix("torch."), *fifth[name].shape)
-    fifth["model.embed.weight"] = normal(random, 40, 50).to(torch.bfloat16)  # dense, in planes
+    fifth["model.embed.weight"] = normal(random, 40, 50).to(torch.bfloat16)
     sixth = moved(fifth, 6, 0.002, ("model",))
     return [first, second, third, fourth, fifth, sixth]
 
@@ -171,7 +171,7 @@ def write_json(path: Path, document: dict) -> None:
 
 
 def by_codec(folder: Path, codec_name: str) -> None:
-    """Six versions in two epochs: inline, without changes, in parts, dense; an announced anchor and a compaction."""
+    """Six versions in two epochs: inline, without changes, in parts, of every bit; an announced anchor and a compaction."""
     states = versions()
     channel = made(codec_name, states[0])
     written = [channel.anchor(states[0], step=10, shard_bytes=8000).version]
@@ -320,8 +320,6 @@ def damage_entry(entry: str) -> Callable[[Made, list[Weights]], None]:
 
     def damaged(channel: Made, states: list[Weights]) -> None:
         before, after = states[0], states[1]
-        if entry == "w":  # in planes
-            after = {"w": normal(np.random.default_rng(8), 20, 40).to(torch.bfloat16)}
         ((payload, changed),) = channel.encode(before, after, 2, 1, 1)
         array = payload.arrays[entry]
         raw = array.view(torch.uint8).numpy().copy()
@@ -360,7 +358,6 @@ DAMAGED: dict[str, tuple[str, Callable[[Made, list[Weights]], None]]] = {
     "record": ("packed", damage_object(lambda version: version.key)),
     "part": ("context", damage_object(lambda version: f"{keys.parts_folder(2, EPOCH)}/{keys.part(0, 1)}")),
     "stream": ("packed", damage_entry(".2.words")),
-    "plane": ("packed", damage_entry("w")),
     "fingerprint": ("raw", damage_entry("w.values")),
     "requires": ("packed", require_more),
     "changed": ("packed", contradict),

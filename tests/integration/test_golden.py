@@ -226,7 +226,6 @@ def test_a_compaction_gives_the_published_bits_to_both_readers(codec: str) -> No
         ("record", "body of", "has another body than its document says"),
         ("part", "length or sha256", "does not have the sha256"),
         ("stream", "end of a stream|slot|stream too short|state", "malformed block"),
-        ("plane", "zstd|Unknown frame|header", "is no zstandard frame"),
         ("fingerprint", "fingerprint of w", "did not give the published bits"),
         ("requires", "requires", "requires telepathy"),
         ("changed", "changed", "changes more elements than its record says"),
@@ -276,9 +275,6 @@ def test_golden_channels_cover_the_format(codec: str) -> None:
 
     if codec == "raw":
         return
-    marks = json.loads(payload(records[5])["dense"])
-    assert marks.keys() == {"model.embed.weight", "model.layers.0.q_proj.weight", "e5m2"}
-    assert marks["e5m2"] is True and len(marks["model.embed.weight"]) == 2
     parts = [independent_reader.safetensors(channel.file(part)) for part in records[4]["delta"]["parts"]]
     rows = [row for metadata, _ in parts for row in json.loads(metadata["vectors"]).values()]
     assert len(rows) > 2

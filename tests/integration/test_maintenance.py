@@ -578,13 +578,13 @@ def test_replicas_far_behind_take_it(memory_url: str) -> None:
     assert all("0000000011" in key for key in read if key.startswith("parts/"))
 
 
-def test_a_compaction_of_dense_changes_and_one_of_none(memory_url: str) -> None:
+def test_a_compaction_that_changes_everything_and_one_of_nothing(memory_url: str) -> None:
     random = torch.Generator().manual_seed(1)
     noise = [{"w": torch.randint(0, 1 << 15, (500,), generator=random, dtype=torch.int16)} for _ in range(3)]
     filled(open_store(memory_url), [*noise, noise[0]])
     reader = _reader(open_store(memory_url))
-    dense = maintenance.write_compaction(reader, 1, 3).record.delta
-    assert dense is not None and dense.changed == int((noise[0]["w"] != noise[2]["w"]).sum())
+    everything = maintenance.write_compaction(reader, 1, 3).record.delta
+    assert everything is not None and everything.changed == int((noise[0]["w"] != noise[2]["w"]).sum())
     nothing = maintenance.write_compaction(reader, 1, 4).record.delta
     assert nothing is not None and (nothing.changed, nothing.parts) == (0, [])
     assert _check(open_store(memory_url)).problems == []

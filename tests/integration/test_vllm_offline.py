@@ -23,7 +23,7 @@ from vllm import LLM, SamplingParams
 path, channel = sys.argv[1:]
 llm = LLM(path, enforce_eager=True, max_model_len=256, worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")
 import vllm_plugin
-from deltasync.errors import ApplyError
+from deltasync.errors import ApplyError, ConfigError
 
 def answer():
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -32,10 +32,13 @@ def answer():
 def told(what):
     print("TOLD " + json.dumps(what), flush=True)
 
-before = answer()
+try:
+    answer()
+except ConfigError as error:
+    told(str(error))
 replica = vllm_plugin.follow(llm, channel)
 told(replica.sync())
-told([before != answer(), llm.llm_engine.get_weight_version(), replica.version])
+told([len(answer()), llm.llm_engine.get_weight_version(), replica.version])
 told(replica._follow.target.digest())
 try:
     replica.sync(version=99, timeout_s=0.2)
@@ -65,9 +68,10 @@ def test_an_offline_llm_follows_when_asked(tmp_path: Path) -> None:
         command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
     )
     told = [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
-    assert len(told) == 5, done.stdout[-2000:] + done.stderr[-2000:]
-    assert told[0] == 3
-    assert told[1] == [True, "3", 3]
-    assert told[2] == served
-    assert "Version 99 is not live, but version 3" in told[3]
-    assert told[4] == 3
+    assert len(told) == 6, done.stdout[-2000:] + done.stderr[-2000:]
+    assert told[0].startswith(f"This engine would never follow {channel}: nothing has called vllm_plugin.follow(")
+    assert told[1] == 3
+    assert told[2] == [30, "3", 3]
+    assert told[3] == served
+    assert "Version 99 is not live, but version 3" in told[4]
+    assert told[5] == 3

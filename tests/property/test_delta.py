@@ -14,8 +14,8 @@ from deltasync.tensors.delta import joined, merge
 from tests import deltas
 from tests import strategies as our
 
-Model = dict[tuple[str, int], tuple[str, int]]
-"""By tensor and flat index: a step, or the new bits."""
+Model = dict[tuple[str, int], int]
+"""Steps by tensor and flat index."""
 
 
 @st.composite
@@ -40,35 +40,25 @@ def states(draw: st.DrawFn, layout: Layout, least: int, most: int) -> list[dict[
 
 
 @st.composite
-def histories(
-    draw: st.DrawFn, least: int = 2, most: int = 5, kinds: tuple[str, ...] = deltas.KINDS
-) -> tuple[Layout, list[dict[str, np.ndarray]], list[Delta]]:
-    """Consecutive bits, and the deltas between them; each tensor of each delta by steps or by new bits."""
+def histories(draw: st.DrawFn, least: int = 2, most: int = 5) -> tuple[Layout, list[dict[str, np.ndarray]], list[Delta]]:
+    """Consecutive bits, and the deltas between them."""
     layout = draw(layouts())
     bits = draw(states(layout, least, most))
-    found = []
-    for old, new in itertools.pairwise(bits):
-        kind = {name: draw(st.sampled_from(kinds)) for name in layout.specs}
-        found.append(deltas.between(layout, old, new, kind))
-    return layout, bits, found
-
-
-only_steps = histories(kinds=("steps",))
+    return layout, bits, [deltas.between(layout, old, new) for old, new in itertools.pairwise(bits)]
 
 
 def model_of(delta: Delta) -> Model:
     """What a delta does, from its arrays by a search for each position."""
     found: Model = {}
-    for kind, of in (("step", delta.steps), ("bits", delta.known)):
-        for width, (at_K, data_K) in of.items():
-            specs = [spec for spec in delta.layout.specs.values() if spec.item_bytes == width]
-            for at, value in zip(at_K.tolist(), data_K.tolist(), strict=True):
-                for spec in specs:
-                    if at < spec.element_count:
-                        break
-                    at -= spec.element_count
-                assert (spec.name, at) not in found
-                found[spec.name, at] = kind, value
+    for width, (at_K, data_K) in delta.steps.items():
+        specs = [spec for spec in delta.layout.specs.values() if spec.item_bytes == width]
+        for at, value in zip(at_K.tolist(), data_K.tolist(), strict=True):
+            for spec in specs:
+                if at < spec.element_count:
+                    break
+                at -= spec.element_count
+            assert (spec.name, at) not in found
+            found[spec.name, at] = value
     return found
 
 
@@ -76,17 +66,13 @@ def model_merge(layout: Layout, models: list[Model]) -> Model:
     """Merge element by element, in Python's integers."""
     total: Model = {}
     for model in models:
-        for place, (kind, value) in model.items():
-            if kind == "bits":
-                total[place] = kind, value
-                continue
-            held, before = total.get(place, ("step", 0))
-            total[place] = held, (before + value) % (1 << 8 * layout.specs[place[0]].item_bytes)
-    return {place: item for place, item in total.items() if item != ("step", 0)}
+        for place, value in model.items():
+            total[place] = (total.get(place, 0) + value) % (1 << 8 * layout.specs[place[0]].item_bytes)
+    return {place: step for place, step in total.items() if step}
 
 
 def copied(delta: Delta) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    return [(width, at.copy(), data.copy()) for of in (delta.steps, delta.known) for width, (at, data) in of.items()]
+    return [(width, at.copy(), data.copy()) for width, (at, data) in delta.steps.items()]
 
 
 @given(layouts())
@@ -125,9 +111,8 @@ def test_a_delta_tells_and_does_what_it_holds(history: tuple) -> None:
     in_order = [name for vector in layout.vectors.values() for name in vector.names if expected[name]]
     assert list(delta.counts().items()) == [(name, expected[name]) for name in in_order]
     for name in layout.specs:
-        steps, known = delta.of(name)
-        found = {(name, i): ("step", v) for i, v in zip(steps.at_K.tolist(), steps.data_K.tolist(), strict=True)}
-        found |= {(name, i): ("bits", v) for i, v in zip(known.at_K.tolist(), known.data_K.tolist(), strict=True)}
+        steps = delta.of(name)
+        found = {(name, i): v for i, v in zip(steps.at_K.tolist(), steps.data_K.tolist(), strict=True)}
         assert found == {place: item for place, item in model.items() if place[0] == name}
     reached = deltas.applied(delta, old)
     assert all(reached[name].tobytes() == new[name].tobytes() for name in layout.specs)
@@ -140,7 +125,7 @@ def test_a_compaction_is_that_of_each_element(history: tuple) -> None:
     compacted = merge(parts)
     deltas.check(compacted)
     assert all((sparse.data_K != 0).all() for sparse in compacted.steps.values())
-    assert all(sparse.at_K.size for of in (compacted.steps, compacted.known) for sparse in of.values())
+    assert all(steps.at_K.size for steps in compacted.steps.values())
     assert model_of(compacted) == model_merge(layout, [model_of(part) for part in parts])
     reached = deltas.applied(compacted, bits[0])
     assert all(reached[name].tobytes() == bits[-1][name].tobytes() for name in layout.specs)
@@ -150,8 +135,8 @@ def test_a_compaction_is_that_of_each_element(history: tuple) -> None:
             np.testing.assert_array_equal(data_K, data_now_K, err_msg=str(width))
 
 
-@given(only_steps)
-def test_a_compaction_of_steps_is_the_diff_of_first_and_last(history: tuple) -> None:
+@given(histories())
+def test_a_compaction_is_the_diff_of_first_and_last(history: tuple) -> None:
     layout, bits, parts = history
     assert model_of(merge(parts)) == model_of(deltas.between(layout, bits[0], bits[-1]))
 
@@ -166,7 +151,7 @@ def test_compacting_does_not_depend_on_the_grouping(history: tuple, data: st.Dat
     assert model_of(parts[0]) == expected
 
 
-@given(only_steps)
+@given(histories())
 def test_there_and_back_cancels_out(history: tuple) -> None:
     _, bits, parts = history
     delta = merge(parts)
@@ -175,7 +160,7 @@ def test_there_and_back_cancels_out(history: tuple) -> None:
     reached = deltas.applied(undone, bits[-1])
     assert all(reached[name].tobytes() == bits[0][name].tobytes() for name in bits[0])
     back = merge([delta, undone])
-    assert (back.steps, back.known, back.changed) == ({}, {}, 0)
+    assert (back.steps, back.changed) == ({}, 0)
     assert model_of(undone.undone()) == model_of(delta)
 
 
@@ -185,16 +170,15 @@ def test_parts_are_joined_into_the_whole(history: tuple, data: st.DataObject) ->
     ranks = data.draw(st.integers(1, 4))
     random = np.random.default_rng(data.draw(our.seeds))
     by_range = data.draw(st.booleans())
-    parts: list[tuple[dict, dict]] = [({}, {}) for _ in range(ranks)]
-    for kind, of in enumerate((delta.steps, delta.known)):
-        for width, (at_K, data_K) in of.items():
-            rank_K = random.integers(0, ranks, at_K.size)
-            if by_range:
-                rank_K.sort()
-            for rank, part in enumerate(parts):
-                if (rank_K == rank).any():
-                    part[kind][width] = Sparse(at_K[rank_K == rank], data_K[rank_K == rank])
-    found = [Delta(layout, *part) for part in parts]
+    parts: list[dict[int, Sparse]] = [{} for _ in range(ranks)]
+    for width, (at_K, data_K) in delta.steps.items():
+        rank_K = random.integers(0, ranks, at_K.size)
+        if by_range:
+            rank_K.sort()
+        for rank, part in enumerate(parts):
+            if (rank_K == rank).any():
+                part[width] = Sparse(at_K[rank_K == rank], data_K[rank_K == rank])
+    found = [Delta(layout, part) for part in parts]
     found = [found[at] for at in data.draw(st.permutations(range(ranks)))]
     whole = joined(found)
     deltas.check(whole)
@@ -204,16 +188,7 @@ def test_parts_are_joined_into_the_whole(history: tuple, data: st.DataObject) ->
             joined([*found, next(part for part in found if part.changed)])
 
 
-def test_steps_and_new_bits_of_one_element_are_not_joined() -> None:
-    layout = Layout({"w": TensorSpec("w", "uint8", (9,))})
-    at_K = np.array([3, 5], np.int32)
-    one = Delta(layout, {1: Sparse(at_K, np.ones(2, np.uint8))})
-    with pytest.raises(ValueError, match="twice"):
-        joined([one, Delta(layout, {}, {1: Sparse(at_K[1:], np.ones(1, np.uint8))})])
-    assert joined([one, Delta(layout, {}, {1: Sparse(at_K[1:] + 1, np.ones(1, np.uint8))})]).changed == 3
-
-
-@given(only_steps, st.integers(1, 40))
+@given(histories(), st.integers(1, 40))
 def test_pieces_end_where_tensors_end(history: tuple, most: int) -> None:
     _, _, parts = history
     delta = merge(parts)
@@ -243,7 +218,7 @@ def test_positions_past_int32() -> None:
     at_K = np.array([0, edge - 1, edge, edge + 4, edge + 5, vector.element_count - 1])
     delta = Delta(layout, {1: Sparse(at_K, np.arange(1, 7, dtype=np.uint8))})
     assert delta.counts() == {"a": 2, "c": 2, "d": 1, "e": 1}
-    assert {name: delta.of(name)[0].at_K.tolist() for name in sizes} == {
+    assert {name: delta.of(name).at_K.tolist() for name in sizes} == {
         "a": [0, edge - 1],
         "b": [],
         "c": [0, 4],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -13,13 +11,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync import codec
 from deltasync.codec import dense
-from deltasync.codec.base import body
 from deltasync.errors import CorruptDataError
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import bits_of
-from tests import deltas
 from tests import strategies as our
 
 N = 50_000
@@ -198,53 +193,3 @@ def test_damaged_planes_never_crash() -> None:
         except CorruptDataError:
             continue
         assert moved == 0 and found.shape == (N,)
-
-
-Coded = tuple[str, np.ndarray, np.ndarray, codec.base.Encoded]
-
-
-@pytest.fixture(params=["packed", "context"])
-def coded(request: pytest.FixtureRequest) -> Iterator[Coded]:
-    """A delta in which every element of a tensor is another."""
-    old_N, new_N = _weights("bfloat16", 1), _weights("bfloat16", 2)
-    yield request.param, old_N, new_N, deltas.encode(request.param, {"w": SPEC}, {"w": old_N}, {"w": new_N}, 2, 1)
-
-
-def test_a_replaced_tensor_travels_in_planes(coded: Coded) -> None:
-    _, old_N, new_N, encoded = coded
-    payload = codec.open_payload(encoded.to_bytes())
-    dense_ = json.loads(payload.metadata["dense"])["w"]
-    assert isinstance(dense_, list)
-    assert len(encoded.to_bytes()) < 0.7 * new_N.nbytes
-    delta, digests = deltas.decode(encoded.to_bytes(), {"w": SPEC}, {"w": old_N})
-    assert not delta.steps and digests == deltas.digests({"w": new_N})
-    np.testing.assert_array_equal(delta.of("w")[1].data_K, new_N)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda planes: planes[:-1],
-        lambda planes: torch.cat([planes, planes[:1]]),
-        lambda planes: planes.view(torch.int8),
-        lambda planes: torch.zeros_like(planes),
-    ],
-    ids=["shorter", "longer", "of another dtype", "no frames"],
-)
-def test_a_delta_with_damaged_planes_is_corrupt(coded: Coded, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    _, old_N, _, encoded = coded
-    arrays = encoded.arrays | {"w": change(encoded.arrays["w"])}
-    with pytest.raises(CorruptDataError, match="plane"):
-        deltas.decode(b"".join(body(arrays, encoded.metadata)), {"w": SPEC}, {"w": old_N})
-
-
-@pytest.mark.parametrize("codec_name", ["packed", "context"])
-@pytest.mark.parametrize("name", [".words", ".1.words", ".1.tiles", ".1.tensors", ".record", "__metadata__"])
-def test_a_tensor_named_as_an_entry_of_the_format_is_never_dense(name: str, codec_name: str) -> None:
-    specs = {name: TensorSpec(name, "uint8", (1000,))}
-    old_N, new_N = np.zeros(1000, np.uint8), np.random.default_rng(0).integers(1, 256, 1000, np.uint8)
-    data = deltas.encode(codec_name, specs, {name: old_N}, {name: new_N}).to_bytes()
-    delta, _ = deltas.decode(data, specs, {name: old_N})
-    assert not delta.known
-    delta.apply(name, old_N)
-    np.testing.assert_array_equal(old_N, new_N)

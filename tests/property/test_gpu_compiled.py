@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync.kernels.table import Entry, Table
+from deltasync.kernels.table import Line, Table, Writes
+from deltasync.live import Segment
 from tests.interpreter import HAS_TRITON, INTERPRETED, run_again
 
 COMPILES = HAS_TRITON and not INTERPRETED
@@ -22,7 +22,11 @@ else:
     TARGETS = {}
 
 compiled_only = pytest.mark.skipif(not COMPILES, reason="no triton that compiles")
-_KERNELS = (gpu_segments._fingerprint, gpu_segments._prepare, gpu_segments._swap) if COMPILES else ()
+_KERNELS = (
+    (gpu_segments._fingerprint, gpu_segments._fingerprint_strided, gpu_segments._prepare, gpu_segments._swap)
+    if COMPILES
+    else ()
+)
 MOST_REGISTERS = 128
 """Of a thread: eight warps are then resident twice, on each of these GPUs."""
 
@@ -58,33 +62,36 @@ def test_comparing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @compiled_only
 @pytest.mark.parametrize("target", TARGETS)
 def test_commits(target: str) -> None:
-    """All widths of elements and positions; what a commit or an audit launches, warming up has compiled."""
+    """All widths; what a commit or an audit launches, warming up has compiled."""
     with compiling(target, gpu_segments) as found:
         for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
             gpu_segments.warm_up.__wrapped__(torch.device("cpu"), dtype)
         warm = sum(len(cache) for kernel in _KERNELS for cache, *_ in kernel.device_caches.values())
-        entries = [
-            Entry(
-                key,
-                torch.zeros(300, dtype=dtype)[first:],
-                5,
-                ((20, 3, 7), (1, 9, 3)),
-                at_K,
-                at_K.astype(f"u{width}"),
-                absolute,
-            )
-            for width, dtype in ((1, torch.int8), (2, torch.int16), (4, torch.int32), (8, torch.int64))
-            for key, first, absolute in ((1, 0, True), ((1 << 64) - 1, 1, False))
-            for at_K in (np.arange(16, dtype=np.int32), np.arange(3))
-        ]
-        of = Table(entries, gpu_segments._Anywhere(torch.device("cpu")))
-        gpu_segments.prepare(of)
-        gpu_segments.swap(of)
-        whole = [dataclasses.replace(entry, at_K=None, value_K=None) for entry in entries]
-        gpu_segments.fingerprint(Table(whole, gpu_segments._Anywhere(torch.device("cpu"))))
+        room = gpu_segments._Anywhere(torch.device("cpu"))
+        for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+            live = torch.zeros(301, dtype=dtype)
+            # One run, aligned and not, and a shard of a matrix; more rows than are launched at once.
+            segments = [
+                Segment(live[1:], (1,), 5),
+                Segment(live[:300], (1,), 0),
+                Segment(live[:60].view(6, 10)[:, 3:], (20, 1), 7),
+            ]
+            lines = [Line(1 << 63, each.flat(), each.offset, 9, 400, each.layout()) for each in segments]
+            of = Table(lines, room)
+            for count in (16, 3):
+                low_K, step_K = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=dtype)
+                for mutates in (False, True):
+                    writes = Writes(of, low_K, step_K, np.zeros(3, np.int64), np.array([count, 0, 3]), mutates=mutates)
+                    gpu_segments.prepare(writes)
+                    gpu_segments.swap(writes)
+            gpu_segments.fingerprint(of, of.whole, of.empty((3,), torch.int64))
+            gpu_segments.fingerprint(of, of.rows(np.arange(1, 3)), of.empty((3,), torch.int64))
     _check(found)
-    assert sorted(kernel.name for kernel in found) == ["_fingerprint"] * 4 + ["_prepare"] * 8 + ["_swap"] * 8
+    names = ["_fingerprint"] * 8 + ["_fingerprint_strided"] * 4 + ["_prepare"] * 4 + ["_swap"] * 4
+    assert sorted(kernel.name for kernel in found) == names
     assert len(found) == warm
+    wide = [kernel for kernel in found if re.search(r"ld\.global\.(v4\.b32|v2\.b64|v2\.b32|b64)|_load_dwordx", kernel.code)]
+    assert sum(kernel.name == "_fingerprint" for kernel in wide) >= 4  # what is aligned is read many elements at a time
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="the tests above run as they are")

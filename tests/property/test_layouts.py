@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +22,7 @@ from deltasync.following.shard import handed
 from deltasync.tensors.bits import bits_of
 from tests import strategies
 from tests.channels import Made
+from tests.driving import runner_of
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 from vllm_plugin.workers import Workers
@@ -60,7 +60,7 @@ class Engine(IdleEngine):
         self.workers = [DeltaSyncWorkerExtension() for _ in layouts]
         for worker, layout in zip(self.workers, layouts, strict=True):
             model = Shard(layout, weights)
-            worker.model_runner = SimpleNamespace(get_model=lambda model=model: model)
+            worker.model_runner = runner_of(lambda model=model: model)
 
     async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Any]:
         return [getattr(worker, method)(*args) for worker in self.workers]

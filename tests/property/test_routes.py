@@ -141,8 +141,7 @@ def by_reference_kernels(store: Store, count: int) -> Proof:
             expected = {name: digest for name, _, digest in payloads.weights(reader, stored)}
         else:
             delta, expected = payloads.delta(reader, stored, lambda name: bits[name].copy())
-            both = [(name, *delta.of(name)) for name in expected]
-            changes = [(name, *steps, False) for name, steps, _ in both] + [(name, *known, True) for name, _, known in both]
+            changes = [(name, *delta.of(name), False) for name in expected]
         for name, index_K, data_K, absolute in changes:
             key = fingerprint.tensor_key(name)
             _, gained = reference.scatter(key, bits[name], index_K, data_K, absolute, index_K)

@@ -107,10 +107,7 @@ def test_add_is_the_reference(chunks: None, model: tuple) -> None:
     back_T, _ = cpu_rows.add(vector, zero_T, Sparse(steps.at_K, np.negative(steps.data_K)), _bounds(vector))
     assert not (gain_T + back_T).any()
     assert all(held[name].tobytes() == old[name].tobytes() for name in held)
-    to_new = Sparse(steps.at_K, np.concatenate([np.empty(0, vector.bits_dtype), *new.values()])[steps.at_K])
-    set_T, above_T = cpu_rows.add(vector, zero_T, to_new, _bounds(vector), absolute=True)
-    assert (set_T.tolist(), above_T.tolist()) == _expected(vector, old, new)
-    assert all(held[name].tobytes() == new[name].tobytes() for name in held)
+    cpu_rows.add(vector, zero_T, steps, _bounds(vector))
     cpu_rows.subtract(vector, zero_T, steps)
     assert all(held[name].tobytes() == old[name].tobytes() for name in held)
 
@@ -146,14 +143,13 @@ def test_steps_wrap_around(width: int, step: int, chunks: None) -> None:
 
     row_RF = np.array([[0, 0, 200, old_N.ctypes.data, 0, -1]], np.int64)
     dims = np.empty((0, 8, 3), np.int64)
-    for data_K, absolute in ((step_K, False), (new_N, True)):
-        _, to_K, new_K, gain_R, kept_R, check = cpu_rows.prepare(
-            row_RF, dims, vector.key_T, vector.first_T, at_K, data_K, absolute, np.dtype(np.int32)
-        )
-        np.testing.assert_array_equal(to_K, at_K)
-        np.testing.assert_array_equal(new_K, new_N)
-        assert (gain_R.tolist(), kept_R.tolist()) == ([gain], [200])
-        assert check == reference.prepare(key, old_N, at_K, data_K, absolute, at_K)[2]
+    _, to_K, new_K, gain_R, kept_R, check = cpu_rows.prepare(
+        row_RF, dims, vector.key_T, vector.first_T, at_K, step_K, np.dtype(np.int32)
+    )
+    np.testing.assert_array_equal(to_K, at_K)
+    np.testing.assert_array_equal(new_K, new_N)
+    assert (gain_R.tolist(), kept_R.tolist()) == ([gain], [200])
+    assert check == reference.prepare(key, old_N, at_K, step_K, False, at_K)[2]
 
 
 @st.composite
@@ -195,18 +191,12 @@ def placed(draw: st.DrawFn) -> tuple[Vector, dict[str, np.ndarray], dict[str, np
     return vector, old, new, targets
 
 
-@pytest.mark.parametrize("absolute", [False, True], ids=["steps", "absolute"])
 @given(model=placed())
-def test_prepare_is_the_reference_whatever_the_strides(chunks: None, absolute: bool, model: tuple) -> None:
+def test_prepare_is_the_reference_whatever_the_strides(chunks: None, model: tuple) -> None:
     vector, old, new, targets = model
     places = HostPlaces(vector, targets)
-    steps = _whole(vector, old, new)
-    sparse = steps
-    if absolute:
-        known = deltas.between(Layout({spec.name: spec for spec in vector.specs}), old, new, "values").known
-        sparse = known.get(vector.width, steps)
     before = [target.segment.live.clone() for target in targets]
-    table, arrays, gains, check, changed = places.prepare(sparse, absolute)
+    table, arrays, gains, check, changed = places.prepare(_whole(vector, old, new))
     assert all(torch.equal(target.segment.live, live) for target, live in zip(targets, before, strict=True))
     expected, expected_check = [], 0
     for target in targets:
@@ -218,8 +208,8 @@ def test_prepare_is_the_reference_whatever_the_strides(chunks: None, absolute: b
         position_N = torch.arange(target.segment.flat().numel()).as_strided(live.shape, live.stride()).reshape(-1).numpy()
         at_K, index_K = position_N[differs], index_N[differs]
         dest_N = target.segment.flat().numpy()
-        data_K = new[target.name][index_K] if absolute else new[target.name][index_K] - old[target.name][index_K]
-        _, added, one = reference.prepare(target.key, dest_N.view(data_K.dtype), at_K, data_K, absolute, index_K)
+        step_K = new[target.name][index_K] - old[target.name][index_K]
+        _, added, one = reference.prepare(target.key, dest_N.view(step_K.dtype), at_K, step_K, False, index_K)
         expected.append((target, added, int(at_K.size)))
         expected_check = (expected_check + one) & MASK
     assert [(target, gain) for target, gain in gains] == [(target, gain) for target, gain, _ in expected]
@@ -239,7 +229,7 @@ def test_gaps_of_live_memory_stay_as_they_are() -> None:
     target = Target("w", 0, Segment(buffer[:, 2:8], (6, 1), 0), int(vector.key_T[0]))
     target.segment.live.zero_()
     sparse = Sparse(np.arange(24, dtype=np.int32), np.arange(1, 25, dtype=np.uint16))
-    table, kept, *_ = HostPlaces(vector, [target]).prepare(sparse, absolute=False)
+    table, kept, *_ = HostPlaces(vector, [target]).prepare(sparse)
     cpu.swap_by(table)
     assert kept
     assert target.segment.live.flatten().tolist() == list(range(1, 25))

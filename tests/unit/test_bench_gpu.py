@@ -45,7 +45,8 @@ def test_all_of_it_at_a_small_size_without_numba(tmp_path: Path) -> None:
     assert "interpreter" in found["device"]
     assert {bar["met"] for bar in found["bars"]} == {None}  # nobody is told that times of an interpreter meet a bar
     launches = {row["what"]: row["launches"] for row in found["rows"]}
-    for operation, count in {"publish: detect": 2, "stage": 1, "commit": 1, "rollback": 1, "audit": 1}.items():
+    counts = {"stage, decoded on the host": 1, "stage, decoded on the device": 1, "commit": 1, "rollback": 1, "audit": 1}
+    for operation, count in {"publish: detect": 2, **counts}.items():
         assert [launches[f"{tensors} tensors: {operation}"] for tensors in (15, 38)] == [count, count]
     for what in ("copy on the device", "swap", "captured graph", "staging beside a busy stream", "anchor: commit"):
         assert what in launches

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from deltasync.config import PublisherSettings, ReplicaSettings
+from deltasync import Publisher, Replica
+from deltasync.config import PublisherSettings, ReaderSettings, ReplicaSettings, Retention, TrainerSettings
 from deltasync.errors import ConfigError
 
 
@@ -89,6 +92,60 @@ def test_unknown_setting_is_refused() -> None:
         PublisherSettings.from_env({}, anchor_evry=3)
 
 
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("DELTASYNC_TRUSTED_KEY", "DELTASYNC_TRUSTED_KEYS"),
+        ("DELTASYNC_POLL_INTERVALS", "DELTASYNC_POLL_INTERVAL_S"),
+        ("DELTASYNC_CHANEL", "DELTASYNC_CHANNEL"),
+        ("deltasync_trusted_keys", "DELTASYNC_TRUSTED_KEYS"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ReaderSettings, PublisherSettings, ReplicaSettings, Retention, TrainerSettings])
+def test_a_misspelt_variable_is_refused_with_the_nearest_name(kind: Any, variable: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable} is not a setting of deltasync; the nearest is {nearest}\\."):
+        kind.from_env({variable: "1", "PATH": "/bin"})
+    kind.from_env({variable: ""})  # as good as unset
+
+
+def test_a_misspelt_variable_does_not_switch_signatures_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Publisher(f"file://{tmp_path}/run") as publisher:
+        publisher.publish([("w", torch.zeros(2))]).wait(60)
+    monkeypatch.setenv("DELTASYNC_TRUSTED_KEY", str(tmp_path / "keys"))
+    with pytest.raises(ConfigError, match="DELTASYNC_TRUSTED_KEYS"):
+        Replica(f"file://{tmp_path}/run").sync()
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR"]
+    environ = {f"DELTASYNC_{middle}{name}": "10.0.0.1" for name in names for middle in ("", "ROUTER_")}
+    PublisherSettings.from_env(environ | {"DELTASYNC_ENVIRONMENT_TOKEN": "x", "DELTASYNCHRONY": "x"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "value", "message"),
+    [
+        (
+            PublisherSettings,
+            "DELTASYNC_CODEC",
+            "zip",
+            "DELTASYNC_CODEC must be one of packed, context, raw, auto, not 'zip'",
+        ),
+        (PublisherSettings, "DELTASYNC_RETRIES", "-1", "DELTASYNC_RETRIES must be at least 0, not -1"),
+        (ReplicaSettings, "DELTASYNC_CACHE_DIR", "tmp", "DELTASYNC_CACHE_DIR must be an absolute path, not 'tmp'"),
+        (
+            ReplicaSettings,
+            "DELTASYNC_HTTP_TOKEN",
+            "a b",
+            r"DELTASYNC_HTTP_TOKEN must be .*, and this one \(not shown\) is not",
+        ),
+    ],
+)
+def test_a_value_is_refused_by_the_name_under_which_it_was_given(kind: Any, variable: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kind.from_env({variable: value})
+
+
 def test_default_replica_id_is_valid_whatever_the_host_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "ho st.exämple/" + "x" * 200)
     assert ReplicaSettings.from_env({}).replica_id
@@ -158,7 +215,7 @@ def test_callers_may_name_no_other_channel(environ: dict[str, str], allowed: str
 
 @pytest.mark.parametrize("allowed", ["bucket/runs", "s3://bucket/runs?endpoint=x", "s3://bucket/runs/..", "s3://a, b"])
 def test_bad_lists_of_allowed_channels_are_refused(allowed: str) -> None:
-    with pytest.raises(ConfigError, match="allowed_channels"):
+    with pytest.raises(ConfigError, match="DELTASYNC_ALLOWED_CHANNELS must be prefixes"):
         ReplicaSettings.from_env({"DELTASYNC_ALLOWED_CHANNELS": allowed})
 
 

@@ -615,7 +615,11 @@ def configured(name: str, **fields: object) -> Callable[[Engine], None]:
         (lambda e: setattr(e, "salted", False), "prefix cache would mix versions"),
         (lambda e: delattr(e, "engine_core"), "prefix cache would mix versions"),
         (lambda e: delattr(e, "vllm_config"), "deltasync could not start: AttributeError"),
-        (Namespace(worker_extension_cls=""), "without --worker-extension-cls"),
+        (lambda e: setattr(e.vllm_config.parallel_config, "worker_extension_cls", ""), "without --worker-extension-cls"),
+        (
+            lambda e: setattr(e.vllm_config.parallel_config, "worker_extension_cls", "argparse.Namespace"),
+            "with --worker-extension-cls argparse.Namespace, not with vllm_plugin.DeltaSyncWorkerExtension",
+        ),
         (lambda e: setattr(e, "channel", "ftp://a/b"), "ftp"),
         (Namespace(**vars(PLAIN), api_server_count=2), "--api-server-count 1"),
     ],

@@ -253,13 +253,13 @@ def test_a_row_of_the_table_of_patches_that_says_nonsense_is_corrupt(fields: dic
     rows = {"w": {"changed": 1, "fingerprint": "0" * 16} | fields}
     data = Encoded({}, _payload_metadata(rows, "raw")).to_bytes()
     with pytest.raises(CorruptDataError, match=expected):
-        codec.get("raw").decode(codec.open_payload(data), Layout(SPECS))
+        codec.get("raw").decode(codec.open_payload(data), Layout(SPECS), lambda _: np.zeros(800, np.uint16))
 
 
 def _vector_payload(
-    *, blocks: Sequence[Sequence[int]], tables: bytes = b"", changed: int = 1, **dense: tuple[torch.Tensor, object]
+    *, blocks: Sequence[Sequence[int]], tables: bytes = b"", changed: int = 1, block_elements: int = 800
 ) -> Encoded:
-    """A payload of `packed` that changes `w`, by blocks of 800 elements that are in one group, or as a whole."""
+    """A payload of `packed` that changes `w`, by blocks that are in one group."""
     row = {"tensor": 0, "tensors": 1, "block": 0, "blocks": len(blocks), "groups": [0][: len(blocks)], "planes": None}
     entries = {
         "tensors": torch.ones(1, dtype=torch.uint8),
@@ -269,9 +269,8 @@ def _vector_payload(
         "tables": torch.from_numpy(np.frombuffer(bytearray(tables), np.uint8)),
         "words": torch.zeros(sum(words for _, words in blocks), dtype=torch.int32),
     }
-    arrays = {f".2.{entry}": array for entry, array in entries.items()} | {name: held for name, (held, _) in dense.items()}
-    vectors, whole = json.dumps({"2": row}), json.dumps({name: sizes for name, (_, sizes) in dense.items()})
-    extra = {"block_elements": "800", "vectors": vectors, "dense": whole}
+    arrays = {f".2.{entry}": array for entry, array in entries.items()}
+    extra = {"block_elements": str(block_elements), "vectors": json.dumps({"2": row})}
     return Encoded.of("packed", 2, 1, changed, arrays, extra)
 
 
@@ -310,7 +309,7 @@ def test_raw_indices_outside_the_tensor_or_out_of_order_are_corrupt(
 
 
 @pytest.mark.parametrize("frames", ["bomb", "window", "two", "cut", "other", "unsized"])
-def test_planes_that_are_not_the_tensor_are_corrupt(channel: Made, frames: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_planes_that_are_not_the_table_are_corrupt(channel: Made, frames: str, caplog: pytest.LogCaptureFixture) -> None:
     good = zstandard.ZstdCompressor().compress(bytes(800))
     wide = zstandard.ZstdCompressionParameters(window_log=27, write_content_size=True)
     frame = {
@@ -321,9 +320,12 @@ def test_planes_that_are_not_the_tensor_are_corrupt(channel: Made, frames: str, 
         "other": zstandard.ZstdCompressor().compress(bytes(801)),
         "unsized": zstandard.ZstdCompressor(write_content_size=False).compress(bytes(800)),
     }[frames]
-    whole = torch.frombuffer(bytearray(good + frame), dtype=torch.uint8)
-    _append(channel, _vector_payload(blocks=[], changed=800, w=(whole, [len(good), len(frame)])), "packed")
-    _refused(channel, "plane of 'w'", caplog)
+    payload = _vector_payload(blocks=[[0, 0]] * 400, block_elements=2)
+    row = json.loads(payload.metadata["vectors"])["2"] | {"planes": [len(good)] * 3 + [len(frame)]}
+    whole = torch.frombuffer(bytearray(3 * good + frame), dtype=torch.uint8)
+    metadata = payload.metadata | {"vectors": json.dumps({"2": row})}
+    _append(channel, Encoded(payload.arrays | {".2.blocks": whole}, metadata), "packed")
+    _refused(channel, "plane of '.2.blocks'", caplog)
 
 
 def test_patches_that_are_merged_give_the_right_bits(memory_url: str) -> None:

@@ -415,12 +415,12 @@ def test_a_payload_goes_into_the_record(anywhere: Place) -> None:
     assert found.record == stored.record
     assert found.data == stored.data
     assert (found.record.step, found.record.base) == (-5, a.tip or found.record.base)
-    delta, fingerprints = payloads.delta(reader, found)
+    old_N = np.arange(reader.specs["w"].element_count).astype(new_K.dtype)
+    delta, fingerprints = payloads.delta(reader, found, lambda _: old_N)
     assert fingerprints == {"w": 0xAB}
-    steps, known = delta.of("w")
-    assert steps.at_K.size == 0
-    np.testing.assert_array_equal(known.at_K, index_K)
-    np.testing.assert_array_equal(known.data_K, new_K)
+    steps = delta.of("w")
+    np.testing.assert_array_equal(steps.at_K, index_K)
+    np.testing.assert_array_equal(old_N[index_K] + steps.data_K, new_K)
     log.close()
 
 

@@ -254,7 +254,11 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], str, str]] = {
         "SSL_CERT_FILE: the file ",
     ),
     "retries by a word": ({"DELTASYNC_RETRIES": "many"}, "memory://a", "DELTASYNC_RETRIES='many' is not a valid int"),
-    "a codec in capitals": ({"DELTASYNC_CODEC": "AUTO"}, "memory://a", "codec must be one of packed, context, raw, auto"),
+    "a codec in capitals": (
+        {"DELTASYNC_CODEC": "AUTO"},
+        "memory://a",
+        "DELTASYNC_CODEC must be one of packed, context, raw, auto",
+    ),
     "a truth by a word": ({"DELTASYNC_KEEP_LAST": "yes"}, "memory://a", "DELTASYNC_KEEP_LAST='yes' is not a valid int"),
     "a signing key that is not there": ({"DELTASYNC_SIGNING_KEY": "/no/key"}, "memory://a", "/no/key"),
     "trusted keys that are not there": ({"DELTASYNC_TRUSTED_KEYS": "/no/keys"}, "memory://a", "/no/keys"),

@@ -68,7 +68,7 @@ def test_every_version_has_exactly_the_published_bits(channel_url: str, codec: s
     states += [builders.trained(states[-1], 1)]
     states += [builders.trained(states[-1], 2)]
     states += [states[-1]]  # nothing changed
-    states += [builders.trained(states[-1], 3, fraction=1.0)]  # dense
+    states += [builders.trained(states[-1], 3, fraction=1.0)]  # all of it
     states += [builders.trained(states[-1], 4)]
     weight_bytes = sum(tensor.nbytes for tensor in states[0].values())
     with Publisher(channel_url, codec=codec, shadow_placement=placement) as publisher:
@@ -134,7 +134,7 @@ def test_receipts_count_what_changed(memory_url: str) -> None:
     assert receipt.encode_s > 0
 
 
-def test_a_delta_in_which_every_tensor_goes_dense(channel_url: str) -> None:
+def test_a_delta_that_changes_every_bit(channel_url: str) -> None:
     random = torch.Generator().manual_seed(0)
     states = [{"w": torch.randint(-(1 << 15), 1 << 15, (50,), generator=random, dtype=torch.int16)} for _ in range(2)]
     with Publisher(channel_url) as publisher:

@@ -88,8 +88,16 @@ try:
     engine.generate("hello", None, "1")
 except Exception as error:
     print(error)
-engine.deltasync_attached = True
+engine.deltasync_refusal = lambda: None
 print(type(engine.generate("hello", None, "1")).__name__)
+
+from vllm.v1.engine.llm_engine import LLMEngine
+offline = LLMEngine.__new__(LLMEngine)
+offline.vllm_config = None
+try:
+    offline.add_request("1", "hello", None)
+except Exception as error:
+    print(error)
 """
 
 
@@ -97,13 +105,14 @@ def test_only_a_vllm_that_is_to_follow_and_can_is_prepared() -> None:
     env = {name: text for name, text in os.environ.items() if name != "VLLM_PLUGINS"}
     command = [sys.executable, "-c", _PROCESS]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
-    nothing, outside, ready, changed, refused, attached = done.stdout.splitlines()[-6:]
+    nothing, outside, ready, changed, refused, attached, offline = done.stdout.splitlines()[-7:]
     assert nothing == "[None, False]"
     assert "deltasync" in outside and outside.endswith(", False]"), "the routes are there to say so"
     assert "deltasync" in ready and ready.endswith(", True]")
     assert changed == "None", "all that is used of vLLM is there"
     assert refused.startswith("This engine would never follow file:///data/run: ")
     assert attached == "async_generator"
+    assert offline.startswith("This engine would never follow file:///data/run: nothing has called vllm_plugin.follow(")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def checkpoint() -> Weights:
 
 
 def replica(model: torch.nn.Module, url: str) -> Shard:
-    return WorkerShard(SimpleNamespace(get_model=lambda: model), url).shard
+    return WorkerShard(tests_driving.runner_of(lambda: model), url).shard
 
 
 def proven(of: Shard, url: str) -> int | None:
@@ -276,9 +276,10 @@ class TestCoverage:
     def test_what_the_loader_ignores_is_not_served(
         self, memory_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, complete: bool
     ) -> None:
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
-        monkeypatch.setattr(logger, "propagate", True)
         weights = checkpoint() | {"post_layernorm": torch.randn(6).to(torch.bfloat16)}
+        held = {name: tensor.clone() for name, tensor in weights.items()}
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(held.items()))
+        monkeypatch.setattr(logger, "propagate", True)
         channel = Made(open_store(memory_url))
         channel.create(weights)
         channel.anchor(weights)
@@ -293,23 +294,44 @@ class TestCoverage:
                 self.follow(model, memory_url, 2)
             return
         (_, first), (_, second) = self.follow(model, memory_url, 2)
-        assert first.keys() == second.keys() == weights.keys()
-        assert first["post_layernorm"] != second["post_layernorm"]
+        assert first.keys() == second.keys() == {"plain", "experts"}, "no proof is of what nobody computes with"
         assert torch.equal(model.plain, weights["plain"])
         assert caplog.text.count("post_layernorm, ...) are not served") == 1
 
-    def test_what_the_channel_lacks_is_named(
-        self, memory_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    def test_what_neither_model_nor_checkpoint_has_is_refused(
+        self, memory_url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
+        weights = checkpoint() | {"plain_bias": torch.randn(8).to(torch.bfloat16)}
+        channel = Made(open_store(memory_url))
+        channel.create(weights)
+        channel.anchor(weights)
+        model = Ignoring()
+        derived._built[model] = derived._Built(frozenset([""]), {})
+        with pytest.raises(ModelMismatchError, match=r"plain_bias bfloat16\[8\], are neither in the model that"):
+            self.follow(model, memory_url, 1)
+
+    def test_an_engine_of_another_dtype_is_told_both_and_the_cures(self, memory_url: str) -> None:
+        channel = Made(open_store(memory_url))
+        channel.create(checkpoint())
+        channel.anchor(checkpoint())
+        runner = tests_driving.runner_of(lambda: Model().half())
+        runner.model_config.dtype = torch.float16
+        told = "weights are bfloat16, and vLLM computes with float16, .* --dtype bfloat16, or publish with dtype='float16'"
+        with pytest.raises(ModelMismatchError, match=told):
+            WorkerShard(runner, memory_url)
+
+    def test_what_the_channel_lacks_is_refused(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         held = checkpoint() | {"inv_freq": torch.zeros(3)}  # which the loader ignores
         monkeypatch.setattr(loader, "checkpoint", lambda _: iter(held.items()))
-        monkeypatch.setattr(logger, "propagate", True)
         weights = {"plain": checkpoint()["plain"]}
         channel = Made(open_store(memory_url))
         channel.create(weights)
         channel.anchor(weights)
-        self.follow(Ignoring(), memory_url, 1)
-        assert caplog.text.count("1 tensors (experts, ...) stay as loaded") == 1
+        model = Ignoring()
+        with pytest.raises(ModelMismatchError, match="1 tensors of the model, such as experts, are not in the channel"):
+            self.follow(model, memory_url, 1)
+        assert all(torch.equal(held, checkpoint()[name]) for name, held in model.state_dict().items())
 
 
 class TestHanded:
@@ -578,7 +600,7 @@ class TestUnsettled:
         monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
         model, steps = Model(), []
         vllm_worker = extension.DeltaSyncWorkerExtension()
-        vllm_worker.model_runner = SimpleNamespace(get_model=lambda: model, reload_weights=lambda: steps.append("reloaded"))
+        vllm_worker.model_runner = tests_driving.runner_of(lambda: model, reload_weights=lambda: steps.append("reloaded"))
         vllm_worker.execute_model = lambda: steps.append(model.plain.sum().item())
         assert vllm_worker.deltasync_open(url) == {"result": None}
         of = vllm_worker._deltasync_shard.shard
@@ -602,7 +624,7 @@ class TestUnsettled:
         self, url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         class VllmWorker:
-            model_runner = SimpleNamespace(get_model=Model)
+            model_runner = tests_driving.runner_of(Model)
 
             def sleep(self, level: int = 1) -> None: ...
 
@@ -621,7 +643,7 @@ class TestUnsettled:
         assert of.deltasync_call("stage", [])["error"]["kind"] == "SleepingError"
 
 
-RUNNER = SimpleNamespace(get_model=lambda model=torch.nn.Identity(): model)  # noqa: B008
+RUNNER = tests_driving.runner_of(lambda model=torch.nn.Identity(): model)  # noqa: B008
 
 
 class TestMirror:
@@ -750,7 +772,7 @@ class TestWarmUp:
         model.b = torch.nn.Parameter(torch.empty((), dtype=torch.float32, device="meta"), requires_grad=False)
         model.c = torch.nn.Parameter(torch.empty(2), requires_grad=False)
         vllm_worker = SimpleNamespace(
-            model_runner=SimpleNamespace(get_model=lambda: model),
+            model_runner=tests_driving.runner_of(lambda: model),
             compile_or_warm_up_model=lambda: told.append("vLLM's") or 1.5,
         )
         extension.warm_up_first(vllm_worker)

@@ -1,0 +1,1690 @@
+// The loops over elements on the host: compare, fingerprint, add, prepare, swap, count, encode, decode.
+//
+// `deltasync/kernels/native.py` is the only caller and documents each function; `kernels/reference.py` says in numpy what
+// they return. This file has no state but the pool of threads, and depends on Python and pthreads alone. It includes itself
+// once for each instruction set: the part between KERNELS and the end is compiled for plain C (or NEON), AVX2 and AVX-512.
+//
+// Addresses in tables of rows are the caller's and trusted. Whatever came from a store (words, tables, counts, positions) is
+// checked: malformed input is refused, and nothing is read or written beyond an array.
+
+#ifndef ISA
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+typedef uint64_t u64;
+typedef uint32_t u32;
+typedef uint16_t u16;
+typedef uint8_t u8;
+typedef int64_t i64;
+typedef unsigned __int128 u128;
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+enum {
+    ROW = 1 << 16,       // most elements of a row that is compared, so that offsets fit 16 bits
+    CHUNK = 1 << 12,     // most changes of a row
+    STREAM = 1 << 18,    // elements that are hashed by one thread
+    AHEAD = 64,          // elements, or changes, for which memory is asked for ahead
+    DIMS = 8,
+    SYMBOLS = 256,
+    TABLE_BITS = 12,
+    SLOTS = 1 << TABLE_BITS,
+    LANES = 64,
+    RATIO_BITS = 8,
+    SAMPLE = 32,
+};
+
+// ---- Threads: one pool for the process, started by the first large job; a fork has none and starts its own ----
+
+typedef struct Job {
+    void (*run)(struct Job *);
+    void *of;
+    i64 count;
+    _Atomic i64 next;
+    _Atomic int failed;  // out of memory, or malformed input
+    int active, most;
+    struct Job *link;
+} Job;
+
+static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t pool_work = PTHREAD_COND_INITIALIZER, pool_done = PTHREAD_COND_INITIALIZER;
+static Job *pool_jobs;
+static int pool_threads;
+
+static i64 take(Job *job) {
+    i64 row = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
+    return row < job->count && !atomic_load_explicit(&job->failed, memory_order_relaxed) ? row : -1;
+}
+
+static void *pool_main(void *unused) {
+    (void)unused;
+    pthread_mutex_lock(&pool_lock);
+    for (;;) {
+        Job *job = pool_jobs;
+        while (job && (job->active >= job->most || atomic_load(&job->next) >= job->count)) job = job->link;
+        if (!job) {
+            pthread_cond_wait(&pool_work, &pool_lock);
+            continue;
+        }
+        job->active++;
+        pthread_mutex_unlock(&pool_lock);
+        job->run(job);
+        pthread_mutex_lock(&pool_lock);
+        if (!--job->active) pthread_cond_broadcast(&pool_done);
+    }
+    return NULL;
+}
+
+static void pool_start(int threads) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_t thread;
+    while (pool_threads < threads && !pthread_create(&thread, &attributes, pool_main, NULL)) pool_threads++;
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+// Runs a job in this thread and up to `threads` - 1 others. Returns 0, or what a thread set `failed` to.
+static int run(void (*kernel)(Job *), void *of, i64 count, i64 threads) {
+    Job job = {.run = kernel, .of = of, .count = count, .most = (int)MIN(MIN(threads, count) - 1, 1023)};
+    if (job.most <= 0) {
+        kernel(&job);
+        return job.failed;
+    }
+    pthread_mutex_lock(&pool_lock);
+    pool_start(job.most);
+    job.link = pool_jobs;
+    pool_jobs = &job;
+    pthread_cond_broadcast(&pool_work);
+    pthread_mutex_unlock(&pool_lock);
+    kernel(&job);
+    pthread_mutex_lock(&pool_lock);
+    Job **at = &pool_jobs;
+    while (*at != &job) at = &(*at)->link;
+    *at = job.link;
+    while (job.active) pthread_cond_wait(&pool_done, &pool_lock);
+    pthread_mutex_unlock(&pool_lock);
+    return job.failed;
+}
+
+static void before_fork(void) { pthread_mutex_lock(&pool_lock); }
+static void after_fork(void) { pthread_mutex_unlock(&pool_lock); }
+static void in_child(void) {
+    pthread_mutex_init(&pool_lock, NULL);
+    pthread_cond_init(&pool_work, NULL);
+    pthread_cond_init(&pool_done, NULL);
+    pool_jobs = NULL;
+    pool_threads = 0;
+}
+
+enum { NO_MEMORY = 1, MALFORMED = 2 };
+
+// ---- Elements of 1, 2, 4 or 8 bytes, at any address ----
+
+INLINE u64 get(const void *p, i64 i, int w) {
+    const char *at = (const char *)p + i * w;
+    u64 v = 0;
+    if (w == 1) { u8 x; memcpy(&x, at, 1); v = x; }
+    if (w == 2) { u16 x; memcpy(&x, at, 2); v = x; }
+    if (w == 4) { u32 x; memcpy(&x, at, 4); v = x; }
+    if (w == 8) { u64 x; memcpy(&x, at, 8); v = x; }
+    return v;
+}
+INLINE void put(void *p, i64 i, u64 v, int w) {
+    char *at = (char *)p + i * w;
+    if (w == 1) { u8 x = (u8)v; memcpy(at, &x, 1); }
+    if (w == 2) { u16 x = (u16)v; memcpy(at, &x, 2); }
+    if (w == 4) { u32 x = (u32)v; memcpy(at, &x, 4); }
+    if (w == 8) { memcpy(at, &v, 8); }
+}
+INLINE i64 at_of(const void *p, i64 k, int wide) { return wide ? ((const i64 *)p)[k] : ((const int32_t *)p)[k]; }
+INLINE void at_set(void *p, i64 k, i64 v, int wide) {
+    if (wide) ((i64 *)p)[k] = v;
+    else ((int32_t *)p)[k] = (int32_t)v;
+}
+INLINE u64 all_bits(int w) { return ~(u64)0 >> (64 - 8 * w); }
+INLINE void *pointer(i64 address) { return (void *)(uintptr_t)address; }
+
+#define INDEX_STEP 0x9E3779B97F4A7C15u
+// What an element adds to the fingerprint of its tensor: `reference.cell_hash`.
+INLINE u64 cell(u64 key, u64 index, u64 bits) {
+    u64 z = key + index * INDEX_STEP + bits * 0xD1B54A32D192ED03u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+// ---- What kernels work on; see native.py ----
+
+typedef struct { int w; u64 key; const i64 *start; i64 length, chunks; const char *bits; char *out; _Atomic u64 *sum; } Stream;
+typedef struct {
+    int w, wide;
+    const i64 *row;  // tensor, first index, count, address before, address after, position
+    const u64 *key, *bound;
+    i64 room, rows;
+    _Atomic i64 used;
+    u16 *arena_offset;
+    char *arena_step, *step;
+    void *at;
+    i64 *count_R, *place_R, *start_R, *above_R;
+    u64 *gain_R;
+} Scan;
+typedef struct {
+    int w, wide;
+    const i64 *row;  // tensor, first change, behind the last, address of position 0, first position, behind the last
+    const u64 *key, *bound;
+    const void *at;
+    const char *step;
+    u64 *gain_R;
+    i64 *above_R;
+} Add;
+typedef struct {
+    int w, wide, to_wide;
+    const i64 *row;  // tensor, first change, behind the last, memory, position of its first element, dimensions, place, span
+    const i64 *dims;
+    i64 dim_count;
+    const u64 *key;
+    const i64 *first_T;
+    const void *at;
+    const char *step;
+    void *to;
+    char *new_;
+    i64 *kept_R;
+    u64 *gain_R, *check_R;
+} Prepare;
+typedef struct { int w, wide; const i64 *row; _Atomic u64 *sum; } Swap;
+typedef struct { int w; u64 key; const char *dest, *new_; const void *at; const i64 *index; i64 count, size; int wide; u64 *sum; } Weigh;
+typedef struct {
+    int w, wide, exact;
+    i64 classes, blocks;
+    const i64 *base_B, *size_BC, *bound_B, *ratio_CC;
+    i64 *size_to_BC;
+    const void *at;
+    const u8 *class_K;
+    const char *step;
+    const u32 *freq_TS;
+    // counting
+    const i64 *run_R;
+    i64 *count_RTS;
+    // encoding
+    const void *coding;
+    const i64 *room_B;
+    u32 *out;
+    i64 *first_B;
+    // decoding
+    const u32 *words;
+    const i64 *word_B2;
+    void *at_to;
+    char *step_to;
+    // classes: address, columns, stride, rows, first position, shift, mask
+    const i64 *row_BF;
+    const u8 *class_E, *low_C, *span_C;
+    int32_t *rank_K;
+    u8 *class_to_K;
+    // survey
+    const i64 *period_R;
+    i64 *element_RE;
+    u32 *step_RES;
+    // the sum of a stream's memory
+    const u64 *key;
+} Code;
+typedef struct {
+    int w, wide, by_tile;
+    const i64 *bound_G, *band_GF;
+    const void *at;
+    const char *step;
+    void *at_to;
+    char *step_to;
+    i64 *count_B, blocks, changes;
+} Regroup;
+typedef struct { u64 inverse; u32 freq, start; } Coding;  // of a symbol
+
+#define BAD(job, code) (atomic_store(&(job)->failed, code))
+#define BY_WIDTH(body, job, of) \
+    switch ((of)->w) { \
+        case 1: body(job, of, 1); break; \
+        case 2: body(job, of, 2); break; \
+        case 4: body(job, of, 4); break; \
+        default: body(job, of, 8); \
+    }
+#define KERNEL(name, Kind) \
+    static void ISA(name)(Job *job) { Kind *of = job->of; BY_WIDTH(ISA(name##_body), job, of) }
+
+// ---- Numbers, see rans.py ----
+
+INLINE u32 bucket(u64 value, u32 *extra) {
+    if (value < 16) { *extra = 0; return (u32)value; }
+    u32 exponent = 63 - (u32)__builtin_clzll(value);
+    *extra = exponent - 2;
+    return 4 * exponent + ((u32)(value >> *extra) & 3);
+}
+INLINE u64 zigzag(u64 step, int w) {
+    u64 top = (u64)1 << (8 * w - 1);
+    return step & top ? ((top - step) << 1) + (top << 1) - 2 : (step << 1) - 1;
+}
+INLINE u64 unzigzag(u64 value) {
+    u64 magnitude = (value >> 1) + 1;
+    return value & 1 ? magnitude : 0 - magnitude;
+}
+// The class in which the gap before change k of a block begins, and the gap.
+INLINE i64 gap_before(const Code *of, i64 b, i64 k, i64 *gap, int one) {
+    i64 base = of->base_B[b], place = at_of(of->at, k, of->wide) - base, low = of->bound_B[b];
+    if (one) {
+        *gap = place - (k > low ? at_of(of->at, k - 1, of->wide) - base : -1) - 1;
+        return 0;
+    }
+    i64 c = of->class_K[k], classes = of->classes, begin = 0, before = -1;
+    const i64 *size_C = of->size_BC + b * classes, *ratio_CC = of->ratio_CC;
+    if (k > low) {
+        begin = of->class_K[k - 1];
+        before = at_of(of->at, k - 1, of->wide) - base;
+    } else while (begin < classes - 1 && size_C[begin] == 0) begin++;
+    if (begin == c) {
+        *gap = place - before - 1;
+        return begin;
+    }
+    i64 rest = size_C[begin] - before - 1;
+    for (i64 to = begin + 1; to < c; to++) rest += (size_C[to] * ratio_CC[begin * classes + to]) >> RATIO_BITS;
+    *gap = rest + (((place + 1) * ratio_CC[begin * classes + c]) >> RATIO_BITS) - 1;
+    return begin;
+}
+
+#define JOIN2(a, b) a##_##b
+#define JOIN1(a, b) JOIN2(a, b)
+#define ISA(name) JOIN1(name, SUFFIX)
+
+#define differing ISA(differing)
+#define between ISA(between)
+#define ones ISA(ones)
+#define nth ISA(nth)
+#define ahead ISA(ahead)
+#define find ISA(find)
+#define flush ISA(flush)
+#define push_bits ISA(push_bits)
+#define push ISA(push)
+#define pull ISA(pull)
+#define number ISA(number)
+#define open_lane ISA(open_lane)
+#define change ISA(change)
+#define decode_lanes ISA(decode_lanes)
+#define fields ISA(fields)
+#define counts_ahead ISA(counts_ahead)
+#define place_block ISA(place_block)
+#define neon_bits ISA(neon_bits)
+
+#define SUFFIX plain
+#include "_native.c"
+#undef SUFFIX
+#if defined(__x86_64__)
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,bmi,bmi2,lzcnt,popcnt")
+#endif
+#define SUFFIX avx2
+#define AVX2
+#include "_native.c"
+#undef SUFFIX
+#undef AVX2
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vbmi2,avx2,bmi,bmi2,lzcnt,popcnt"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vbmi2,avx2,bmi,bmi2,lzcnt,popcnt,prefer-vector-width=512")
+#endif
+#define SUFFIX avx512
+#define AVX512
+#include "_native.c"
+#undef SUFFIX
+#undef AVX512
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#define FOR_ISA(name) {name##_plain, name##_avx2, name##_avx512}
+#else
+#define FOR_ISA(name) {name##_plain}
+#endif
+#undef differing
+#undef between
+#undef ones
+#undef nth
+#undef ahead
+#undef find
+#undef flush
+#undef push_bits
+#undef push
+#undef pull
+#undef number
+#undef open_lane
+#undef change
+#undef decode_lanes
+#undef fields
+#undef counts_ahead
+#undef place_block
+#undef neon_bits
+
+// ---- What Python calls ----
+
+enum { MOST_ARGUMENTS = 16 };
+typedef struct {
+    i64 n[MOST_ARGUMENTS];   // integers, by place
+    void *p[MOST_ARGUMENTS]; // arrays; NULL for None
+    i64 size[MOST_ARGUMENTS];
+    int item[MOST_ARGUMENTS];
+    Py_buffer view[MOST_ARGUMENTS];
+    int held;
+} Call;
+
+static int simd;  // plain (or NEON), AVX2, AVX-512
+
+// Reads arguments: n an integer, r an array, w one that is written, o an array or None.
+static int parse(Call *call, PyObject *arguments, const char *kinds) {
+    call->held = 0;
+    i64 count = PyTuple_Size(arguments);
+    if (count != (i64)strlen(kinds)) {
+        PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+        return 0;
+    }
+    for (i64 i = 0; i < count; i++) {
+        PyObject *argument = PyTuple_GetItem(arguments, i);
+        if (kinds[i] == 'n') {
+            call->n[i] = (i64)PyLong_AsUnsignedLongLongMask(argument);
+            if (PyErr_Occurred()) return 0;
+            continue;
+        }
+        call->p[i] = NULL;
+        call->size[i] = call->item[i] = 0;
+        if (kinds[i] == 'o' && argument == Py_None) continue;
+        Py_buffer *view = &call->view[call->held];
+        if (PyObject_GetBuffer(argument, view, kinds[i] == 'w' ? PyBUF_WRITABLE : PyBUF_SIMPLE)) return 0;
+        call->held++;
+        call->p[i] = view->buf;
+        call->item[i] = (int)view->itemsize;
+        call->size[i] = view->len / MAX(view->itemsize, 1);
+    }
+    return 1;
+}
+
+static PyObject *finish(Call *call, PyObject *result) {
+    while (call->held) PyBuffer_Release(&call->view[--call->held]);
+    return result;
+}
+
+static PyObject *refuse(Call *call, const char *text) {
+    PyErr_SetString(PyExc_ValueError, text);
+    return finish(call, NULL);
+}
+
+static PyObject *report(Call *call, int failed) {
+    if (failed == NO_MEMORY) return PyErr_NoMemory(), finish(call, NULL);
+    return finish(call, PyBool_FromLong(!failed));
+}
+
+// Whether argument i is an array of `count` elements of `item` bytes.
+#define IS(i, items, bytes) (call.item[i] == (bytes) && call.size[i] == (items))
+#define WIDTH(i) (call.item[i] == 1 || call.item[i] == 2 || call.item[i] == 4 || call.item[i] == 8)
+#define INDEX(i) (call.item[i] == 4 || call.item[i] == 8)
+#define RUN(kernel, of, count, threads, failed) \
+    do { \
+        static void (*const kernels[])(Job *) = FOR_ISA(kernel); \
+        Py_BEGIN_ALLOW_THREADS failed = run(kernels[simd], of, count, threads); \
+        Py_END_ALLOW_THREADS \
+    } while (0)
+#define ENTRY(name, kinds) \
+    static PyObject *name##_entry(PyObject *self, PyObject *arguments) { \
+        (void)self; \
+        Call call; \
+        int failed = 0; \
+        (void)failed; \
+        if (!parse(&call, arguments, kinds)) return finish(&call, NULL);
+#define WRONG return refuse(&call, "arrays of wrong sizes or types")
+
+// Whether numbers ascend from `least` to `most` at most.
+static int ascends(const i64 *p, i64 count, i64 least, i64 most) {
+    for (i64 i = 0; i < count; i++) {
+        if (p[i] < least || p[i] > most) return 0;
+        least = p[i];
+    }
+    return 1;
+}
+
+ENTRY(fingerprint, "nnrro")  // threads, key, first index of each run, bits, copy
+    _Atomic u64 sum = 0;
+    Stream of = {.w = call.item[3], .key = (u64)call.n[1], .start = call.p[2], .bits = call.p[3], .out = call.p[4], .sum = &sum};
+    if (!WIDTH(3) || call.item[2] != 8 || (call.p[4] && !IS(4, call.size[3], of.w))) WRONG;
+    if (call.size[2] && call.size[3]) {
+        of.length = call.size[3] / call.size[2];
+        if (of.length * call.size[2] != call.size[3]) WRONG;
+        RUN(stream, &of, call.size[2] * ((of.length + STREAM - 1) / STREAM), call.n[0], failed);
+    }
+    return finish(&call, PyLong_FromUnsignedLongLong(sum));
+}
+
+ENTRY(scan, "nrrrwwww")  // threads, rows, keys, bounds, positions, steps, gains, above
+    i64 rows = call.size[1] / 6, tensors = call.size[2], total = 0;
+    Scan of = {.w = call.item[5], .wide = call.item[4] == 8, .row = call.p[1], .key = call.p[2], .bound = call.p[3],
+               .at = call.p[4], .step = call.p[5], .room = call.size[5], .rows = rows};
+    if (!IS(1, 6 * rows, 8) || !IS(2, tensors, 8) || !IS(3, 2 * tensors, 8) || !WIDTH(5) || !INDEX(4) ||
+        call.size[4] != of.room || !IS(6, tensors, 8) || !IS(7, tensors, 8)) WRONG;
+    for (i64 r = 0; r < rows; r++) {
+        const i64 *row = of.row + 6 * r;
+        if (row[0] < 0 || row[0] >= tensors || row[2] < 0 || row[2] > ROW) WRONG;
+    }
+    i64 *numbers = calloc((size_t)MAX(rows, 1), 5 * 8);
+    of.arena_offset = malloc((size_t)of.room * 2 + 2);
+    of.arena_step = malloc((size_t)(of.room * of.w) + 8);
+    of.count_R = numbers, of.place_R = numbers + rows, of.start_R = numbers + 2 * rows, of.above_R = numbers + 3 * rows;
+    of.gain_R = (u64 *)numbers + 4 * rows;
+    failed = numbers && of.arena_offset && of.arena_step ? 0 : NO_MEMORY;
+    if (!failed) RUN(scan, &of, rows, call.n[0], failed);
+    for (i64 r = 0; !failed && r < rows; r++) {
+        of.start_R[r] = total;
+        total += of.count_R[r];
+    }
+    if (!failed && total <= of.room) {
+        RUN(join, &of, rows, total < ROW ? 1 : call.n[0], failed);
+        for (i64 r = 0; r < rows; r++) {
+            ((u64 *)call.p[6])[of.row[6 * r]] += of.gain_R[r];
+            ((i64 *)call.p[7])[of.row[6 * r]] += of.above_R[r];
+        }
+    }
+    free(numbers), free(of.arena_offset), free(of.arena_step);
+    if (failed) return report(&call, failed);
+    return finish(&call, PyLong_FromLongLong(total));
+}
+
+ENTRY(add, "nrrrrrww")  // threads, rows, keys, bounds, positions, steps, gains, above
+    i64 rows = call.size[1] / 6, tensors = call.size[2], changes = call.size[5];
+    Add of = {.w = call.item[5], .wide = call.item[4] == 8, .row = call.p[1], .key = call.p[2], .bound = call.p[3],
+              .at = call.p[4], .step = call.p[5]};
+    if (!IS(1, 6 * rows, 8) || !IS(2, tensors, 8) || !IS(3, 2 * tensors, 8) || !WIDTH(5) || !INDEX(4) ||
+        call.size[4] != changes || !IS(6, tensors, 8) || !IS(7, tensors, 8)) WRONG;
+    for (i64 r = 0; r < rows; r++) {
+        const i64 *row = of.row + 6 * r;
+        if (row[0] < 0 || row[0] >= tensors || row[1] < 0 || row[2] < row[1] || row[2] > changes || row[2] - row[1] > CHUNK) WRONG;
+    }
+    i64 *numbers = calloc((size_t)MAX(rows, 1), 2 * 8);
+    of.gain_R = (u64 *)numbers, of.above_R = numbers + rows;
+    if (!numbers) return report(&call, NO_MEMORY);
+    RUN(check, &of, rows, call.n[0], failed);
+    if (!failed) RUN(add, &of, rows, call.n[0], failed);
+    for (i64 r = 0; !failed && r < rows; r++) {
+        ((u64 *)call.p[6])[of.row[6 * r]] += of.gain_R[r];
+        ((i64 *)call.p[7])[of.row[6 * r]] += of.above_R[r];
+    }
+    free(numbers);
+    return report(&call, failed);
+}
+
+ENTRY(prepare, "nrrrrrrwwwww")  // threads, rows, dimensions, keys, first positions, positions, steps, to, new, kept, gains, checks
+    i64 rows = call.size[1] / 8, dims = call.size[2] / (3 * DIMS), tensors = call.size[3], changes = call.size[6], room = call.size[8];
+    Prepare of = {.w = call.item[6], .wide = call.item[5] == 8, .to_wide = call.item[7] == 8, .row = call.p[1], .dims = call.p[2],
+                  .key = call.p[3], .first_T = call.p[4], .at = call.p[5], .step = call.p[6], .to = call.p[7], .new_ = call.p[8],
+                  .kept_R = call.p[9], .gain_R = call.p[10], .check_R = call.p[11]};
+    if (!IS(1, 8 * rows, 8) || !IS(2, 3 * DIMS * dims, 8) || !IS(3, tensors, 8) || call.item[4] != 8 || call.size[4] < tensors ||
+        !WIDTH(6) || !INDEX(5) || call.size[5] != changes || !INDEX(7) || call.size[7] != room || !IS(8, room, of.w) ||
+        !IS(9, rows, 8) || !IS(10, rows, 8) || !IS(11, rows, 8)) WRONG;
+    for (i64 r = 0; r < rows; r++) {
+        const i64 *row = of.row + 8 * r;
+        if (row[0] < 0 || row[0] >= tensors || row[1] < 0 || row[2] < row[1] || row[2] > changes || row[2] - row[1] > CHUNK ||
+            row[5] >= dims || row[6] < 0 || row[6] + row[2] - row[1] > room) WRONG;
+    }
+    RUN(prepare, &of, rows, call.n[0], failed);
+    return report(&call, failed);
+}
+
+ENTRY(weigh, "nrrrr")  // key, memory, positions, indices, new bits
+    u64 sum[2] = {0, 0};
+    Weigh of = {.w = call.item[1], .wide = call.item[2] == 8, .key = (u64)call.n[0], .dest = call.p[1], .at = call.p[2],
+                .index = call.p[3], .new_ = call.p[4], .count = call.size[4], .size = call.size[1], .sum = sum};
+    if (!WIDTH(1) || !INDEX(2) || call.size[2] != of.count || !IS(3, of.count, 8) || call.item[4] != of.w) WRONG;
+    RUN(weigh, &of, 1, 1, failed);
+    if (failed) return refuse(&call, "positions outside of memory");
+    return finish(&call, Py_BuildValue("(KK)", (unsigned long long)sum[0], (unsigned long long)sum[1]));
+}
+
+ENTRY(swap, "nnnr")  // threads, bytes of an element, bytes of a position, rows: memory, positions, values, count
+    _Atomic u64 sum = 0;
+    Swap of = {.w = (int)call.n[1], .wide = call.n[2] == 8, .row = call.p[3], .sum = &sum};
+    if (call.size[3] % 4 || call.item[3] != 8) WRONG;
+    RUN(swap, &of, call.size[3] / 4, call.n[0], failed);
+    return finish(&call, PyLong_FromUnsignedLongLong(sum));
+}
+
+// Reads the blocks and changes from arguments i on: base, sizes, bounds, positions, classes, steps. Returns whether they fit.
+static int blocks_of(Code *of, Call *at, int i, i64 classes) {
+    Call call = *at;
+    of->blocks = call.size[i + 2] - 1, of->classes = classes;
+    of->base_B = call.p[i], of->size_BC = call.p[i + 1], of->bound_B = call.p[i + 2];
+    of->at = call.p[i + 3], of->class_K = call.p[i + 4], of->step = call.p[i + 5];
+    of->w = call.item[i + 5], of->wide = call.item[i + 3] == 8;
+    i64 changes = call.size[i + 5];
+    if (of->blocks < 0 || classes < 1 || classes > SYMBOLS || !IS(i, of->blocks, 8) || !IS(i + 1, of->blocks * classes, 8) ||
+        call.item[i + 2] != 8 || !INDEX(i + 3) || call.size[i + 3] != changes || !WIDTH(i + 5)) return 0;
+    if (of->class_K ? !IS(i + 4, changes, 1) : classes != 1) return 0;
+    for (i64 k = 0; of->class_K && k < changes; k++)
+        if (of->class_K[k] >= classes) return 0;
+    return ascends(of->bound_B, of->blocks + 1, 0, changes);
+}
+
+ENTRY(count, "nrrrrrorrw")  // threads, runs, blocks and changes, ratios, counts
+    i64 runs = call.size[1] - 1, classes = 1;
+    while (classes * classes < call.size[8]) classes++;
+    Code of = {.run_R = call.p[1], .ratio_CC = call.p[8], .count_RTS = call.p[9]};
+    if (!blocks_of(&of, &call, 2, classes) || !IS(8, classes * classes, 8) || call.item[1] != 8 || runs < 0 ||
+        !ascends(of.run_R, runs + 1, 0, of.blocks) || !IS(9, runs * 2 * classes * SYMBOLS, 8)) WRONG;
+    RUN(count, &of, runs, call.n[0], failed);
+    return report(&call, failed);
+}
+
+ENTRY(encode, "nrrrrorrrrww")  // threads, blocks and changes, frequencies, ratios, ends of rooms, words, first word of each block
+    i64 classes = call.size[7] / (2 * SYMBOLS), most = 0;
+    Code of = {.freq_TS = call.p[7], .ratio_CC = call.p[8], .room_B = call.p[9], .out = call.p[10], .first_B = call.p[11]};
+    if (!blocks_of(&of, &call, 1, classes) || !IS(7, 2 * classes * SYMBOLS, 4) || !IS(8, classes * classes, 8) ||
+        !IS(9, of.blocks + 1, 8) || call.item[10] != 4 || !IS(11, of.blocks, 8)) WRONG;
+    // 12 bits for each symbol, at most 61 and 8 w - 3 extra ones
+    most = (2 * TABLE_BITS + 61 + 8 * of.w + 31) / 32;
+    for (i64 b = 0; b < of.blocks; b++)
+        if (of.room_B[b + 1] - of.room_B[b] < most * (of.bound_B[b + 1] - of.bound_B[b]) + 5) WRONG;
+    if (of.room_B[0] || of.room_B[of.blocks] > call.size[10]) WRONG;
+    Coding *coding = malloc((size_t)(2 * classes * SYMBOLS) * sizeof *coding);
+    if (!coding) return report(&call, NO_MEMORY);
+    for (i64 t = 0; t < 2 * classes; t++)
+        for (u32 s = 0, start = 0; s < SYMBOLS; start += of.freq_TS[t * SYMBOLS + s++]) {
+            u64 freq = of.freq_TS[t * SYMBOLS + s];  // 2**64 / freq rounded down; the division is of 2**64 - 1
+            u64 inverse = freq < 2 ? ~(u64)0 : ~(u64)0 / freq + ((freq & (freq - 1)) == 0);
+            coding[t * SYMBOLS + s] = (Coding){inverse, (u32)freq, start};
+        }
+    of.coding = coding;
+    RUN(encode, &of, (of.blocks + 3) / 4, call.n[0], failed);
+    free(coding);
+    return report(&call, failed);
+}
+
+// Returns the slots of tables: slots of the symbol less one, distance from its first slot, symbol. NULL if they do not fit.
+static u32 *slots_of(const u32 *freq_TS, i64 tables) {
+    u32 *slot = malloc((size_t)(tables * SLOTS) * 4);
+    for (i64 t = 0; slot && t < tables; t++) {
+        i64 at = 0;
+        for (u32 s = 0; s < SYMBOLS && at <= SLOTS; s++) {
+            u32 freq = freq_TS[t * SYMBOLS + s];
+            if (freq > SLOTS - at) {
+                at = SLOTS + 1;
+                break;
+            }
+            for (u32 i = 0; i < freq; i++) slot[t * SLOTS + at++] = (freq - 1) << 20 | i << 8 | s;
+        }
+        if (at != SLOTS) {
+            free(slot);
+            return NULL;
+        }
+    }
+    return slot;
+}
+
+ENTRY(decode, "nrrrrrrww")  // threads, words, words of blocks, base, sizes, bounds, frequencies, positions, steps
+    i64 blocks = call.size[5] - 1, changes = call.size[8];
+    Code of = {.words = call.p[1], .word_B2 = call.p[2], .base_B = call.p[3], .size_BC = call.p[4], .bound_B = call.p[5],
+               .at_to = call.p[7], .step_to = call.p[8], .w = call.item[8], .wide = call.item[7] == 8, .classes = 1, .blocks = blocks};
+    if (call.item[1] != 4 || blocks < 0 || !IS(2, 2 * blocks, 8) || !IS(3, blocks, 8) || !IS(4, blocks, 8) || call.item[5] != 8 ||
+        !IS(6, 2 * SYMBOLS, 4) || !INDEX(7) || call.size[7] != changes || !WIDTH(8) || !ascends(of.bound_B, blocks + 1, 0, changes) ||
+        !ascends(of.word_B2, 2 * blocks, 0, call.size[1])) WRONG;
+    u32 *slot = slots_of(call.p[6], 2);
+    if (!slot) return refuse(&call, "tables of wrong sums");
+    of.coding = slot;
+    RUN(decode, &of, (blocks + 3) / 4, call.n[0], failed);
+    free(slot);
+    return report(&call, failed);
+}
+
+// Whether the table of blocks, argument i, fits; classes are arguments j and j + 1.
+static int classes_of(Code *of, Call *at, int i, int j) {
+    Call call = *at;
+    of->row_BF = call.p[i], of->bound_B = call.p[i + 1], of->blocks = call.size[i] / 7;
+    of->low_C = call.p[j], of->span_C = call.p[j + 1], of->classes = call.size[j];
+    for (i64 b = 0; b < of->blocks; b++) {
+        const i64 *row = of->row_BF + 7 * b;
+        if (row[1] < 1 || row[2] < 0 || row[3] < 1 || row[1] > (1 << 30) || row[3] > (1 << 30) / row[1] || row[5] < 0 || row[5] > 63 ||
+            row[6] < 0 || row[6] > 255) return 0;
+    }
+    return IS(i, 7 * of->blocks, 8) && IS(i + 1, of->blocks + 1, 8) && of->classes > 0 && of->classes <= SYMBOLS && call.item[j] == 1 &&
+           IS(j + 1, of->classes, 1);
+}
+
+ENTRY(rank, "nrrrrrrrwwww")  // threads, blocks, bounds, positions, steps, class of each field, classes, sizes, ranks, classes, steps
+    i64 changes = call.size[4];
+    Code of = {.at = call.p[3], .step = call.p[4], .w = call.item[4], .wide = call.item[3] == 8, .class_E = call.p[5],
+               .size_to_BC = call.p[8], .rank_K = call.p[9], .class_to_K = call.p[10], .step_to = call.p[11]};
+    if (!classes_of(&of, &call, 1, 6) || !WIDTH(4) || !INDEX(3) || call.size[3] != changes || !IS(5, SYMBOLS, 1) ||
+        !IS(8, of.blocks * of.classes, 8) || !IS(9, changes, 4) || !IS(10, changes, 1) || !IS(11, changes, of.w) ||
+        !ascends(of.bound_B, of.blocks + 1, 0, changes)) WRONG;
+    for (int e = 0; e < SYMBOLS; e++)
+        if (of.class_E[e] >= of.classes) WRONG;
+    RUN(rank, &of, of.blocks, call.n[0], failed);
+    return report(&call, failed);
+}
+
+ENTRY(decode_classes, "nrrrrrrrrww")  // threads, blocks, bounds, words, words of blocks, classes, frequencies, ratios, positions, steps
+    i64 changes = call.size[10];
+    Code of = {.words = call.p[3], .word_B2 = call.p[4], .ratio_CC = call.p[8], .at_to = call.p[9], .step_to = call.p[10],
+               .w = call.item[10], .wide = call.item[9] == 8};
+    if (!classes_of(&of, &call, 1, 5) || call.item[3] != 4 || !IS(4, 2 * of.blocks, 8) || !IS(7, 2 * of.classes * SYMBOLS, 4) ||
+        !IS(8, of.classes * of.classes, 8) || !INDEX(9) || call.size[9] != changes || !WIDTH(10) ||
+        !ascends(of.bound_B, of.blocks + 1, 0, changes) || !ascends(of.word_B2, 2 * of.blocks, 0, call.size[3])) WRONG;
+    u32 *slot = slots_of(call.p[7], 2 * of.classes);
+    i64 *size_BC = calloc((size_t)MAX(of.blocks * of.classes, 1), 8);
+    if (!slot || !size_BC) {
+        free(slot), free(size_BC);
+        return refuse(&call, "tables of wrong sums");
+    }
+    of.coding = slot, of.size_BC = of.size_to_BC = size_BC;
+    RUN(decode_classes, &of, (of.blocks + 3) / 4, call.n[0], failed);
+    free(slot), free(size_BC);
+    return report(&call, failed);
+}
+
+ENTRY(survey, "nrrrrrrww")  // threads, runs, blocks, bounds, positions, steps, periods, elements, symbols of steps
+    i64 runs = call.size[1] - 1, changes = call.size[5], blocks = call.size[2] / 7;
+    Code of = {.run_R = call.p[1], .row_BF = call.p[2], .bound_B = call.p[3], .at = call.p[4], .step = call.p[5], .w = call.item[5],
+               .wide = call.item[4] == 8, .period_R = call.p[6], .element_RE = call.p[7], .step_RES = call.p[8]};
+    if (call.item[1] != 8 || runs < 0 || !IS(2, 7 * blocks, 8) || !IS(3, blocks + 1, 8) || !INDEX(4) || call.size[4] != changes ||
+        !WIDTH(5) || !IS(6, runs, 8) || !IS(7, runs * SYMBOLS, 8) || !IS(8, runs * SYMBOLS * SYMBOLS, 4) ||
+        !ascends(of.run_R, runs + 1, 0, blocks) || !ascends(of.bound_B, blocks + 1, 0, changes)) WRONG;
+    for (i64 r = 0; r < runs; r++)
+        if (of.period_R[r] < 1) WRONG;
+    RUN(survey, &of, runs, call.n[0], failed);
+    return report(&call, failed);
+}
+
+ENTRY(regroup, "nrrnrrwww")  // threads, bounds, bands, by tile, positions, steps, positions, steps, counts
+    i64 bands = call.size[2] / 6, changes = call.size[5];
+    Regroup of = {.bound_G = call.p[1], .band_GF = call.p[2], .by_tile = call.n[3] != 0, .at = call.p[4], .step = call.p[5],
+                  .w = call.item[5], .wide = call.item[4] == 8, .at_to = call.p[6], .step_to = call.p[7], .count_B = call.p[8]};
+    if (!IS(2, 6 * bands, 8) || !IS(1, bands + 1, 8) || !INDEX(4) || call.size[4] != changes || !WIDTH(5) ||
+        !IS(6, changes, call.item[4]) || !IS(7, changes, of.w) || call.item[8] != 8 || !ascends(of.bound_G, bands + 1, 0, changes)) WRONG;
+    for (i64 g = 0; g < bands; g++) {
+        const i64 *band = of.band_GF + 6 * g;
+        if (band[1] < 1 || band[2] < 1 || band[3] < 0 || band[4] < 0 || band[5] < 0 ||
+            (of.by_tile && band[5] + band[3] > call.size[8])) WRONG;
+    }
+    RUN(regroup, &of, bands, call.n[0], failed);
+    return report(&call, failed);
+}
+
+// ---- Which values of a field form a class: those whose changes take the fewest bits together ----
+
+static double x_log_x(double x) { return x > 1.0 ? x * log2(x) : 0.0; }
+
+// Estimates the bits that the changes of a class take, with their tables, but without the extra bits of steps.
+static double class_bits(double element, const i64 *step_S, i64 symbols, const double *costs) {
+    double changed = 0.0, bits = costs[0];
+    for (i64 s = 0; s < symbols; s++)
+        if (step_S[s]) {
+            changed += (double)step_S[s];
+            bits += costs[1] - x_log_x((double)step_S[s]);
+        }
+    element = MAX(element, changed);
+    return bits + x_log_x(element) - x_log_x(element - changed);  // which of them change; then by which step
+}
+
+ENTRY(class_bits, "rrr")  // elements of each value, symbols of steps, costs: of a table, a symbol, an element
+    i64 symbols = call.size[1] / SYMBOLS;
+    double bits = 0.0;
+    if (!IS(0, SYMBOLS, 8) || !IS(1, SYMBOLS * symbols, 8) || !IS(2, 3, 8)) WRONG;
+    double bits_E[SYMBOLS];
+    for (i64 e = 0; e < SYMBOLS; e++) {
+        const i64 *step_S = (const i64 *)call.p[1] + e * symbols;
+        int any = 0;
+        for (i64 s = 0; s < symbols; s++) any |= step_S[s] != 0;
+        bits_E[e] = any ? class_bits(((const double *)call.p[0])[e], step_S, symbols, call.p[2]) : 0.0;
+    }
+    for (i64 e = 0; e < SYMBOLS; e++) bits += bits_E[e];
+    return finish(&call, PyFloat_FromDouble(bits));
+}
+
+// How many bits it is worth to join class c with the next one. `element_E` has partial sums.
+static double gain_of(i64 c, const i64 *first_C, const i64 *last_C, const i64 *next_C, const double *bits_C, const double *element_E,
+                      const i64 *step_CS, i64 symbols, i64 *both_S, const double *costs) {
+    i64 n = next_C[c];
+    if (n < 0) return 0.0;
+    for (i64 s = 0; s < symbols; s++) both_S[s] = step_CS[c * symbols + s] + step_CS[n * symbols + s];
+    double joined = class_bits(element_E[last_C[n] + 1] - element_E[first_C[c]], both_S, symbols, costs);
+    return bits_C[c] + bits_C[n] - joined + costs[2] * element_E[SYMBOLS];
+}
+
+ENTRY(fit, "rrrwww")  // elements, symbols of steps (mutated copy), costs, first and last value of each class, elements a change
+    i64 symbols = call.size[1] / SYMBOLS;
+    if (!IS(0, SYMBOLS, 8) || !IS(1, SYMBOLS * symbols, 8) || !IS(2, 3, 8) || !IS(3, SYMBOLS, 8) || !IS(4, SYMBOLS, 8) ||
+        !IS(5, SYMBOLS, 8)) WRONG;
+    const double *costs = call.p[2];
+    i64 *first_C = call.p[3], *last_C = call.p[4], next_C[SYMBOLS], before_C[SYMBOLS], count = 0;
+    double element_E[SYMBOLS + 1] = {0}, bits_C[SYMBOLS] = {0}, gain_C[SYMBOLS] = {0}, *mean_C = call.p[5];
+    i64 *step_CS = malloc((size_t)((SYMBOLS + 1) * MAX(symbols, 1)) * 8), *both_S = step_CS + SYMBOLS * symbols;
+    if (!step_CS) return report(&call, NO_MEMORY);
+    for (i64 e = 0; e < SYMBOLS; e++) {
+        const i64 *step_S = (const i64 *)call.p[1] + e * symbols;
+        i64 changed = 0;
+        for (i64 s = 0; s < symbols; s++) changed += step_S[s];
+        element_E[e + 1] = element_E[e] + MAX(((const double *)call.p[0])[e], (double)changed);
+        next_C[e] = before_C[e] = first_C[e] = last_C[e] = -1;
+        if (!changed) continue;
+        first_C[count] = last_C[count] = e;
+        memcpy(step_CS + count * symbols, step_S, (size_t)symbols * 8);
+        bits_C[count] = class_bits(((const double *)call.p[0])[e], step_S, symbols, costs);
+        if (count) next_C[count - 1] = count, before_C[count] = count - 1;
+        count++;
+    }
+    for (i64 c = 0; c < count; c++) gain_C[c] = gain_of(c, first_C, last_C, next_C, bits_C, element_E, step_CS, symbols, both_S, costs);
+    for (;;) {
+        i64 c = 0;
+        for (i64 other = 1; other < SYMBOLS; other++)
+            if (gain_C[other] > gain_C[c]) c = other;
+        if (!(gain_C[c] > 0)) break;
+        i64 n = next_C[c];
+        last_C[c] = last_C[n], next_C[c] = next_C[n];
+        for (i64 s = 0; s < symbols; s++) step_CS[c * symbols + s] += step_CS[n * symbols + s];
+        bits_C[c] = class_bits(element_E[last_C[c] + 1] - element_E[first_C[c]], step_CS + c * symbols, symbols, costs);
+        first_C[n] = -1, gain_C[n] = 0.0;  // it is no class any more
+        if (next_C[c] >= 0) before_C[next_C[c]] = c;
+        if (before_C[c] >= 0)
+            gain_C[before_C[c]] = gain_of(before_C[c], first_C, last_C, next_C, bits_C, element_E, step_CS, symbols, both_S, costs);
+        gain_C[c] = gain_of(c, first_C, last_C, next_C, bits_C, element_E, step_CS, symbols, both_S, costs);
+    }
+    for (i64 c = 0; c < count; c++) {
+        i64 changed = 0;
+        for (i64 s = 0; s < symbols; s++) changed += step_CS[c * symbols + s];
+        if (first_C[c] >= 0) mean_C[c] = (element_E[last_C[c] + 1] - element_E[first_C[c]]) / (double)changed;
+    }
+    free(step_CS);
+    return report(&call, failed);
+}
+
+static int best_simd(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi") || !__builtin_cpu_supports("bmi2")) return 0;
+    int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+    return 1 + (wide && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vbmi2"));
+#else
+    return 0;
+#endif
+}
+
+static PyObject *simd_entry(PyObject *self, PyObject *arguments) {  // the most to use; returns what is used
+    (void)self;
+    Call call;
+    if (!parse(&call, arguments, "n")) return NULL;
+    simd = (int)MAX(0, MIN(call.n[0], best_simd()));
+    return PyLong_FromLong(simd);
+}
+
+#define METHOD(name) {#name, name##_entry, METH_VARARGS, NULL}
+static PyMethodDef methods[] = {
+    METHOD(fingerprint), METHOD(scan), METHOD(add), METHOD(prepare), METHOD(weigh), METHOD(swap), METHOD(count), METHOD(encode),
+    METHOD(decode), METHOD(rank), METHOD(decode_classes), METHOD(survey), METHOD(regroup), METHOD(class_bits), METHOD(fit),
+    METHOD(simd), {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    static int is_ready;
+    if (!is_ready && pthread_atfork(before_fork, after_fork, in_child)) return PyErr_NoMemory();
+    is_ready = 1;
+    simd = best_simd();
+    return PyModule_Create(&module);
+}
+
+#else  // the kernels, for each instruction set
+
+// ---- Lanes: 64 elements or bytes as the bits of a word, the lowest for the first ----
+
+INLINE u64 differing(const char *a, const char *b, int w) {
+#if defined(AVX512)
+    u64 m = 0;
+    for (int part = 0; part < w; part++) {
+        __m512i x = _mm512_loadu_si512(a + 64 * part), y = _mm512_loadu_si512(b + 64 * part);
+        if (w == 1) m |= _mm512_cmpneq_epi8_mask(x, y);
+        if (w == 2) m |= (u64)_mm512_cmpneq_epi16_mask(x, y) << (32 * part);
+        if (w == 4) m |= (u64)_mm512_cmpneq_epi32_mask(x, y) << (16 * part);
+        if (w == 8) m |= (u64)_mm512_cmpneq_epi64_mask(x, y) << (8 * part);
+    }
+    return m;
+#elif defined(AVX2)
+    u64 same = 0;
+    if (w == 1) {
+        for (int part = 0; part < 2; part++) {
+            __m256i x = _mm256_loadu_si256((const __m256i *)(a + 32 * part)), y = _mm256_loadu_si256((const __m256i *)(b + 32 * part));
+            same |= (u64)(u32)_mm256_movemask_epi8(_mm256_cmpeq_epi8(x, y)) << (32 * part);
+        }
+    } else if (w == 2) {
+        for (int part = 0; part < 2; part++) {
+            const __m256i *x = (const __m256i *)(a + 64 * part), *y = (const __m256i *)(b + 64 * part);
+            __m256i one = _mm256_cmpeq_epi16(_mm256_loadu_si256(x), _mm256_loadu_si256(y));
+            __m256i other = _mm256_cmpeq_epi16(_mm256_loadu_si256(x + 1), _mm256_loadu_si256(y + 1));
+            __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi16(one, other), 0xD8);
+            same |= (u64)(u32)_mm256_movemask_epi8(both) << (32 * part);
+        }
+    } else {
+        for (int part = 0; part < 2 * w; part++) {
+            __m256i x = _mm256_loadu_si256((const __m256i *)(a + 32 * part)), y = _mm256_loadu_si256((const __m256i *)(b + 32 * part));
+            if (w == 4) same |= (u64)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(x, y))) << (8 * part);
+            if (w == 8) same |= (u64)_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(x, y))) << (4 * part);
+        }
+    }
+    return ~same;
+#else
+    u64 any = 0, m = 0;
+    for (int i = 0; i < 8 * w; i++) any |= get(a, i, 8) ^ get(b, i, 8);
+    if (any)
+        for (int i = 0; i < LANES; i++) m |= (u64)(get(a, i, w) != get(b, i, w)) << i;
+    return m;
+#endif
+}
+
+#if defined(__aarch64__)
+INLINE u64 neon_bits(uint8x16_t a, uint8x16_t b, uint8x16_t c, uint8x16_t d) {
+    static const u8 weight[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    uint8x16_t bit = vld1q_u8(weight);
+    uint8x16_t low = vpaddq_u8(vandq_u8(a, bit), vandq_u8(b, bit)), high = vpaddq_u8(vandq_u8(c, bit), vandq_u8(d, bit));
+    uint8x16_t both = vpaddq_u8(low, high);
+    return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(both, both)), 0);
+}
+#endif
+
+// Which of 64 bytes are from `low` to `low + span`.
+INLINE u64 between(const u8 *p, u8 low, u8 span) {
+#if defined(AVX512)
+    __m512i x = _mm512_sub_epi8(_mm512_loadu_si512(p), _mm512_set1_epi8((char)low));
+    return _mm512_cmple_epu8_mask(x, _mm512_set1_epi8((char)span));
+#elif defined(AVX2)
+    __m256i lows = _mm256_set1_epi8((char)low), spans = _mm256_set1_epi8((char)span);
+    u64 m = 0;
+    for (int part = 0; part < 2; part++) {
+        __m256i x = _mm256_sub_epi8(_mm256_loadu_si256((const __m256i *)(p + 32 * part)), lows);
+        m |= (u64)(u32)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(x, spans), x)) << (32 * part);
+    }
+    return m;
+#elif defined(__aarch64__)
+    uint8x16_t lows = vdupq_n_u8(low), spans = vdupq_n_u8(span), x[4];
+    for (int part = 0; part < 4; part++) x[part] = vcleq_u8(vsubq_u8(vld1q_u8(p + 16 * part), lows), spans);
+    return neon_bits(x[0], x[1], x[2], x[3]);
+#else
+    u64 m = 0;
+    for (int i = 0; i < LANES; i++) m |= (u64)((u8)(p[i] - low) <= span) << i;
+    return m;
+#endif
+}
+
+INLINE int ones(u64 m) { return __builtin_popcountll(m); }
+
+// The number of the bit that is set after `n` others.
+INLINE int nth(u64 m, u64 n) {
+#if defined(AVX512)
+    return (int)_tzcnt_u64(_pdep_u64((u64)1 << n, m));
+#else
+    int lane = 0;
+    for (int half = 32; half; half /= 2) {  // without branches, which would often be mispredicted
+        u64 below = (u64)ones(m & (((u64)1 << half) - 1)), is_above = below <= n;
+        n -= below * is_above;
+        m >>= half * is_above;
+        lane += half * (int)is_above;
+    }
+    return lane;
+#endif
+}
+
+INLINE void ahead(const char *p, i64 bytes) {
+    for (i64 line = 0; line < bytes; line += 64) __builtin_prefetch(p + line);
+}
+
+// ---- Compare ----
+
+// Writes offsets and steps of the elements that differ, and returns how many there are; up to 64 more are written.
+INLINE i64 find(const char *old, const char *new_, i64 count, u16 *offset, char *step, int w) {
+    i64 found = 0, i = 0;
+    enum { FAR = 2048 };
+#if defined(AVX512)
+    if (w == 2) {
+        __m512i place = _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10,
+                                         9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        for (; i + 32 <= count; i += 32) {
+            __builtin_prefetch(old + 2 * i + FAR);
+            __builtin_prefetch(new_ + 2 * i + FAR);
+            __m512i x = _mm512_loadu_si512(old + 2 * i), y = _mm512_loadu_si512(new_ + 2 * i);
+            __mmask32 m = _mm512_cmpneq_epi16_mask(x, y);
+            _mm512_storeu_si512(offset + found, _mm512_maskz_compress_epi16(m, place));
+            _mm512_storeu_si512(step + 2 * found, _mm512_maskz_compress_epi16(m, _mm512_sub_epi16(y, x)));
+            found += ones(m);
+            place = _mm512_add_epi16(place, _mm512_set1_epi16(32));
+        }
+    }
+#endif
+    for (; i + LANES <= count; i += LANES) {
+        ahead(old + i * w + FAR, LANES * w);
+        ahead(new_ + i * w + FAR, LANES * w);
+        u64 m = differing(old + i * w, new_ + i * w, w);
+        for (int n = 0; n < 2; n++) {  // without a branch: where nothing differs, the next one overwrites what is written
+            i64 at = i + __builtin_ctzll(m | (u64)1 << 63);
+            offset[found] = (u16)at;
+            put(step, found, get(new_, at, w) - get(old, at, w), w);
+            found += m != 0;
+            m &= m - 1;
+        }
+        for (; m; m &= m - 1, found++) {
+            i64 at = i + __builtin_ctzll(m);
+            offset[found] = (u16)at;
+            put(step, found, get(new_, at, w) - get(old, at, w), w);
+        }
+    }
+    for (; i < count; i++)
+        if (get(old, i, w) != get(new_, i, w)) {
+            offset[found] = (u16)i;
+            put(step, found++, get(new_, i, w) - get(old, i, w), w);
+        }
+    return found;
+}
+
+INLINE void ISA(scan_body)(Job *job, Scan *of, int w) {
+    u16 *offset = malloc((ROW + LANES) * sizeof *offset);
+    char *step = malloc((size_t)(ROW + LANES) * w), *value = malloc((size_t)(ROW + LANES) * w);
+    if (!offset || !step || !value) BAD(job, NO_MEMORY);
+    for (i64 r; (r = take(job)) >= 0;) {
+        const i64 *row = of->row + 6 * r;
+        const char *old = pointer(row[3]), *new_ = pointer(row[4]);
+        i64 found = find(old, new_, row[2], offset, step, w), above = 0;
+        u64 key = of->key[row[0]] + (u64)row[1] * INDEX_STEP, mask = of->bound[2 * row[0]], largest = of->bound[2 * row[0] + 1];
+        u64 gain = 0;
+        for (i64 k = 0; k < found; k++) put(value, k, get(new_, offset[k], w), w);
+        for (i64 k = 0; k < found; k++) {  // a loop of its own, which is vectorized
+            u64 now = get(value, k, w), before = (now - get(step, k, w)) & all_bits(w);
+            gain += cell(key, offset[k], now) - cell(key, offset[k], before);
+            above += (now & mask) > largest;
+        }
+        i64 place = atomic_fetch_add(&of->used, found);
+        if (found <= of->room - place) {
+            memcpy(of->arena_offset + place, offset, (size_t)found * 2);
+            memcpy(of->arena_step + place * w, step, (size_t)(found * w));
+        }
+        of->count_R[r] = found;
+        of->place_R[r] = place;
+        of->gain_R[r] = gain;
+        of->above_R[r] = above;
+    }
+    free(offset);
+    free(step);
+    free(value);
+}
+KERNEL(scan, Scan)
+
+INLINE void ISA(join_body)(Job *job, Scan *of, int w) {
+    for (i64 r; (r = take(job)) >= 0;) {
+        i64 position = of->row[6 * r + 5], start = of->start_R[r], count = of->count_R[r];
+        const u16 *offset = of->arena_offset + of->place_R[r];
+        if (of->wide) for (i64 k = 0; k < count; k++) ((i64 *)of->at)[start + k] = position + offset[k];
+        else for (i64 k = 0; k < count; k++) ((int32_t *)of->at)[start + k] = (int32_t)(position + offset[k]);
+        memcpy(of->step + start * w, of->arena_step + of->place_R[r] * w, (size_t)(count * w));
+    }
+}
+KERNEL(join, Scan)
+
+// ---- Fingerprints ----
+
+INLINE void ISA(stream_body)(Job *job, Stream *of, int w) {
+    enum { PIECE = 512 };
+    i64 per = (of->length + STREAM - 1) / STREAM;
+    u64 sum = 0;
+    for (i64 r; (r = take(job)) >= 0;) {
+        i64 done = r % per * STREAM, count = MIN(STREAM, of->length - done), skip = (r / per * of->length + done) * w;
+        const char *bits = of->bits + skip;
+        u64 key = of->key + (u64)(of->start[r / per] + done) * INDEX_STEP;
+        for (i64 at = 0; at < count; at += PIECE) {
+            i64 size = MIN(PIECE, count - at);
+            const char *piece = bits + at * w;
+            ahead(piece + PIECE * w, PIECE * w);
+            if (of->out) piece = memcpy(of->out + skip + at * w, piece, (size_t)(size * w));  // the fingerprint is of what was written
+            u64 part = 0, first = key + (u64)at * INDEX_STEP;
+            for (i64 i = 0; i < size; i++) part += cell(first, (u64)i, get(piece, i, w));
+            sum += part;
+        }
+    }
+    atomic_fetch_add(of->sum, sum);
+}
+KERNEL(stream, Stream)
+
+// ---- Changes of live memory ----
+
+static void ISA(check)(Job *job) {
+    const Add *of = job->of;
+    for (i64 r; (r = take(job)) >= 0;) {
+        const i64 *row = of->row + 6 * r;
+        int bad = 0;
+        for (i64 k = row[1]; k < row[2]; k++) {
+            i64 at = at_of(of->at, k, of->wide);
+            bad |= (at < row[4]) | (at >= row[5]);
+        }
+        if (bad) BAD(job, MALFORMED);
+    }
+}
+
+INLINE void ISA(add_body)(Job *job, Add *of, int w) {
+    char old[CHUNK * 8];
+    u64 index[CHUNK];
+    for (i64 r; (r = take(job)) >= 0;) {
+        const i64 *row = of->row + 6 * r;
+        i64 low = row[1], count = row[2] - low, above = 0;
+        char *bits = pointer(row[3]);
+        for (i64 k = 0; k < count; k++) {
+            if (k + AHEAD < count) __builtin_prefetch(bits + at_of(of->at, low + k + AHEAD, of->wide) * w, 1);
+            i64 at = at_of(of->at, low + k, of->wide);
+            u64 before = get(bits, at, w);
+            put(old, k, before, w);
+            put(bits, at, before + get(of->step, low + k, w), w);
+            index[k] = (u64)(at - row[4]);
+        }
+        u64 key = of->key[row[0]], mask = of->bound[2 * row[0]], largest = of->bound[2 * row[0] + 1], gain = 0;
+        for (i64 k = 0; k < count; k++) {
+            u64 before = get(old, k, w), now = (before + get(of->step, low + k, w)) & all_bits(w);
+            gain += cell(key, index[k], now) - cell(key, index[k], before);
+            above += (now & mask) > largest;
+        }
+        of->gain_R[r] = gain;
+        of->above_R[r] = above;
+    }
+}
+KERNEL(add, Add)
+
+INLINE void ISA(prepare_body)(Job *job, Prepare *of, int w) {
+    char old[CHUNK * 8];
+    u64 index[CHUNK];
+    for (i64 r; (r = take(job)) >= 0;) {
+        const i64 *row = of->row + 8 * r, *dims = row[5] < 0 ? NULL : of->dims + row[5] * DIMS * 3;
+        i64 low = row[1], high = row[2], position = row[4], place = row[6], span = row[7], kept = 0;
+        const char *memory = pointer(row[3]);
+        char *now_C = of->new_ + place * w;
+        for (i64 k = low; k < high; k++) {
+            i64 at = at_of(of->at, k, of->wide), rest = at - position, to = rest;
+            if (dims) {
+                to = 0;
+                for (int d = 0; d < DIMS && dims[3 * d + 1]; d++) {
+                    i64 coordinate = rest / dims[3 * d];
+                    rest -= coordinate * dims[3 * d];
+                    if (coordinate >= dims[3 * d + 1]) {
+                        rest = -1;
+                        break;
+                    }
+                    to += coordinate * dims[3 * d + 2];
+                }
+                if (rest) continue;
+            }
+            if (to < 0 || to >= span) {
+                BAD(job, MALFORMED);
+                return;
+            }
+            at_set(of->to, place + kept, to, of->to_wide);
+            put(now_C, kept, get(of->step, k, w), w);
+            index[kept++] = (u64)(at - of->first_T[row[0]]);
+        }
+        for (i64 k = 0; k < kept; k++) {
+            if (k + AHEAD < kept) __builtin_prefetch(memory + at_of(of->to, place + k + AHEAD, of->to_wide) * w);
+            put(old, k, get(memory, at_of(of->to, place + k, of->to_wide), w), w);
+        }
+        u64 key = of->key[row[0]], gain = 0, sum = 0;
+        for (i64 k = 0; k < kept; k++) {
+            u64 before = get(old, k, w);
+            put(now_C, k, get(now_C, k, w) + before, w);
+            u64 now = get(now_C, k, w);  // of the stored value, which wraps
+            gain += cell(key, index[k], now) - cell(key, index[k], before);
+            sum += before * (2 * (u64)at_of(of->to, place + k, of->to_wide) + 1);
+        }
+        of->kept_R[r] = kept;
+        of->gain_R[r] = gain;
+        of->check_R[r] = sum;
+    }
+}
+KERNEL(prepare, Prepare)
+
+INLINE void ISA(weigh_body)(Job *job, Weigh *of, int w) {
+    for (i64 r; (r = take(job)) >= 0;) {
+        u64 gain = 0, sum = 0;
+        for (i64 k = 0; k < of->count; k++) {
+            i64 at = at_of(of->at, k, of->wide);
+            if (at < 0 || at >= of->size) {
+                BAD(job, MALFORMED);
+                return;
+            }
+            if (k + AHEAD < of->count) __builtin_prefetch(of->dest + at_of(of->at, k + AHEAD, of->wide) * w);
+            u64 before = get(of->dest, at, w), index = (u64)of->index[k];
+            gain += cell(of->key, index, get(of->new_, k, w)) - cell(of->key, index, before);
+            sum += before * (2 * (u64)at + 1);
+        }
+        of->sum[0] = gain;
+        of->sum[1] = sum;
+    }
+}
+KERNEL(weigh, Weigh)
+
+INLINE void ISA(swap_body)(Job *job, Swap *of, int w) {
+    u64 sum = 0;
+    for (i64 r; (r = take(job)) >= 0;) {
+        const i64 *row = of->row + 4 * r;
+        char *bits = pointer(row[0]), *value = pointer(row[2]);
+        const void *at_C = pointer(row[1]);
+        for (i64 k = 0; k < row[3]; k++) {
+            if (k + AHEAD < row[3]) __builtin_prefetch(bits + at_of(at_C, k + AHEAD, of->wide) * w, 1);
+            i64 at = at_of(at_C, k, of->wide);
+            u64 before = get(bits, at, w);
+            put(bits, at, get(value, k, w), w);
+            put(value, k, before, w);
+            sum += before * (2 * (u64)at + 1);
+        }
+    }
+    atomic_fetch_add(of->sum, sum);
+}
+KERNEL(swap, Swap)
+
+// ---- Counting and encoding ----
+
+INLINE void ISA(count_body)(Job *job, Code *of, int w) {
+    for (i64 r; (r = take(job)) >= 0;) {
+        i64 *count_TS = of->count_RTS + r * 2 * of->classes * SYMBOLS, gap;
+        u32 extra;
+        for (i64 b = of->run_R[r]; b < of->run_R[r + 1]; b++)
+            for (i64 k = of->bound_B[b]; k < of->bound_B[b + 1]; k++) {
+                i64 begin = gap_before(of, b, k, &gap, !of->class_K), c = of->class_K ? of->class_K[k] : 0;
+                count_TS[2 * begin * SYMBOLS + bucket((u64)gap, &extra)]++;
+                count_TS[(2 * c + 1) * SYMBOLS + bucket(zigzag(get(of->step, k, w), w), &extra)]++;
+            }
+    }
+}
+KERNEL(count, Code)
+
+INLINE void flush(u32 **out, u64 *x, u64 freq, u32 bits) {
+    (*out)[-1] = (u32)*x;  // without a branch, which would often be mispredicted
+    u64 full = (*x >> (64 - bits)) >= freq;
+    *out -= full;
+    *x = full ? *x >> 32 : *x;
+}
+INLINE void push_bits(u32 **out, u64 *x, u64 value, u32 bits) {
+    flush(out, x, 1, bits);
+    *x = (*x << bits) + (value & (((u64)1 << bits) - 1));
+}
+INLINE void push(u32 **out, u64 *x, u64 value, const Coding *table) {
+    u32 extra;
+    const Coding *of = table + bucket(value, &extra);
+    if (extra) {  // decoding reads groups of 24 bits from the top and the shortest one last, so encoding begins with that
+        u32 done = extra > 24 ? (extra - 1) % 24 + 1 : extra;
+        push_bits(out, x, value, done);
+        for (; done < extra; done += 24) push_bits(out, x, value >> done, 24);
+    }
+    flush(out, x, of->freq, TABLE_BITS);
+    u64 quotient = (u64)(((u128)*x * of->inverse) >> 64);  // or one less
+    quotient += *x - quotient * of->freq >= of->freq;
+    *x += quotient * (SLOTS - of->freq) + of->start;
+}
+
+INLINE void ISA(encode_lanes)(Job *job, Code *of, int w, int one) {
+    enum { WIDE = 4 };  // blocks at a time: each symbol of a block waits for the symbol before
+    const Coding *coding = of->coding;
+    for (i64 r; (r = take(job)) >= 0;) {
+        u32 *out[WIDE];
+        u64 x[WIDE];
+        i64 low[WIDE], k[WIDE], block[WIDE], gap, least = INT64_MAX;
+        int lanes = (int)MIN(WIDE, of->blocks - WIDE * r);
+        for (int lane = 0; lane < lanes; lane++) {
+            i64 b = block[lane] = WIDE * r + lane;
+            out[lane] = of->out + of->room_B[b + 1];
+            x[lane] = 1;
+            low[lane] = of->bound_B[b];
+            k[lane] = of->bound_B[b + 1];
+            least = MIN(least, k[lane] - low[lane]);
+        }
+#define PUSH(lane) \
+    do { \
+        i64 change = --k[lane], begin = gap_before(of, block[lane], change, &gap, one), c = one ? 0 : of->class_K[change]; \
+        push(&out[lane], &x[lane], zigzag(get(of->step, change, w), w), coding + (2 * c + 1) * SYMBOLS); \
+        push(&out[lane], &x[lane], (u64)gap, coding + 2 * begin * SYMBOLS); \
+    } while (0)
+        if (lanes == WIDE)
+            for (i64 t = 0; t < least; t++)
+                for (int lane = 0; lane < WIDE; lane++) PUSH(lane);
+        for (int lane = 0; lane < lanes; lane++) {
+            while (k[lane] > low[lane]) PUSH(lane);
+            i64 b = block[lane];
+            if (of->bound_B[b + 1] > low[lane]) {
+                if (x[lane] >> 32) *--out[lane] = (u32)(x[lane] >> 32);
+                *--out[lane] = (u32)x[lane];
+            }
+            of->first_B[b] = out[lane] - of->out;
+        }
+    }
+}
+INLINE void ISA(encode_body)(Job *job, Code *of, int w) {
+    if (of->class_K) ISA(encode_lanes)(job, of, w, 0);
+    else ISA(encode_lanes)(job, of, w, 1);
+}
+KERNEL(encode, Code)
+
+// ---- Decoding ----
+
+typedef struct {
+    const u32 *next, *end;
+    u64 x;
+    i64 block, k, end_k, c, place, base;
+    const i64 *size_C;
+} ISA(Lane);
+#define Lane ISA(Lane)
+
+// Renormalises without a branch, which would often be mispredicted; behind the last word of the block not at all.
+INLINE void pull(Lane *lane, int checked) {
+    u64 is_short = (lane->x >> 32) == 0;
+    const u32 *word = lane->next;
+    if (checked) {
+        is_short &= lane->next < lane->end;
+        word = lane->next < lane->end ? lane->next : lane->end - 1;
+    }
+    lane->x = is_short ? lane->x << 32 | *word : lane->x;
+    lane->next += is_short;
+}
+
+INLINE u64 number(Lane *lane, const u32 *table, int checked) {
+    u32 slot = table[lane->x & (SLOTS - 1)], symbol = slot & 255;  // slots of the symbol less one, distance, symbol
+    lane->x = (u64)((slot >> 20) + 1) * (lane->x >> TABLE_BITS) + (slot >> 8 & (SLOTS - 1));
+    pull(lane, checked);
+    if (symbol < 16) return symbol;
+    u32 extra = (symbol >> 2) - 2;
+    u64 value = 4 + (symbol & 3);
+    do {
+        u32 bits = MIN(extra, 24);
+        value = value << bits | (lane->x & (((u64)1 << bits) - 1));
+        lane->x >>= bits;
+        pull(lane, checked);
+        extra -= bits;
+    } while (extra);
+    return value;
+}
+
+// Where a gap leads beyond the end of the class `c`: 0 if nowhere.
+static int ISA(cross)(const Code *of, Lane *lane, u64 gap) {
+    i64 classes = of->classes, c = lane->c;
+    if (gap >> 56) return 0;
+    i64 rest = (i64)gap;
+    for (i64 to = c + 1; to < classes; to++) {
+        i64 ratio = of->ratio_CC[c * classes + to], span = (lane->size_C[to] * ratio) >> RATIO_BITS;
+        if (rest < span) {
+            i64 wanted = (rest + 1) << RATIO_BITS, place = (wanted + ratio - 1) / ratio;
+            lane->c = to;
+            lane->place = place - 1;
+            return place >= 1 && place <= lane->size_C[to] && (place * ratio) >> RATIO_BITS == rest + 1;
+        }
+        rest -= span;
+    }
+    return 0;
+}
+
+INLINE int open_lane(const Code *of, Lane *lane, i64 b, i64 k, i64 end_k) {
+    lane->next = of->words + of->word_B2[2 * b];
+    lane->end = of->words + of->word_B2[2 * b + 1];
+    lane->k = k;
+    lane->end_k = end_k;
+    lane->block = b;
+    lane->size_C = of->size_BC + b * of->classes;
+    lane->place = -1;
+    lane->c = 0;
+    while (lane->c < of->classes - 1 && !lane->size_C[lane->c]) lane->c++;
+    lane->base = of->base_B ? of->base_B[b] : 0;
+    lane->x = 1;
+    i64 words = lane->end - lane->next;
+    if (k == end_k) return words == 0;
+    if (!words) return 0;
+    lane->x = *lane->next++;
+    if (words == 1) return 1;
+    lane->x |= (u64)*lane->next++ << 32;
+    return lane->x >> 32 != 0;
+}
+
+INLINE int change(const Code *of, Lane *lane, int w, int one, const u32 *table, void *at, u8 *class_K, char *step, int checked) {
+    i64 c = one ? 0 : lane->c;
+    u64 gap = number(lane, table + 2 * c * SLOTS, checked), left = (u64)(lane->size_C[c] - lane->place - 1);
+    int good = gap < left;
+    if (one) lane->place += good ? 1 + (i64)gap : 0;
+    else if (good) lane->place += 1 + (i64)gap;
+    else {
+        good = ISA(cross)(of, lane, gap - left);
+        c = lane->c;
+        if (!good) return 0;
+    }
+    u64 value = number(lane, table + (2 * c + 1) * SLOTS, checked);
+    good &= value <= 2 * (((u64)1 << (8 * w - 1)) - 1);
+    at_set(at, lane->k, lane->base + lane->place, one && of->wide);
+    if (!one) class_K[lane->k] = (u8)c;
+    put(step, lane->k, unzigzag(value), w);
+    lane->k++;
+    return good;
+}
+
+#define ENOUGH(lane) ((lane).end - (lane).next >= 8)  // words that a change takes at most
+// Decodes the changes of lanes into arrays that each lane counts in by itself. Returns 0 if any is malformed.
+INLINE int decode_lanes(
+    const Code *of, Lane *lane, int lanes, int most, int w, int one, void **at, u8 **class_K, char **step
+) {
+    const u32 *table = of->coding;
+    int good = 1;
+    if (lanes == most)
+        for (;;) {
+            int go = good;
+            for (int n = 0; n < most; n++) go &= (lane[n].k < lane[n].end_k) & ENOUGH(lane[n]);
+            if (!go) break;
+            for (int n = 0; n < most; n++) good &= change(of, &lane[n], w, one, table, at[n], class_K[n], step[n], 0);
+        }
+    for (int n = 0; n < lanes; n++) {
+        Lane now = lane[n];
+        while (good && now.k < now.end_k && ENOUGH(now)) good = change(of, &now, w, one, table, at[n], class_K[n], step[n], 0);
+        while (good && now.k < now.end_k) good = change(of, &now, w, one, table, at[n], class_K[n], step[n], 1);
+        good &= now.next == now.end && now.x == 1;
+    }
+    return good;
+}
+
+INLINE void ISA(decode_body)(Job *job, Code *of, int w) {
+    enum { WIDE = 4 };
+    for (i64 r; (r = take(job)) >= 0;) {
+        Lane lane[WIDE];
+        void *at[WIDE];
+        u8 *class_K[WIDE] = {NULL};
+        char *step[WIDE];
+        int lanes = (int)MIN(WIDE, of->blocks - WIDE * r), good = 1;
+        for (int n = 0; n < lanes; n++) {
+            i64 b = WIDE * r + n;
+            good &= open_lane(of, &lane[n], b, of->bound_B[b], of->bound_B[b + 1]);
+            at[n] = of->at_to;
+            step[n] = of->step_to;
+        }
+        if (!good || !decode_lanes(of, lane, lanes, WIDE, w, 1, at, class_K, step)) BAD(job, MALFORMED);
+    }
+}
+KERNEL(decode, Code)
+
+// ---- Classes ----
+
+typedef struct { u8 *field; int32_t *ahead, *rank; u8 *class_K; u64 *marks; i64 *place, *to; char *step; i64 elements, changes, width, words; } ISA(Room);
+#define Room ISA(Room)
+
+static int ISA(fit_room)(Room *room, i64 elements, i64 changes, i64 classes, int w) {
+    i64 words = (elements + LANES - 1) / LANES, width = 1;
+    while (width <= words) width *= 2;
+    if (elements > room->elements) {
+        free(room->field), free(room->ahead), free(room->marks), free(room->to);
+        room->field = malloc((size_t)words * LANES);
+        room->ahead = malloc((size_t)(classes * width) * 4);
+        room->marks = malloc((size_t)words * 8);
+        room->to = malloc((size_t)words * 8);
+        room->elements = elements;
+    }
+    if (changes > room->changes) {
+        free(room->rank), free(room->class_K), free(room->place), free(room->step);
+        room->rank = malloc((size_t)changes * 4);
+        room->class_K = malloc((size_t)changes);
+        room->place = malloc((size_t)changes * 8);
+        room->step = malloc((size_t)(changes * w));
+        room->changes = changes;
+    }
+    room->words = words;
+    room->width = width;
+    return room->field && room->ahead && room->marks && room->to && (!changes || (room->rank && room->class_K && room->place && room->step));
+}
+static void ISA(free_room)(Room *room) {
+    free(room->field), free(room->ahead), free(room->marks), free(room->to);
+    free(room->rank), free(room->class_K), free(room->place), free(room->step);
+}
+
+// Writes the fields of a block as bytes, filled up with 0 to a multiple of 64.
+INLINE void fields(const i64 *row, u8 *field, i64 words, int w) {
+    const char *bits = pointer(row[0]);
+    i64 columns = row[1], stride = row[2], rows = row[3];
+    u32 shift = (u32)row[5];
+    u8 mask = (u8)row[6];
+    memset(field + rows * columns, 0, (size_t)(words * LANES - rows * columns));
+    for (i64 at = 0; at < rows; at++) {
+        const char *from = bits + at * stride * w;
+        u8 *to = field + at * columns;
+        if (rows > 1) ahead(from + 8 * stride * w, columns * w);
+        for (i64 i = 0; i < columns; i++) to[i] = (u8)(get(from, i, w) >> shift) & mask;
+    }
+}
+
+// Counts the elements of each class before each 64 elements, int32[C, width], and in all.
+INLINE void counts_ahead(const Code *of, Room *room, i64 elements, i64 *size_C) {
+    for (i64 c = 0; c < of->classes; c++) {
+        u8 low = of->low_C[c], span = of->span_C[c];
+        int32_t *ahead_W = room->ahead + c * room->width, total = 0;
+        for (i64 word = 0; word < room->words; word++) {
+            ahead_W[word] = total;
+            total += ones(between(room->field + word * LANES, low, span));
+        }
+        for (i64 word = room->words; word < room->width; word++) ahead_W[word] = INT32_MAX;  // a search stops before them
+        size_C[c] = total - (low == 0 ? room->words * LANES - elements : 0);
+    }
+}
+
+INLINE void ISA(rank_body)(Job *job, Code *of, int w) {
+    Room room = {0};
+    i64 next_C[SYMBOLS + 1];
+    for (i64 b; (b = take(job)) >= 0;) {
+        const i64 *row = of->row_BF + 7 * b;
+        i64 low = of->bound_B[b], high = of->bound_B[b + 1], columns = row[1], stride = row[2], elements = columns * row[3];
+        if (low == high) continue;
+        if (!ISA(fit_room)(&room, elements, high - low, of->classes, w)) {
+            BAD(job, NO_MEMORY);
+            break;
+        }
+        const char *bits = pointer(row[0]);
+        u32 shift = (u32)row[5];
+        u8 mask = (u8)row[6];
+        fields(row, room.field, room.words, w);
+        memset(next_C, 0, sizeof next_C);
+        double row_part = 1.0 / (double)stride;
+        for (i64 k = low; k < high; k++) {
+            i64 offset = at_of(of->at, k, of->wide) - row[4], at = (i64)(((double)offset + 0.5) * row_part);
+            i64 place = offset - at * (stride - columns);
+            if (offset < 0 || place < 0 || place >= elements || at >= row[3]) {
+                BAD(job, MALFORMED);
+                goto done;
+            }
+            u8 before = (u8)(((get(bits, offset, w) - get(of->step, k, w)) & all_bits(w)) >> shift) & mask;
+            room.field[place] = before;
+            room.place[k - low] = place;
+            next_C[of->class_E[before] + 1]++;
+        }
+        counts_ahead(of, &room, elements, of->size_to_BC + b * of->classes);
+        for (i64 c = 0; c < of->classes; c++) next_C[c + 1] += next_C[c];
+        for (i64 k = low; k < high; k++) {
+            i64 place = room.place[k - low], c = of->class_E[room.field[place]], word = place / LANES;
+            u64 lanes = between(room.field + word * LANES, of->low_C[c], of->span_C[c]);
+            i64 to = low + next_C[c]++;
+            of->rank_K[to] = room.ahead[c * room.width + word] + ones(lanes & (((u64)1 << place % LANES) - 1));
+            of->class_to_K[to] = (u8)c;
+            put(of->step_to, to, get(of->step, k, w), w);
+        }
+    }
+done:
+    ISA(free_room)(&room);
+}
+KERNEL(rank, Code)
+
+// Turns the decoded ranks of a block into ascending positions.
+INLINE void place_block(const Code *of, Room *room, const i64 *row, i64 low, i64 count, int w) {
+    int steps = 0;
+    while (((i64)1 << steps) < room->width) steps++;
+    memset(room->marks, 0, (size_t)room->words * 8);
+    for (i64 k = 0; k < count; k++) {  // without branches, which would often be mispredicted
+        i64 c = room->class_K[k], rank = room->rank[k], word = 0;
+        const int32_t *ahead_W = room->ahead + c * room->width;
+        for (int step = steps - 1; step >= 0; step--) word += (i64)(ahead_W[word + ((i64)1 << step)] <= rank) << step;
+        int lane = nth(between(room->field + word * LANES, of->low_C[c], of->span_C[c]), (u64)(rank - ahead_W[word]));
+        room->place[k] = word * LANES + lane;
+        room->marks[word] |= (u64)1 << lane;
+    }
+    i64 to = low;
+    for (i64 word = 0; word < room->words; word++) {
+        room->to[word] = to;
+        to += ones(room->marks[word]);
+    }
+    i64 columns = row[1];
+    double row_part = 1.0 / (double)columns;
+    for (i64 k = 0; k < count; k++) {
+        i64 place = room->place[k], word = place / LANES;
+        i64 index = room->to[word] + ones(room->marks[word] & (((u64)1 << place % LANES) - 1));
+        i64 at = (i64)(((double)place + 0.5) * row_part);
+        at_set(of->at_to, index, row[4] + at * row[2] + place - at * columns, of->wide);
+        put(of->step_to, index, get(room->step, k, w), w);
+    }
+}
+
+INLINE void ISA(decode_classes_body)(Job *job, Code *of, int w) {
+    enum { WIDE = 4 };
+    Room room[WIDE] = {{0}};
+    for (i64 r; (r = take(job)) >= 0;) {
+        Lane lane[WIDE];
+        void *at[WIDE];
+        u8 *class_K[WIDE];
+        char *step[WIDE];
+        int lanes = (int)MIN(WIDE, of->blocks - WIDE * r), good = 1;
+        for (int n = 0; n < lanes; n++) {
+            i64 b = WIDE * r + n, count = of->bound_B[b + 1] - of->bound_B[b];
+            const i64 *row = of->row_BF + 7 * b;
+            i64 elements = row[1] * row[3];
+            if (count > elements) {
+                BAD(job, MALFORMED);
+                goto done;
+            }
+            if (!ISA(fit_room)(&room[n], elements, count, of->classes, w)) {
+                BAD(job, NO_MEMORY);
+                goto done;
+            }
+            if (count) {
+                fields(row, room[n].field, room[n].words, w);
+                counts_ahead(of, &room[n], elements, of->size_to_BC + b * of->classes);
+            }
+            good &= open_lane(of, &lane[n], b, 0, count);
+            at[n] = room[n].rank;
+            class_K[n] = room[n].class_K;
+            step[n] = room[n].step;
+        }
+        if (!good || !decode_lanes(of, lane, lanes, WIDE, w, 0, at, class_K, step)) {
+            BAD(job, MALFORMED);
+            break;
+        }
+        for (int n = 0; n < lanes; n++) {
+            i64 b = WIDE * r + n, low = of->bound_B[b], count = of->bound_B[b + 1] - low;
+            if (count) place_block(of, &room[n], of->row_BF + 7 * b, low, count, w);
+        }
+    }
+done:
+    for (int n = 0; n < WIDE; n++) ISA(free_room)(&room[n]);
+}
+KERNEL(decode_classes, Code)
+
+INLINE void ISA(survey_body)(Job *job, Code *of, int w) {
+    for (i64 r; (r = take(job)) >= 0;) {
+        i64 *element_E = of->element_RE + r * SYMBOLS, at = 0, period = of->period_R[r];
+        u32 *step_ES = of->step_RES + r * SYMBOLS * SYMBOLS, extra;
+        for (i64 b = of->run_R[r]; b < of->run_R[r + 1]; b++) {
+            const i64 *row = of->row_BF + 7 * b;
+            i64 columns = row[1], stride = row[2], rows = row[3], first = row[4], samples = (columns + SAMPLE - 1) / SAMPLE;
+            i64 span = (rows - 1) * stride + columns;
+            const char *bits = pointer(row[0]);
+            u32 shift = (u32)row[5];
+            u8 mask = (u8)row[6];
+            for (; at < rows * samples; at += period) {
+                i64 start = at / samples * stride + at % samples * SAMPLE, next = at + 8 * period;
+                if (next < rows * samples) __builtin_prefetch(bits + (next / samples * stride + next % samples * SAMPLE) * w);
+                i64 end = MIN(start + SAMPLE, at / samples * stride + columns);
+                for (i64 i = start; i < end; i++) element_E[(u8)(get(bits, i, w) >> shift) & mask]++;
+            }
+            at -= rows * samples;
+            for (i64 k = of->bound_B[b]; k < of->bound_B[b + 1]; k++) {
+                if (k + AHEAD < of->bound_B[b + 1]) __builtin_prefetch(bits + (at_of(of->at, k + AHEAD, of->wide) - first) * w);
+                i64 offset = at_of(of->at, k, of->wide) - first;
+                if (offset < 0 || offset >= span) {
+                    BAD(job, MALFORMED);
+                    return;
+                }
+                u64 step = get(of->step, k, w), old = (get(bits, offset, w) - step) & all_bits(w);
+                step_ES[((u8)(old >> shift) & mask) * SYMBOLS + bucket(zigzag(step, w), &extra)]++;
+            }
+        }
+    }
+}
+KERNEL(survey, Code)
+
+INLINE void ISA(regroup_body)(Job *job, Regroup *of, int w) {
+    i64 *next_C = NULL, room = 0;
+    for (i64 g; (g = take(job)) >= 0;) {
+        const i64 *band = of->band_GF + 6 * g;
+        i64 first = band[0], stride = band[1], columns = band[2], keys = of->by_tile ? band[3] : band[4];
+        if (keys + 2 > room) {
+            free(next_C);
+            room = 2 * keys + 2;
+            next_C = malloc((size_t)room * 8);
+            if (!next_C) {
+                BAD(job, NO_MEMORY);
+                return;
+            }
+        }
+        memset(next_C, 0, (size_t)(keys + 1) * 8);
+        next_C[0] = of->bound_G[g];
+        // Multiply by inverses: a division takes longer than all the rest. With 0.5 added, rounding does not matter.
+        double row_part = 1.0 / (double)stride, tile_part = 1.0 / (double)columns;
+        for (int counting = 1; counting >= 0; counting--) {
+            for (i64 k = of->bound_G[g]; k < of->bound_G[g + 1]; k++) {
+                i64 at = at_of(of->at, k, of->wide), offset = at - first, c = (i64)(((double)offset + 0.5) * row_part);
+                if (of->by_tile) c = (i64)(((double)(offset - c * stride) + 0.5) * tile_part);
+                if (c < 0 || c >= keys) {
+                    BAD(job, MALFORMED);
+                    goto done;
+                }
+                if (counting) next_C[c + 1]++;
+                else {
+                    i64 to = next_C[c]++;
+                    at_set(of->at_to, to, at, of->wide);
+                    put(of->step_to, to, get(of->step, k, w), w);
+                }
+            }
+            if (counting)
+                for (i64 c = 0; c < keys; c++) {
+                    if (of->by_tile) of->count_B[band[5] + c] = next_C[c + 1];
+                    next_C[c + 1] += next_C[c];
+                }
+        }
+    }
+done:
+    free(next_C);
+}
+KERNEL(regroup, Regroup)
+#undef Lane
+#undef Room
+#undef PUSH
+#undef ENOUGH
+#endif

@@ -1,0 +1,554 @@
+"""The loops over elements on the host: `deltasync/_native.c`, without the GIL, by the threads of one pool of the process.
+
+Where the extension is missing, because there was neither a wheel nor a compiler, `reference` serves, with one warning.
+`reference` defines the results; property tests compare them at each instruction set.
+
+Tables of rows carry addresses, so that no array is made for a tensor. Callers keep that memory alive.
+
+Shapes: R rows, F columns, T tensors of one element width, K changed elements, B blocks, C classes, S symbols, E values of
+the field of classes (256), G bands or groups of blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from deltasync import config
+from deltasync.kernels import reference
+from deltasync.kernels.rans import LEVELS, TABLE_BITS, Blocks, Classes, Costs
+from deltasync.tensors import Sparse, Vector, index_dtype
+
+_native: Any = None
+with contextlib.suppress(ImportError):
+    _native = importlib.import_module("deltasync._native")
+
+logger = logging.getLogger(__name__)
+
+FIELDS = 7
+"""Columns of a table of blocks: address of the first element, columns, elements from row to row, rows, position of the first
+element in the vector, shift and mask of the field that an element's class follows from."""
+
+_ROW, _CHUNK = 1 << 16, 1 << 12  # most elements, and most changes, of a row of the extension
+_SWAP_CHUNK = 1 << 14
+_LAUNCH = 1 << 28  # elements that one call compares
+_SMALL = 1 << 15  # elements, or eight times the changes, that one thread handles sooner than several
+_MOST_DIMS = 8
+
+_most: int | None = None  # most threads of one call; None for all cores
+
+
+def limit_threads(count: int) -> None:
+    """Use at most `count` threads, but at least one, in each call of this process from now on."""
+    global _most
+    _most = max(1, count)
+
+
+@functools.cache
+def extension() -> Any:
+    """Return the extension, or None where it is missing, with a warning."""
+    level = config.simd()
+    if level == "none":
+        return None
+    if _native is None:
+        logger.warning(
+            "deltasync was installed without its compiled extension, so its loops over elements run in numpy: comparing "
+            "takes about 10 times as long, encoding and decoding 200 times. Install a C compiler and deltasync again."
+        )
+        return None
+    _native.simd(("plain", "avx2", "avx512").index(level))
+    return _native
+
+
+def threads(elements: int) -> int:
+    """Return how many threads a call for this many elements uses."""
+    if elements < 2 * _SMALL:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _most or cores, elements // _SMALL)
+
+
+def key_from(key: int, start: int) -> int:
+    """Return the key under which elements from flat index `start` on hash as if that index were 0."""
+    return (key + start * int(reference.INDEX_STEP)) % (1 << 64)
+
+
+def fingerprint(key: int, bits_N: np.ndarray, start: int = 0) -> int:
+    """Return what consecutive elements, from flat index `start` on, add to their tensor's `reference.fingerprint`."""
+    return fingerprint_runs(key, np.array([start]), bits_N.reshape(1, -1))
+
+
+def fingerprint_runs(key: int, start_R: np.ndarray, bits_RL: np.ndarray, out_RL: np.ndarray | None = None) -> int:
+    """Return what runs of consecutive elements add to a tensor's fingerprint. `start_R` has their first flat indices."""
+    if (native := extension()) is None:
+        return reference.fingerprint_runs(key, start_R, bits_RL, out_RL)
+    return native.fingerprint(threads(bits_RL.size), key, start_R, np.ascontiguousarray(bits_RL), out_RL)
+
+
+def take(key: int, bits_N: np.ndarray, out_N: np.ndarray) -> int:
+    """Copy a tensor's bits into `out_N`, of the same shape and dtype. Return the fingerprint of what was written."""
+    return fingerprint_runs(key, np.zeros(1, np.int64), bits_N.reshape(1, -1), out_N)
+
+
+class Compared(NamedTuple):
+    """What differs between two versions of a vector.
+
+    Attributes:
+        steps: The steps from the old bits to the new ones.
+        gain_T: What each tensor's fingerprint gains, uint64.
+        above_T: How many new bit patterns of each tensor exceed its bound, int64.
+    """
+
+    steps: Sparse
+    gain_T: np.ndarray
+    above_T: np.ndarray
+
+
+def compare(row_RF: np.ndarray, vector: Vector, bound_T2: np.ndarray | None = None, expected: int = 0) -> Compared:
+    """Compare rows of old bits with new ones. Nothing is mutated.
+
+    Args:
+        row_RF: Rows: tensor, first flat index, count, address of the old bits, address of the new bits; int64[R, 5], in the
+            order of positions.
+        vector: The vector.
+        bound_T2: Of each tensor a mask, and the largest masked bit pattern that is not counted; uint64[T, 2]. None counts
+            nothing.
+        expected: About how many elements differ; a good guess saves time.
+    """
+    gain_T, above_T = np.zeros(vector.key_T.size, np.uint64), np.zeros(vector.key_T.size, np.int64)
+    bound_T2 = np.full((vector.key_T.size, 2), (0, 0), np.uint64) if bound_T2 is None else np.ascontiguousarray(bound_T2)
+    row_RF = np.column_stack((row_RF, vector.first_T[row_RF[:, 0]] + row_RF[:, 1])).astype(np.int64)
+    parts = []
+    rows, elements = _cut(row_RF, vector.width), int(row_RF[:, 2].sum())
+    edges: Any = np.searchsorted(np.cumsum(rows[:, 2]), np.arange(_LAUNCH, elements + _LAUNCH, _LAUNCH)) if elements else []
+    low = 0
+    for high in (*np.unique(np.add(edges, 1))[:-1].tolist(), len(rows)):
+        part = np.ascontiguousarray(rows[low:high])
+        count = int(part[:, 2].sum())
+        parts.append(
+            _compare(part, vector, bound_T2, int(1.25 * expected * count / max(elements, 1)) or count >> 5, gain_T, above_T)
+        )
+        low = high
+    if len(parts) == 1:
+        return Compared(parts[0], gain_T, above_T)
+    return Compared(Sparse(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))), gain_T, above_T)
+
+
+def _cut(row_RF: np.ndarray, width: int) -> np.ndarray:
+    """Cut rows of `compare` into rows of at most `_ROW` elements."""
+    count_R = -(-row_RF[:, 2] // _ROW)
+    row_C = np.repeat(np.arange(len(row_RF)), count_R)
+    done_C = (np.arange(row_C.size) - np.repeat(np.cumsum(count_R) - count_R, count_R)) * _ROW
+    found: np.ndarray = row_RF[row_C]
+    found[:, 2] = np.minimum(_ROW, found[:, 2] - done_C)
+    found[:, 1] += done_C
+    found[:, 5] += done_C
+    found[:, 3:5] += (done_C * width)[:, None]
+    return found
+
+
+def _compare(
+    row_RF: np.ndarray, vector: Vector, bound_T2: np.ndarray, room: int, gain_T: np.ndarray, above_T: np.ndarray
+) -> Sparse:
+    native, room = extension(), room + 4096
+    if native is None:
+        return reference.compare(row_RF, vector, bound_T2, gain_T, above_T)
+    while True:
+        at_K, step_K = np.empty(room, vector.index_dtype), np.empty(room, vector.bits_dtype)
+        given = vector.key_T, bound_T2, at_K, step_K, gain_T, above_T
+        found = native.scan(threads(int(row_RF[:, 2].sum())), row_RF, *given)
+        if found <= room:
+            return Sparse(at_K[:found], step_K[:found])
+        room = found
+
+
+def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `reference.diff`."""
+    if extension() is None:
+        return reference.diff(old_N, new_N)
+    old_N, new_N = np.ascontiguousarray(old_N), np.ascontiguousarray(new_N)
+    vector = _Flat(np.zeros(1, np.uint64), np.array([0, old_N.size]), index_dtype(old_N.size), old_N.dtype)
+    row_RF = np.array([[0, 0, old_N.size, old_N.ctypes.data, new_N.ctypes.data]], np.int64)
+    return compare(row_RF, vector).steps  # type: ignore[arg-type]
+
+
+class _Flat(NamedTuple):
+    """One tensor as a vector."""
+
+    key_T: np.ndarray
+    first_T: np.ndarray
+    index_dtype: np.dtype
+    bits_dtype: np.dtype
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return self.bits_dtype.itemsize
+
+
+def add(
+    vector: Vector, zero_T: np.ndarray, steps: Sparse, bound_T2: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add steps to the memory of a vector's tensors, modulo 2**width. If this raises, memory is as it was.
+
+    Args:
+        vector: The vector.
+        zero_T: Address that position 0 would have if all memory before each tensor's were the vector's, too; int64[T].
+            Only those of changed tensors count.
+        steps: The steps; ascending.
+        bound_T2: As in `compare`.
+
+    Returns:
+        `Compared.gain_T` and `Compared.above_T`.
+    """
+    tensors = vector.key_T.size
+    gain_T, above_T = np.zeros(tensors, np.uint64), np.zeros(tensors, np.int64)
+    bound_T2 = np.full((tensors, 2), (0, 0), np.uint64) if bound_T2 is None else np.ascontiguousarray(bound_T2)
+    bound_T = np.concatenate(([0], np.cumsum(vector.count(steps.at_K))))
+    columns = np.arange(tensors), bound_T[:-1], bound_T[1:], zero_T, vector.first_T[:-1], vector.first_T[1:]
+    row_RF = _by_changes(np.stack(columns, axis=1)[bound_T[1:] > bound_T[:-1]])
+    if (native := extension()) is None:
+        reference.add(row_RF, vector.key_T, bound_T2, *steps, gain_T, above_T)
+    else:
+        at_K, step_K = map(np.ascontiguousarray, steps)
+        good = native.add(threads(8 * at_K.size), row_RF, vector.key_T, bound_T2, at_K, step_K, gain_T, above_T)
+        if not good:
+            raise ValueError("a position is outside of its tensor")
+    return gain_T, above_T
+
+
+def prepare(
+    row_RF: np.ndarray,
+    dim_D83: np.ndarray,
+    key_T: np.ndarray,
+    first_T: np.ndarray,
+    at_K: np.ndarray,
+    step_K: np.ndarray,
+    to: np.dtype,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+    """Compute what to write into segments of live memory, which is only read.
+
+    Args:
+        row_RF: Rows: tensor, first change, behind the last change, address of the segment's memory, position of its first
+            element, number of its dimensions in `dim_D83`, or -1 if it is contiguous, elements of its memory; int64[R, 7].
+        dim_D83: Dimensions of segments: stride in the tensor, size, stride in memory; int64[D, 8, 3]. The largest stride
+            first, size 0 behind the last one.
+        key_T: Fingerprint key of each tensor.
+        first_T: Position of the first element of each tensor.
+        at_K: Positions, ascending.
+        step_K: Steps.
+        to: dtype of positions in memory.
+
+    Returns:
+        Writes as chunks (row, address of the memory, place in the next two arrays, count); positions in memory; new bit
+        patterns; what each row adds to its segment's fingerprint, uint64[R]; how many elements of it are written, int64[R];
+        and the checksum that `swap_by` of these writes will find.
+    """
+    chunk_RF = _by_changes(row_RF)
+    place_R = np.concatenate(([0], np.cumsum(chunk_RF[:, 2] - chunk_RF[:, 1])))
+    chunk_RF = np.insert(chunk_RF, 6, place_R[:-1], axis=1)
+    to_K, new_K = np.empty(place_R[-1], to), np.empty(place_R[-1], step_K.dtype)
+    kept_R = np.empty(len(chunk_RF), np.int64)
+    gain_R, check_R = np.empty(len(chunk_RF), np.uint64), np.empty(len(chunk_RF), np.uint64)
+    given = chunk_RF, dim_D83, key_T, first_T, np.ascontiguousarray(at_K), np.ascontiguousarray(step_K)
+    if (native := extension()) is None:
+        reference.prepare_rows(*given, to_K, new_K, kept_R, gain_R, check_R)
+    elif not native.prepare(threads(8 * to_K.size), *given, to_K, new_K, kept_R, gain_R, check_R):
+        raise ValueError("a position is outside of its segment")
+    row_C = np.repeat(np.arange(len(row_RF)), -(-(row_RF[:, 2] - row_RF[:, 1]) // _CHUNK))
+    kept = kept_R > 0
+    write_CF = np.stack((row_C, chunk_RF[:, 3], place_R[:-1], kept_R), axis=1)[kept]
+    rows = len(row_RF)
+    check = int(check_R.sum(dtype=np.uint64))
+    return write_CF, to_K, new_K, _by_row(row_C, rows, gain_R), _by_row(row_C, rows, kept_R), check
+
+
+def _by_row(number_R: np.ndarray, count: int, value_R: np.ndarray) -> np.ndarray:
+    """Sum values by an ascending number, modulo 2**64; one sum for each of `count` numbers."""
+    total = np.zeros(count, value_R.dtype)
+    np.add.at(total, number_R, value_R)
+    return total
+
+
+def _by_changes(row_RF: np.ndarray) -> np.ndarray:
+    """Cut rows whose columns 1 and 2 bound their changes into rows of at most `_CHUNK`."""
+    count_R = -(-(row_RF[:, 2] - row_RF[:, 1]) // _CHUNK)
+    chunk_CF = np.repeat(row_RF, count_R, axis=0).astype(np.int64)
+    done_C = (np.arange(len(chunk_CF)) - np.repeat(np.cumsum(count_R) - count_R, count_R)) * _CHUNK
+    chunk_CF[:, 1] += done_C
+    chunk_CF[:, 2] = np.minimum(chunk_CF[:, 2], chunk_CF[:, 1] + _CHUNK)
+    return chunk_CF
+
+
+def weigh(key: int, dest: np.ndarray, at_K: np.ndarray, index_K: np.ndarray, new_K: np.ndarray) -> tuple[int, int]:
+    """Return what a write of new bits adds to a fingerprint, and the checksum that `swap_by` will find. Nothing is written.
+
+    Args:
+        key: Fingerprint key of the tensor.
+        dest: Flat unsigned bit patterns of live memory.
+        at_K: Distinct positions in it.
+        index_K: Their flat checkpoint indices.
+        new_K: New bit patterns.
+    """
+    if (native := extension()) is None:
+        return reference.weigh(key, dest, at_K, index_K, new_K)
+    found: tuple[int, int] = native.weigh(key, dest, at_K, np.ascontiguousarray(index_K, np.int64), new_K)
+    return found
+
+
+SwapTable = list[tuple[np.ndarray, int, int]]
+"""Calls of the extension, one for all writes of the same dtypes: rows (addresses of memory, positions and values, count),
+bytes of an element, bytes of a position."""
+
+
+def swap_table(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> SwapTable:
+    """Return what `swap_by` needs to do `reference.swap` of these writes. Their arrays must outlive it."""
+    alike: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    for dest, at_K, value_K in writes:
+        chunks = alike.setdefault((value_K.itemsize, at_K.itemsize), [])
+        memory, indices, values = dest.ctypes.data, at_K.ctypes.data, value_K.ctypes.data
+        for first in range(0, value_K.size, _SWAP_CHUNK):
+            part = indices + first * at_K.itemsize, values + first * value_K.itemsize
+            chunks.append((memory, *part, min(_SWAP_CHUNK, value_K.size - first)))
+    return [(np.array(chunks, np.int64).reshape(-1, 4), *widths) for widths, chunks in alike.items()]
+
+
+def swap_by(table: SwapTable) -> int:
+    """As `reference.swap`, from a table. Nothing is allocated here, so nothing fails halfway."""
+    native, check = extension(), 0
+    for row_RF, width, index_width in table:
+        if native is None:
+            check += reference.swap_rows(row_RF, width, index_width)
+        else:
+            check += native.swap(threads(8 * int(row_RF[:, 3].sum())), width, index_width, row_RF)
+    return check % (1 << 64)
+
+
+def count_runs(
+    run_R: np.ndarray, blocks: Blocks, at_K: np.ndarray, class_K: np.ndarray | None, step_K: np.ndarray, ratio_CC: np.ndarray
+) -> np.ndarray:
+    """Count each symbol of each table for each run of blocks, from `run_R[r]` on and below `run_R[r + 1]`.
+
+    Other arguments are as in `encode`. Returns int64[R, 2 C, 256].
+    """
+    count_RTS = np.zeros((run_R.size - 1, 2 * len(ratio_CC), 256), np.int64)
+    given = np.ascontiguousarray(run_R), *blocks, at_K, class_K, step_K, ratio_CC
+    if (native := extension()) is None:
+        reference.count_runs(*given, count_RTS)
+    elif not native.count(threads(8 * at_K.size), *given, count_RTS):
+        raise ValueError("changes outside of their blocks")
+    return count_RTS
+
+
+def count(
+    blocks: Blocks, at_K: np.ndarray, class_K: np.ndarray | None, step_K: np.ndarray, ratio_CC: np.ndarray
+) -> np.ndarray:
+    """As `count_runs`, for all blocks; int64[2 C, 256]."""
+    parts = min(threads(8 * at_K.size), 4)
+    part_P = np.searchsorted(blocks.bound_B[:-1], np.linspace(0, at_K.size, parts + 1).astype(np.int64))
+    part_P[0], part_P[-1] = 0, blocks.base_B.size
+    count_TS: np.ndarray = count_runs(part_P, blocks, at_K, class_K, step_K, ratio_CC).sum(axis=0)
+    return count_TS
+
+
+def encode(
+    blocks: Blocks,
+    at_K: np.ndarray,
+    class_K: np.ndarray | None,
+    step_K: np.ndarray,
+    freq_TS: np.ndarray,
+    ratio_CC: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Encode the changes of blocks.
+
+    Args:
+        blocks: The blocks.
+        at_K: Number of each changed element, among those of its class in the block, plus `base_B`; in each block by class.
+        class_K: Class of each changed element, uint8; None if there is one.
+        step_K: Steps of the changes, unsigned.
+        freq_TS: Slots of each symbol, uint32[2 C, 256]: for each class the table of its gaps, then the one of its steps.
+        ratio_CC: By how much gaps are longer in one class than in another, in 256ths.
+
+    Returns:
+        The words of all blocks, uint32[W], and how many each block has; a block without changes has none.
+    """
+    if (native := extension()) is None:
+        return reference.encode(blocks, at_K, class_K, step_K, freq_TS, ratio_CC)
+    # Words fill a block's room from its end. `room_B` is 0, then where each room ends. Even the rarest symbols fit.
+    words_per_change = (2 * TABLE_BITS + 61 + 8 * step_K.itemsize + 31) // 32
+    room_B = np.zeros(blocks.bound_B.size, np.int64)
+    np.cumsum(words_per_change * np.diff(blocks.bound_B) + 5, out=room_B[1:])
+    out, first_B = np.empty(room_B[-1], np.uint32), np.empty(blocks.base_B.size, np.int64)
+    native.encode(
+        threads(8 * at_K.size), *blocks, at_K, class_K, step_K, np.ascontiguousarray(freq_TS), ratio_CC, room_B, out, first_B
+    )
+    words = np.concatenate([out[:0], *(out[first:end] for first, end in zip(first_B, room_B[1:], strict=True))])
+    return words, room_B[1:] - first_B
+
+
+def decode(
+    blocks: Blocks, words: np.ndarray, word_B2: np.ndarray, freq_TS: np.ndarray, at_K: np.ndarray, step_K: np.ndarray
+) -> bool:
+    """Decode the changes of blocks of one class.
+
+    Args:
+        blocks: The blocks.
+        words: The words of all blocks, uint32[W].
+        word_B2: The words of block b are `words[word_B2[b, 0] : word_B2[b, 1]]`; int64[B, 2].
+        freq_TS: As in `encode`.
+        at_K: Gets the numbers of the changed elements; mutated.
+        step_K: Gets their steps, unsigned; mutated.
+
+    Returns:
+        False if a block is malformed; the arrays are then not to be used.
+    """
+    if (native := extension()) is None:
+        return reference.decode(blocks, words, word_B2, freq_TS, at_K, step_K)
+    arrays = map(np.ascontiguousarray, (words, word_B2, *blocks, freq_TS))
+    good: bool = native.decode(threads(8 * at_K.size), *arrays, at_K, step_K)
+    return good
+
+
+def rank(
+    row_BF: np.ndarray, bound_B: np.ndarray, at_K: np.ndarray, step_K: np.ndarray, classes: Classes
+) -> tuple[Blocks, np.ndarray, np.ndarray, np.ndarray]:
+    """Order the changes of blocks by class.
+
+    Args:
+        row_BF: The table of blocks (`FIELDS`), over the new bits.
+        bound_B: First change of each block, and the number of all changes.
+        at_K: Positions of the changes, block after block, ascending in each.
+        step_K: Their steps.
+        classes: Every changed element is of one of these by its old bits.
+
+    Returns:
+        The first arguments of `encode`.
+    """
+    size_BC = np.zeros((len(row_BF), classes.low_C.size), np.int64)
+    rank_K, class_K, to_step_K = np.empty(at_K.size, np.int32), np.empty(at_K.size, np.uint8), np.empty_like(step_K)
+    given = np.ascontiguousarray(row_BF), bound_B, at_K, step_K, classes.by_value(), *classes
+    if (native := extension()) is None:
+        reference.rank(*given, size_BC, rank_K, class_K, to_step_K)
+    elif not native.rank(threads(8 * at_K.size), *given, size_BC, rank_K, class_K, to_step_K):
+        raise ValueError("changes outside of their blocks")
+    return Blocks(np.zeros(len(row_BF), np.int64), size_BC, bound_B), rank_K, class_K, to_step_K
+
+
+def decode_classes(
+    row_BF: np.ndarray,
+    bound_B: np.ndarray,
+    words: np.ndarray,
+    word_B2: np.ndarray,
+    classes: Classes,
+    freq_TS: np.ndarray,
+    ratio_CC: np.ndarray,
+    at_K: np.ndarray,
+    step_K: np.ndarray,
+) -> bool:
+    """Decode the changes of blocks, as `decode`.
+
+    Args:
+        row_BF: The table of blocks (`FIELDS`), over the old bits.
+        bound_B: First change of each block, and the number of all changes.
+        words: See `decode`.
+        word_B2: See `decode`.
+        classes: The classes.
+        freq_TS: As in `encode`.
+        ratio_CC: As in `encode`.
+        at_K: Gets the positions of the changes, block after block, ascending in each; mutated.
+        step_K: Gets their steps, unsigned; mutated.
+    """
+    given = (row_BF, bound_B, words, word_B2, *classes, freq_TS, ratio_CC)
+    if (native := extension()) is None:
+        return reference.decode_classes(*given, at_K, step_K)
+    good: bool = native.decode_classes(threads(8 * at_K.size), *map(np.ascontiguousarray, given), at_K, step_K)
+    return good
+
+
+def survey(
+    run_R: np.ndarray, row_BF: np.ndarray, bound_B: np.ndarray, at_K: np.ndarray, step_K: np.ndarray, most: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Count values of the field in runs of blocks.
+
+    Args:
+        run_R: First block of each run, and the number of all blocks.
+        row_BF: The table of blocks (`FIELDS`), over the new bits.
+        bound_B: First change of each block, and the number of all changes.
+        at_K: Positions of the changes.
+        step_K: Their steps.
+        most: About how many elements of a run are looked at.
+
+    Returns:
+        Estimates for the elements, by their new bits, which hardly differ, float64[R, 256]; and the symbols of the steps of
+        changed elements by their old bits, exact, uint32[R, 256, 256].
+    """
+    size_R = np.add.reduceat(row_BF[:, 1] * row_BF[:, 3], run_R[:-1])
+    period_R = np.clip(size_R // most, 1, 64) | 1  # an odd period does not meet the same columns in every row
+    element_RE, step_RES = np.zeros((run_R.size - 1, 256), np.int64), np.zeros((run_R.size - 1, 256, 256), np.uint32)
+    given = np.ascontiguousarray(run_R), np.ascontiguousarray(row_BF), bound_B, at_K, step_K, period_R
+    if (native := extension()) is None:
+        reference.survey(*given, element_RE, step_RES)
+    elif not native.survey(threads(8 * at_K.size), *given, element_RE, step_RES):
+        raise ValueError("changes outside of their blocks")
+    scale_R = size_R / np.maximum(element_RE.sum(axis=1), 1)
+    return element_RE * scale_R[:, None], step_RES
+
+
+def regroup(
+    bound_G: np.ndarray, band_GF: np.ndarray, by_tile: bool, at_K: np.ndarray, step_K: np.ndarray, block_count: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sort the changes in each band of tiles, by tile or by row, stably.
+
+    Args:
+        bound_G: First change of each band, and the number of changes; shape G + 1.
+        band_GF: For each band the position of its first element, elements from row to row, columns of a tile, tiles, rows,
+            number of the first tile.
+        by_tile: Whether to sort by tile; else by row.
+        at_K: Positions of the changes, band after band.
+        step_K: Steps of the changes.
+        block_count: Number of all tiles.
+
+    Returns:
+        New arrays of the sorted positions and steps, and, by tile, the number of changes of each.
+    """
+    to_at_K, to_step_K, count_B = np.empty_like(at_K), np.empty_like(step_K), np.zeros(block_count, np.int64)
+    arrays = [np.ascontiguousarray(array) for array in (bound_G, band_GF, at_K, step_K)]
+    given: Any = (*arrays[:2], by_tile, *arrays[2:], to_at_K, to_step_K, count_B)
+    if (native := extension()) is None:
+        reference.regroup(*given)
+    elif not native.regroup(threads(8 * at_K.size), *given):
+        raise ValueError("changes outside of their band")
+    return to_at_K, to_step_K, count_B
+
+
+def class_bits(element_E: np.ndarray, step_ES: np.ndarray, costs: Costs) -> float:
+    """Estimate the bits of the changes of a run of blocks, if each value of the field is a class; arguments as `fit`."""
+    if (native := extension()) is None:
+        return reference.class_bits(element_E, step_ES, costs)
+    bits: float = native.class_bits(element_E, np.ascontiguousarray(step_ES), np.array(costs))
+    return bits
+
+
+def fit(element_E: np.ndarray, step_ES: np.ndarray, costs: Costs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the classes in which the changes of a group take the fewest bits: first and last values, and levels.
+
+    Args:
+        element_E: Elements with each value of the field; estimates, float64[256].
+        step_ES: Symbols of the steps of changed elements, by the value, int64.
+        costs: Costs of a class.
+    """
+    first_C, last_C, mean_C = np.full(256, -1), np.full(256, -1), np.ones(256)  # elements for each change
+    if (native := extension()) is None:
+        reference.fit(element_E, step_ES, first_C, last_C, mean_C)
+    else:
+        native.fit(element_E, np.ascontiguousarray(step_ES), np.array(costs), first_C, last_C, mean_C)
+    level_C = np.rint(8 * np.log2(mean_C)).astype(np.int64).clip(0, LEVELS)
+    is_class = first_C >= 0
+    return first_C[is_class], last_C[is_class], level_C[is_class]

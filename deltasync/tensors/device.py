@@ -1,0 +1,158 @@
+"""A delta in a device's memory: detection leaves it there, and the device's encoder reads it.
+
+For each element width there are ascending positions and their steps, as in `Sparse`, and an index over *blocks*. A block is
+a run of at most `BLOCK` positions of one tensor; the blocks are in the order of the vector and cover what the rank holds,
+those without changes too. Positions are stored by their lower 32 bits: a gap between neighbours is a difference modulo
+2**32, and a whole position is `base_B[b] + ((low_K[k] - base_B[b]) mod 2**32)` for the block b with
+`bound_B[b] <= k < bound_B[b + 1]`. That takes 4 bytes and the element's width for each change, in vectors of any size.
+
+The old bits that `context` needs are those of the shadow less the steps: a job is encoded after its delta was applied.
+`DeviceBits` says where the shadow has them.
+
+Shape suffixes: K changed elements, B blocks, N held elements (with gaps), R runs, T tensors of one width. Signed dtypes hold
+unsigned bits, because torch has few operations on unsigned ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from deltasync.tensors.delta import Delta, Sparse
+from deltasync.tensors.layout import Layout
+
+BLOCK = 4096
+"""Most elements of a block, a power of two."""
+
+_CROSSING = 1 << 23
+"""Changes that cross to the host at once."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeviceSparse:
+    """Steps of one vector on a device.
+
+    Attributes:
+        low_K: The lower 32 bits of ascending positions in the vector, int32[K].
+        step_K: New minus old bits modulo 2**(8 width), as signed integers of that width, [K].
+        base_B: Position of the first element of each block, ascending, int64[B].
+        bound_B: Number of changes before each block, and of all, int64[B + 1].
+        count_T: Number of changes of each tensor of the vector, int64[T]; on the host.
+    """
+
+    low_K: torch.Tensor
+    step_K: torch.Tensor
+    base_B: torch.Tensor
+    bound_B: torch.Tensor
+    count_T: np.ndarray
+
+    @property
+    def changed(self) -> int:
+        """K."""
+        return self.low_K.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(array.nbytes for array in (self.low_K, self.step_K, self.base_B, self.bound_B))
+
+    def positions(self, low: int = 0, high: int | None = None) -> torch.Tensor:
+        """Return whole positions of the changes from number `low` on and below `high`, int64; a new array."""
+        found_K = self.low_K[low:high].to(torch.int64)
+        number_K = torch.arange(low, low + found_K.numel(), device=found_K.device)
+        base_K = self.base_B[torch.searchsorted(self.bound_B, number_K, right=True) - 1]
+        return base_K + ((found_K - base_K) & 0xFFFFFFFF)
+
+    def count_below(self, limit_N: torch.Tensor) -> torch.Tensor:
+        """Return how many positions are below each limit, int64 on the device: `layout.count_below` for many limits.
+
+        A few dozen small launches, whatever the number of limits.
+        """
+        if not self.base_B.numel():
+            return torch.zeros_like(limit_N)
+        block_N = (torch.searchsorted(self.base_B, limit_N, right=True) - 1).clamp_(min=0)
+        base_N = self.base_B[block_N]
+        low_N, high_N = self.bound_B[block_N], self.bound_B[block_N + 1]
+        if not self.changed:
+            return low_N
+        for _ in range(BLOCK.bit_length()):
+            middle_N = (low_N + high_N) >> 1
+            found_N = self.low_K[middle_N.clamp(max=self.changed - 1)].to(torch.int64)
+            is_below_N = (low_N < high_N) & (base_N + ((found_N - base_N) & 0xFFFFFFFF) < limit_N)
+            low_N = torch.where(is_below_N, middle_N + 1, low_N)
+            high_N = torch.where(is_below_N, high_N, middle_N)
+        return low_N
+
+    def host(self, index: np.dtype) -> Sparse:
+        """Copy everything to the host, into new arrays of K elements; positions get this dtype."""
+        at_K = np.empty(self.changed, index)
+        for low in range(0, self.changed, _CROSSING):
+            at_K[low : low + _CROSSING] = self.positions(low, low + _CROSSING).cpu().numpy()
+        step_K = self.step_K.cpu().numpy()
+        return Sparse(at_K, step_K.view(f"u{step_K.itemsize}"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeviceBits:
+    """The shadow's bits of one vector on a device.
+
+    Attributes:
+        bits_N: One buffer, as signed integers of the width, [N]. Runs begin at multiples of `ALIGNED` elements, so there are
+            gaps between them, with any contents.
+        run_T3: What is held of each tensor of the vector: position of the first element in the vector, number of elements,
+            and place of the first one in `bits_N`; int64[T, 3], on the host. Nothing may be held of a tensor.
+    """
+
+    bits_N: torch.Tensor
+    run_T3: np.ndarray
+
+
+ALIGNED = 64
+"""Elements."""
+
+
+@dataclasses.dataclass(eq=False)
+class DeviceDelta:
+    """Changes of a model on one device, as `Delta`.
+
+    Attributes:
+        layout: The model.
+        steps: By width; widths without changes are absent.
+        bits: The shadow's bits by width, which has taken the steps once `ready` has passed. They stay until the job that has
+            this delta is released.
+        ready: Recorded after the steps were applied to the shadow; a stream that reads `steps` or `bits` waits for it. None
+            where the device is the host, under Triton's interpreter.
+    """
+
+    layout: Layout
+    steps: Mapping[int, DeviceSparse]
+    bits: Mapping[int, DeviceBits]
+    ready: Any = None  # torch.cuda.Event | None
+
+    @property
+    def changed(self) -> int:
+        """Number of elements."""
+        return sum(steps.changed for steps in self.steps.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays on the device."""
+        return sum(steps.nbytes for steps in self.steps.values())
+
+    def counts(self) -> dict[str, int]:
+        """As `Delta.counts`."""
+        found: dict[str, int] = {}
+        for width, steps in self.steps.items():
+            names = self.layout.vectors[width].names
+            changed = np.flatnonzero(steps.count_T)
+            found |= dict(zip((names[t] for t in changed), steps.count_T[changed].tolist(), strict=True))
+        return found
+
+    def host(self) -> Delta:
+        """Copy everything to the host: for merging with another delta, and for an encoder that runs there."""
+        vectors = self.layout.vectors
+        return Delta(self.layout, {width: steps.host(vectors[width].index_dtype) for width, steps in self.steps.items()})
