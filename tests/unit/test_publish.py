@@ -693,16 +693,16 @@ def test_a_channel_that_was_emptied_is_described_again_and_gets_full_weights(
         for seed in range(2):
             publisher.publish(model.items()).wait(60)
             model = builders.trained(model, seed)
-        wait_until(lambda: any(store.list(keys.HEAD)))
+        builders.settle(publisher)
         store.delete(*(info.key for info in store.list("")))
-        for seed in range(2, 5):
+        for seed in range(2, 7):
             publisher.publish(model.items()).wait(60)
-            wait_until(lambda: any(store.list(keys.HEAD)))
+            builders.settle(publisher)
             published, model = model, builders.trained(model, seed)
     assert caplog.text.count("channel.json was gone and is put back") == 1
     assert caplog.text.count("Nobody can join the channel now") == 1
     late = Replica(memory_url)
-    assert late.sync() == 5
+    assert late.sync() == 7
     assert_same_bits(late.state_dict(), published)
 
 
@@ -731,7 +731,7 @@ def test_a_rule_that_deletes_old_objects_is_noticed_and_made_up_for(
 
     with Publisher(memory_url) as publisher:
         publish(3)
-        wait_until(lambda: any(store.list(keys.HEAD)))
+        builders.settle(publisher)
         before = store.read(keys.CHANNEL, 1 << 20)
         if gone == "channel.json overwritten":
             store.put(keys.CHANNEL, b"{}")
@@ -753,6 +753,7 @@ def test_another_publishers_channel_is_not_put_back(memory_url: str) -> None:
     store, model = open_store(memory_url), builders.weights()
     with contextlib.suppress(FencedError), Publisher(memory_url) as publisher:
         publisher.publish(model.items()).wait(60)
+        builders.settle(publisher)
         store.delete(*(info.key for info in store.list("")))
         with Publisher(memory_url) as other:
             other.publish(model.items()).wait(60)
