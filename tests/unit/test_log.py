@@ -254,6 +254,7 @@ class TestHead:
         store = quick.writer()
         a = Script(store, lease=quick.lease)
         gate = store.hold_at("put", keys.HEAD)
+        store.calls.clear()
         found = [a.publish(str(number), wait=False).version for number in range(5)]
         assert gate.entered.wait(60)
         assert history(quick.store) == found
