@@ -105,7 +105,7 @@ class _Settings:
         return cls(**values)
 
 
-_OTHER_VARIABLES = {"DELTASYNC_ENVIRONMENT_TOKEN"}  # of the Wordle example
+_OTHER_VARIABLES = {"DELTASYNC_ENVIRONMENT_TOKEN", "DELTASYNC_SIMD"}  # of the Wordle example, and see `simd`
 _OF_KUBERNETES = re.compile(
     r"DELTASYNC_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
