@@ -1,4 +1,4 @@
-"""A follower whose weights are on a GPU, as Triton's interpreter plays it: words cross, are decoded, staged and committed."""
+"""A follower whose weights are on a GPU, which Triton's interpreter plays: words cross, are decoded, staged, committed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deltasync import Publisher, kernels, open_store
 from deltasync.channel import payloads
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
-from deltasync.codec import tiles
+from deltasync.codec import open_payload, tiles
 from deltasync.errors import CorruptDataError
 from deltasync.following import Follower
 from deltasync.live import LiveMemory, Segment, model_fingerprint
@@ -58,8 +58,8 @@ def test_versions_are_decoded_where_the_weights_are(codec: str, monkeypatch: pyt
     reader, device = ChannelReader(store), Gpu(gpu_segments)
     live = {name: tensor.clone() for name, tensor in states[0].items()}
     copy = live["a"].clone()  # another copy, as of tied weights
-    segments = {name: [Segment(int_view(tensor), tensor.stride(), 0)] for name, tensor in live.items()}
-    segments["a"].append(Segment(int_view(copy), copy.stride(), 0))
+    segments = {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in live.items()}
+    segments["a"].append(Segment(int_view(copy), (1,), 0))
     memory = LiveMemory(reader.specs, segments, lambda of: device)
     memory.audit()
     follower = Follower(reader, memory)
@@ -86,20 +86,20 @@ def test_a_damaged_payload_is_refused_and_nothing_is_written(monkeypatch: pytest
     monkeypatch.setattr(kernels, "ACCELERATORS", {"cuda", "cpu"})
     reader, device = ChannelReader(store), Gpu(gpu_segments)
     live = {name: tensor.clone() for name, tensor in states[0].items()}
-    segments = {name: [Segment(int_view(tensor), tensor.stride(), 0)] for name, tensor in live.items()}
+    segments = {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in live.items()}
     memory = LiveMemory(reader.specs, segments, lambda of: device)
     memory.audit()
     follower = Follower(reader, memory)
     follower.identified(reader.numbered(1))
     chain = find_chain(reader, follower.version, reader.numbered(2).version)
     ((key, data),) = payloads.fetch(reader, chain[0])
-    damaged = bytearray(data)
-    damaged[-2] ^= 1  # of the words
+    damaged, words = bytearray(data), open_payload(data).arrays[".2.words"].tobytes()
+    damaged[data.index(words) + len(words) // 2] ^= 1
     with (
         mock.patch.object(payloads, "fetch", lambda *_: [(key, bytes(damaged))]),
-        pytest.raises(CorruptDataError) as caught,
+        pytest.raises(CorruptDataError, match="malformed") as caught,
     ):
-        follower.confirm(follower.commit(follower.stage(chain)))
+        follower.stage(chain)
     assert caught.value.key == chain[0].key
     for name, tensor in states[0].items():
         assert torch.equal(int_view(live[name]), int_view(tensor))
