@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (texts of the product)
 """Planted faults of the product that the simulator must find: python -m tests.simulator.mutants [NAME ...] [--seconds S].
 
 Each is a text of a module and another one in its place, planted as the module is imported. A mutant is killed if a seed

@@ -55,6 +55,14 @@ class Outcome:
     trace: list[str] | None
 
 
+@dataclasses.dataclass
+class _Attempt:
+    """A publisher that opens the channel, or has: whether another one did so since, or meanwhile."""
+
+    is_challenged: bool
+    opens: bool = True
+
+
 class World:
     """A store, the processes around it, and all that was published to it."""
 
@@ -74,7 +82,7 @@ class World:
         self.lost: set[str] = set()  # bits of which a receipt said that they are lost
         self.unsure: set[str] = set()  # bits that were published more than once
         self.replicas: list[Replica] = []
-        self.attempt = object()  # the newest one to open the channel
+        self.attempts: list[_Attempt] = []
         self.weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
         self.forgets = self.random.random() < 0.3
         self.live: list[Process] = []
@@ -173,8 +181,13 @@ class World:
         """Open a publisher again and again, and publish."""
         while self.steps > 0:
             self.pause(5.0)
-            self.attempt = attempt = object()
+            is_new = keys.CHANNEL not in self.disk.objects  # then the first to create it wins
+            attempt = _Attempt(any(other.opens or is_new for other in self.attempts))
+            for other in self.attempts:
+                other.is_challenged = True
+            self.attempts.append(attempt)
             opened = self.call("open", lambda: self.publisher(process))
+            attempt.opens = False
             if isinstance(opened, DeltaSyncError):
                 self.step()
                 self.pause(30.0)
@@ -193,7 +206,7 @@ class World:
                     interrupted = True
                     continue
                 if isinstance(receipt, FencedError):
-                    if self.attempt is attempt:
+                    if not attempt.is_challenged:
                         raise Violation(f"the only publisher is fenced: {receipt}")
                     break
                 if not isinstance(receipt, DeltaSyncError):
@@ -320,6 +333,8 @@ class World:
         while self.step():
             self.pause(40.0)
             held = sorted(self.disk.objects)
+            if keys.CHANNEL not in held:  # where records are, but no channel, none is begun
+                continue
             data = self.random.randbytes(self.random.choice((0, 7, 300)))
             if held and self.random.random() < 0.4:
                 data = self.disk.objects[self.random.choice(held)].data  # an old object at a key of another
@@ -336,6 +351,9 @@ class World:
             key = self.random.choice(places)
             if key == keys.HEAD or key not in self.disk.objects:
                 self.disk.write(key, data)
+                if not self.signed and key.startswith(keys.EPOCHS):  # in an unsigned channel it may be a publisher's
+                    for attempt in self.attempts:
+                        attempt.is_challenged = True
 
     def fate(self, process: Process) -> None:
         """Change the weather, suspend, kill and interrupt processes."""
