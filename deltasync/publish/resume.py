@@ -16,7 +16,7 @@ from deltasync.channel.documents import Channel, Reference, VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import each
-from deltasync.config import AUTO, PublisherOptions, PublisherSettings, Retention
+from deltasync.config import PublisherOptions, PublisherSettings, Retention
 from deltasync.errors import (
     ApplyError,
     ChainError,
@@ -299,8 +299,7 @@ class FirstStream:
 
     def _compile(self, channel: Channel) -> None:
         """Compile what later steps need, while this one reads a version or stores the first one."""
-        chosen = self.start.settings.codec
-        codecs = compiling.CODECS if chosen == AUTO else tuple(dict.fromkeys((compaction.CODEC, chosen)))
+        codecs = tuple(dict.fromkeys((compaction.CODEC, self.start.settings.codec)))
         compiling.start(compiling.Kinds(compiling.of_model(Layout(channel.specs)), codecs, publishes=True, on_host=False))
 
     def _read(self, ranges: Mapping[str, Range]) -> Shadow:

@@ -33,7 +33,7 @@ def test_none_means_not_given() -> None:
 
 
 def test_empty_variable_means_not_set() -> None:
-    assert PublisherSettings.from_env({"DELTASYNC_CODEC": ""}).codec == "auto"
+    assert PublisherSettings.from_env({"DELTASYNC_CODEC": ""}).codec == "context"
 
 
 def test_values_are_parsed_to_the_fields_type() -> None:
