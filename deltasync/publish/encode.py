@@ -29,9 +29,7 @@ class Payloads(NamedTuple):
     bytes: int  # of all payloads
 
 
-def encode_groups(
-    job: Job, codec_name: str, put: Callable[[int, bytes], Future[File]], *, inline: bool = True
-) -> Payloads:
+def encode_groups(job: Job, codec_name: str, put: Callable[[int, bytes], Future[File]], *, inline: bool = True) -> Payloads:
     """Encode and prove a delta group by group, while its parts are stored.
 
     The job's shadow must not change meanwhile. `put` begins to store a part, by its number from 1 on. With `inline` the last
