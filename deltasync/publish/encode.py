@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
@@ -13,9 +15,16 @@ from deltasync.channel import payloads
 from deltasync.channel.documents import Delta, File, Record, VersionId
 from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded, NewBits
-from deltasync.errors import CorruptDataError
+from deltasync.errors import CorruptDataError, get_logger
 from deltasync.publish.job import Job
 from deltasync.tensors import Delta as Changes
+
+if TYPE_CHECKING:
+    from deltasync.codec.device import Piece
+    from deltasync.publish.encode_device import DeviceCoder
+    from deltasync.tensors.device import DeviceDelta
+
+logger = get_logger(__name__)
 
 GROUP_CHANGED = 1 << 20
 """Changed elements that are encoded, and stored as a part, by themselves."""
@@ -29,29 +38,84 @@ class Payloads(NamedTuple):
     bytes: int  # of all payloads
 
 
-def encode_groups(job: Job, codec_name: str, put: Callable[[int, bytes], Future[File]], *, inline: bool = True) -> Payloads:
-    """Encode and prove a delta group by group, while its parts are stored.
+class GroupEncoder:
+    """Encodes and proves deltas group by group: on the device where they are, else on the host.
 
-    The job's shadow must not change meanwhile. `put` begins to store a part, by its number from 1 on. With `inline` the last
-    group may go into the record.
-
-    Raises:
-        CorruptDataError: a payload does not decode to what was encoded.
+    Args:
+        codec_name: The codec.
     """
-    files: list[Future[File]] = []
-    in_record: Encoded | None = None
-    payload_bytes, versions = 0, Versions.of(job)
-    groups = list(job.delta.split(GROUP_CHANGED))
-    for group in groups:
-        encoded = encode(codec_name, group, versions)
-        data = encoded.to_bytes()
-        if inline and group is groups[-1] and len(data) <= INLINE_BYTES:
-            in_record = encoded
-        else:
-            files.append(put(len(files) + 1, data))
-        prove(codec_name, group, versions, data)  # while it is on its way, which takes longer
-        payload_bytes += len(data)
-    return Payloads(files, in_record, payload_bytes)
+
+    def __init__(self, codec_name: str) -> None:
+        self.codec_name = codec_name
+        self._device: DeviceCoder | None = None
+
+    def encode(self, job: Job, put: Callable[[int, bytes], Future[File]], *, inline: bool = True) -> Payloads:
+        """Encode and prove a delta, while its parts are stored.
+
+        The job's shadow must not change meanwhile. `put` begins to store a part, by its number from 1 on. With `inline` the
+        last group may go into the record.
+
+        Raises:
+            CorruptDataError: a payload does not decode to what was encoded.
+        """
+        files: list[Future[File]] = []
+        in_record: Encoded | None = None
+        stored: list[bytes] = []
+        count, payloads_ = self._payloads(job)
+        for encoded, prove_ in payloads_:
+            stored.append(encoded.to_bytes())
+            if inline and len(stored) == count and len(stored[-1]) <= INLINE_BYTES:
+                in_record = encoded
+            else:
+                files.append(put(len(files) + 1, stored[-1]))
+            if prove_ is not None:
+                prove_(stored[-1])  # while it is on its way, which takes longer
+        if job.on_device is not None and self._device is not None:
+            self._prove_on_device(job, stored)
+        return Payloads(files, in_record, sum(map(len, stored)))
+
+    def _payloads(self, job: Job) -> tuple[int, Iterator[tuple[Encoded, Callable[[bytes], None] | None]]]:
+        """Return how many payloads a job has, and each with what proves it, None if that is done for all at once."""
+        delta = job.on_device
+        if delta is None or self.codec_name == "raw":
+            self._device = None
+            groups, versions = list(job.delta.split(GROUP_CHANGED)), Versions.of(job)
+            proven = (
+                (encode(self.codec_name, group, versions), functools.partial(prove, self.codec_name, group, versions))
+                for group in groups
+            )
+            return len(groups), proven
+        from deltasync.publish.encode_device import DeviceCoder
+
+        if self._device is None or self._device.layout is not delta.layout:
+            self._device = DeviceCoder(delta)
+        pieces = self._device.pieces(delta, GROUP_CHANGED)
+        return len(pieces), ((encoded, None) for encoded in self._on_device(job, delta, pieces))
+
+    def _on_device(self, job: Job, delta: DeviceDelta, pieces: Sequence[Piece]) -> Iterator[Encoded]:
+        import torch
+
+        assert self._device is not None and job.fingerprints is not None
+        done = 0
+        try:
+            for encoded in self._device.encode(self.codec_name, delta, job.fingerprints.of, job.version, pieces):
+                yield encoded
+                done += 1
+        except torch.OutOfMemoryError as error:
+            logger.warning("Version %d is encoded on the host: %s", job.version, error)
+            for group in itertools.islice(job.delta.split(GROUP_CHANGED), done, None):
+                yield encode(self.codec_name, group, Versions.of(job))
+
+    def _prove_on_device(self, job: Job, stored: Sequence[bytes]) -> None:
+        import torch
+
+        assert self._device is not None and job.on_device is not None and job.fingerprints is not None
+        try:
+            self._device.prove(self.codec_name, job.on_device, job.fingerprints.of, job.version, stored)
+        except torch.OutOfMemoryError as error:
+            logger.warning("Version %d is proven on the host: %s", job.version, error)
+            for group, data in zip(job.delta.split(GROUP_CHANGED), stored, strict=True):
+                prove(self.codec_name, group, Versions.of(job), data)
 
 
 class Versions(NamedTuple):

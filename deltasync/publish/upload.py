@@ -25,7 +25,7 @@ from deltasync.errors import (
 )
 from deltasync.publish.collect import Weights, requires_of
 from deltasync.publish.compaction import Target
-from deltasync.publish.encode import encode_groups
+from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.job import Job, without_frames
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance, Sample
@@ -57,6 +57,7 @@ class Uploader:
         self._log = log
         self.maintenance = maintenance
         self._signals = signals if signals.others else None  # of a sharded trainer
+        self._encoder = GroupEncoder(settings.codec)
         self._lock = threading.RLock()
         self._waiting: list[Job] = []
         self._running: Job | None = None
@@ -270,9 +271,8 @@ class Uploader:
         if self._signals is not None:
             base = maintenance.chain.base if wanted == "compaction" else None
             self._signals.begin(job.serial, folder, None if base is None else base.key)
-        encoded = encode_groups(
+        encoded = self._encoder.encode(
             job,
-            self.settings.codec,
             lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
         )
         sample, target, others = None, None, list[File]()
