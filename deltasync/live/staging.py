@@ -12,13 +12,13 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from deltasync import kernels
 from deltasync.errors import StageError
+from deltasync.kernels import native
 from deltasync.kernels.table import MOST_DIMS, MOST_ELEMENTS, Line, Rows, Table, Writes
 from deltasync.live.devices import Chunk, Device, copiers
 from deltasync.live.exchange import Copy, DeviceCopy, DeviceSwap, HostCopy, HostSwap, Swap, Target, Values
@@ -28,7 +28,7 @@ from deltasync.tensors.bits import signed_view
 from deltasync.tensors.device import DeviceSparse
 
 if TYPE_CHECKING:
-    from deltasync.kernels.cpu import SwapTable
+    from deltasync.kernels.native import SwapTable
 
 _HOST_PIECE_BYTES = 4 << 20
 _DEVICE_PIECE_BYTES = 16 << 20
@@ -104,7 +104,7 @@ class Staged:
 
 def host_fingerprints(targets: Sequence[Target]) -> Values:
     """Return the fingerprints of segments in host memory."""
-    found = [kernels.cpu.fingerprint_runs(target.key, *target.segment.runs()) for target in targets]
+    found = [native.fingerprint_runs(target.key, *target.segment.runs()) for target in targets]
     return Values(np.array([target.part for target in targets], np.int64), np.array(found, np.uint64))
 
 
@@ -128,10 +128,11 @@ class HostPlaces:
             layout = _strided(segment)
             last = region_end(segment.region())
             self._span = max(self._span, last - segment.offset, segment.flat().numel())
-            rows.append((tensor, at, first + last, segment.live.data_ptr(), -1 if layout is None else len(dims)))
+            place = segment.live.data_ptr(), -1 if layout is None else len(dims), segment.flat().numel()
+            rows.append((tensor, at, first + last, *place))
             if layout is not None:
                 dims.append(layout + [(0, 0, 0)] * (MOST_DIMS - len(layout)))
-        self._row_SF = np.array(rows, np.int64).reshape(-1, 5)
+        self._row_SF = np.array(rows, np.int64).reshape(-1, 6)
         self._part_S = np.array([target.part for target in self.targets], np.int64)
         self._dim_D83 = np.array(dims, np.int64).reshape(-1, MOST_DIMS, 3)
 
@@ -142,26 +143,25 @@ class HostPlaces:
             The table of the exchange; the arrays that it has the addresses of; what it adds to fingerprints; its checksum;
             and how many elements it writes.
         """
-        tensor_S, at_S, end_S, address_S, dims_S = self._row_SF.T
+        tensor_S, at_S, end_S, address_S, dims_S, span_S = self._row_SF.T
         low_S, high_S = count_below(steps.at_K, at_S), count_below(steps.at_K, end_S)
         touched = np.flatnonzero(high_S > low_S)
-        columns = tensor_S, low_S, high_S, address_S, at_S, dims_S
+        columns = tensor_S, low_S, high_S, address_S, at_S, dims_S, span_S
         row_RF = np.stack([column[touched] for column in columns], axis=1)
         to = np.dtype(np.int32 if self._span < 1 << 31 else np.int64)
-        kernels.cpu.warm_up(steps.data_K.dtype, to)
         places = self.vector.key_T, self.vector.first_T
-        write_CF, to_K, new_K, gain_R, kept_R, check = kernels.cpu_rows.prepare(row_RF, self._dim_D83, *places, *steps, to)
+        write_CF, to_K, new_K, gain_R, kept_R, check = native.prepare(row_RF, self._dim_D83, *places, *steps, to)
         chunk_CF = np.empty((len(write_CF), 4), np.int64)
         chunk_CF[:, 0], place_C, chunk_CF[:, 3] = write_CF[:, 1], write_CF[:, 2], write_CF[:, 3]
         for column, array in ((1, to_K), (2, new_K)):
             chunk_CF[:, column] = array.ctypes.data + place_C * array.itemsize
         written = np.flatnonzero(kept_R)
         gains = Values(self._part_S[touched[written]], gain_R[written])
-        return [(chunk_CF, new_K[:0], to_K[:0])], [to_K, new_K], gains, check, int(kept_R.sum())
+        return [(chunk_CF, new_K.itemsize, to_K.itemsize)], [to_K, new_K], gains, check, int(kept_R.sum())
 
 
 def _strided(segment: Segment) -> list[tuple[int, int, int]] | None:
-    """Return the dimensions of a segment, for `cpu_rows.prepare`; None if it is contiguous here and in the tensor."""
+    """Return the dimensions of a segment, for `native.prepare`; None if it is contiguous here and in the tensor."""
     live = segment.live
     dims = [dim for dim in zip(segment.stride, live.shape, live.stride(), strict=True) if dim[1] > 1]
     if live.is_contiguous() and all(stride == live_stride for stride, _, live_stride in dims):
@@ -198,7 +198,7 @@ class HostStaging:
         whole = signed_view(bits_N)
         source = segment.source(whole).contiguous()
         new_N, old_N = (unsigned(view.reshape(-1)) for view in (source, segment.live.contiguous()))
-        at, _ = kernels.cpu_diff.diff(old_N, new_N)
+        at, _ = native.diff(old_N, new_N)
         if at.size <= new_N.size // _FEW:
             self._differing(target, *_places(segment, at), new_N[at])
             return
@@ -210,9 +210,8 @@ class HostStaging:
             return
         dest = target.segment.flat()
         dest_index_K = np.ascontiguousarray(dest_index_K, index_dtype(dest.numel()))
-        kernels.cpu.warm_up(data_K.dtype, dest_index_K.dtype)
-        new_K, gained, check = kernels.cpu.prepare(target.key, unsigned(dest), dest_index_K, data_K, True, index_K)
-        self._writes.append((dest, torch.from_numpy(dest_index_K), signed_view(new_K)))
+        gained, check = native.weigh(target.key, unsigned(dest), dest_index_K, index_K, data_K)
+        self._writes.append((dest, torch.from_numpy(dest_index_K), signed_view(data_K)))
         self._gains.append(Values(np.array([target.part]), np.array([gained], np.uint64)))
         self._changed += data_K.size
         self._check = (self._check + check) & fingerprint.MASK
@@ -221,7 +220,7 @@ class HostStaging:
         """Add what was collected to `staged`."""
         if self._changed:
             writes = [(unsigned(dest), at_K.numpy(), unsigned(value_K)) for dest, at_K, value_K in self._writes]
-            table = [*self._tables, *kernels.cpu.swap_table(writes)]
+            table = [*self._tables, *native.swap_table(writes)]
             arrays = [*self._arrays, *(array for write in writes for array in write[1:])]
             gains = Values(*map(np.concatenate, zip(*self._gains, strict=True)))
             staged.swaps.append(HostSwap(table, arrays, gains, self._check, self._changed))
@@ -232,6 +231,22 @@ class HostStaging:
             staged.readouts.append(functools.partial(host_fingerprints, [target for target, _ in self._copies]))
 
 
+class DeviceSteps(Protocol):
+    """Steps of one vector on a device, as `DeviceSparse` or as a decoder leaves them."""
+
+    @property
+    def low_K(self) -> torch.Tensor:
+        """The lower 32 bits of ascending positions."""
+
+    @property
+    def step_K(self) -> torch.Tensor:
+        """The steps."""
+
+    @property
+    def count_T(self) -> np.ndarray:
+        """Number of changes of each tensor of the vector, on the host."""
+
+
 class DevicePlaces:
     """The segments of one vector in the memory of one device: their table there, made once.
 
@@ -240,6 +255,7 @@ class DevicePlaces:
         table: The table.
         segments: The segment of each line.
         lines: The numbers of the lines of each segment, by its part.
+        first: The position of each tensor's first element.
 
     Raises:
         StageError: a segment overlaps itself or has too many dimensions, or the device has too little memory.
@@ -256,6 +272,10 @@ class DevicePlaces:
             self.table = Table([line for line, _ in held], device)
             self._limit_L = self.table.sent(self.table.limit_L)
             self._sum_S = self.table.empty((len(held),), torch.int64)
+        edge_T = vector.first_T
+        at_L = np.searchsorted(edge_T, self.table.limit_L)
+        # Where segments are whole tensors, changes before them follow from those of each tensor.
+        self._edge_L = at_L if (edge_T[at_L] == self.table.limit_L).all() else None
         self.lines: dict[int, list[int]] = {}
         for number, part in enumerate(self.table.part_S.tolist()):
             self.lines.setdefault(part, []).append(number)
@@ -281,19 +301,25 @@ class DevicePlaces:
         value_S = self._sum_S.cpu().numpy().view(np.uint64)
         return Values(self.table.part_S[rows.lines], value_S[rows.lines])
 
-    def swap(self, steps: Sparse | DeviceSparse, ready: torch.cuda.Event | None = None) -> DeviceSwap | None:
+    @property
+    def are_whole(self) -> bool:
+        """Whether each segment is a whole tensor, in its order."""
+        return self._edge_L is not None and bool(self.table.contiguous_S.all())
+
+    def swap(self, steps: Sparse | DeviceSteps, ready: torch.cuda.Event | None = None) -> DeviceSwap | None:
         """Return the exchange of what steps change in these segments, prepared; None for nothing.
 
-        `ready` is the event that steps on the device wait for. They are not mutated.
+        `ready` is the event that steps on the device wait for. They are not mutated, but those of a decoder are: only its
+        caller has them.
         """
         table = self.table
         if isinstance(steps, DeviceSparse) and steps.low_K.device != self.device.device:
             steps = steps.host(np.dtype(np.int64))
         with self.device.staging():
             self.device.wait(ready)
-            if isinstance(steps, DeviceSparse):
-                low_K, step_K = steps.low_K, steps.step_K
-                below_L = steps.count_below(self._limit_L).cpu().numpy()
+            if not isinstance(steps, Sparse):
+                low_K, step_K = steps.low_K.view(torch.int32), steps.step_K.view(table.dtype)
+                below_L = self._below(steps)
             else:
                 searched = copiers().submit(count_below, steps.at_K, table.limit_L)
                 low_K = table.crossed(steps.at_K, torch.int32)
@@ -305,6 +331,15 @@ class DevicePlaces:
             mutates = not isinstance(steps, DeviceSparse)
             writes = Writes(table, low_K, step_K, low_S, count_S, mutates=mutates)
             return DeviceSwap(self.device, writes)
+
+    def _below(self, steps: DeviceSteps) -> np.ndarray:
+        """Return how many changes there are before each limit of the table."""
+        if self._edge_L is not None:
+            below: np.ndarray = np.append(0, np.cumsum(steps.count_T))[self._edge_L]
+            return below
+        assert isinstance(steps, DeviceSparse), "steps of a decoder are for whole tensors"
+        below = steps.count_below(self._limit_L).cpu().numpy()
+        return below
 
 
 class _Piece(NamedTuple):

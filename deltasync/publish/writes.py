@@ -5,6 +5,7 @@ Each key gets one content, however often it is put.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,7 +17,7 @@ from deltasync.errors import CorruptDataError, ObjectExistsError, ObjectMissingE
 from deltasync.stores import retries
 from deltasync.stores.base import Store
 
-_READS = 3
+READS = 3
 """How often bytes that look damaged are read: they may be so on the way only."""
 
 _LARGE_BYTES = 4 << 20
@@ -30,9 +31,9 @@ def retried(settings: PublisherSettings, action: Callable[[], _Result], stop: th
     return retries.retried(action, settings.retries, settings.retry_delay_s, stop=stop)
 
 
-def reread(settings: PublisherSettings, action: Callable[[], _Result]) -> _Result:
-    """As `retried`; `action` is also run again if what it reads is damaged."""
-    return retries.retried(lambda: retried(settings, action), _READS - 1, passing=(CorruptDataError,))
+def reread(settings: PublisherSettings, action: Callable[[], _Result], level: int = logging.WARNING) -> _Result:
+    """As `retried`; `action` is also run again if what it reads is damaged, which is logged at `level`."""
+    return retries.retried(lambda: retried(settings, action), READS - 1, passing=(CorruptDataError,), level=level)
 
 
 def put_file(
@@ -75,7 +76,7 @@ def holds(store: Store, key: str, data: bytes) -> bool | None:
 
     Other bytes are read again before they are taken for another publisher's.
     """
-    for _ in range(_READS):
+    for _ in range(READS):
         try:
             if store.read(key, len(data)) == data:
                 return True
