@@ -6,6 +6,7 @@ Each key gets one content, however often it is put.
 from __future__ import annotations
 
 import contextlib
+import logging
 import statistics
 import threading
 import time
@@ -23,7 +24,7 @@ from deltasync.stores.wrapper import WrappedStore
 
 _SMALL_BYTES = 4096  # a put of up to this size takes only the time that any put takes
 
-_READS = 3
+READS = 3
 """How often bytes that look damaged are read: they may be so on the way only."""
 
 _LARGE_BYTES = 4 << 20
@@ -37,9 +38,9 @@ def retried(settings: PublisherSettings, action: Callable[[], _Result], stop: th
     return retries.retried(action, settings.retries, settings.retry_delay_s, stop=stop)
 
 
-def reread(settings: PublisherSettings, action: Callable[[], _Result]) -> _Result:
-    """As `retried`; `action` is also run again if what it reads is damaged."""
-    return retries.retried(lambda: retried(settings, action), _READS - 1, passing=(CorruptDataError,))
+def reread(settings: PublisherSettings, action: Callable[[], _Result], level: int = logging.WARNING) -> _Result:
+    """As `retried`; `action` is also run again if what it reads is damaged, which is logged at `level`."""
+    return retries.retried(lambda: retried(settings, action), READS - 1, passing=(CorruptDataError,), level=level)
 
 
 def put_file(
@@ -82,7 +83,7 @@ def holds(store: Store, key: str, data: bytes) -> bool | None:
 
     Other bytes are read again before they are taken for another publisher's.
     """
-    for _ in range(_READS):
+    for _ in range(READS):
         try:
             if store.read(key, len(data)) == data:
                 return True
