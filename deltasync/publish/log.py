@@ -36,7 +36,6 @@ from deltasync.errors import (
     get_logger,
 )
 from deltasync.publish import writes
-from deltasync.publish.writes import MeteredStore
 from deltasync.stores.base import REQUEST_S
 
 logger = get_logger(__name__)
@@ -90,7 +89,8 @@ class Log:
         claimed_s: When the epoch was claimed, by `boot_s`.
 
     Attributes:
-        store: The channel's store, which measures how long puts take.
+        store: The channel's store.
+        stored_s: When it last took a file or a record, by `time.monotonic`.
         epoch: This writer's epoch, which is part of all keys.
         fencing: As in channel.json.
         channel: The channel's description; None until it is stored.
@@ -123,7 +123,8 @@ class Log:
         self.published: dict[int, str] = {}
         self.doubted = False
         self.stop = threading.Event()
-        self._reader, self.store = reader, MeteredStore(reader.store)
+        self._reader, self.store = reader, reader.store
+        self.stored_s = time.monotonic()
         self._settings = settings
         self._signer = signer
         self._lease = lease
@@ -162,7 +163,9 @@ class Log:
             StoreError: it may be stored, or may be later. A caller that does not put the same bytes again calls `give_up`.
         """
         self._check()
-        return writes.put_file(self.store, self._settings, f"{folder}/{name}", data, self.stop)
+        file = writes.put_file(self.store, self._settings, f"{folder}/{name}", data, self.stop)
+        self.stored_s = time.monotonic()
+        return file
 
     def create_channel(self, channel: Channel) -> Channel:
         """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call repeats it.
@@ -221,6 +224,7 @@ class Log:
             return
         assert stored.data is not None
         self._put(stored.key, stored.data, f"version {stored.record.version}")
+        self.stored_s = time.monotonic()
         self.tip, self.pending = stored.version, None
         self.published[self.tip.version] = self.tip.sha256
         self.published.pop(self.tip.version - _MOST_PUBLISHED, None)
