@@ -861,7 +861,8 @@ def place(bits: Bits, found: Ranked, spans: Sequence[Span], at_K: torch.Tensor, 
         with on(at_K.device):
             _places[(triton.cdiv(end - begin, _RANKED),)](
                 bits.table_BF, bits.classes.low_L, bits.classes.high_L, count_N, number_K, found.rank_K[begin:end],
-                found.class_K[begin:end], key_K, int(bits.row_BF[low, COUNT]), end - begin, _UNSIGNED[bits.width], _RANKED, num_warps=8,
+                found.class_K[begin:end], key_K, int(bits.row_BF[low, COUNT]), end - begin, _UNSIGNED[bits.width],
+                _RANKED, num_warps=8,
             )  # fmt: skip
         done = begin
         for start in range(first, last, MOST_ELEMENTS):  # more than one only where a single band is larger
