@@ -201,7 +201,7 @@ class PublisherOptions(TypedDict, total=False):
     codec: str | None
     anchor_every: int | None
     dtype: str | None
-    shadow_placement: str | None
+    shadow: str | None
     shard_bytes: int | None
     anchor_compression: str | None
     retries: int | None
@@ -225,9 +225,10 @@ class PublisherSettings(_Settings):
         dtype: Served dtype. Floating tensors are cast to it (round to nearest even); `fp8` quantizes matrices by blocks, see
             `quantize`; `keep` casts nothing. All but `fp8` may be followed by patterns of names with their own dtypes, as in
             `bfloat16,*.router.*=float32`; the last matching pattern counts.
-        shadow_placement: Place where tensors of an accelerator are compared with the last published bits. `device` compares
-            on the accelerator, which holds a copy of those bits; only changes are copied to the host. `host` copies all
-            weights. `auto` means `device` for CUDA tensors if room for training and a tenth of the device's memory remain.
+        shadow: Place of the last published bits, with which weights are compared. `device` is where the tensors are, so that
+            only what changed leaves it; with `host` all weights of an accelerator cross. `auto` means `device` for CUDA
+            tensors of one device if room for training and a tenth of its memory remain. It is chosen once, with the first
+            stream.
         shard_bytes: Largest weight file of an anchor (a single larger tensor still makes one file).
         anchor_compression: `none`, for anchors that transformers and vLLM load, or `zstd`, for smaller ones.
         retries: Attempts after the first one for a transient store error.
@@ -242,7 +243,7 @@ class PublisherSettings(_Settings):
     codec: Annotated[str, _one_of(*CODECS, AUTO)] = AUTO
     anchor_every: _Positive | None = None
     dtype: Annotated[str, _matches(_DTYPES, DTYPE)] = "bfloat16"
-    shadow_placement: Annotated[str, _one_of("auto", "device", "host")] = "auto"
+    shadow: Annotated[str, _one_of("auto", "device", "host")] = "auto"
     shard_bytes: _Positive = 1 << 26
     anchor_compression: Annotated[str, _one_of("none", "zstd")] = "none"
     retries: _Natural = 6

@@ -98,7 +98,7 @@ class ModuleTarget(GatedTarget):
         if any(bits(each).ctypes.data != bits(each).ctypes.data for each in copies.values()):
             raise StageError("MLX copies an array to view its bits here, so that they cannot be written.")
         memory = self._mapped(self._state(copies))
-        memory.parts = dict(live.parts)
+        memory.parts = live.parts
         self._opened.memory = memory
         try:
             staged = super().stage(chain)

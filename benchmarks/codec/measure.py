@@ -89,7 +89,7 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
         if not held or held[0][0] is not live:
             segments = {tensor: [Segment(signed_view(bits), (1,), 0)] for tensor, bits in live.items()}
             held[:] = [(live, LiveMemory(specs, segments))]
-            held[0][1].parts = {tensor: (0,) for tensor in specs}
+            held[0][1].parts = np.zeros(len(specs), np.uint64)
         ((_, memory),) = held
         delta, _ = chosen.decode(codec.open_payload(payload), layout, live.__getitem__)
         memory.apply(delta)

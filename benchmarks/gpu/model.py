@@ -108,7 +108,7 @@ class Run:
         row = machine.measure(self._label("audit"), memory.audit)
         row.rate = model.live.nbytes / row.seconds
         machine.bar(self._label("audit, ms"), 1e3 * row.seconds, 12)
-        before = dict(memory.parts)
+        before = memory.known_parts.tolist()
         bits = model.live.clone()
         staged: list[Staged] = []
         for what, changed in (
@@ -141,12 +141,12 @@ class Run:
             machine.bar(self._label("commit, extra device memory in MB"), (row.peak_bytes or 0) / 1e6, 256)
         assert torch.equal(model.live, model.flat), "the commit left other bits"
         machine.measure(self._label("confirm: fingerprints of all tensors compared"), lambda: memory.compare(committed[0]))
-        after = dict(memory.parts)
+        after = memory.known_parts.tolist()
         memory.audit()
-        assert memory.parts == after != before, "the audit found other fingerprints than the commit"
+        assert memory.known_parts.tolist() == after != before, "the audit found other fingerprints than the commit"
         machine.measure(self._label("rollback"), back, again)
         assert torch.equal(model.live, bits), "the rollback left other bits"
-        assert memory.parts == before
+        assert memory.known_parts.tolist() == before
         staged[:] = [memory.stage(self.changed)]  # of the host, after those of the device
         commit()
         assert torch.equal(model.live, model.flat), "a version that was decoded on the host has other bits"

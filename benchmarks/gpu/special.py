@@ -123,9 +123,9 @@ def anchor(machine: Machine, run: Run) -> None:
         (segment,) = model.segments[name]
         wanted = source[first[name] : first[name] + spec.element_count]
         assert torch.equal(segment.live.reshape(-1), wanted), f"the anchor left other bits in {name}"
-    parts = dict(memory.parts)
+    parts = memory.known_parts.tolist()
     memory.audit()
-    assert memory.parts == parts, "the audit found other fingerprints than the anchor's commit"
+    assert memory.known_parts.tolist() == parts, "the audit found other fingerprints than the anchor's commit"
     back()
     assert torch.equal(model.live, held), "rolling the anchor back left other bits"
 

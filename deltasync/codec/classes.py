@@ -37,28 +37,44 @@ def field(dtype: str) -> tuple[int, int]:
 
 
 class Model:
-    """The classes of a group, by descending level."""
+    """The classes of a group, by descending level.
+
+    Attributes:
+        classes: Which elements are of which class.
+        level_C: Their levels, int64.
+        ratio_CC: See `rans.Tables`.
+    """
 
     def __init__(self, first_C: np.ndarray, last_C: np.ndarray, level_C: np.ndarray) -> None:
         order = np.argsort(-level_C, kind="stable")
         self._rows = np.stack((first_C, last_C, level_C), axis=1)
         first_C, last_C, level_C = first_C[order], last_C[order], level_C[order]
+        self.level_C = level_C
         self.classes = Classes(first_C.astype(np.uint8), (last_C - first_C).astype(np.uint8))
         self.ratio_CC = ratios(level_C)
 
     @classmethod
     def read(cls, cursor: tables.Cursor) -> tuple[Model, np.ndarray]:
         """Read the classes of a group, and the slots of their tables, uint32[2 C, 256]."""
-        count = cursor.byte() + 1
+        model = cls.read_head(cursor)
+        return model, np.stack([cursor.table() for _ in range(2 * len(model.level_C))])
+
+    @classmethod
+    def read_head(cls, cursor: tables.Cursor | tables.Parsed) -> Model:
+        """Read the classes of a group; their tables follow."""
+        count = int(cursor.bytes(1)[0]) + 1
         first_C, last_C, level_C = cursor.bytes(3 * count).reshape(-1, 3).astype(np.int64).T
         if (first_C > last_C).any() or (first_C[1:] <= last_C[:-1]).any() or level_C.max() > LEVELS:
             raise CorruptDataError("Payload tables have classes that are not ascending, or of a level that does not exist.")
-        return cls(first_C, last_C, level_C), np.stack([cursor.table() for _ in range(2 * count)])
+        return cls(first_C, last_C, level_C)
 
     def to_bytes(self, freq_TS: np.ndarray) -> bytes:
         """Return the bytes that `read` reads."""
-        head = bytes([len(self._rows) - 1]) + self._rows.astype(np.uint8).tobytes()
-        return head + b"".join(map(tables.to_bytes, freq_TS))
+        return self.head() + b"".join(map(tables.to_bytes, freq_TS))
+
+    def head(self) -> bytes:
+        """Return those of these bytes that are before the tables."""
+        return bytes([len(self._rows) - 1]) + self._rows.astype(np.uint8).tobytes()
 
     def tables(self, freq_TS: np.ndarray) -> Tables:
         """Return the tables with these slots."""

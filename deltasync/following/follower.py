@@ -26,7 +26,7 @@ from deltasync.errors import (
     StageError,
     TiedError,
 )
-from deltasync.live import LiveMemory, Staged, compiling, model_fingerprint
+from deltasync.live import LiveMemory, Prints, Staged, compiling, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
 
@@ -259,28 +259,20 @@ class Follower:
             raise
         return staged
 
-    def confirm(
-        self, committed: StagedVersion, fingerprints: Mapping[str, int] | None = None, total: int | None = None
-    ) -> VersionId:
+    def confirm(self, committed: StagedVersion, found: Prints | None = None) -> VersionId:
         """Compare fingerprints with the published ones, of each tensor and of the model, and set `version`.
 
-        `fingerprints` are those of the version's tensors and `total` is the model's, over all shards. By default this memory
-        holds the whole model.
+        `found` are those over all shards. By default this memory holds the whole model.
 
         Raises:
             FingerprintMismatchError: the bits are not the published ones; they were rolled back.
-            TiedError: the same, because tensors differ that are one in this memory (`LiveMemory.ties`).
         """
-        wanted = committed.staged.fingerprints
-        if fingerprints is None or total is None:
-            wrong, total = self.memory.compare(committed.staged)
-        else:
-            wrong = [name for name, value in wanted.items() if value not in (None, fingerprints.get(name))]
+        wrong, total = self.memory.compare(committed.staged, found)
         stored = committed.chain[-1]
         if wrong or f"{total:016x}" != stored.record.fingerprint:
             self.rollback(committed)
             self.settled = False
-            self._refuse_untied(stored, wanted, wrong)
+            self._refuse_untied(stored, committed.staged.fingerprints, wrong)
             where = f"in {', '.join(wrong[:5])}" if wrong else "in a tensor that this version does not change"
             now = "no version" if self.version is None else f"version {self.version.version}"
             raise FingerprintMismatchError(

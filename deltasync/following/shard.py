@@ -32,7 +32,7 @@ from deltasync.errors import (
 )
 from deltasync.following.engine import Places
 from deltasync.following.follower import Follower, StagedVersion
-from deltasync.live import LiveMemory, Parts, Segment, derived, plan, proof
+from deltasync.live import LiveMemory, Prints, Segment, derived, plan, proof
 from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import bits_of
 
@@ -75,23 +75,23 @@ class Found(msgspec.Struct):
 
 
 class Audit(msgspec.Struct):
-    """Every bit of a shard, read: the fingerprints of its segments, and the regions of these."""
+    """Every bit of a shard, read: the fingerprints of its segments, 8 bytes each, and the regions of these in that order."""
 
-    parts: Parts
+    parts: bytes
     regions: dict[str, list[Region]]
 
 
 class Done(msgspec.Struct):
     """A commit of one shard, or of all. `deltasync.following.Commit` explains the fields.
 
-    `parts` has the fingerprints of the shard's segments of the changed tensors; empty if it is the only shard.
+    `parts` has the fingerprints of all of the shard's segments, as `Audit`; empty if it is the only shard.
     """
 
     changed: int
     stage_s: float
     scatter_s: float
     reload_s: float
-    parts: Parts = {}
+    parts: bytes = b""
 
 
 class Engine(ABC):
@@ -250,7 +250,7 @@ class Shard:
         with self._in_use:
             self._check_awake()
             memory.audit()
-        return Audit(memory.parts, memory.regions)
+        return Audit(memory.known_parts.tobytes(), memory.regions)
 
     def _adopt(self, ignored: set[str], ties: Mapping[str, str]) -> None:
         specs, recorded = self.reader.specs, self._recorded
@@ -400,20 +400,21 @@ class Shard:
             self.undo()
             raise
         if alone:
-            self.confirm(None, None)
+            self.confirm(None)
         done = staged.staged
-        parts = {} if alone else self.follower.memory.parts_of(done.fingerprints)
+        parts = b"" if alone else self.follower.memory.known_parts.tobytes()
         return Done(done.changed, staged.stage_s, done.scatter_s, reload_s, parts)
 
-    def confirm(self, fingerprints: dict[str, int] | None, total: int | None) -> None:
+    def confirm(self, found: tuple[bytes, bytes] | None) -> None:
         """Compare the committed bits with the published fingerprints, and roll them back if they differ.
 
-        The arguments are those of the changed tensors and of the model, over all shards; None if this is the only one.
+        `found` has the arrays of `Prints`, over all shards; None if this is the only one.
         """
         committed, self._committed = self._committed, None
         assert committed is not None
         try:
-            self.follower.confirm(committed, fingerprints, total)
+            prints = None if found is None else Prints(np.frombuffer(found[0], np.uint64), np.frombuffer(found[1], bool))
+            self.follower.confirm(committed, prints)
         except (FingerprintMismatchError, TiedError):
             self._refresh(committed.staged.fingerprints)
             raise

@@ -41,7 +41,7 @@ from deltasync.following.follower import Follower
 from deltasync.following.shard import HANDED_BYTES, Audit, Done, Engine, Found, Handed, Shard, handed
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
-from deltasync.live import assemble, combine, model_fingerprint, proof
+from deltasync.live import Prints, Union, assemble, proof
 
 logger = get_logger(__name__)
 
@@ -73,7 +73,6 @@ class Shards(ABC):
         reloaded: The tensors that the engine loads again after each change, and why.
         ignored: The tensors that no process computes with: they are in no proof.
         ties: As `LiveMemory.ties`.
-        fingerprints: Each tensor's fingerprint over all shards, as of the last audit, or commit of several shards.
     """
 
     def __init__(self, reader: ChannelReader, log: logging.Logger = logger) -> None:
@@ -81,8 +80,9 @@ class Shards(ABC):
         self.reloaded: dict[str, str] = {}
         self.ignored: list[str] = []
         self.ties: dict[str, str] = {}
-        self.fingerprints: dict[str, int] = {}
         self._regions: list[Any] = []  # the elements of each tensor that each shard holds
+        self._union: Union | None = None
+        self._found: Prints | None = None
 
     @abstractmethod
     def replies(self, kind: Any, method: str, *args: Any) -> list[Any]:
@@ -165,8 +165,19 @@ class Shards(ABC):
 
     def _total(self, audits: Sequence[Audit]) -> int:
         self._regions = [audit.regions for audit in audits]
-        self.fingerprints = combine(self._regions, [audit.parts for audit in audits])
-        return model_fingerprint(self.fingerprints)
+        self._union = Union([*self.reader.specs], self._regions)
+        return self._prints(audits).total
+
+    def _prints(self, shards: Sequence[Audit] | Sequence[Done]) -> Prints:
+        """Return the fingerprints of all tensors, from those that the shards say of their segments."""
+        assert self._union is not None
+        self._found = self._union.of(np.frombuffer(b"".join(each.parts for each in shards), np.uint64))
+        return self._found
+
+    @property
+    def fingerprints(self) -> dict[str, int]:
+        """Each tensor's fingerprint over all shards, as of the last audit, or commit of several shards."""
+        return {} if self._found is None else self._found.by_name(self.reader.specs)
 
     def stage(self, chain: Sequence[Handed]) -> bool:
         """Have all shards stage a chain. Returns whether all know their bits, so that it can be committed.
@@ -212,10 +223,8 @@ class Shards(ABC):
             _check_undone(self.replies(_NOTHING, "undo"))
         done = succeeded(replies)
         if not alone:
-            changed = combine(self._regions, [each.parts for each in done])
-            fingerprints = self.fingerprints | changed
-            self._confirm(changed, model_fingerprint(fingerprints))
-            self.fingerprints = fingerprints
+            value_T, same_T = self._prints(done)
+            self._compared((value_T.tobytes(), same_T.tobytes()))
         return Done(
             changed=sum(each.changed for each in done),
             stage_s=max(each.stage_s for each in done),
@@ -223,8 +232,9 @@ class Shards(ABC):
             reload_s=max(each.reload_s for each in done),
         )
 
-    def _confirm(self, changed: dict[str, int], total: int) -> None:
-        confirmed = self.replies(_NOTHING, "confirm", changed, total)
+    def _compared(self, found: tuple[bytes, bytes]) -> None:
+        """Have all shards compare the fingerprints over all of them with the published ones."""
+        confirmed = self.replies(_NOTHING, "confirm", found)
         if None in confirmed:
             _check_undone(confirmed)
         succeeded(confirmed)
@@ -344,10 +354,10 @@ class RankedShards(Shards):
         self.settled()
         return done
 
-    def _confirm(self, changed: dict[str, int], total: int) -> None:
+    def _compared(self, found: tuple[bytes, bytes]) -> None:
         # All ranks compare the same numbers, so the bits are right on all or on none; only what undoes them may differ.
         try:
-            self.shard.confirm(changed, total)
+            self.shard.confirm(found)
         except (FingerprintMismatchError, TiedError, CommitError) as error:
             succeeded(self.ranks.gather(Failure.of(error)))
 

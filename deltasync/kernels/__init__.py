@@ -12,7 +12,6 @@ import importlib.util
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from deltasync.kernels import classes as classes
@@ -51,52 +50,38 @@ class SegmentKernels(Protocol):
         """Compile the kernels for signed views of this dtype, so that no commit waits for the compiler."""
 
 
-class DeviceDiff(Protocol):
-    """Compares a trainer's tensors on a device with their shadows there, many at a time."""
-
-    def add(self, name: str, shadow_N: torch.Tensor, new_N: torch.Tensor, expected: int) -> None:
-        """Compare a tensor with its shadow, now or in `finish`; both must stay until then. See `gpu_diff.Diff.add`."""
-
-    def finish(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Wait for the device. Return, by name of each changed tensor, `reference.diff` of its shadow before and after."""
-
-    def drop(self) -> None:
-        """Forget the tensors that were added and not finished. Their shadows may hold a mixture of old and new bits."""
-
-
 ACCELERATORS = {"cuda"}
 """Device types that the Triton kernels serve. Tests add the CPU, to run the same code in Triton's interpreter."""
 
 
 def segment_kernels(device: torch.device) -> SegmentKernels:
     """Return the kernels for live memory on a device: `gpu_segments` on CUDA if triton is installed, else `torch_ops`."""
-    name = "gpu_segments" if _has_triton(device) else "torch_ops"
+    name = "gpu_segments" if compares(device) else "torch_ops"
     return cast(SegmentKernels, importlib.import_module(f"deltasync.kernels.{name}"))
 
 
-def device_diff(device: torch.device) -> DeviceDiff:
-    """Return a comparison on a device: by `gpu_diff` on CUDA if triton is installed, else by `torch_ops`."""
-    name = "gpu_diff" if _has_triton(device) else "torch_ops"
-    return cast(DeviceDiff, importlib.import_module(f"deltasync.kernels.{name}").Diff(device))
-
-
-def _has_triton(device: torch.device) -> bool:
+def compares(device: torch.device) -> bool:
+    """Whether weights on a device can be compared there: on CUDA if triton is installed."""
     return device.type in ACCELERATORS and importlib.util.find_spec("triton") is not None
 
 
 __all__ = [
     "ACCELERATORS",
-    "DeviceDiff",
     "SegmentKernels",
     "class_fit",
     "classes",
     "coder",
+    "compares",
     "compiled",
     "counts",
     "cpu",
     "cpu_diff",
     "cpu_rows",
-    "device_diff",
+    "gpu_classes",
+    "gpu_coder",
+    "gpu_diff",
+    "groups",
+    "native",
     "rans",
     "segment_kernels",
     "table",

@@ -1,29 +1,27 @@
-"""Compare many tensors on a GPU with their shadows there, and bring the changes to the host: Triton over tables.
+"""Compare a model on a GPU with its shadow there, in a few launches; what differs stays on the device.
 
-Tensors are compared in groups of up to `groups.GROUP` elements. Each group takes the same few launches, however many tensors
-it has:
+A table has a line for each run of elements: where the shadow and the new weights lie, and what a fingerprint needs. It stays
+as long as the tensors do. Runs are cut into blocks (`tensors.device`), of which a group is compared at once:
 
-    _mark      reads both tensors of each row of a table once; writes a bit for each element that differs, and the number of
-               changes of each block
+    _compare   reads both sides of each block once, as 32-bit words; writes how many elements differ, and up to `SLOT` of
+               them (position in the block, step) into the block's slot
     cumsum     finds where the changes of each block go
-    _compact   visits only the marked elements; writes index and step of each into a buffer, and its new bits into the shadow
-    copy       moves the buffer to pinned memory, on a stream of its own, while the next group is compared
+    _pack      moves the slots there, in order, and sums what the changes add to fingerprints
 
-There are two buffers, and pinned memory for each. The host waits for a group when its buffer is wanted for the group after
-the next, which leaves the device one group to compare meanwhile. A buffer has room for somewhat more changes than are
-expected. If there are even more, the group is compared again; the shadow already has those that did fit. So memory beside
-the shadows is bounded, whatever changed: on the device `groups.GROUP` / 8 bytes of marks and two `groups.BUFFER_BYTES`, on
-the host two `groups.BUFFER_BYTES` of pinned memory, which stay.
+The host waits once, for the number of changes. Blocks with more of them than a slot holds are then compared again, each
+writing to its place in the result. If the result has no room, everything is compared again: comparing only reads. `_apply`
+adds the steps to the shadow later.
 
-Kernels see bit patterns as unsigned integers. N elements, K changed, B blocks, W words of 32 marks, T rows.
+Kernels see bit patterns as unsigned integers. R runs, B blocks, T tensors of one width, K changed elements.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import deque
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +29,22 @@ import triton
 import triton.language as tl
 
 from deltasync.kernels import groups
-from deltasync.tensors import index_dtype
+from deltasync.kernels.gpu_segments import _cell
+from deltasync.tensors.device import DeviceSparse
 
-_WORDS = 1024  # words of marks per program of `_compact`
+OLD, NEW, FIRST, COUNT, AT, KEY, INDEX, MASK, LARGEST = range(9)
+"""Columns of a line: address of the shadow and of the new bits, number of the first block, number of elements, position of
+the first one in the vector, fingerprint key of the tensor, flat index of the first element in it, and as in `nan_bounds`."""
+
+COLUMNS = 9
+_OLD, _NEW, _FIRST, _COUNT, _AT, _KEY, _INDEX, _MASK, _LARGEST, _COLUMNS = (tl.constexpr(each) for each in range(10))
+
+Fill = Callable[[int, torch.Tensor], None]
+
 _ALIGNED_BYTES = 16
-
+_LANES = 1024  # elements that a program of `_print` reads at once
 _UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit
@@ -48,301 +56,534 @@ def _bfloat16_bits(bits):
 
 
 @triton.jit
-def _popcount(bits):
-    """Count the ones in each 32-bit word. LLVM recognizes this form as one instruction."""
-    bits = bits - ((bits >> 1) & 0x55555555)
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-    return ((bits * 0x01010101) >> 24).to(tl.int32)
+def _marks(old_ptr, new_ptr, left, W: tl.constexpr, NEW_W: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a bit for each element that differs, uint32[BLOCK / 32].
+
+    Aligned elements of one or two bytes are read as words of `PER` elements. Loads without a mask are the widest.
+    """
+    word = tl.arange(0, BLOCK // 32)[:, None]
+    if ALIGNED:
+        old_ptr, new_ptr = tl.multiple_of(old_ptr, 16), tl.multiple_of(new_ptr, 16)
+    if ALIGNED and NEW_W < 4:
+        PER: tl.constexpr = 4 // W
+        old_ptr = tl.multiple_of(old_ptr.to(tl.pointer_type(tl.uint32), bitcast=True), 16)
+        new_ptr = tl.multiple_of(new_ptr.to(tl.pointer_type(tl.uint32), bitcast=True), 16)
+        j = tl.arange(0, 32 // PER)[None, :]
+        at = word * (32 // PER) + j
+        if left >= BLOCK:
+            x = tl.load(old_ptr + at) ^ tl.load(new_ptr + at)
+        else:  # an aligned word lies in one page, so that it may be read, but what is behind the end does not count
+            x = tl.load(old_ptr + at, PER * at < left, other=0) ^ tl.load(new_ptr + at, PER * at < left, other=0)
+            rest = tl.minimum(tl.maximum(left - PER * at, 0), PER).to(tl.uint32) * (32 // PER)
+            x &= tl.where(rest < 32, (1 << rest) - 1, 0xFFFFFFFF).to(tl.uint32)
+        if W == 2:
+            differs = (((x & 0x7FFF7FFF) + 0x7FFF7FFF) | x) & 0x80008000
+            marks = tl.sum(differs >> (15 - j).to(tl.uint32), axis=1)
+            # Even elements are in the lower half, odd ones in the upper. Shuffle them.
+            swapped = (marks ^ (marks >> 8)) & 0x0000FF00
+            marks ^= swapped ^ (swapped << 8)
+            swapped = (marks ^ (marks >> 4)) & 0x00F000F0
+            marks ^= swapped ^ (swapped << 4)
+            swapped = (marks ^ (marks >> 2)) & 0x0C0C0C0C
+            marks ^= swapped ^ (swapped << 2)
+            swapped = (marks ^ (marks >> 1)) & 0x22222222
+            marks ^= swapped ^ (swapped << 1)
+        else:
+            differs = ((((x & 0x7F7F7F7F) + 0x7F7F7F7F) | x) & 0x80808080) >> 7
+            four = ((differs * 0x01020408) >> 24) & 15  # the products do not meet, so that nothing is carried
+            marks = tl.sum(four << (4 * j).to(tl.uint32), axis=1)
+    else:
+        bit = tl.arange(0, 32)[None, :]
+        at = word * 32 + bit
+        if left >= BLOCK:
+            old = tl.load(old_ptr + at)
+            new = tl.load(new_ptr + at)
+        else:
+            old = tl.load(old_ptr + at, at < left, other=0)
+            new = tl.load(new_ptr + at, at < left, other=0)
+        if W != NEW_W:
+            new = _bfloat16_bits(new)
+        marks = tl.sum((old != new).to(tl.uint32) << bit.to(tl.uint32), axis=1)
+    return marks
+
+
+@triton.jit(do_not_specialize=["first"])
+def _compare(
+    table_ptr,
+    row_ptr,
+    listed_ptr,
+    count_ptr,
+    bound_ptr,
+    to_at_ptr,
+    to_step_ptr,
+    first: tl.int64,
+    W: tl.constexpr,
+    NEW_W: tl.constexpr,
+    OLD_TYPE: tl.constexpr,
+    NEW_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LISTED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOT: tl.constexpr,
+):
+    """Compare a block, number `first` + the program's, or the one that is listed there.
+
+    With `SLOTS`, count its changes, and write them to its slot, if that has room, the first slot being that of block `first`
+    of the group. Without, write them to their place in the result: lower 32 bits of positions, and steps.
+    """
+    block = tl.program_id(0).to(tl.int64) + first
+    if LISTED:
+        block = tl.load(listed_ptr + block).to(tl.int64)
+    entry_ptr = table_ptr + tl.load(row_ptr + block).to(tl.int64) * _COLUMNS
+    base = (block - tl.load(entry_ptr + _FIRST)) * BLOCK
+    left = tl.load(entry_ptr + _COUNT) - base
+    old_ptr = tl.load(entry_ptr + _OLD).to(tl.pointer_type(OLD_TYPE)) + base
+    new_ptr = tl.load(entry_ptr + _NEW).to(tl.pointer_type(NEW_TYPE)) + base
+    marks = _marks(old_ptr, new_ptr, left, W, NEW_W, ALIGNED, BLOCK)
+    n = marks - ((marks >> 1) & 0x55555555)  # counts the ones; LLVM recognizes this form as one instruction
+    n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
+    n = (n + (n >> 4)) & 0x0F0F0F0F
+    n = ((n * 0x01010101) >> 24).to(tl.int32)
+    total = tl.sum(n, axis=0)
+    k = tl.cumsum(n, axis=0) - n
+    added = tl.load(entry_ptr + _AT) + base
+    if SLOTS:
+        tl.store(count_ptr + block, total)
+        start = (block & (SLOTS - 1)) * SLOT
+    else:
+        start = tl.load(bound_ptr + block)
+    if total <= (SLOT if SLOTS else BLOCK):
+        at_ptr, step_ptr = to_at_ptr + start, to_step_ptr + start
+        word = tl.arange(0, BLOCK // 32) * 32
+        for _ in range(tl.max(n, axis=0)):  # each turn takes the lowest mark left in each word; its bits are in the cache
+            marked = marks != 0
+            lowest = (marks & (0 - marks)).to(tl.float32)  # a power of two, whose exponent is the place
+            place = word + (lowest.to(tl.int32, bitcast=True) >> 23) - 127
+            old = tl.load(old_ptr + place, marked, other=0)
+            new = tl.load(new_ptr + place, marked, other=0)
+            if W != NEW_W:
+                new = _bfloat16_bits(new)
+            if SLOTS:
+                tl.store(at_ptr + k, place.to(tl.uint16), marked)
+            else:
+                tl.store(at_ptr + k, (place + added).to(tl.uint32), marked)
+            tl.store(step_ptr + k, new - old, marked)
+            marks = marks & (marks - 1)
+            k += 1
+
+
+@triton.jit(do_not_specialize=["first", "room"])
+def _pack(
+    table_ptr,
+    row_ptr,
+    listed_ptr,
+    bound_ptr,
+    slot_at_ptr,
+    slot_step_ptr,
+    low_ptr,
+    step_ptr,
+    gain_ptr,
+    above_ptr,
+    first: tl.int64,
+    room: tl.int64,
+    OLD_TYPE: tl.constexpr,
+    LISTED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOT: tl.constexpr,
+):
+    """Sum what the changes of a block add to the fingerprint, and how many become NaN; with `SLOTS`, bring them there first.
+
+    A block with more changes than a slot holds, or than there is room for, is left out.
+    """
+    block = tl.program_id(0).to(tl.int64) + first
+    if LISTED:
+        block = tl.load(listed_ptr + block).to(tl.int64)
+    start = tl.load(bound_ptr + block)
+    n = (tl.load(bound_ptr + block + 1) - start).to(tl.int32)
+    entry_ptr = table_ptr + tl.load(row_ptr + block).to(tl.int64) * _COLUMNS
+    base = (block - tl.load(entry_ptr + _FIRST)) * BLOCK
+    old_ptr = tl.load(entry_ptr + _OLD).to(tl.pointer_type(OLD_TYPE)) + base
+    at = tl.load(entry_ptr + _AT) + base
+    key = tl.load(entry_ptr + _KEY).to(tl.uint64, bitcast=True)
+    index = tl.load(entry_ptr + _INDEX) + base
+    mask = tl.load(entry_ptr + _MASK).to(tl.uint64)
+    largest = tl.load(entry_ptr + _LARGEST).to(tl.uint64)
+    gain = tl.zeros((SLOT,), tl.uint64)
+    above = tl.zeros((SLOT,), tl.int32)
+    if start + n > room:
+        n = 0
+    if SLOTS:
+        if n > SLOT:
+            n = 0
+        slot = (block & (SLOTS - 1)) * SLOT
+    for done in range(0, n, SLOT):
+        j = done + tl.arange(0, SLOT)
+        inside = j < n
+        if SLOTS:
+            place = tl.load(slot_at_ptr + slot + j, inside, other=0).to(tl.int64)
+            step = tl.load(slot_step_ptr + slot + j, inside, other=0)
+            tl.store(low_ptr + start + j, (at + place).to(tl.int32), inside)
+            tl.store(step_ptr + start + j, step, inside)
+        else:
+            place = ((tl.load(low_ptr + start + j, inside, other=0) - at) & 0xFFFFFFFF).to(tl.int64)
+            place = tl.where(inside, place, 0)
+            step = tl.load(step_ptr + start + j, inside, other=0)
+        old = tl.load(old_ptr + place, inside, other=0)
+        new = old + step
+        gain += tl.where(inside, _cell(key, index + place, new) - _cell(key, index + place, old), 0)
+        above += (inside & ((new.to(tl.uint64) & mask) > largest)).to(tl.int32)
+    tl.store(gain_ptr + block, tl.sum(gain, axis=0))
+    tl.store(above_ptr + block, tl.sum(above, axis=0))
 
 
 @triton.jit
-def _mark(
-    table_ptr,
-    row_ptr,
-    mark_ptr,
-    count_ptr,
-    OLD: tl.constexpr,
-    NEW: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _apply(
+    table_ptr, row_ptr, bound_ptr, low_ptr, step_ptr, OLD_TYPE: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr
 ):
+    """Add the steps of a block to the shadow."""
     block = tl.program_id(0).to(tl.int64)
-    entry_ptr = table_ptr + tl.load(row_ptr + block).to(tl.int64) * 4
-    base = (block - tl.load(entry_ptr + 2)) * BLOCK
-    left = tl.load(entry_ptr + 3) - base
-    old_ptr = tl.load(entry_ptr).to(tl.pointer_type(OLD)) + base
-    new_ptr = tl.load(entry_ptr + 1).to(tl.pointer_type(NEW)) + base
-    if ALIGNED:
-        old_ptr, new_ptr = tl.multiple_of(old_ptr, 16), tl.multiple_of(new_ptr, 16)
-    word = tl.arange(0, BLOCK // 32)
-    bit = tl.arange(0, 32)
-    at = word[:, None] * 32 + bit[None, :]
-    if left >= BLOCK:  # loads without a mask are the widest
-        old = tl.load(old_ptr + at)
-        new = tl.load(new_ptr + at)
-    else:
-        old = tl.load(old_ptr + at, at < left, other=0)
-        new = tl.load(new_ptr + at, at < left, other=0)
-    if OLD != NEW:
-        new = _bfloat16_bits(new)
-    changed = (old != new).to(tl.uint32)
-    tl.store(mark_ptr + block * (BLOCK // 32) + word, tl.sum(changed << bit.to(tl.uint32)[None, :], axis=1))
-    tl.store(count_ptr + block, tl.sum(tl.sum(changed, axis=1), axis=0).to(tl.int32))
+    start = tl.load(bound_ptr + block)
+    n = (tl.load(bound_ptr + block + 1) - start).to(tl.int32)
+    if n > 0:
+        entry_ptr = table_ptr + tl.load(row_ptr + block).to(tl.int64) * _COLUMNS
+        base = (block - tl.load(entry_ptr + _FIRST)) * BLOCK
+        old_ptr = tl.load(entry_ptr + _OLD).to(tl.pointer_type(OLD_TYPE)) + base
+        at = tl.load(entry_ptr + _AT) + base
+        for done in range(0, n, SLOT):
+            j = done + tl.arange(0, SLOT)
+            inside = j < n
+            place = ((tl.load(low_ptr + start + j, inside, other=0) - at) & 0xFFFFFFFF).to(tl.int64)
+            place = tl.where(inside, place, 0)
+            step = tl.load(step_ptr + start + j, inside, other=0)
+            tl.store(old_ptr + place, tl.load(old_ptr + place, inside, other=0) + step, inside)
 
 
-@triton.jit(do_not_specialize=["word_count", "capacity"])
-def _compact(
-    table_ptr,
-    row_ptr,
-    mark_ptr,
-    end_ptr,
-    index_ptr,
-    step_ptr,
-    word_count: tl.int32,
-    capacity: tl.int32,
-    OLD: tl.constexpr,
-    NEW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
-    marks = tl.load(mark_ptr + word, word < word_count, other=0)
-    count = _popcount(marks)
-    block = tl.program_id(0) * (WORDS * 32 // BLOCK)
-    k = tl.load(end_ptr + block - 1, block > 0, other=0) + tl.cumsum(count, axis=0) - count
-    # No mark lies beyond the end of its row, so a mark is enough to know that an element may be read.
-    marked = marks != 0
-    entry_ptr = table_ptr + tl.load(row_ptr + word // (BLOCK // 32), marked, other=0).to(tl.int64) * 4
-    base = (word - tl.load(entry_ptr + 2, marked, other=0) * (BLOCK // 32)) * 32
-    old_ptr = tl.load(entry_ptr, marked, other=0).to(tl.pointer_type(OLD)) + base
-    new_ptr = tl.load(entry_ptr + 1, marked, other=0).to(tl.pointer_type(NEW)) + base
-    for _ in range(tl.max(count, axis=0)):  # each turn takes the lowest mark left in each word
-        bit = _popcount((marks & (0 - marks)) - 1)
-        taken = (marks != 0) & (k < capacity)
-        old = tl.load(old_ptr + bit, taken, other=0)
-        new = tl.load(new_ptr + bit, taken, other=0)
-        if OLD != NEW:
-            new = _bfloat16_bits(new)
-        tl.store(index_ptr + k, (base + bit).to(tl.int32), taken)
-        tl.store(step_ptr + k, new - old, taken)
-        tl.store(old_ptr + bit, new, taken)
-        marks = marks & (marks - 1)
-        k += 1
+@triton.jit
+def _print(table_ptr, row_ptr, sum_ptr, above_ptr, OLD_TYPE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr):
+    """Sum the fingerprints of the shadow's bits in a block, and count its NaN."""
+    block = tl.program_id(0).to(tl.int64)
+    entry_ptr = table_ptr + tl.load(row_ptr + block).to(tl.int64) * _COLUMNS
+    base = (block - tl.load(entry_ptr + _FIRST)) * BLOCK
+    left = tl.load(entry_ptr + _COUNT) - base
+    old_ptr = tl.load(entry_ptr + _OLD).to(tl.pointer_type(OLD_TYPE)) + base
+    key = tl.load(entry_ptr + _KEY).to(tl.uint64, bitcast=True)
+    index = tl.load(entry_ptr + _INDEX) + base
+    mask = tl.load(entry_ptr + _MASK).to(tl.uint64)
+    largest = tl.load(entry_ptr + _LARGEST).to(tl.uint64)
+    total = tl.zeros((LANES,), tl.uint64)
+    above = tl.zeros((LANES,), tl.int32)
+    for done in range(0, BLOCK, LANES):
+        at = done + tl.arange(0, LANES)
+        bits = tl.load(old_ptr + at, at < left, other=0)
+        total += tl.where(at < left, _cell(key, index + at, bits), 0)
+        above += ((bits.to(tl.uint64) & mask) > largest).to(tl.int32)
+    tl.store(sum_ptr + block, tl.sum(total, axis=0))
+    tl.store(above_ptr + block, tl.sum(above, axis=0))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Row:
-    """A piece of a tensor: the tensor's name, the piece's first index in it, its shadow, new bits and expected changes."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """What a comparison found in one vector.
 
-    name: str
-    start: int
-    shadow: torch.Tensor
-    new: torch.Tensor
-    expected: float
-
-    @property
-    def blocks(self) -> int:
-        return triton.cdiv(self.shadow.numel(), groups.BLOCK)
-
-
-_Kind = tuple[int, int, bool]
-"""Bytes of an element of the shadow and of the new tensor, and whether both are aligned. A launch takes one kind."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Group:
-    """Rows of one kind that wait to be compared."""
-
-    rows: list[_Row] = dataclasses.field(default_factory=list)
-    blocks: int = 0
-
-    def add(self, row: _Row) -> None:
-        self.rows.append(row)
-        self.blocks += row.blocks
-
-
-@dataclasses.dataclass(slots=True)
-class _Launched:
-    """A launched group: its rows, where each ends in blocks, and in `host` what changed, once `done`, None on the CPU."""
-
-    rows: Sequence[_Row]
-    aligned: bool
-    end_T: np.ndarray
-    block_count: int
-    capacity: int
-    host: torch.Tensor
-    done: torch.cuda.Event | None
-
-    def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return how many changes end with each row, int64[T]; copies of index_K and step_K of those that fit."""
-        if self.done is not None:
-            self.done.synchronize()
-        ends, index_bytes, step_bytes = groups.layout(self.block_count, self.capacity, self.rows[0].shadow.element_size())
-        last_T = self.host[:ends].view(torch.int32).numpy()[self.end_T - 1].astype(np.int64)
-        taken = min(int(last_T[-1]), self.capacity)
-        index = self.host[ends : ends + index_bytes].view(torch.int32)
-        step = self.host[ends + index_bytes : ends + index_bytes + step_bytes].view(self.rows[0].shadow.dtype)
-        return last_T, index[:taken].clone().numpy(), step[:taken].clone().numpy()
-
-
-class Diff:
-    """Compares tensors with their shadows on one device, on its current stream, and brings the changes to the host.
-
-    Args:
-        device: A CUDA device, or the CPU through Triton's interpreter.
+    Attributes:
+        steps: The steps; None if nothing changed.
+        gain_T: What they add to the fingerprint of each tensor, uint64[T].
+        above_T: How many elements of each tensor become NaN, int64[T].
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._on_gpu = device.type == "cuda"
-        self._copies = torch.cuda.Stream(device) if self._on_gpu else None
-        self._hosts = [torch.empty(0, dtype=torch.uint8)] * 2  # pinned
-        self.drop()
+    steps: DeviceSparse | None
+    gain_T: np.ndarray
+    above_T: np.ndarray
 
-    def drop(self) -> None:
-        """See `DeviceDiff.drop`."""
-        self._open: dict[_Kind, _Group] = {}
-        self._launched: deque[_Launched] = deque()  # those whose results are still in a buffer, at most two
-        self._again: list[tuple[Sequence[_Row], bool, int]] = []  # groups to compare again, and how many changes are left
-        self._buffers: list[torch.Tensor | None] = [None, None]
-        self._number = 0  # of the next buffer
-        self._names: dict[str, int] = {}
-        self._found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {}
 
-    def add(self, name: str, shadow_N: torch.Tensor, new_N: torch.Tensor, expected: int) -> None:
-        """Compare a tensor with its shadow, when its group is full or in `finish`. Both must stay until `finish` returns.
+class Comparison:
+    """Runs of one vector on a device, in a table that stays, and the blocks that they are cut into.
+
+    Args:
+        device: A CUDA device, or the CPU under Triton's interpreter.
+        width: Bytes of an element of the shadow.
+        line_RC: The runs, ascending in `AT`, none empty; int64[R, COLUMNS], `FIRST` is filled in.
+        new_width_R: Bytes of an element of the new weights: `width`, or 4 for float32 that is rounded to bfloat16.
+        tensor_R: Number of each run's tensor in the vector.
+        tensor_count: T.
+        copied_R: Bytes of the copy of each run that has to be made before it is compared, 0 if it lies there as it is.
+
+    Attributes:
+        element_count: Elements of all runs.
+        blocks: B.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        width: int,
+        line_RC: np.ndarray,
+        new_width_R: np.ndarray,
+        tensor_R: np.ndarray,
+        tensor_count: int,
+        copied_R: np.ndarray,
+    ) -> None:
+        self.device, self.width = device, width
+        self._expected: int | None = None
+        self._line_RC, self._new_width_R = line_RC, new_width_R
+        self.element_count = int(line_RC[:, COUNT].sum())
+        blocks_R = -(-line_RC[:, COUNT] // groups.BLOCK)
+        self._first_R = np.concatenate(([0], np.cumsum(blocks_R)))
+        self.blocks = int(self._first_R[-1])
+        line_RC[:, FIRST] = self._first_R[:-1]
+        low_T, high_T = (np.searchsorted(tensor_R, np.arange(tensor_count), side=side) for side in ("left", "right"))
+        self._copied = np.flatnonzero(copied_R)
+        place_R, edges = _places(self._first_R, copied_R)
+        self._groups = [*itertools.pairwise(sorted({*range(0, self.blocks, groups.GROUP_BLOCKS), *edges, self.blocks}))]
+        with self._here():
+            self._copies = torch.empty(int((place_R + copied_R).max()), dtype=torch.uint8, device=device)
+            self._copy_R = np.where(copied_R > 0, self._copies.data_ptr() + place_R, 0)
+            line_RC[:, NEW] = np.where(copied_R > 0, self._copy_R, line_RC[:, NEW])
+            self._table_RC = torch.from_numpy(line_RC.copy()).to(device)
+            number_R = torch.arange(len(line_RC), dtype=torch.int32, device=device)
+            self._row_B = number_R.repeat_interleave(torch.from_numpy(blocks_R).to(device), output_size=self.blocks)
+            inside_B = torch.arange(self.blocks, device=device) - self._table_RC[:, FIRST][self._row_B]
+            self._base_B = self._table_RC[:, AT][self._row_B].add_(inside_B.mul_(groups.BLOCK))
+            bounds = np.stack((self._first_R[low_T], self._first_R[high_T]))
+            self._bound_2T = torch.from_numpy(bounds).to(device)
+        self._kinds = self._kinds_of()
+
+    def move(self, address_R: np.ndarray) -> None:
+        """Set the addresses of the new weights; those of copies do not count."""
+        address_R = np.where(self._copy_R > 0, self._copy_R, address_R)
+        if np.array_equal(address_R, self._line_RC[:, NEW]):
+            return
+        was = self._is_aligned()
+        self._line_RC[:, NEW] = address_R
+        with self._here():
+            self._table_RC.copy_(torch.from_numpy(self._line_RC))
+        if not np.array_equal(was, self._is_aligned()):
+            self._kinds = self._kinds_of()
+
+    def launch(self, fill: Fill) -> Callable[[], Found]:
+        """Begin to compare; return a function that waits and returns what differs.
 
         Args:
-            name: Name of the tensor.
-            shadow_N: Signed view of the last published bits. Mutated: after `finish` it holds the new bits.
-            new_N: The weights. For a bfloat16 shadow they may be float32, which is rounded to nearest even; a NaN keeps its
-                sign and the upper bits of its payload, and becomes quiet. Otherwise a signed view of the shadow's dtype.
-            expected: Number of elements that are expected to have changed. Many more take another comparison.
+            fill: Writes a run, by its number, to the memory of its copy, flat and in the dtype that is compared.
 
         Raises:
-            torch.OutOfMemoryError: the device has no memory for a group. The caller has to call `drop`.
+            torch.OutOfMemoryError: the device has no memory for it; from the returned function too.
         """
-        if new_N.dtype == torch.float32:
-            new_N = new_N.view(torch.int32)
-        assert shadow_N.is_contiguous() and new_N.is_contiguous() and shadow_N.numel() == new_N.numel()
-        self._names[name] = shadow_N.numel()
-        aligned = (shadow_N.data_ptr() | new_N.data_ptr()) % _ALIGNED_BYTES == 0
-        kind = shadow_N.element_size(), new_N.element_size(), aligned
-        start = 0
-        while start < shadow_N.numel():
-            group = self._open.setdefault(kind, _Group())
-            room = groups.GROUP // groups.BLOCK - group.blocks
-            stop = min(start + room * groups.BLOCK, shadow_N.numel())
-            share = expected * (stop - start) / shadow_N.numel()
-            group.add(_Row(name, start, shadow_N[start:stop], new_N[start:stop], share))
-            if group.blocks * groups.BLOCK >= groups.GROUP:
-                self._launch(self._open.pop(kind).rows, aligned)
-            start = stop
+        expected = int(groups.FIRST_GUESS * self.element_count) if self._expected is None else self._expected
+        launched = self._launch(groups.room(expected, self.element_count), fill)
+        return lambda: self._finish(launched, fill)
 
-    def finish(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Wait until all tensors that were added are compared.
+    def apply(self, steps: DeviceSparse) -> None:
+        """Add steps that were found to the shadow. This allocates nothing, and returns once it is launched."""
+        with self._here():
+            _apply[(self.blocks,)](
+                *(self._table_RC, self._row_B, steps.bound_B, steps.low_K, _unsigned(steps.step_K)),
+                *(_UNSIGNED[self.width], groups.BLOCK, groups.SLOT),
+                num_warps=1,
+            )
 
-        Returns:
-            `reference.diff` of the shadow before and after, by name, for the tensors that changed.
+    def sums(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the fingerprint of the shadow's elements of each tensor, uint64[T], and how many are NaN, int64[T]."""
+        with self._here():
+            sum_B = torch.empty(self.blocks, dtype=torch.int64, device=self.device)
+            above_B = torch.empty(self.blocks, dtype=torch.int32, device=self.device)
+            _print[(self.blocks,)](
+                *(self._table_RC, self._row_B, sum_B.view(torch.uint64), above_B),
+                *(_UNSIGNED[self.width], groups.BLOCK, min(_LANES, groups.BLOCK)),
+                num_warps=4,
+            )
+            found_2T = torch.stack([self._by_tensor(_ends(each_B)) for each_B in (sum_B, above_B)]).cpu().numpy()
+        return found_2T[0].view(np.uint64), found_2T[1]
 
-        Raises:
-            torch.OutOfMemoryError: as `add`.
-        """
-        while self._open:
-            (*_, aligned), waiting = self._open.popitem()
-            self._launch(waiting.rows, aligned)
-        while self._launched or self._again:
-            while self._launched:
-                self._collect()
-            again, self._again = self._again, []
-            for group in again:
-                self._launch(*group)
-        joined = {name: _join(pieces, self._names[name]) for name, pieces in self._found.items()}
-        self.drop()
-        return joined
+    def _is_aligned(self) -> np.ndarray:
+        aligned: np.ndarray = (self._line_RC[:, OLD] | self._line_RC[:, NEW]) % _ALIGNED_BYTES == 0
+        return aligned
 
-    def _collect(self) -> None:
-        """Wait for the oldest launched group, and take its changes out of its buffer."""
-        done = self._launched.popleft()
-        last_T, index_K, step_K = done.results()
-        for row, first, last in zip(done.rows, [0, *last_T[:-1]], last_T, strict=True):
-            if min(last, index_K.size) > first:
-                self._found.setdefault(row.name, []).append((row.start, index_K[first:last], step_K[first:last]))
-        if last_T[-1] > done.capacity:
-            self._again.append((done.rows, done.aligned, int(last_T[-1]) - done.capacity))
+    def _kinds_of(self) -> dict[tuple[int, bool], tuple[np.ndarray, torch.Tensor] | None]:
+        """Return the blocks of each kind of run, on the host and there; None if they are all of one kind."""
+        kind_R = self._new_width_R * 2 + self._is_aligned()
+        found: dict[tuple[int, bool], tuple[np.ndarray, torch.Tensor] | None] = {}
+        kinds = np.unique(kind_R).tolist()
+        for kind in kinds:
+            listed = None
+            if len(kinds) > 1:
+                block_L = np.flatnonzero(np.repeat(kind_R == kind, np.diff(self._first_R))).astype(np.int32)
+                listed = block_L, torch.from_numpy(block_L).to(self.device)
+            found[kind // 2, bool(kind % 2)] = listed
+        return found
 
-    def _launch(self, rows: Sequence[_Row], aligned: bool, wanted: int | None = None) -> None:
-        """Launch the comparison of a group. Everything is allocated before the first write to a shadow."""
-        with torch.cuda.device(self._device) if self._on_gpu else contextlib.nullcontext():
-            self._launch_here(rows, aligned, wanted)
+    def _launch(self, room: int, fill: Fill) -> _Launched:
+        with self._here():
+            slots = min(1 << (self.blocks - 1).bit_length(), groups.GROUP_BLOCKS) * groups.SLOT
+            slot_at = torch.empty(slots, dtype=torch.int16, device=self.device)
+            slot_step = torch.empty(slots, dtype=_SIGNED[self.width], device=self.device)
+            of = _Launched.of(self.blocks, room, self.device, _SIGNED[self.width])
+            for low, high in self._groups:
+                self._fill(low, high, fill)
+                self._compare(low, high, of, slot_at.view(torch.uint16), slot_step, groups.GROUP_BLOCKS)
+                bound = of.bound_B[low + 1 : high + 1]
+                torch.cumsum(of.count_B[low:high], 0, dtype=torch.int64, out=bound)
+                if low:
+                    bound += of.bound_B[low]
+                self._pack(high - low, low, None, of, slot_at.view(torch.uint16), slot_step, groups.GROUP_BLOCKS)
+            of.most[:1] = of.bound_B[-1:]
+            of.most[1:] = of.count_B.max()
+            of.host.copy_(of.most, non_blocking=True)
+            if self.device.type == "cuda":
+                of.done = torch.cuda.current_stream(self.device).record_event()
+        return of
 
-    def _launch_here(self, rows: Sequence[_Row], aligned: bool, wanted: int | None) -> None:
-        shadow, new = rows[0].shadow, rows[0].new
-        end_T = np.cumsum([row.blocks for row in rows])
-        blocks, width = int(end_T[-1]), shadow.element_size()
-        wanted = groups.may_come(sum(row.expected for row in rows)) if wanted is None else wanted
-        capacity = groups.capacity(sum(row.shadow.numel() for row in rows), blocks, wanted, width)
-        sizes = groups.layout(blocks, capacity, width)
-        table, row_B = self._tables(rows, end_T)
-        mark_W = shadow.new_empty(blocks * (groups.BLOCK // 32), dtype=torch.int32)
-        count_B = shadow.new_empty(blocks, dtype=torch.int32)
-        host, buffer = self._buffer(sum(sizes))
-        ends, index, step = torch.split(buffer, list(sizes))
-        types = _UNSIGNED[width], _UNSIGNED[new.element_size()]
-        mark = mark_W.view(torch.uint32)
-        _mark[(blocks,)](table, row_B, mark, count_B, *types, aligned, groups.BLOCK, num_warps=8)
-        end_B = ends.view(torch.int32)[:blocks]
-        torch.cumsum(count_B, 0, dtype=torch.int32, out=end_B)
-        changes = index.view(torch.int32), step.view(getattr(torch, f"uint{8 * width}"))
-        _compact[(triton.cdiv(mark.numel(), _WORDS),)](
-            table, row_B, mark, end_B, *changes, mark.numel(), capacity, *types, groups.BLOCK, _WORDS, num_warps=8
+    def _finish(self, of: _Launched, fill: Fill) -> Found:
+        if of.done is not None:
+            of.done.synchronize()
+        changed, most = of.host.tolist()
+        self._expected = changed
+        if changed > of.low_K.numel():
+            del of
+            return self._finish(self._launch(groups.room(changed, self.element_count), fill), fill)
+        with self._here():
+            if most > groups.SLOT:
+                self._overflowing(of, fill)
+            counts, gains, aboves = map(self._by_tensor, (of.bound_B, _ends(of.gain_B), _ends(of.above_B)))
+            count_T, gain_T, above_T = torch.stack((counts, gains, aboves)).cpu().numpy()
+        steps = None
+        if changed:
+            steps = DeviceSparse(of.low_K[:changed], of.step_K[:changed], self._base_B, of.bound_B, count_T)
+        return Found(steps, gain_T.view(np.uint64), above_T)
+
+    def _fill(self, low: int, high: int, fill: Fill) -> None:
+        """Make the copies of the runs in which these blocks lie."""
+        if self._copied.size:
+            first_run = np.searchsorted(self._first_R, low, side="right") - 1
+            bounds = np.searchsorted(self._copied, (first_run, np.searchsorted(self._first_R, high)))
+            for run in self._copied[slice(*bounds.tolist())].tolist():
+                place, size = int(self._copy_R[run]) - self._copies.data_ptr(), int(self._line_RC[run, COUNT])
+                width = int(self._new_width_R[run])
+                fill(run, self._copies[place : place + size * width])
+
+    def _by_tensor(self, bound_B: torch.Tensor) -> torch.Tensor:
+        low_T, high_T = bound_B[self._bound_2T]
+        return high_T - low_T
+
+    def _overflowing(self, of: _Launched, fill: Fill) -> None:
+        """Compare the blocks again that had no room in their slots."""
+        over_L = torch.nonzero(of.count_B > groups.SLOT).view(-1)
+        over = over_L.cpu().numpy()
+        for low, high in self._groups:
+            first, last = np.searchsorted(over, (low, high)).tolist()
+            if first == last:
+                continue
+            self._fill(low, high, fill)
+            for kind, listed in self._kinds.items():
+                blocks_L = over_L[first:last]
+                if listed is not None:
+                    held = np.flatnonzero(np.isin(over[first:last], listed[0], assume_unique=True))
+                    blocks_L = blocks_L[torch.from_numpy(held).to(self.device)]
+                if blocks_L.numel():
+                    self._compare_kind(
+                        kind, blocks_L.numel(), 0, blocks_L.to(torch.int32), of, of.low_K.view(torch.uint32), of.step_K, 0
+                    )
+        listed_L = over_L.to(torch.int32)
+        self._pack(len(over), 0, listed_L, of, of.low_K.view(torch.uint32), of.step_K, 0)
+
+    def _compare(self, low: int, high: int, of: _Launched, to_at: torch.Tensor, to_step: torch.Tensor, slots: int) -> None:
+        for kind, listed in self._kinds.items():
+            if listed is None:
+                self._compare_kind(kind, high - low, low, None, of, to_at, to_step, slots)
+                continue
+            first, last = np.searchsorted(listed[0], (low, high)).tolist()
+            if first < last:
+                self._compare_kind(kind, last - first, first, listed[1], of, to_at, to_step, slots)
+
+    def _compare_kind(
+        self,
+        kind: tuple[int, bool],
+        count: int,
+        first: int,
+        listed_L: torch.Tensor | None,
+        of: _Launched,
+        to_at: torch.Tensor,
+        to_step: torch.Tensor,
+        slots: int,
+    ) -> None:
+        new_width, aligned = kind
+        _compare[(count,)](
+            *(self._table_RC, self._row_B, self._row_B if listed_L is None else listed_L, of.count_B, of.bound_B),
+            *(to_at, _unsigned(to_step), first, self.width, new_width, _UNSIGNED[self.width], _UNSIGNED[new_width]),
+            *(aligned, listed_L is not None, slots, groups.BLOCK, groups.SLOT),
+            num_warps=4 if aligned and new_width < 4 else 8,
         )
-        done = self._copy(host, buffer)
-        self._launched.append(_Launched(rows, aligned, end_T, blocks, capacity, host, done))
 
-    def _tables(self, rows: Sequence[_Row], end_T: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy to the device, in one copy, the table of the rows, int64[T, 4], flat, and the row of each block, int32[B]."""
-        blocks_T = np.diff(end_T, prepend=0)
-        table = np.array([(row.shadow.data_ptr(), row.new.data_ptr(), 0, row.shadow.numel()) for row in rows], np.int64)
-        table[:, 2] = end_T - blocks_T
-        size = table.nbytes
-        both = torch.empty(size + 4 * int(end_T[-1]), dtype=torch.uint8, pin_memory=self._on_gpu)
-        both[:size].view(torch.int64).numpy()[:] = table.reshape(-1)
-        both[size:].view(torch.int32).numpy()[:] = np.repeat(np.arange(len(rows), dtype=np.int32), blocks_T)
-        there = both.to(self._device, non_blocking=True)
-        return there[:size].view(torch.int64), there[size:].view(torch.int32)
+    def _pack(
+        self,
+        count: int,
+        first: int,
+        listed_L: torch.Tensor | None,
+        of: _Launched,
+        slot_at: torch.Tensor,
+        slot_step: torch.Tensor,
+        slots: int,
+    ) -> None:
+        _pack[(count,)](
+            *(self._table_RC, self._row_B, self._row_B if listed_L is None else listed_L, of.bound_B),
+            *(slot_at, _unsigned(slot_step), of.low_K, _unsigned(of.step_K), of.gain_B.view(torch.uint64), of.above_B),
+            *(first, of.low_K.numel(), _UNSIGNED[self.width], listed_L is not None, slots, groups.BLOCK, groups.SLOT),
+            num_warps=1,
+        )
 
-    def _buffer(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the next of two buffers, in pinned memory and on the device, after its last contents were taken."""
-        if len(self._launched) == 2:
-            self._collect()
-        number, self._number = self._number, 1 - self._number
-        host, buffer = self._hosts[number], self._buffers[number]
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[number] = None  # so that the allocator has its memory
-            buffer = self._buffers[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        if host.numel() < size:
-            rounded = 1 << (size - 1).bit_length()  # as PyTorch rounds pinned memory up
-            host = self._hosts[number] = torch.empty(rounded, dtype=torch.uint8, pin_memory=self._on_gpu)
-        return host[:size], buffer[:size]
-
-    def _copy(self, host: torch.Tensor, buffer: torch.Tensor) -> torch.cuda.Event | None:
-        if self._copies is None:
-            host.copy_(buffer)
-            return None
-        self._copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copies):
-            host.copy_(buffer, non_blocking=True)
-            return self._copies.record_event()
+    def _here(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
 
-def _join(pieces: list[tuple[int, np.ndarray, np.ndarray]], element_count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Join the changes of a tensor's pieces, given with their first indices. Those of a piece stay in the order found."""
-    dtype = index_dtype(element_count)
-    pieces.sort(key=lambda piece: piece[0])
-    index = [at_K.astype(dtype, copy=False) + dtype.type(start) if start else at_K for start, at_K, _ in pieces]
-    step = [step_K.view(f"u{step_K.itemsize}") for _, _, step_K in pieces]
-    if len(pieces) == 1:
-        return index[0].astype(dtype, copy=False), step[0]
-    return np.concatenate(index).astype(dtype, copy=False), np.concatenate(step)
+@dataclasses.dataclass(eq=False)
+class _Launched:
+    """A comparison on its way."""
+
+    count_B: torch.Tensor
+    bound_B: torch.Tensor
+    gain_B: torch.Tensor
+    above_B: torch.Tensor
+    low_K: torch.Tensor  # with the room that there is
+    step_K: torch.Tensor
+    most: torch.Tensor  # number of changes, and the most of a block
+    host: torch.Tensor  # the same on the host, once `done`
+    done: torch.cuda.Event | None = None
+
+    @classmethod
+    def of(cls, blocks: int, room: int, device: torch.device, signed: torch.dtype) -> _Launched:
+        def new(count: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(count, dtype=dtype, device=device)
+
+        host = torch.empty(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        bound_B = new(blocks + 1, torch.int64)
+        bound_B[:1] = 0
+        return cls(
+            *(new(blocks, torch.int32), bound_B, new(blocks, torch.int64), new(blocks, torch.int32)),
+            *(new(room, torch.int32), new(room, signed), new(2, torch.int64), host),
+        )
+
+
+def _places(first_R: np.ndarray, copied_R: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Return where in memory for copies that of each run goes, and the blocks at which that memory is used again."""
+    place_R, edges, held = np.zeros_like(copied_R), list[int](), 0
+    for run in np.flatnonzero(copied_R).tolist():
+        size = -(-int(copied_R[run]) // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        if held + size > groups.COPIES_BYTES and held:
+            edges.append(int(first_R[run]))
+            held = 0
+        place_R[run] = held
+        held += size
+    return place_R, edges
+
+
+def _ends(value_B: torch.Tensor) -> torch.Tensor:
+    """Return sums before each block, and of all, modulo 2**64."""
+    ends = torch.zeros(value_B.numel() + 1, dtype=torch.int64, device=value_B.device)
+    torch.cumsum(value_B, 0, dtype=torch.int64, out=ends[1:])
+    return ends
+
+
+def _unsigned(signed: torch.Tensor) -> torch.Tensor:
+    return signed.view(getattr(torch, f"uint{8 * signed.element_size()}"))

@@ -117,6 +117,7 @@ def _prepare(
     number, line, block = _line(row_ptr, line_ptr)
     k, place, offset, to, inside = _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK)
     old = tl.load(tl.load(line + _DEST).to(tl.pointer_type(BITS)) + to, inside, other=0)
+    tl.atomic_add(check_ptr + number, tl.sum(_weighted(to, old), axis=0).to(tl.int64, bitcast=True), sem="relaxed")
     new = tl.load(step_ptr + k, inside, other=0) + old
     tl.store(value_ptr + place, new, inside)
     key = tl.load(line + _KEY).to(tl.uint64, bitcast=True)
@@ -124,7 +125,6 @@ def _prepare(
     # Outside, old and new are both 0 and add nothing.
     gained = tl.sum(_cell(key, index, new) - _cell(key, index, old), axis=0)
     tl.atomic_add(gain_ptr + number, gained.to(tl.int64, bitcast=True), sem="relaxed")
-    tl.atomic_add(check_ptr + number, tl.sum(_weighted(to, old), axis=0).to(tl.int64, bitcast=True), sem="relaxed")
     if tl.load(line + _DIMS) > 0:
         tl.atomic_add(kept_ptr + number, tl.sum(inside.to(tl.int64), axis=0), sem="relaxed")
 
@@ -214,7 +214,7 @@ def prepare(of: Writes) -> None:
     of.sum_3S.zero_()
     held, bits = of.table, _BITS[of.table.width]
     step_K, value_V = _unsigned(of.step_K), _unsigned(of.value_V)
-    for row_R in of.row_R.split(table.ROWS_AT_ONCE):  # launches that end soon: an engine's kernels come between them
+    for row_R in of.row_R.split(of.at_once):  # launches that end soon: an engine's kernels come between them
         arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, _unsigned(of.low_K), step_K, value_V, *of.sum_3S)
         _launch(_prepare, row_R.numel(), arguments, bits, table.SCATTER_BLOCK)
 
@@ -242,7 +242,7 @@ def fingerprint(of: Table, rows: Rows, gain_S: torch.Tensor) -> None:
 def _pieces(rows: Rows) -> Iterator[tuple[tuple[bool, bool], torch.Tensor]]:
     """Yield the rows of each kind in launches that end soon."""
     for kind, first, last in rows.kinds:
-        for row_R in rows.row_R[first:last].split(table.ROWS_AT_ONCE):
+        for row_R in rows.row_R[first:last].split(rows.at_once):
             yield kind, row_R
 
 

@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-BLOCK = 4096
-"""Elements that one program compares: enough loads in flight to stream, and a multiple of the 32 marks of a word."""
+from deltasync.tensors.device import BLOCK as BLOCK
 
-GROUP = 1 << 28
-"""Most elements that the same few launches compare."""
+GROUP_BLOCKS = 1 << 16
+"""Most blocks that one launch compares. Their slots are in memory at once."""
 
-BUFFER_BYTES = 64 << 20
-"""Largest buffer for the changes of a group, a power of two. There are two, on the device and in pinned memory."""
+SLOT = 128
+"""Changes of a block that its slot has room for, 3 % of its elements. A block with more is compared a second time."""
 
-SPARE = 1.25
-"""Factor on the expected number of changes, for the room of a buffer."""
+COPIED = 1 << 22
+"""Most elements of a tensor in another order, dtype or place that are copied at once, to be compared."""
 
-LEAST = 4096
-"""Changes that a buffer has room for in addition."""
+COPIES_BYTES = 64 << 20
+"""Most bytes of such copies that are in memory at once."""
 
-_ALIGNED_BYTES = 16
+FIRST_GUESS = 1 / 64
+"""Fraction of the elements that is expected to change, before anything is known. If more change, all is compared again."""
+
+SPARE = 1.125
+"""Factor on the number of changes of the last version, for the room of the next one's."""
+
+LEAST = 1 << 16
+"""Changes that there is room for in addition."""
 
 
-def layout(blocks: int, capacity: int, width: int) -> tuple[int, int, int]:
-    """Return the bytes of a buffer's three parts: where the changes of each block end, indices, steps.
+def room(expected: int, elements: int) -> int:
+    """Return how many changes to make room for if `expected` are expected of so many elements."""
+    return min(int(SPARE * expected) + LEAST, elements)
 
-    Args:
-        blocks: Number of blocks in the group.
-        capacity: Number of changes that fit.
-        width: Bytes of an element.
+
+def beside_bytes(blocks: int, width: int) -> int:
+    """Return the bytes on a device that comparing takes, beside the changes themselves.
+
+    Slots of one group; a row's number, first position, count, bound, two sums of each block; sums of one kind once more.
     """
-    ends, index, step = (
-        -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in (4 * blocks, 4 * capacity, width * capacity)
-    )
-    return ends, index, step
-
-
-def capacity(elements: int, blocks: int, wanted: int, width: int) -> int:
-    """Return how many changes the buffer of a group gets room for: `wanted`, if they fit.
-
-    Args:
-        elements: Number of elements in the group.
-        blocks: Number of blocks in the group.
-        wanted: Number of changes to make room for.
-        width: Bytes of an element.
-    """
-    ends, _, _ = layout(blocks, 0, width)
-    return max(1, min(wanted, elements, (BUFFER_BYTES - ends) // (4 + width)))
-
-
-def may_come(expected: float) -> int:
-    """Return how many changes to make room for if `expected` are expected."""
-    return int(SPARE * expected) + LEAST
+    return min(blocks, GROUP_BLOCKS) * SLOT * (2 + width) + blocks * (4 + 8 + 4 + 8 + 8 + 4 + 8)

@@ -38,7 +38,7 @@ STREAM_BLOCK = 1 << 16
 """Most elements of a row: `SCATTER_BLOCK` changes to write, or `STREAM_BLOCK` of a segment's memory to read."""
 
 ROWS_AT_ONCE = 4096
-"""Most rows of one launch outside of a commit's pause: two on each place of a large GPU, so about 0.1 ms."""
+"""Most full rows of one launch outside of a commit's pause: two on each place of a large GPU, so about 0.1 ms."""
 
 MOST_ELEMENTS = 1 << 31
 """Of a line, so that offsets in it have 32 bits. Larger segments take several."""
@@ -86,11 +86,18 @@ class Rows:
         row_R: The rows.
         kinds: Which launches they take: kind of the lines, first row, and the one past the last.
         lines: The numbers of the lines.
+        at_once: Rows of one launch.
     """
 
     row_R: torch.Tensor
     kinds: tuple[tuple[tuple[bool, bool], int, int], ...]
     lines: np.ndarray
+    at_once: int
+
+
+def at_once(rows: int, elements: int, block: int) -> int:
+    """Return how many rows one launch takes outside of a pause: the launches depend on the elements, not on the segments."""
+    return -(-rows // max(1, -(-elements // (ROWS_AT_ONCE * block)))) or 1
 
 
 class Room(Protocol):
@@ -169,7 +176,8 @@ class Table:
             else:
                 kinds.append((self._kinds[number], first, end))
             first = end
-        return Rows(self.sent(row_R), tuple(kinds), lines)
+        at_once_ = at_once(row_R.size, int(self._span_S[lines].sum()), STREAM_BLOCK)
+        return Rows(self.sent(row_R), tuple(kinds), lines, at_once_)
 
 
 class Writes:
@@ -186,6 +194,7 @@ class Writes:
     Attributes:
         value_V: New bits once it is prepared, on the device; old ones after an exchange.
         write_SC, row_R: The lines and rows, on the device.
+        at_once: Rows of one launch outside of a pause.
         sum_3S: The sums of each line, on the device.
         changed: Number of elements that are written, once it is prepared.
         nbytes: Bytes on the device.
@@ -208,6 +217,7 @@ class Writes:
         self.value_V = step_K if in_place else table.empty((int(count_S.sum()),), step_K.dtype)
         row_R, _ = _rows(self._touched, -(-count_S[self._touched] // SCATTER_BLOCK))
         self.write_SC, self.row_R = table.sent(self.write_SC_host), table.sent(row_R)
+        self.at_once = at_once(row_R.size, int(count_S.sum()), SCATTER_BLOCK)
         self.sum_3S = table.empty((3, len(table.lines)), torch.int64)
         self.changed = 0
         self.nbytes = sum(each.nbytes for each in (low_K, self.value_V, self.write_SC, self.row_R, self.sum_3S))

@@ -14,7 +14,6 @@ import torch
 from deltasync.errors import undoing
 from deltasync.kernels import reference, table
 from deltasync.kernels.table import Line, Rows, Table, Writes
-from deltasync.tensors import index_dtype
 
 _READ_BLOCK = 1 << 20
 
@@ -136,34 +135,3 @@ def _checksum(at_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Tensor:
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     """Do nothing: there is nothing to compile."""
-
-
-class Diff:
-    """As `gpu_diff.Diff`, but compares each tensor at once, by itself."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.drop()
-
-    def drop(self) -> None:
-        """See `DeviceDiff.drop`."""
-        self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def add(self, name: str, shadow_N: torch.Tensor, new_N: torch.Tensor, expected: int) -> None:
-        """Compare a tensor with its shadow, which is mutated: it then holds the new bits.
-
-        `expected` is ignored. torch rounds float32 to bfloat16, so NaN may get other bits than by `gpu_diff`.
-        """
-        if new_N.dtype == torch.float32:
-            new_N = new_N.to(torch.bfloat16).view(torch.int16)
-        index_K = torch.nonzero(shadow_N != new_N).reshape(-1)
-        new_K = new_N[index_K]
-        step_K = new_K - shadow_N[index_K]
-        shadow_N[index_K] = new_K
-        index = torch.int32 if index_dtype(shadow_N.numel()) == np.int32 else torch.int64
-        self._found[name] = index_K.to(index), step_K
-
-    def finish(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """See `DeviceDiff.finish`."""
-        found = {name: (at.cpu().numpy(), step.cpu().numpy()) for name, (at, step) in self._found.items() if at.numel()}
-        self.drop()
-        return {name: (at_K, step_K.view(f"u{step_K.itemsize}")) for name, (at_K, step_K) in found.items()}

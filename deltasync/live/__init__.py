@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from deltasync.live import derived, plan, proof
 from deltasync.live.memory import LiveMemory
-from deltasync.live.segments import Parts, Segment, Union, assemble, combine, model_fingerprint
+from deltasync.live.segments import Prints, Segment, Union, assemble, model_fingerprint
 from deltasync.live.staging import Staged
 
 if TYPE_CHECKING:  # it needs numba, which weights on a GPU do without
@@ -14,12 +14,11 @@ if TYPE_CHECKING:  # it needs numba, which weights on a GPU do without
 
 __all__ = [
     "LiveMemory",
-    "Parts",
+    "Prints",
     "Segment",
     "Staged",
     "Union",
     "assemble",
-    "combine",
     "compiling",
     "derived",
     "model_fingerprint",

@@ -24,7 +24,7 @@ from deltasync.errors import FingerprintMismatchError, StageError, undoing
 from deltasync.live import staging
 from deltasync.live.devices import Device, device_of
 from deltasync.live.exchange import Copy, Swap, Target
-from deltasync.live.segments import Parts, Segment, Union, unsigned
+from deltasync.live.segments import Prints, Segment, Union, unsigned
 from deltasync.live.staging import DevicePlaces, DeviceStaging, Digests, HostPlaces, HostStaging, Staged
 from deltasync.tensors import (
     Changed,
@@ -57,6 +57,8 @@ class LiveMemory:
     Attributes:
         regions: Which elements each segment holds, by tensor name.
         is_on_host: Whether any of them is in host memory.
+        parts: The fingerprint of each segment, uint64, in the order of `regions`, as of the last commit or `audit`; None
+            until the first `audit`.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class LiveMemory:
         self._numbers = {name: t for t, name in enumerate(specs)}
         counts = np.array([len(held) for held in segments.values()], np.int64)
         self._first_part = dict(zip(segments, (np.cumsum(counts) - counts).tolist(), strict=True))
-        self._part_P: np.ndarray | None = None  # the fingerprint of each segment; None until the first `audit`
+        self.parts: np.ndarray | None = None
         places = {device_of(segment.live) for held in segments.values() for segment in held}
         self.is_on_host = None in places
         self._devices = {device for device in places if device is not None}
@@ -103,25 +105,10 @@ class LiveMemory:
         return cls(specs, segments), tensors
 
     @property
-    def parts(self) -> Parts:
-        """Fingerprints of each tensor's segments, as of the last commit or `audit`; empty until the first `audit`."""
-        return {} if self._part_P is None else self.parts_of(self._segments)
-
-    @parts.setter
-    def parts(self, parts: Parts) -> None:
-        found = itertools.chain.from_iterable(parts[name] for name in self._segments)
-        self._part_P = np.fromiter(found, np.uint64)
-
-    def parts_of(self, names: Iterable[str]) -> Parts:
-        """Return those of some tensors."""
-        part_P = self._known_parts.tolist()
-        firsts = ((name, self._first_part[name]) for name in names)
-        return {name: tuple(part_P[first : first + len(self._segments[name])]) for name, first in firsts}
-
-    @property
-    def _known_parts(self) -> np.ndarray:
-        assert self._part_P is not None, "call `audit` first"
-        return self._part_P
+    def known_parts(self) -> np.ndarray:
+        """As `parts`, once there was an audit."""
+        assert self.parts is not None, "call `audit` first"
+        return self.parts
 
     @functools.cached_property
     def _union(self) -> Union:
@@ -130,25 +117,24 @@ class LiveMemory:
     @property
     def fingerprints(self) -> dict[str, int]:
         """Fingerprint of every tensor if this memory holds the whole model, -1 where copies of its regions differ."""
-        if self._part_P is None:
-            return {}
-        value_T, same_T = self._union.of(self._part_P)
-        found = zip(self._specs, value_T.tolist(), same_T.tolist(), strict=True)
-        return {name: value if same else -1 for name, value, same in found}
+        return {} if self.parts is None else self._union.of(self.parts).by_name(self._specs)
 
-    def compare(self, staged: Staged) -> tuple[list[str], int]:
-        """Compare with what a committed version says, if this memory holds the whole model.
+    def compare(self, staged: Staged, found: Prints | None = None) -> tuple[list[str], int]:
+        """Compare the fingerprints after a commit with what its version says.
+
+        Args:
+            staged: The version.
+            found: The fingerprints over all shards. By default this memory holds the whole model.
 
         Returns:
             The tensors that have another fingerprint, and the model's fingerprint, -1 if copies of a region differ.
         """
         assert staged.digests is not None
-        value_T, same_T = self._union.of(self._known_parts)
+        prints = self._union.of(self.known_parts) if found is None else found
         tensor_F, value_F, known_F = staged.digests
-        wrong = tensor_F[known_F & ((value_T[tensor_F] != value_F) | ~same_T[tensor_F])]
+        wrong = tensor_F[known_F & ((prints.value_T[tensor_F] != value_F) | ~prints.same_T[tensor_F])]
         names = [*self._specs] if wrong.size else []
-        total = int(value_T.sum(dtype=np.uint64)) if same_T.all() else -1
-        return [names[t] for t in wrong.tolist()], total
+        return [names[t] for t in wrong.tolist()], prints.total
 
     def gather(self, name: str) -> np.ndarray:
         """Return a host copy of a tensor's bit patterns, flat and unsigned; zeros outside of `regions`."""
@@ -198,7 +184,8 @@ class LiveMemory:
                 for places in of_width:
                     with places.device.staging():
                         np.add.at(part_P, *places.fingerprints())
-        self._part_P = part_P
+        self.parts = part_P
+        _ = self._union  # made here, because `compare` is called in a commit's pause
 
     def _check_places(self, names: Mapping[str, object]) -> None:
         if missing := names.keys() - self._segments.keys():
@@ -265,9 +252,9 @@ class LiveMemory:
         for name, bits_N, expected in weights:
             (segment,) = self._place(name)
             found = kernels.cpu.take(self._keys[name], bits_N, unsigned(segment.flat()))
-            if self._part_P is None:
-                self._part_P = np.zeros(len(self._first_part), np.uint64)
-            self._part_P[self._first_part[name]] = found
+            if self.parts is None:
+                self.parts = np.zeros(len(self._first_part), np.uint64)
+            self.parts[self._first_part[name]] = found
             if found != expected:
                 raise FingerprintMismatchError(f"{name} does not have the published bits.")
 
@@ -285,7 +272,7 @@ class LiveMemory:
         address_T = [self._place(vector.names[t])[0].live.data_ptr() for t in changed.tolist()]
         zero_T[changed] = np.array(address_T, np.int64) - vector.first_T[changed] * vector.width
         gain_T, _ = kernels.cpu_rows.add(vector, zero_T, steps, bound_T2)
-        self._known_parts[[self._first_part[vector.names[t]] for t in changed.tolist()]] += gain_T[changed]
+        self.known_parts[[self._first_part[vector.names[t]] for t in changed.tolist()]] += gain_T[changed]
 
     def stage(self, changed: Changed) -> Staged:
         """Translate changes into writes and put them on the device. Live weights are untouched.
@@ -374,7 +361,7 @@ class LiveMemory:
         except BaseException:
             self._bring_back(done)
             raise
-        staged.before_P, self._part_P = self._part_P, part_P
+        staged.before_P, self.parts = self.parts, part_P
         return staged
 
     def _exchange(self, staged: Staged, done: list[Swap | Copy]) -> None:
@@ -387,7 +374,7 @@ class LiveMemory:
 
     def _parts_after(self, staged: Staged) -> np.ndarray:
         """Return the fingerprints of all segments, once all of `staged` is written."""
-        part_P = self._known_parts.copy()
+        part_P = self.known_parts.copy()
         for swap in staged.swaps:
             np.add.at(part_P, *swap.gains)
         for part_M, value_M in [read() for read in staged.readouts]:
@@ -402,7 +389,7 @@ class LiveMemory:
             CommitError: that failed.
         """
         self._bring_back((*committed.swaps, *committed.copies))
-        self._part_P = committed.before_P
+        self.parts = committed.before_P
 
     def _bring_back(self, exchanged: Sequence[Swap | Copy]) -> None:
         with undoing():

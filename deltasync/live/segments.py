@@ -7,7 +7,8 @@ parameter is one (`deltasync.live.plan`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,6 @@ import torch
 from deltasync.errors import ApplyError, StageError
 from deltasync.tensors import Region, TensorSpec, fingerprint
 from deltasync.tensors.bits import signed_view
-
-_DIFFERS = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,26 +105,26 @@ class Segment:
         return start_R, bits.reshape(start_R.size, shape[-1] if ends_in_run else 1)
 
 
-Parts = dict[str, tuple[int, ...]]
-"""Fingerprints of each tensor's segments, by tensor name."""
+class Prints(NamedTuple):
+    """The fingerprints of all tensors of a model.
 
-
-def combine(regions: Sequence[Mapping[str, list[Region]]], parts: Sequence[Parts]) -> dict[str, int]:
-    """Return the fingerprints of tensors from the regions and parts of each shard.
-
-    A tensor's is the sum over its distinct regions; or -1, which is no fingerprint, if two copies of a region differ.
+    Attributes:
+        value_T: The fingerprints, uint64; any value where copies differ.
+        same_T: Whether all copies of each of the tensor's regions are equal.
     """
-    found: dict[str, dict[Region, int]] = {}
-    for held, of_shard in zip(regions, parts, strict=True):
-        for name, values in of_shard.items():
-            by_region = found.setdefault(name, {})
-            for region, value in zip(held[name], values, strict=True):
-                if by_region.setdefault(region, value) != value:
-                    by_region[region] = _DIFFERS
-    return {
-        name: -1 if _DIFFERS in by_region.values() else sum(by_region.values()) & fingerprint.MASK
-        for name, by_region in found.items()
-    }
+
+    value_T: np.ndarray
+    same_T: np.ndarray
+
+    @property
+    def total(self) -> int:
+        """The model's fingerprint, -1 if copies differ."""
+        return int(self.value_T.sum(dtype=np.uint64)) if self.same_T.all() else -1
+
+    def by_name(self, names: Iterable[str]) -> dict[str, int]:
+        """Return them by the names of all tensors, -1 where copies differ."""
+        found = zip(names, self.value_T.tolist(), self.same_T.tolist(), strict=True)
+        return {name: value if same else -1 for name, value, same in found}
 
 
 class Union:
@@ -151,12 +150,12 @@ class Union:
         self._first_P, self._tensor_P = np.array(first_P, np.int64), np.array(tensor_P, np.int64)
         self._distinct = np.flatnonzero(self._first_P == np.arange(self._first_P.size))
 
-    def of(self, part_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the fingerprint of each tensor, uint64, and whether copies of its regions are equal, from all segments'."""
+    def of(self, part_P: np.ndarray) -> Prints:
+        """Return the fingerprints of all tensors, from those of all segments, uint64."""
         value_T, same_T = np.zeros(self._count, np.uint64), np.ones(self._count, bool)
         np.add.at(value_T, self._tensor_P[self._distinct], part_P[self._distinct])
         same_T[self._tensor_P[part_P != part_P[self._first_P]]] = False
-        return value_T, same_T
+        return Prints(value_T, same_T)
 
 
 def model_fingerprint(fingerprints: Mapping[str, int]) -> int:

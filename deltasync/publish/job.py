@@ -18,8 +18,15 @@ from deltasync.channel.documents import Anchor, Channel, Record, Reference, Toke
 from deltasync.errors import PublishLostError, PublishTimeoutError
 from deltasync.publish.collect import Weights
 from deltasync.publish.shadow import Shadow
-from deltasync.tensors import Delta, Fingerprints, fingerprint
+from deltasync.tensors import Delta, Fingerprints, Layout, fingerprint
 from deltasync.tensors.delta import joined
+from deltasync.tensors.device import DeviceDelta
+
+
+def on_host(layout: Layout, pieces: Sequence[Delta | DeviceDelta]) -> Delta:
+    """Return pieces of different elements as one delta, on the host."""
+    found = [piece.host() if isinstance(piece, DeviceDelta) else piece for piece in pieces]
+    return joined(found) if found else Delta(layout, {})
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -55,7 +62,7 @@ class Job:
     token_lag: TokenLag | None = None
     coalesced: int = 1
     changed: int = 0
-    pieces: Sequence[Delta] = ()
+    pieces: Sequence[Delta | DeviceDelta] = ()
     fingerprints: Fingerprints | None = None
     model: int | None = None
     reference: Reference | None = None
@@ -72,8 +79,18 @@ class Job:
 
     @functools.cached_property
     def delta(self) -> Delta:
-        """All steps."""
-        return joined(self.pieces) if self.pieces else Delta(self.shadow.layout, {})
+        """All steps, on the host."""
+        return on_host(self.shadow.layout, self.pieces)
+
+    @property
+    def changed_here(self) -> int:
+        """Elements that this rank changes."""
+        return sum(piece.changed for piece in self.pieces)
+
+    @property
+    def on_device(self) -> DeviceDelta | None:
+        """All steps, if they are on a device."""
+        return self.pieces[0] if len(self.pieces) == 1 and isinstance(self.pieces[0], DeviceDelta) else None
 
     def record(
         self,

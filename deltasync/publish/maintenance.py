@@ -261,27 +261,29 @@ class Sample:
 
     def __init__(self, shadow: Shadow) -> None:
         self._element_count = shadow.layout.element_count
-        held_count = sum(held.size for held in shadow.bits.values())
+        held_count = sum(stop - start for start, stop in shadow.ranges.values())
         length, at = (-(-count // _WINDOWS) for count in (min(SAMPLED, held_count), held_count))
-        self._old: list[tuple[str, int, np.ndarray]] = []
+        places = list[tuple[str, int, int]]()
         first = 0
-        for name, held in shadow.bits.items():
+        for name, (low, high) in shadow.ranges.items():
+            size = high - low
             for window in range(first // at if at else 0, _WINDOWS):
-                start, stop = max(window * at, first) - first, min(window * at + length, first + held.size) - first
-                if start >= held.size:
+                start, stop = max(window * at, first) - first, min(window * at + length, first + size) - first
+                if start >= size:
                     break
                 if start < stop:
-                    self._old.append((name, start, held[start:stop].copy()))
-            first += held.size
+                    places.append((name, start, stop))
+            first += size
+        self._old = [*zip(places, shadow.windows(places), strict=True)]
 
-    def compaction_bytes(self, bits: Mapping[str, np.ndarray]) -> float:
-        """Return the estimated size of a delta to these bits, by the entropy of the steps of the sample, zeros included.
+    def compaction_bytes(self, shadow: Shadow) -> float:
+        """Return the estimated size of a delta to the bits of now, by the entropy of the sample's steps, zeros included.
 
         Nothing is known of a model of which the first rank holds nothing: then it is infinite.
         """
-        steps = [
-            (bits[name][start : start + old.size] - old).astype(np.int64) for name, start, old in self._old if name in bits
-        ]
+        known = [(place, old_N) for place, old_N in self._old if place[0] in shadow.ranges]
+        new = shadow.windows([place for place, _ in known])
+        steps = [(new_N - old_N).astype(np.int64) for new_N, (_, old_N) in zip(new, known, strict=True)]
         if not steps:
             return math.inf if self._element_count else 0.0
         _, count = np.unique(np.concatenate(steps), return_counts=True)
@@ -347,7 +349,7 @@ class Chain:
             sample = self._sample
 
             def compaction_bytes() -> float:
-                self._estimated = self._before_bytes + sample.compaction_bytes(shadow.bits)
+                self._estimated = self._before_bytes + sample.compaction_bytes(shadow)
                 return self._factor * self._estimated
 
             if self.base is None:

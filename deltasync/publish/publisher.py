@@ -26,7 +26,8 @@ from deltasync.channel.threads import Home, let_go
 from deltasync.config import PublisherOptions, Retention, token_ages, whole_number
 from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.collect import collect_weights
-from deltasync.publish.job import Job, Losses, Receipt
+from deltasync.publish.detect import Difference
+from deltasync.publish.job import Job, Losses, Receipt, on_host
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Chain, Maintenance
 from deltasync.publish.ownership import Ownership
@@ -38,8 +39,8 @@ from deltasync.publish.upload import Uploader
 from deltasync.ranks.digests import Digests
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store
-from deltasync.tensors import Delta, Fingerprints, TensorSpec
-from deltasync.tensors.delta import joined, merge
+from deltasync.tensors import Fingerprints, TensorSpec
+from deltasync.tensors.delta import merge
 
 logger = get_logger(__name__)
 
@@ -131,7 +132,9 @@ class Publisher:
         self._held: Sequence[Mapping[str, Range]] = []
         self._digests = Digests(self._peers, [])
         self._last: Receipt | None = None
-        self._interrupted = self._starts_over = False  # whether a publish was, and the next version starts from new bits
+        self._interrupted = False  # whether a publish was
+        # Whether the shadow may have any bits, and whether the next version starts from new ones.
+        self._is_unsure = self._starts_over = False
         self._serial, self._closed = 0, False
         self._losses = Losses()
         self._owned = Ownership(self._peers)
@@ -220,7 +223,7 @@ class Publisher:
             with self._peers.inside():
                 receipt = self._publish(named_tensors, checked or (None, None), problem, if_changed)
         except Exception:
-            self._interrupted = False
+            self._interrupted = self._is_unsure
             raise
         self._interrupted = False
         return receipt
@@ -235,31 +238,36 @@ class Publisher:
         before_s = time.perf_counter()
         step, token_lag = numbers
         base = self._agree_on_base(problem, f"step {step}")
-        changes: list[Delta] | None
+        found: Difference | None
         reference: Reference | None = None
         problem = None
         try:
             with torch.no_grad():
                 if self._shadow is None:
-                    base, changes, reference = self._begin(base, named_tensors)
+                    self._is_unsure = True  # until the version is submitted, whose bits the new shadow may have
+                    base, found, reference = self._begin(base, named_tensors)
                 else:
-                    changes, problem = attempt(lambda: self._take(named_tensors))
-            jobs = self._jobs(base, changes or [], reference, problem)
-        except BaseException:
-            self._undo(base, reference)
+                    found, problem = attempt(lambda: self._compare(named_tensors))
+            jobs = self._jobs(base, found or Difference(), reference, problem)
+        except BaseException as error:
+            self._is_unsure = self._is_unsure and not isinstance(error, Exception)
+            self._give_up(base, reference)
             raise
-        assert self._shadow is not None
+        assert self._shadow is not None and found is not None
         if if_changed and self._last is not None and base.waiting is None and not base.full and not jobs[-1].changed:
             jobs[-1].drop_weights()
-            self._undo(base, reference)
+            self._give_up(base, reference)
             return self._last
         jobs[-1].step, jobs[-1].token_lag = step, token_lag
+        if found.pieces and reference is None:
+            self._is_unsure = True
+            self._shadow.apply(found)
         for job in jobs:
             if job.full:
                 job.end_encoding(0 if job.reference is not None else job.shadow.layout.nbytes)
             self._uploader.submit(job)
-        self._shadow.keep()
         self._version = jobs[-1].version
+        self._starts_over = self._is_unsure = False
         self._last = Receipt.of(jobs[-1], time.perf_counter() - before_s)
         self._shadow.warn_of_nan(self._version)
         if self._peers.size > 1:
@@ -356,7 +364,7 @@ class Publisher:
             self._shadow = None  # to be compared with the initial checkpoint, again if the reference was lost
         return _Base(number, full, collects, waiting)
 
-    def _begin(self, base: _Base, named_tensors: Stream) -> tuple[_Base, list[Delta], Reference | None]:
+    def _begin(self, base: _Base, named_tensors: Stream) -> tuple[_Base, Difference, Reference | None]:
         """Take the first stream. Return what its version builds on, the steps from there, and the reference if it is one."""
         begun = self._first.compare(named_tensors, self._channel, self.settings.dtype, may_refer=base.version == 1)
         if begun.resumed:
@@ -364,15 +372,14 @@ class Publisher:
             base = base._replace(full=False, collects=False)
         self._channel, self._specs, self._held, self._shadow = begun.channel, begun.channel.specs, begun.held, begun.shadow
         self._digests = Digests(self._peers, begun.held)
-        self._starts_over = False
-        return base, begun.changes, begun.reference
+        return base, begun.difference, begun.reference
 
-    def _take(self, named_tensors: Stream) -> list[Delta]:
-        """Take the stream into the shadow and return the steps, in pieces."""
+    def _compare(self, named_tensors: Stream) -> Difference:
+        """Compare the stream with the shadow, once that may change."""
         assert self._shadow is not None
+        found = self._shadow.compare(self._owned.later(named_tensors), self.settings.dtype, self._peers.rank)
         self._uploader.wait_released()
-        stream, settings = self._owned.later(named_tensors), self.settings
-        return self._shadow.advance(stream, settings.dtype, self._peers.rank, settings.shadow_placement)
+        return found
 
     def _job(self, base: _Base, **fields: Any) -> Job:
         assert self._channel is not None and self._shadow is not None
@@ -381,9 +388,7 @@ class Publisher:
             serial=self._serial, version=base.version, channel=self._channel, shadow=self._shadow, full=base.full, **fields
         )
 
-    def _jobs(
-        self, base: _Base, changes: list[Delta], reference: Reference | None, problem: BaseException | None
-    ) -> list[Job]:
+    def _jobs(self, base: _Base, found: Difference, reference: Reference | None, problem: BaseException | None) -> list[Job]:
         """Agree with all ranks on the version. Return its job, and before it that of the reference that it builds on.
 
         Raises:
@@ -392,22 +397,22 @@ class Publisher:
         """
         shadow, waiting = self._shadow, base.waiting
         assert shadow is not None
-        pieces = changes
-        if waiting is not None and not base.full and waiting.delta.changed and changes:
-            pieces = [merge([waiting.delta, joined(changes)])]
+        pieces = found.pieces
+        if waiting is not None and not base.full and waiting.changed_here and pieces:
+            pieces = [merge([waiting.delta, on_host(shadow.layout, pieces)])]
         elif waiting is not None and not base.full:
-            pieces = [*waiting.pieces, *changes]
+            pieces = [*waiting.pieces, *pieces]
         fingerprints: Fingerprints | None = None
         changed, model = sum(delta.changed for delta in pieces), None
         if self._peers.size > 1:
-            shares = {} if problem is not None else dict(shadow.fingerprints)
+            shares = {} if problem is not None else dict(shadow.fingerprints.with_gains(found.gains))
             everything = base.full or base.collects or reference is not None
-            changed, found, model = self._digests.agree(problem, changed, shares, everything=everything)
-            fingerprints = Fingerprints.by_name(shadow.layout, found)
+            changed, agreed, model = self._digests.agree(problem, changed, shares, everything=everything)
+            fingerprints = Fingerprints.by_name(shadow.layout, agreed)
         elif problem is not None:
             raise problem
         elif not base.full or reference is not None:  # else the uploader computes them, so that the trainer does not wait
-            fingerprints = shadow.fingerprints.copy()
+            fingerprints = shadow.fingerprints.with_gains(found.gains)
         jobs: list[Job] = []
         if reference is not None:
             known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
@@ -428,19 +433,22 @@ class Publisher:
         job.pieces = () if base.full else pieces
         return [*jobs, job]
 
-    def _undo(self, base: _Base, reference: Reference | None) -> None:
-        """Publish nothing: restore the shadow, and let the waiting job go on."""
+    def _give_up(self, base: _Base, reference: Reference | None) -> None:
+        """Publish nothing: the shadow is as it was, and the waiting job goes on."""
         self._uploader.let_go()
         if reference is not None:
             self._shadow = None
-        elif self._shadow is not None:
-            self._shadow.retreat()
         if base.waiting is not None:
             self._uploader.release(base.waiting)
 
     def _start_over(self) -> None:
-        """End what an interrupted publish has left. The next version has full weights, as the shadow may have any bits."""
+        """End what an interrupted publish has left.
+
+        If the shadow may have any bits, the next version has full weights.
+        """
         self._uploader.let_go()
+        if isinstance(self._uploader, Uploader) and self._peers.size == 1 and self._is_unsure:
+            self._uploader.drop_taken()
         if self._shadow is not None:
             let_go(self._shadow.lock)
         if isinstance(self._uploader, Uploader) and self._peers.size == 1:

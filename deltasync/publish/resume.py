@@ -30,6 +30,7 @@ from deltasync.following import Replica
 from deltasync.live import compiling
 from deltasync.publish import compaction, writes
 from deltasync.publish.acquire import open_channel
+from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
 from deltasync.publish.ownership import Ownership
 from deltasync.publish.shadow import Shadow, check_coverage
@@ -187,7 +188,7 @@ class Begun(NamedTuple):
     held: Sequence[Mapping[str, Range]]  # the ranges of each rank
     shadow: Shadow  # the bits of the stream, of this rank's ranges
     resumed: bool  # whether it continues from the newest version
-    changes: list[Delta]  # steps from that version, or from the reference, to the stream
+    difference: Difference  # from that version, or from the reference, which the shadow has taken, to the stream
     reference: Reference | None  # of version 1
 
 
@@ -230,14 +231,15 @@ class FirstStream:
         Raises:
             ModelMismatchError, ConfigError: at all ranks. Nothing was taken.
         """
-        peers = self._peers
-
+        peers, place = self._peers, self.start.settings.shadow
         stream = self._owned.first(named_tensors, dtype)
         # Tensors that stay in memory are compared with the version that is resumed where they are, without a copy.
         stays = self._resumes and peers.size > 1 and isinstance(stream, Sequence)
 
+        compares = self._resumes or (self.initial is not None and may_refer)  # with what is read to the host
+
         def read() -> tuple[Shadow | None, Mapping[str, TensorSpec], Mapping[str, Range]]:
-            copied = None if stays else Shadow.of(stream, dtype, peers.rank)
+            copied = None if stays else Shadow.of(stream, dtype, peers.rank, place, settle=not compares)
             found = Shadow.outline(stream, dtype, peers.rank) if copied is None else (copied.specs, copied.ranges)
             if channel is not None:
                 check_specs(channel.specs, found[0], "The published model")
@@ -246,7 +248,7 @@ class FirstStream:
         first, specs, ranges = peers.all(read)
         if nothing := self._owned.settle():
             assert first is not None
-            first = _without(first, nothing)
+            first = first.laid_out(specs, without=nothing)
             ranges = first.ranges
         if channel is None and peers.rank == 0 and all(name.startswith("module.") for name in specs):
             logger.warning(
@@ -267,18 +269,19 @@ class FirstStream:
         resumed = self.resumed(ranges)
         if resumed is not None:
             again: Stream = stream if first is None else first.stream()
-            changes = peers.all(lambda: resumed.advance(again, dtype if first is None else "keep", peers.rank))
-            return Begun(channel, held, resumed, True, changes, None)
+            rule, stays = (dtype, True) if first is None else ("keep", False)
+            found = peers.all(lambda: resumed.compare(again, rule, peers.rank, settle=stays))
+            return Begun(channel, held, resumed, True, found, None)
         if first is None:
-            first = peers.all(lambda: Shadow.of(stream, dtype, peers.rank))
-        first = first.ordered(channel.specs)
+            first = peers.all(lambda: Shadow.of(stream, dtype, peers.rank, place))
+        first = first.laid_out(channel.specs)
         if self.initial is None or not may_refer:
-            return Begun(channel, held, first, False, [], None)
+            return Begun(channel, held, first, False, Difference(), None)
         reference, changes = _refer(peers, self.initial, first)
         if changes:
             differing = sum(len(delta.counts()) for delta in changes)
             logger.warning("%d tensors are not as in %s; they follow as a delta.", differing, reference)
-        return Begun(channel, held, first, False, changes, reference)
+        return Begun(channel, held, first, False, Difference(changes), reference)
 
     def resumed(self, ranges: Mapping[str, Range]) -> Shadow | None:
         """Read these ranges of the version to resume, once. Return None if there is none, or if it cannot be read."""
@@ -306,20 +309,12 @@ class FirstStream:
     def _read(self, ranges: Mapping[str, Range]) -> Shadow:
         """Read the newest version's bits. The caller checks the fingerprint over all ranks."""
         if self._peers.size > 1:
-            return Shadow.read(self._reader, self.start.chain, ranges)
+            return Shadow.read(self._reader, self.start.chain, ranges, self.start.settings.shadow)
         replica = Replica(self._reader)
         replica.sync()
         if replica.identity != self.start.end:
             raise ChainError(f"the newest version that can be read is {replica.identity}.")
-        return Shadow.whole(replica.state_dict())
-
-
-def _without(shadow: Shadow, names: Sequence[str]) -> Shadow:
-    """Return a shadow that holds nothing of these tensors."""
-    if not names:
-        return shadow
-    ranges = dict(shadow.ranges) | dict.fromkeys(names, (0, 0))
-    return Shadow(shadow.specs, ranges, shadow.bits | {name: shadow.bits[name][:0].copy() for name in names})
+        return Shadow.whole(replica.state_dict(), self.start.settings.shadow)
 
 
 def _new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:

@@ -1,26 +1,32 @@
-"""The shadow: the bits that were published last, of the ranges that this rank holds, and snapshots of it."""
+"""The shadow: the bits that were published last, of the ranges that this rank holds, and snapshots of it.
+
+It is in one place: on the accelerator where the tensors are, if that has room, or on the host. Publishing compares a stream
+with it, which only reads, and applies the difference once all ranks have agreed on the version.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from deltasync import kernels
-from deltasync.channel import payloads
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, get_logger
 from deltasync.live import LiveMemory, Segment
-from deltasync.publish.detect import Detector, Held, Step, VectorMemory, parts_of, served_tensors
-from deltasync.publish.device_copies import on_host
-from deltasync.publish.stream import Stream, TensorRange
-from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, fingerprint
+from deltasync.publish.detect import Difference, Looks, Seen, looks_of, on_host, parts_of, served_tensors
+from deltasync.publish.device_shadow import DeviceShadow, needed_bytes, room_bytes
+from deltasync.publish.host_shadow import HostShadow
+from deltasync.publish.stream import Stream, TensorRange, Tensors, stays
+from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, check_specs, fingerprint
 from deltasync.tensors.bits import bits_of, has_nan, signed_view, spec_of, tensor_of
 from deltasync.tensors.delta import merge
+from deltasync.tensors.device import DeviceDelta
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -34,31 +40,39 @@ _MOST_LATER = 8
 
 
 class Shadow:
-    """Published bits of the ranges that this rank holds, in host memory.
+    """Published bits of the ranges that this rank holds. One thread compares and applies; others may read snapshots.
 
-    Tensors that come from an accelerator may have a second copy in its memory (`DeviceCopies`). They are compared there, so
-    that only what changed crosses to the host. One thread advances and retreats; snapshots may be read in others meanwhile.
+    Args:
+        specs: The whole tensors.
+        ranges: The range that is held of each.
+        memory: The unsigned bit patterns of each range, on the host or on a device.
+        place: `auto`, `device` or `host`: where bits that are on the host go when the first stream is compared with them.
 
     Attributes:
         layout: The whole tensors.
         ranges: The range that is held of each.
-        bits: Unsigned bit patterns of each range.
+        bits: The bits of each range on the host: of a shadow there, a view; else a copy, made when it is asked for.
         lock: Held while the bits change.
         with_nan: Tensors with a NaN in what was taken last, until `warn_of_nan`.
     """
 
-    def __init__(self, specs: Mapping[str, TensorSpec], ranges: Mapping[str, Range], bits: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        ranges: Mapping[str, Range],
+        memory: Mapping[str, np.ndarray] | HostShadow | DeviceShadow,
+        place: str = "host",
+    ) -> None:
         self.layout = Layout(specs)
         self.ranges = dict(ranges)
-        self.bits = dict(bits)
         self.with_nan: list[str] = []
-        memory = {w: VectorMemory(vector, self.bits, self.ranges) for w, vector in self.layout.vectors.items()}
         self.lock = threading.RLock()
+        self._memory = HostShadow(self.layout, self.ranges, memory) if isinstance(memory, Mapping) else memory
+        self.bits = _Bits(self._memory)
+        self._place, self._is_settled = place, self._memory.device is not None
         self._snapshots: list[Snapshot] = []
-        self._detector = Detector(Held(self.layout, self.ranges, memory))
-        self._steps: list[Step] = []
-        self._before: Fingerprints | None = None
-        self._lost: str | None = None  # the tensor that `retreat` could not restore
+        self._seen: Seen | None = None
+        self._planned: tuple[list[str], Looks] | None = None
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -68,14 +82,14 @@ class Shadow:
     @functools.cached_property
     def fingerprints(self) -> Fingerprints:
         """The share of each range in the fingerprint of its tensor; computed when it is first asked for."""
-        self.with_nan = [name for name, held in self.bits.items() if has_nan(held, self.specs[name])]
-        return Fingerprints.by_name(self.layout, {name: self._found(name) for name in self.bits})
+        found, self.with_nan = self._memory.fingerprints()
+        return found
 
     def learn(self, snapshot: Snapshot, version: int) -> Fingerprints:
         """Take over and return the fingerprints that a snapshot has found as its tensors were read; warn of its NaN."""
         _warn_of_nan(snapshot.with_nan, version)
         found = Fingerprints.by_name(self.layout, snapshot.fingerprints)
-        vars(self).setdefault("fingerprints", found.copy())  # unless `advance` wanted them sooner
+        vars(self).setdefault("fingerprints", found)  # unless `apply` wanted them sooner
         return found
 
     def warn_of_nan(self, version: int) -> None:
@@ -84,52 +98,76 @@ class Shadow:
         _warn_of_nan(nan, version)
 
     @classmethod
-    def of(cls, stream: Stream, dtype: str, rank: int) -> Shadow:
-        """Copy the first stream, in the served dtype.
+    def of(cls, stream: Stream, dtype: str, rank: int, place: str = "host", *, settle: bool = True) -> Shadow:
+        """Copy the first stream, in the served dtype, and choose the place; without `settle`, that is left to `compare`.
 
         Raises:
             ModelMismatchError: the stream is empty, or holds a tensor twice, or one that no channel carries.
         """
         specs: dict[str, TensorSpec] = {}
+        tensors, dtype = served_tensors(stream, dtype)
+        parts: Iterable[tuple[str, TensorRange]] = _first_parts(tensors, dtype, rank, specs)
+        if settle and stays(tensors):
+            parts = listed = list(parts)
+            ranges = {name: (part.start, part.stop) for name, part in listed}
+            layout = Layout(specs)
+            device = choose(place, layout, ranges, (part.held for _, part in listed))
+            if device is not None:
+                memory = DeviceShadow(layout, ranges, device)
+                for name, part in listed:
+                    memory.set(name, part.held)
+                memory.is_settled()
+                return cls(specs, ranges, memory, place)
+            place = "host"
         held: dict[str, np.ndarray] = {}
-        ranges: dict[str, Range] = {}
-        for name, part in _first_parts(stream, dtype, rank, specs):
-            copy = torch.empty(part.held.shape, dtype=getattr(torch, specs[name].dtype))
-            if part.held.is_cpu and "cpu" not in kernels.ACCELERATORS:
-                copy.copy_(part.held.detach())  # casts in all threads
-            else:
-                for first, piece in on_host(part.held, specs[name].dtype):
-                    copy.view(-1)[first : first + piece.numel()] = piece
-            held[name], ranges[name] = bits_of(copy), (part.start, part.stop)
-        return cls(specs, ranges, held)
+        ranges, some = {}, list[torch.Tensor]()
+        for name, part in parts:
+            held[name], ranges[name] = _copied(part.held, specs[name]), (part.start, part.stop)
+            some = [*some, part.held.new_empty(1)][:1] if part.held.numel() else some
+        shadow = cls(specs, ranges, held, place)
+        if settle:
+            shadow._settle_place(some)
+        return shadow
 
-    def ordered(self, specs: Mapping[str, TensorSpec]) -> Shadow:
-        """Return this new shadow in the order of a channel's table, in which positions count."""
-        if [*self.specs] == [*specs]:
+    def laid_out(self, specs: Mapping[str, TensorSpec], without: Sequence[str] = ()) -> Shadow:
+        """Return this new shadow in the order of a channel's table, which positions follow, without some of its ranges."""
+        if [*self.specs] == [*specs] and not without:
             return self
-        return Shadow(specs, {name: self.ranges[name] for name in specs}, {name: self.bits[name] for name in specs})
+        ranges = {name: (0, 0) if name in without else self.ranges[name] for name in specs}
+        if isinstance(self._memory, DeviceShadow):
+            return Shadow(specs, ranges, self._memory.laid_out(Layout(specs), ranges), self._place)
+        return Shadow(
+            specs,
+            ranges,
+            {name: self.bits[name][:0].copy() if name in without else self.bits[name] for name in specs},
+            self._place,
+        )
 
     @staticmethod
     def outline(stream: Stream, dtype: str, rank: int) -> tuple[dict[str, TensorSpec], dict[str, Range]]:
         """Return the whole tensors of a stream that stays in memory, and the ranges that it holds. Raises as `of`."""
         specs: dict[str, TensorSpec] = {}
-        ranges = {name: (part.start, part.stop) for name, part in _first_parts(stream, dtype, rank, specs)}
-        return specs, ranges
+        tensors, dtype = served_tensors(stream, dtype)
+        return specs, {name: (part.start, part.stop) for name, part in _first_parts(tensors, dtype, rank, specs)}
 
     @classmethod
-    def whole(cls, tensors: Mapping[str, torch.Tensor]) -> Shadow:
+    def whole(cls, tensors: Mapping[str, torch.Tensor], place: str = "host") -> Shadow:
         """Return a shadow over the memory of these whole tensors, on the host."""
         specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
         ranges = {name: (0, spec.element_count) for name, spec in specs.items()}
-        return cls(specs, ranges, {name: bits_of(tensor) for name, tensor in tensors.items()})
+        return cls(specs, ranges, {name: bits_of(tensor) for name, tensor in tensors.items()}, place)
 
     @classmethod
-    def read(cls, reader: ChannelReader, chain: Sequence[StoredRecord], ranges: Mapping[str, Range]) -> Shadow:
+    def read(
+        cls, reader: ChannelReader, chain: Sequence[StoredRecord], ranges: Mapping[str, Range], place: str = "host"
+    ) -> Shadow:
         """Read these ranges from a channel, along a chain of records. The caller checks the fingerprint over all ranks.
 
         Raises:
             StoreError, ChainError, FormatError, ApplyError: they cannot be read.
         """
+        from deltasync.channel import payloads  # which needs packages that a machine for measuring kernels may lack
+
         specs = reader.specs
         bits = {
             name: bits_of(torch.empty(stop - start, dtype=getattr(torch, specs[name].dtype)))
@@ -145,70 +183,78 @@ class Shadow:
                 memory.audit()
             else:
                 memory.commit(memory.stage(payloads.delta(reader, stored, memory.gather, memory.wanted)))
-        return cls(specs, ranges, bits)
+        return cls(specs, ranges, bits, place)
 
     def stream(self) -> Iterator[tuple[str, TensorRange]]:
         """Yield the bits as a stream of ranges."""
-        for name, bits in self.bits.items():
+        for name, (start, stop) in self.ranges.items():
             spec = self.specs[name]
-            held = tensor_of(bits, TensorSpec(name, spec.dtype, (bits.size,)))
-            yield name, TensorRange(held, self.ranges[name][0], spec.shape)
+            if isinstance(self._memory, DeviceShadow):
+                held = self._memory.view(name).view(getattr(torch, spec.dtype))
+            else:
+                held = tensor_of(self.bits[name], TensorSpec(name, spec.dtype, (stop - start,)))
+            yield name, TensorRange(held, start, spec.shape)
 
-    def advance(self, stream: Stream, dtype: str, rank: int, placement: str = "host") -> list[Delta]:
-        """Take the stream and return its steps in pieces (`delta.joined`). If this raises, call `retreat`.
+    def compare(self, stream: Stream, dtype: str, rank: int, *, settle: bool = True) -> Difference:
+        """Compare a stream with the bits. Nothing is mutated; the first stream to `settle` decides the place of the bits.
 
         Raises:
             ModelMismatchError: the stream holds other tensors, or other ranges of them.
-            CorruptDataError: an earlier one was interrupted where it could not be undone.
+            torch.OutOfMemoryError: the device has no memory for what differs, and the bits have to stay there.
         """
-        if self._lost is not None:
-            raise CorruptDataError(
-                f"An interrupt came while {self._lost} was taken, and its published bits are not known any more. "
-                "Nothing was published; open another publisher with resume=True."
-            )
-        self._before, self._steps, self.with_nan = self.fingerprints.copy(), [], []
-        for step in self._detector.take(stream, dtype, rank, placement):
-            with self.lock:
-                self._steps.append(step)  # before it happens, since an interrupt may come right after it
-                delta, gain_T, above_T = step.take()
-                if delta.changed:
-                    self.note(delta, gain_T, above_T)
-                step.noted = True
-        return [step.delta for step in self._steps if step.delta is not None and step.delta.changed]
+        tensors, dtype = served_tensors(stream, dtype)
+        lasting = tensors if isinstance(tensors, ItemsView | Sequence) else None
+        held = None if lasting is None or self._seen is None else self._seen.again(lasting, dtype, rank)
+        if held is None:
+            lasting = lasting if stays(tensors) else None
+            seen: dict[str, TensorSpec] = {}
+            parts = self._known(parts_of(tensors, dtype, rank, seen, self.specs), seen)
+            if lasting is None:
+                first = list(itertools.islice(parts, 1))
+                if settle:
+                    self._settle_place(part.held for _, part in first)
+                found = self._memory.compare_each((name, part.held) for name, part in itertools.chain(first, parts))
+                check_specs(self.specs, seen, "The published model")
+                return found
+            listed = list(parts)
+            check_specs(self.specs, seen, "The published model")
+            held = [part.held for _, part in listed]
+            if settle:
+                self._settle_place(held)
+            self._plan([name for name, _ in listed], held)
+            self._seen = Seen.of(lasting, listed, dtype, rank)
+        try:
+            return self._memory.compare(held)
+        except torch.OutOfMemoryError as error:
+            if self._place != "auto" or self._planned is None:
+                raise
+            self._bring_back(str(error).partition("\n")[0])
+            (names, _), self._planned = self._planned, None
+            self._plan(names, held)
+            return self._memory.compare(held)
 
-    def note(self, delta: Delta, gain_T: np.ndarray, above_T: np.ndarray) -> None:
-        """Note steps of one vector that the bits have taken, and what they add to fingerprints. The caller holds `lock`."""
-        (width,) = delta.steps
-        self.fingerprints.of[width][:] += gain_T
-        self.with_nan += [self.layout.vectors[width].names[t] for t in np.flatnonzero(above_T).tolist()]
-        for snapshot in self._snapshots:
-            snapshot.note(delta)
+    def apply(self, difference: Difference) -> None:
+        """Take over a difference, which all ranks have agreed on.
 
-    def retreat(self) -> None:
-        """Undo the last `advance`, whether it raised or not. `_lost` names a tensor that an interrupt left half-way."""
-        touched, undone = list[str](), list[Step]()
+        If this raises, or is interrupted, the bits are not known any more.
+        """
         with self.lock:
-            while self._steps:
-                step = self._steps[-1]
-                touched += step.undo(lambda name: self._found(name) != self.fingerprints[name])
-                undone.append(self._steps.pop())
-            if self._before is not None:
-                before, self._before = self._before, None
-                self._lost = next((name for name in touched if self._found(name) != before[name]), self._lost)
-                self.fingerprints = before
-            for step in undone:
-                for snapshot in self._snapshots:
-                    if step.delta is not None and (step.noted or snapshot.noted(step.delta)):
-                        snapshot.note(step.delta.undone())
-        self._detector.copies.clear()
-
-    def _found(self, name: str) -> int:
-        """Return the fingerprint of the bits that are there."""
-        return kernels.cpu.fingerprint(fingerprint.tensor_key(name), self.bits[name], self.ranges[name][0])
-
-    def keep(self) -> None:
-        """Make the last `advance` final."""
-        self._steps, self._before = [], None
+            before = self.fingerprints
+            if any(snapshot.is_open for snapshot in self._snapshots):
+                deltas = [piece.host() if isinstance(piece, DeviceDelta) else piece for piece in difference.pieces]
+            else:
+                deltas = []
+            difference.apply()
+            self.fingerprints = before.with_gains(difference.gains)
+            vectors = self.layout.vectors
+            self.with_nan = [
+                vectors[width].names[t]
+                for width, above_T in difference.aboves.items()
+                for t in np.flatnonzero(above_T).tolist()
+            ]
+            for snapshot in self._snapshots:
+                for delta in deltas:
+                    snapshot.note(delta)
 
     def snapshot(self) -> Snapshot:
         """Return the bits of now, while the shadow goes on."""
@@ -217,10 +263,110 @@ class Shadow:
             self._snapshots = [*(other for other in self._snapshots if other.is_open), snapshot]
         return snapshot
 
+    def windows(self, places: Sequence[tuple[str, int, int]]) -> list[np.ndarray]:
+        """Return some of the bits, on the host: of each of these tensors those from one element of the range to another."""
+        if not isinstance(self._memory, DeviceShadow):
+            return [self.bits[name][first:last].copy() for name, first, last in places]
+        return self._memory.windows(places)
+
     @property
     def size_bytes(self) -> dict[str, int]:
-        """Memory of the bits on the `host`, and of their copies on a `device`."""
-        return {"host": sum(bits.nbytes for bits in self.bits.values()), "device": self._detector.copies.size_bytes}
+        """Memory of the bits, on the `host` and on the `device`; one of them is 0."""
+        sizes = {"host": 0, "device": 0}
+        sizes["host" if self._memory.device is None else "device"] = self._memory.size_bytes
+        return sizes
+
+    def _known(
+        self, parts: Iterable[tuple[str, TensorRange]], seen: Mapping[str, TensorSpec]
+    ) -> Iterator[tuple[str, TensorRange]]:
+        """Yield the parts of tensors that are the shadow's. `check_specs` refuses the others, once the stream was read."""
+        for name, part in parts:
+            if seen[name] is not self.specs.get(name):
+                continue
+            if self.ranges[name] != (part.start, part.stop):
+                raise ModelMismatchError(
+                    f"{name} was published from element {self.ranges[name][0]} on by this rank, and now comes from "
+                    f"{part.start} on."
+                )
+            yield name, part
+
+    def _plan(self, names: list[str], held: Sequence[torch.Tensor]) -> None:
+        planned = names, looks_of(held)
+        if planned != self._planned:
+            self._memory.plan(names, held)
+            self._planned = planned
+
+    def _settle_place(self, held: Iterable[torch.Tensor]) -> None:
+        """Move the bits to where the tensors of a first stream are, if they are to go there."""
+        if self._is_settled:
+            return
+        device = choose(self._place, self.layout, self.ranges, held)
+        if device is not None:
+            memory = DeviceShadow(self.layout, self.ranges, device)
+            for name, bits_N in self.bits.items():
+                memory.view(name).copy_(signed_view(bits_N.reshape(-1)))
+            memory.is_settled()
+            self._become(memory)
+        self._is_settled = True
+
+    def _bring_back(self, why: str) -> None:
+        """Move the bits to the host for good."""
+        logger.warning("The shadow moves to the host, where weights are compared from now on: %s", why)
+        self._become(HostShadow(self.layout, self.ranges, dict(self.bits.items())))
+
+    def _become(self, memory: HostShadow | DeviceShadow) -> None:
+        with self.lock:
+            self._memory = self.bits.memory = memory
+
+
+class _Bits(Mapping[str, np.ndarray]):
+    """A shadow's bits on the host, wherever they are. Snapshots keep this, and not the shadow, which keeps them."""
+
+    def __init__(self, memory: HostShadow | DeviceShadow) -> None:
+        self.memory = memory
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.memory.bits[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.memory.bits)
+
+    def __len__(self) -> int:
+        return len(self.memory.bits)
+
+
+def choose(place: str, layout: Layout, ranges: Mapping[str, Range], held: Iterable[torch.Tensor]) -> torch.device | None:
+    """Return the device where the shadow of these tensors goes, None for the host; and say so in the log."""
+    devices = {tensor.device for tensor in held if tensor.numel()}
+    device, why = None, "it was chosen"
+    if place != "host":
+        why = f"the tensors are on {', '.join(map(str, devices)) or 'no device'}"
+        if len(devices) == 1 and kernels.compares(of := next(iter(devices))):
+            room, needed = room_bytes(of), needed_bytes(layout, ranges)
+            if place == "device" or needed <= room:
+                device = of
+            else:
+                why = f"{of} has room for {room} bytes, and it needs {needed}"
+    logger.info(
+        "shadow place=%s why=%r bytes=%d",
+        *(
+            "host" if device is None else device,
+            why,
+            sum(layout.specs[n].item_bytes * (b - a) for n, (a, b) in ranges.items()),
+        ),
+    )
+    return device
+
+
+def _copied(held: torch.Tensor, spec: TensorSpec) -> np.ndarray:
+    """Return a copy of a tensor's bits in the served dtype, on the host."""
+    copy = torch.empty(held.shape, dtype=getattr(torch, spec.dtype))
+    if held.is_cpu:
+        copy.copy_(held.detach())  # casts in all threads
+    else:
+        for first, piece in on_host(held, spec.dtype):
+            copy.view(-1)[first : first + piece.numel()] = piece
+    return bits_of(copy)
 
 
 class Snapshot:
@@ -254,10 +400,6 @@ class Snapshot:
             before = self._later
             self._later = [*([merge(before)] if len(before) >= _MOST_LATER else before), delta]
 
-    def noted(self, delta: Delta | None) -> bool:
-        """Whether this was the last delta to be noted."""
-        return bool(self._later) and self._later[-1] is delta
-
     def take(self, name: str, out_N: np.ndarray) -> int:
         """Write a tensor's range of bits into `out_N`, unsigned and flat, and return its share of the fingerprint.
 
@@ -273,7 +415,7 @@ class Snapshot:
         with self._lock:
             later = self._later
             if later is not before:  # each step makes another list
-                np.copyto(out_N, bits_N)
+                np.copyto(out_N, self._bits[name])
             self._left.discard(name)
         for delta in later:
             steps = delta.of(name)
@@ -300,7 +442,7 @@ def _warn_of_nan(nan: Sequence[str], version: int) -> None:
         )
 
 
-def _first_parts(stream: Stream, dtype: str, rank: int, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, TensorRange]]:
+def _first_parts(tensors: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, TensorRange]]:
     """Yield the ranges of a first stream and fill `specs`, as `parts_of`; at the end, warn of tensors that are rounded.
 
     Raises:
@@ -308,7 +450,6 @@ def _first_parts(stream: Stream, dtype: str, rank: int, specs: dict[str, TensorS
     """
     given: dict[str, torch.dtype] = {}
     sizes: dict[torch.dtype, int] = {}
-    tensors, dtype = served_tensors(stream, dtype)
     for name, part in parts_of(tensors, dtype, rank, specs, {}):
         yield name, part
         sizes[part.held.dtype] = sizes.get(part.held.dtype, 0) + math.prod(part.shape)

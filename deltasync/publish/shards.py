@@ -36,9 +36,8 @@ class TensorRange:
         return self.start + self.held.numel()
 
 
-def is_marked(tensor: torch.Tensor) -> bool:
-    """Whether DeepSpeed or FSDP1 has marked a tensor, so that `part_of` may find a shard though its type is a plain one."""
-    return hasattr(tensor, "ds_id") or hasattr(tensor, "_is_flat_param") or hasattr(tensor, "_fsdp_flattened")
+MARKS = frozenset(("ds_id", "_is_flat_param", "_fsdp_flattened"))
+"""Attributes by which DeepSpeed and FSDP1 mark a plain tensor of which `part_of` may find a shard."""
 
 
 def part_of(name: str, tensor: torch.Tensor | TensorRange) -> TensorRange | None:

@@ -95,6 +95,15 @@ class Uploader:
             self._held = None
         self._worker.submit(self._run)
 
+    def drop_taken(self) -> None:
+        """Fail the taken job, if there is one: the bits that it would be encoded from are not known any more."""
+        with self._lock:
+            job, self._held = self._held, None
+            if job is not None:
+                self._waiting.remove(job)
+        if job is not None:
+            job.fail(PublishLostError(f"Version {job.version} was lost: an interrupt came while its bits changed."))
+
     def let_go(self) -> None:
         """Release the locks that an interrupt has left this thread holding."""
         for lock in (self._lock, self._worker.lock, self._puts.lock):

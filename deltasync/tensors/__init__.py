@@ -32,6 +32,7 @@ __all__ = [
     "check_specs",
     "count_below",
     "delta",
+    "device",
     "fingerprint",
     "index_dtype",
     "region_end",

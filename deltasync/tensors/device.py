@@ -16,7 +16,8 @@ unsigned bits, because torch has few operations on unsigned ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,22 @@ class DeviceSparse:
             at_K[low : low + _CROSSING] = self.positions(low, low + _CROSSING).cpu().numpy()
         step_K = self.step_K.cpu().numpy()
         return Sparse(at_K, step_K.view(f"u{step_K.itemsize}"))
+
+
+def joined(parts: Sequence[DeviceSparse], count_T: np.ndarray) -> DeviceSparse:
+    """Join the changes of different tensors of one vector, given in any order. `count_T` counts those of all its tensors."""
+    if len(parts) == 1:
+        return dataclasses.replace(parts[0], count_T=count_T)
+    ordered = sorted(parts, key=lambda part: int(part.base_B[0]))
+    before = [0, *itertools.accumulate(part.changed for part in ordered)]
+    bounds = [part.bound_B[:-1] + first for part, first in zip(ordered, before[:-1], strict=True)]
+    return DeviceSparse(
+        torch.cat([part.low_K for part in ordered]),
+        torch.cat([part.step_K for part in ordered]),
+        torch.cat([part.base_B for part in ordered]),
+        torch.cat([*bounds, bounds[0].new_tensor(before[-1:])]),
+        count_T,
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

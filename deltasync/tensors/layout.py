@@ -155,6 +155,11 @@ class Fingerprints(Mapping[str, int]):
         """Return a copy that does not change when this does."""
         return type(self)(self._layout, {width: found_T.copy() for width, found_T in self.of.items()})
 
+    def with_gains(self, gains: Mapping[int, np.ndarray]) -> Self:
+        """Return new ones, to which these are added, by width."""
+        of = {width: found_T + gains[width] if width in gains else found_T.copy() for width, found_T in self.of.items()}
+        return type(self)(self._layout, of)
+
     @property
     def total(self) -> int:
         """The fingerprint of the model."""

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from deltasync.kernels import groups
 from deltasync.kernels.table import Line, Table, Writes
 from deltasync.live import Segment
+from deltasync.tensors.device import DeviceSparse
 from tests.interpreter import HAS_TRITON, INTERPRETED, run_again
 
 COMPILES = HAS_TRITON and not INTERPRETED
@@ -38,25 +40,27 @@ def _check(found: list[Compiled]) -> None:
 
 @compiled_only
 @pytest.mark.parametrize("target", TARGETS)
-def test_comparing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparing(target: str) -> None:
     """All widths, and float32 rounded to bfloat16; what is aligned, as nearly all tensors are, is read many at a time."""
-    nothing = np.empty(0, np.int32)
-    monkeypatch.setattr(gpu_diff._Launched, "results", lambda group: (np.zeros(len(group.rows), np.int64), nothing, nothing))
-    kinds = [(dtype, dtype) for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)]
     with compiling(target, gpu_diff) as found:
-        for shadow, new in [*kinds, (torch.int16, torch.float32)]:
-            for first in (0, 1):
-                diff = gpu_diff.Diff(torch.device("cpu"))
+        for width, new_width in ((1, 1), (2, 2), (4, 4), (8, 8), (2, 4)):
+            for address in (0x1000, 0x1001):
                 for size in (1, 16, 5000):  # whether a count is 1 or a multiple of 16 makes no other kernel
-                    diff.add(
-                        str(size), torch.zeros(size + 1, dtype=shadow)[first:], torch.zeros(size + 1, dtype=new)[first:], 8
-                    )
-                diff.finish()
+                    line_RC = np.zeros((1, gpu_diff.COLUMNS), np.int64)
+                    line_RC[0, [gpu_diff.OLD, gpu_diff.NEW, gpu_diff.COUNT]] = 0x1000, address, size
+                    nothing = np.zeros(1, np.int64)
+                    of = gpu_diff.Comparison(torch.device("cpu"), width, line_RC, np.full(1, new_width), nothing, 1, nothing)
+                    launched = of._launch(size, lambda run, to: None)
+                    launched.count_B.fill_(groups.BLOCK)
+                    of._overflowing(launched, lambda run, to: None)
+                    of.apply(DeviceSparse(launched.low_K, launched.step_K, of._base_B, launched.bound_B, nothing))
+                    of.sums()
     _check(found)
-    assert sorted(kernel.name for kernel in found) == ["_compact"] * 5 + ["_mark"] * 10
-    marks = [kernel.code for kernel in found if kernel.name == "_mark"]
-    wide = sum(re.search(r"ld\.global\.(v4\.b32|v2\.b64)|_load_dwordx4", code) is not None for code in marks)
-    assert wide == (5 if target.startswith("sm") else 4)  # a thread of AMD's reads 8 of the elements of one byte
+    assert sorted(kernel.name for kernel in found) == (
+        ["_apply"] * 4 + ["_compare"] * 20 + ["_pack"] * 8 + ["_print"] * 4
+    )  # of all blocks, and of those that are listed
+    wide = [re.search(r"ld\.global\.(v4\.b32|v2\.b64)|_load_dwordx4", of.code) for of in found if of.name == "_compare"]
+    assert sum(match is not None for match in wide) >= 10
 
 
 @compiled_only

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,67 +12,140 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync.kernels import ACCELERATORS, device_diff, groups, reference, torch_ops
-from deltasync.tensors import index_dtype
+from deltasync.kernels import ACCELERATORS, groups, reference
+from deltasync.publish.detect import Difference
+from deltasync.publish.shadow import Shadow
+from deltasync.tensors import Layout, TensorSpec, index_dtype
+from deltasync.tensors.bits import bits_of
+from deltasync.tensors.device import DeviceDelta
 from tests import strategies as our
-from tests.conftest import assert_same_bits
 from tests.interpreter import DEVICE, HAS_TRITON, INTERPRETED
 
 if HAS_TRITON:
     from deltasync.kernels import gpu_diff
+    from deltasync.publish.device_shadow import DeviceShadow
 
-on_gpu = pytest.mark.gpu
 pytestmark = pytest.mark.gpu
-some = settings(max_examples=25 if INTERPRETED else 200)
+some = settings(max_examples=10 if INTERPRETED else 200)
 
 Pair = tuple[np.ndarray, np.ndarray]
+_NAMES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So that small tensors have several, and groups several tensors; the interpreter takes milliseconds per program."""
+    """So that small tensors have several, and groups too; the interpreter takes milliseconds per program."""
     if INTERPRETED:
         ACCELERATORS.add("cpu")
-        _set_sizes(monkeypatch, 128, 16, 1024)
+        _set_sizes(monkeypatch, 64, 4, 8)
     yield
     ACCELERATORS.discard("cpu")
 
 
-def _set_sizes(monkeypatch: pytest.MonkeyPatch, block: int, words: int, group: int) -> None:
+def _set_sizes(monkeypatch: pytest.MonkeyPatch, block: int, group: int, slot: int) -> None:
     monkeypatch.setattr(groups, "BLOCK", block)
-    monkeypatch.setattr(gpu_diff, "_WORDS", words)
-    monkeypatch.setattr(groups, "GROUP", group)
+    monkeypatch.setattr(groups, "GROUP_BLOCKS", group)
+    monkeypatch.setattr(groups, "SLOT", slot)
 
 
-def _signed(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(bits.copy().view(f"i{bits.itemsize}")).to(DEVICE)
+def _tensor(bits: np.ndarray) -> torch.Tensor:
+    signed = torch.from_numpy(bits.copy().view(f"i{bits.itemsize}" if bits.itemsize > 1 else "u1"))
+    return signed.to(DEVICE)
 
 
-def _bits(view: torch.Tensor) -> np.ndarray:
-    array = view.cpu().numpy()
-    return array.view(f"u{array.itemsize}")
+def _shadow(weights: dict[str, torch.Tensor], dtype: str = "keep") -> Shadow:
+    shadow = Shadow.of(weights, dtype, 0, place="device")
+    assert shadow.size_bytes["host"] == 0
+    return shadow
 
 
-def _assert_finds(pairs: Sequence[Pair], expected: int = 8) -> None:
-    """Compare them all at once; the shadows then hold the new bits."""
-    diff = device_diff(torch.device(DEVICE))
-    shadows, news = ([_signed(bits) for bits in side] for side in zip(*pairs, strict=True))
-    for number, (shadow, new) in enumerate(zip(shadows, news, strict=True)):
-        diff.add(str(number), shadow, new, expected)
-    found = diff.finish()
-    for number, (old_N, new_N) in enumerate(pairs):
-        index_K, step_K = reference.diff(old_N, new_N)
-        if not index_K.size:
-            assert str(number) not in found
+def _check(shadow: Shadow, found: Difference, old: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> None:
+    """The shadow is as it was; once the difference is applied it has the new bits."""
+    for name, bits_N in old.items():
+        np.testing.assert_array_equal(shadow.bits[name], bits_N)
+    steps = {}
+    assert all(isinstance(piece, DeviceDelta) for piece in found.pieces)
+    for piece in found.pieces:
+        assert isinstance(piece, DeviceDelta)
+        steps |= piece.host().steps
+        assert piece.counts() == {n: int((new[n] != old[n]).sum()) for n in shadow.specs if (new[n] != old[n]).any()}
+    for width, vector in shadow.layout.vectors.items():
+        index, step = [], []
+        for t, name in enumerate(vector.names):
+            index_K, step_K = reference.diff(old[name], new[name])
+            index.append(index_K.astype(vector.index_dtype) + vector.index_dtype.type(vector.first_T[t]))
+            step.append(step_K)
+        wanted_K, wanted_step_K = np.concatenate(index), np.concatenate(step)
+        if not wanted_K.size:
+            assert width not in steps
             continue
-        found_K, found_step_K = found.pop(str(number))
-        assert found_K.dtype == index_K.dtype and found_step_K.dtype == step_K.dtype
-        np.testing.assert_array_equal(found_K, index_K)
-        np.testing.assert_array_equal(found_step_K, step_K)
-    assert not found
-    for shadow, new, (_, new_N) in zip(shadows, news, pairs, strict=True):
-        np.testing.assert_array_equal(_bits(shadow), new_N)
-        np.testing.assert_array_equal(_bits(new), new_N)
+        np.testing.assert_array_equal(steps[width].at_K, wanted_K)
+        np.testing.assert_array_equal(steps[width].data_K, wanted_step_K)
+        assert steps[width].at_K.dtype == wanted_K.dtype
+    before = dict(shadow.fingerprints)
+    shadow.apply(found)
+    for name, bits_N in new.items():
+        np.testing.assert_array_equal(shadow.bits[name], bits_N)
+    fresh, _ = shadow._memory.fingerprints()
+    assert dict(shadow.fingerprints) == dict(fresh)
+    assert {name for name in old if before[name] != fresh[name]} <= {n for n in old if (new[n] != old[n]).any()}
+
+
+def _assert_finds(pairs: Sequence[Pair]) -> None:
+    """Compare them all at once, and one by one."""
+    old, new = ({str(n): bits for n, bits in enumerate(side)} for side in zip(*pairs, strict=True))
+    for lasting in (True, False):
+        shadow = _shadow({name: _tensor(bits) for name, bits in old.items()})
+        weights = {name: _tensor(bits) for name, bits in new.items()}
+        found = shadow.compare(weights if lasting else iter(weights.items()), "keep", 0)
+        _check(shadow, found, old, new)
+        assert not shadow.compare(weights, "keep", 0).pieces
+
+
+def _random_pair(random: np.random.Generator, size: int, width: int, density: float) -> Pair:
+    old_N = random.integers(0, 256, width * size, np.uint8).view(f"u{width}")
+    return old_N, np.where(random.random(size) < density, ~old_N, old_N)
+
+
+@some
+@given(st.lists(our.bit_pairs(), min_size=1, max_size=4))
+def test_all_tensors_of_all_widths_at_once_are_the_reference(pairs: list[Pair]) -> None:
+    _assert_finds(pairs)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.3, 1.0])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_more_changes_than_slots_or_the_result_have_room_for(
+    width: int, density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "LEAST", 2)
+    random = np.random.default_rng(0)
+    _assert_finds([_random_pair(random, size, width, density) for size in (0, 170, 1, 64, 99)])
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_tensors_that_are_not_aligned_or_strided_or_elsewhere(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "COPIED", 30)
+    monkeypatch.setattr(groups, "COPIES_BYTES", 40 * width)
+    random = np.random.default_rng(1)
+    held_N, _ = _random_pair(random, 301, width, 0)
+    weights = {
+        "unaligned": _tensor(held_N)[1:],
+        "turned": _tensor(held_N)[:300].view(20, 15).T,
+        "every second": _tensor(held_N)[::2],
+        "one": _tensor(held_N)[0],
+        "expanded": _tensor(held_N)[:7].expand(3, 7),
+        "plain": _tensor(held_N),
+        "deep": _tensor(held_N)[:240].view(4, 3, 20).permute(2, 0, 1),
+    }
+    shadow = _shadow({name: tensor.contiguous() for name, tensor in weights.items()})
+    for round_ in range(2):
+        old = {name: shadow.bits[name].copy() for name in weights}
+        for name in weights.keys() - {"expanded"}:
+            at = torch.arange(weights[name].numel(), device=DEVICE) % (5 + round_) == 0
+            weights[name] += at.view(weights[name].shape).to(weights[name].dtype)
+        new = {name: bits_of(tensor.contiguous()) for name, tensor in weights.items()}
+        _check(shadow, shadow.compare(weights, "keep", 0), old, new)
 
 
 def _bfloat16_of(master_N: np.ndarray) -> np.ndarray:
@@ -80,216 +155,164 @@ def _bfloat16_of(master_N: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values_N.numpy()), (master_N >> 16).astype("u2") | np.uint16(0x40), rounded_N)
 
 
-def _random_pair(random: np.random.Generator, size: int, width: int, density: float) -> Pair:
-    old_N = random.integers(0, 256, width * size, np.uint8).view(f"u{width}")
-    return old_N, np.where(random.random(size) < density, ~old_N, old_N)
+def _assert_rounds(old_N: np.ndarray, new_N: np.ndarray) -> None:
+    shadow = _shadow({"w": _tensor(_bfloat16_of(old_N)).view(torch.bfloat16)}, "bfloat16")
+    found = shadow.compare({"w": _tensor(new_N).view(torch.float32)}, "bfloat16", 0)
+    _check(shadow, found, {"w": _bfloat16_of(old_N)}, {"w": _bfloat16_of(new_N)})
 
 
-@on_gpu
-@some
-@given(st.lists(our.bit_pairs(), min_size=1, max_size=5))
-def test_all_tensors_of_all_widths_at_once_are_the_reference(pairs: list[Pair]) -> None:
-    _assert_finds(pairs)
-
-
-@on_gpu
-@pytest.mark.parametrize("expected", [0, 10_000])
-@pytest.mark.parametrize("density", [0.0, 0.01, 1.0])
-def test_tensors_of_several_groups_and_groups_of_several_tensors(
-    density: float, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More changes than were expected, and than the buffer holds, are found by comparing again."""
-    monkeypatch.setattr(groups, "LEAST", 16)
-    monkeypatch.setattr(groups, "BUFFER_BYTES", 2048)
-    random = np.random.default_rng(0)
-    _assert_finds([_random_pair(random, size, 2, density) for size in (0, 700, 1, 128, 1024, 77)], expected)
-
-
-@on_gpu
-def test_a_tensor_that_is_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    random = np.random.default_rng(1)
-    old_N, new_N = _random_pair(random, 1025, 2, 0.1)
-    diff = device_diff(torch.device(DEVICE))
-    shadow, new = _signed(old_N), _signed(new_N)
-    diff.add("aligned", shadow[:512], new[:512], 0)
-    diff.add("not", shadow[513:], new[513:], 0)
-    found = diff.finish()
-    for name, part in (("aligned", slice(512)), ("not", slice(513, None))):
-        index_K, step_K = reference.diff(old_N[part], new_N[part])
-        np.testing.assert_array_equal(found[name][0], index_K)
-        np.testing.assert_array_equal(found[name][1], step_K)
-
-
-@on_gpu
 @some
 @given(our.bit_pairs("float32"))
 def test_a_float32_master_is_rounded_to_nearest_even(pair: Pair) -> None:
-    shadow_N, served_N = (_bfloat16_of(master_N) for master_N in pair)
-    shadow = _signed(shadow_N)
-    diff = device_diff(torch.device(DEVICE))
-    diff.add("w", shadow, _signed(pair[1]).view(torch.float32), 8)
-    found = diff.finish()
-    index_K, step_K = reference.diff(shadow_N, served_N)
-    if index_K.size:
-        np.testing.assert_array_equal(found["w"][0], index_K)
-        np.testing.assert_array_equal(found["w"][1], step_K)
-    np.testing.assert_array_equal(_bits(shadow), served_N)
+    _assert_rounds(*pair)
 
 
-@on_gpu
 def test_ties_carries_and_the_step_to_infinity_round_as_in_torch() -> None:
     upper = np.arange(1 << 16, dtype=np.uint32)[:: 7 if INTERPRETED else 1] << 16
     master_N = (upper[:, None] + np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)).ravel()
     if INTERPRETED:
-        master_N = np.concatenate([master_N[::29], master_N[master_N >> 16 == 0x7F7F], np.array([0x7F7FFFFF], np.uint32)])
-    served_N = _bfloat16_of(master_N)
-    shadow = _signed(np.zeros_like(served_N))
-    diff = device_diff(torch.device(DEVICE))
-    diff.add("w", shadow, _signed(master_N).view(torch.float32), served_N.size)
-    diff.finish()
-    np.testing.assert_array_equal(_bits(shadow), served_N)
+        master_N = np.concatenate([master_N[::229], master_N[master_N >> 16 == 0x7F7F], np.array([0x7F7FFFFF], np.uint32)])
+    _assert_rounds(np.zeros_like(master_N), master_N)
 
 
-@on_gpu
-@pytest.mark.parametrize("density", [0.0, 0.001, 1.0])
+def test_new_nan_is_told_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    weights = {name: torch.zeros(70, device=DEVICE) for name in "abc"}
+    shadow = _shadow(weights, "bfloat16")
+    weights["b"][69] = float("nan")
+    weights["c"][0] = float("inf")
+    shadow.apply(shadow.compare(weights, "bfloat16", 0))
+    assert shadow.with_nan == ["b"]
+    fresh, with_nan = shadow._memory.fingerprints()
+    assert with_nan == ["b"] and dict(fresh) == dict(shadow.fingerprints)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.2])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_blocks_of_their_real_size(density: float, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _set_sizes(monkeypatch, 4096, 1024, 1 << 28)
+    _set_sizes(monkeypatch, 4096, 1 << 16, 128)
     random = np.random.default_rng(0)
-    _assert_finds([_random_pair(random, size, width, density) for size in (9 * 4096 + 5, 3, 4096)])
+    _assert_finds([_random_pair(random, size, width, density) for size in (2 * 4096 + 5, 3, 4096)])
 
 
-@on_gpu
-@pytest.mark.parametrize("tensor_count", [3, 60])
-def test_launches_and_waits_do_not_depend_on_the_number_of_tensors(
-    tensor_count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(groups, "GROUP", 1 << 28)
-    launched = []
-    for name in ("_mark", "_compact"):
+def test_positions_past_2_to_the_32() -> None:
+    """The tensor is a rank's small range of a large one."""
+    start, spec = (1 << 32) - 100, TensorSpec("w", "int16", (5 << 32,))
+    random = np.random.default_rng(3)
+    old_N, new_N = _random_pair(random, 300, 2, 0.1)
+    ranges = {"w": (start, start + 300)}
+    memory = DeviceShadow(Layout({"w": spec}), ranges, torch.device(DEVICE))
+    memory.set("w", _tensor(old_N))
+    memory.plan(["w"], [_tensor(new_N)])
+    new = _tensor(new_N)
+    found = memory.compare([new])
+    (delta,) = found.pieces
+    assert isinstance(delta, DeviceDelta)
+    index_K, step_K = reference.diff(old_N, new_N)
+    steps = delta.host().steps[2]
+    assert steps.at_K.dtype == np.int64
+    np.testing.assert_array_equal(steps.at_K, index_K + np.int64(start))
+    np.testing.assert_array_equal(steps.data_K, step_K)
+    limits = torch.tensor([0, start, 1 << 32, (1 << 32) + 50, 5 << 32], device=DEVICE)
+    assert delta.steps[2].count_below(limits).tolist() == np.searchsorted(steps.at_K, limits.cpu().numpy()).tolist()
+    key = int(memory._layout.vectors[2].key_T[0])
+    wanted = reference.fingerprint(key, new_N, start) - reference.fingerprint(key, old_N, start)
+    assert int(found.gains[2][0]) == wanted % (1 << 64)
+
+
+@pytest.mark.parametrize("tensor_count", [3, 30])
+def test_launches_do_not_depend_on_the_number_of_tensors(tensor_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "GROUP_BLOCKS", 1 << 16)
+    launched = list[str]()
+    for name in ("_compare", "_pack", "_apply"):
         monkeypatch.setattr(gpu_diff, name, _Counted(getattr(gpu_diff, name), launched))
     random = np.random.default_rng(2)
-    pairs = [_random_pair(random, 600 // tensor_count, width, 0.2) for _ in range(tensor_count) for width in (2, 4)]
-    _assert_finds(pairs)
-    assert len(launched) == 4  # two kernels for each of the widths
+    pairs = [_random_pair(random, 600 // tensor_count, width, 0.1) for _ in range(tensor_count) for width in (2, 4)]
+    weights = {str(n): _tensor(old_N) for n, (old_N, _) in enumerate(pairs)}
+    shadow = _shadow({name: tensor.clone() for name, tensor in weights.items()})
+    for tensor in weights.values():
+        tensor[::50] += 1
+    shadow.apply(shadow.compare(weights, "keep", 0))
+    assert sorted(launched) == ["_apply", "_apply", "_compare", "_compare", "_pack", "_pack"]  # of each width one
 
 
-@on_gpu
-@pytest.mark.parametrize("group_count", [3, 20])
-def test_pinned_memory_does_not_grow_with_the_number_of_groups(group_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "GROUP", 1024)
-    monkeypatch.setattr(groups, "LEAST", 16)
-    monkeypatch.setattr(groups, "BUFFER_BYTES", 2048)
-    made, empty = list[int](), torch.empty
-
-    def counted(size: int, **options: object) -> torch.Tensor:
-        if options.get("pin_memory") is not None and size > 64:  # the table of a group takes 64 bytes
-            made.append(size)
-        return empty(size, **options)
-
-    monkeypatch.setattr(gpu_diff.torch, "empty", counted)
-    diff = device_diff(torch.device(DEVICE))
-    old_N, new_N = _random_pair(np.random.default_rng(4), group_count * 1024, 2, 0.2)
-    for _ in range(2):
-        shadow = _signed(old_N)
-        diff.add("w", shadow, _signed(new_N), group_count * 200)
-        index_K, _ = diff.finish()["w"]
-        np.testing.assert_array_equal(index_K, reference.diff(old_N, new_N)[0])
-        np.testing.assert_array_equal(_bits(shadow), new_N)
-        assert sum(made) <= 4 * 2048  # two buffers, which grow to powers of two
-    before = len(made)
-    diff.add("w", _signed(old_N), _signed(new_N), group_count * 200)
-    diff.finish()
-    assert len(made) == before
-
-
+@dataclasses.dataclass
 class _Counted:
-    def __init__(self, kernel, launched: list[str]) -> None:
-        self._kernel, self._launched = kernel, launched
+    kernel: object
+    launched: list[str]
 
-    def __getitem__(self, grid):
-        self._launched.append(self._kernel.__name__)
-        return self._kernel[grid]
-
-
-@on_gpu
-@pytest.mark.parametrize("lasting", [True, False], ids=["a dict's items", "a generator"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "keep"])
-def test_a_publisher_with_copies_on_the_device(dtype: str, lasting: bool, memory_url: str) -> None:
-    """The branch that tensors of a GPU take through the shadow, float32 rounded there or taken as it is."""
-    pytest.importorskip("numba", reason="what encodes and decodes is not on every machine with a GPU")
-    from deltasync import Publisher, Replica
-
-    weights = {
-        "router": torch.randn(7, 9),
-        "matrix": torch.randn(40, 33),
-        "half": torch.randn(65).bfloat16(),
-        "one": torch.ones(()),
-    }
-    weights = {name: tensor.to(DEVICE) for name, tensor in weights.items()}
-    with Publisher(memory_url, dtype=dtype, shadow_placement="device") as publisher:
-        for version in range(1, 5):
-            for tensor in weights.values():
-                tensor.reshape(-1)[:: 3 * version] *= 1.25
-            publisher.publish(weights.items() if lasting else iter(weights.items())).wait(60)
-            served = {name: tensor.cpu() if dtype == "keep" else tensor.cpu().bfloat16() for name, tensor in weights.items()}
-            replica = Replica(memory_url)
-            assert replica.sync() == version
-            assert_same_bits(replica.state_dict(), served)
-        assert publisher.shadow_bytes["device"] == publisher.shadow_bytes["host"] > 0
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        self.launched.append(self.kernel.__name__)  # type: ignore[attr-defined]
+        return self.kernel[grid]  # type: ignore[index]
 
 
-@on_gpu
-def test_what_was_dropped_is_not_found() -> None:
-    diff = device_diff(torch.device(DEVICE))
-    diff.add("w", _signed(np.zeros(2000, np.uint16)), _signed(np.ones(2000, np.uint16)), 8)
-    diff.drop()
-    assert diff.finish() == {}
+def test_an_interrupt_at_any_launch_leaves_the_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(5)
+    old_N, new_N = _random_pair(random, 300, 2, 0.3)
+    shadow, weights = _shadow({"w": _tensor(old_N)}), {"w": _tensor(new_N)}
+    before = dict(shadow.fingerprints)
+    for name in ("_compare", "_pack"):
+        for number in range(3):
+            with monkeypatch.context() as patched:
+                patched.setattr(gpu_diff, name, _Interrupted(getattr(gpu_diff, name), number))
+                with pytest.raises(KeyboardInterrupt):
+                    shadow.compare(weights, "keep", 0)
+            assert dict(shadow.fingerprints) == before
+    _check(shadow, shadow.compare(weights, "keep", 0), {"w": old_N}, {"w": new_N})
+
+
+@dataclasses.dataclass
+class _Interrupted:
+    kernel: object
+    left: int
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return self.kernel[grid]  # type: ignore[index]
+
+
+def test_a_device_without_memory_gives_the_shadow_back_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    weights = {"w": torch.arange(300, device=DEVICE, dtype=torch.int32)}
+    for place in ("auto", "device"):
+        shadow = Shadow.of(weights, "keep", 0, place=place)
+        old = shadow.bits["w"].copy()
+        assert shadow.size_bytes["device"]
+        shadow._memory.compare = functools.partial(_full)  # type: ignore[method-assign]
+        weights["w"][7] += 1
+        if place == "device":
+            with pytest.raises(torch.OutOfMemoryError):
+                shadow.compare(weights, "keep", 0)
+            continue
+        found = shadow.compare(weights, "keep", 0)
+        assert "The shadow moves to the host" in caplog.text
+        assert shadow.size_bytes["device"] == 0
+        np.testing.assert_array_equal(shadow.bits["w"], old)
+        shadow.apply(found)
+        np.testing.assert_array_equal(shadow.bits["w"], bits_of(weights["w"]))
+
+
+def _full(held: object) -> None:
+    raise torch.OutOfMemoryError("out of memory\nand more")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no GPU")
+def test_a_tensor_of_more_than_2_to_the_31_elements() -> None:
+    size = (1 << 31) + 4099
+    if torch.cuda.mem_get_info()[0] < 4 * size:
+        pytest.skip("the GPU has too little free memory")
+    weights = {"w": torch.zeros(size, dtype=torch.int8, device=DEVICE)}
+    shadow = _shadow(weights)
+    at = torch.tensor([0, (1 << 31) - 1, 1 << 31, size - 1], device=DEVICE)
+    weights["w"][at] = 7
+    found = shadow.compare(weights, "keep", 0)
+    (delta,) = found.pieces
+    assert isinstance(delta, DeviceDelta)
+    assert delta.steps[1].positions().tolist() == at.tolist() and delta.steps[1].step_K.tolist() == [7] * 4
+    shadow.apply(found)
+    assert not shadow.compare(weights, "keep", 0).pieces
 
 
 def test_int32_indices_end_where_int64_ones_begin() -> None:
     assert index_dtype((1 << 31) - 1) == np.int32
     assert index_dtype(1 << 31) == np.int64
-
-
-def test_positions_are_int64_where_the_tensor_needs_them() -> None:
-    if not HAS_TRITON:
-        pytest.skip("no triton")
-    step_K = np.ones(2, np.int16)
-    pieces = [(1 << 31, np.array([0, 5], np.int32), step_K), (0, np.array([7, 9], np.int32), step_K)]
-    index_K, found_K = gpu_diff._join(pieces, (1 << 31) + 6)
-    assert index_K.dtype == np.int64 and index_K.tolist() == [7, 9, 1 << 31, (1 << 31) + 5]
-    assert found_K.dtype == np.uint16
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETED, reason="no GPU")
-def test_a_tensor_of_more_than_2_to_the_31_elements() -> None:
-    size = (1 << 31) + 4099
-    if torch.cuda.mem_get_info()[0] < 3 * size:
-        pytest.skip("the GPU has too little free memory")
-    old_N = torch.zeros(size, dtype=torch.int8, device=DEVICE)
-    new_N = old_N.clone()
-    at = torch.tensor([0, (1 << 31) - 1, 1 << 31, size - 1], device=DEVICE)
-    new_N[at] = 7
-    diff = device_diff(torch.device(DEVICE))
-    diff.add("w", old_N, new_N, 0)
-    index_K, step_K = diff.finish()["w"]
-    assert index_K.dtype == np.int64
-    assert index_K.tolist() == at.tolist() and step_K.tolist() == [7] * 4
-    assert torch.equal(old_N, new_N)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
-def test_torch_alone_is_the_reference(dtype: type) -> None:
-    random = np.random.default_rng(3)
-    diff = torch_ops.Diff(torch.device("cpu"))
-    pairs = {name: _random_pair(random, size, np.dtype(dtype).itemsize, 0.1) for name, size in (("a", 100), ("b", 0))}
-    shadows = {name: torch.from_numpy(old_N.view(f"i{old_N.itemsize}")).clone() for name, (old_N, _) in pairs.items()}
-    for name, (_, new_N) in pairs.items():
-        diff.add(name, shadows[name], torch.from_numpy(new_N.view(f"i{new_N.itemsize}")), 0)
-    found = diff.finish()
-    assert found.keys() == {"a"}
-    for got, wanted in zip(found["a"], reference.diff(*pairs["a"]), strict=True):
-        assert got.dtype == wanted.dtype
-        np.testing.assert_array_equal(got, wanted)

@@ -9,7 +9,7 @@ import pytest
 from tests.interpreter import RUNS, run_again
 
 FILES = ("test_gpu_diff.py", "test_live_devices.py", "test_segment_kernels.py")
-TESTS = "test_gpu_diff or gpu_segments or constant_number or warming or served"
+TESTS = "test_gpu_diff or gpu_segments or constant_number or warming or served or python_calls"
 
 
 @pytest.mark.skipif(RUNS, reason="the tests beside this one run as they are")

@@ -4,7 +4,6 @@ import itertools
 import os
 import subprocess
 import sys
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.kernels import cpu, cpu_diff, reference, torch_ops
-from deltasync.publish.shadow import Shadow
 from deltasync.tensors.fingerprint import MASK
 from tests import one_tensor
 from tests import strategies as our
@@ -147,18 +145,6 @@ def test_to_advance_is_to_diff_and_add(key: int, pair: tuple[np.ndarray, np.ndar
     np.testing.assert_array_equal(index_K, wanted_K + np.int64(start))
     np.testing.assert_array_equal(step_K, wanted_step_K)
     np.testing.assert_array_equal(old_N, new_N)
-
-
-@pytest.mark.parametrize("fails", ["deltasync.kernels.cpu_rows.by_tensor", "deltasync.kernels.cpu_rows.Taken.join"])
-def test_what_cannot_be_advanced_keeps_its_bits(fails: str) -> None:
-    random = np.random.default_rng(0)
-    old_N = random.integers(0, 1 << 16, (1 << 23) + 5, np.uint16)
-    before_N, new_N = old_N.copy(), ~old_N
-    shadow = Shadow.whole({"w": _shared(old_N)})
-    with mock.patch(fails, side_effect=MemoryError), pytest.raises(MemoryError):
-        shadow.advance({"w": _shared(new_N)}, "keep", 0)
-    shadow.retreat()
-    np.testing.assert_array_equal(old_N, before_N)
 
 
 @given(keys, our.bit_pairs(), st.booleans(), st.sampled_from([np.int32, np.int64]), st.data())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pkgutil
 from typing import Any
 from unittest import mock
 
@@ -14,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync import codec
-from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
-from deltasync.kernels import cpu_rows
+from deltasync.errors import ConfigError, ModelMismatchError
+from deltasync.kernels import native
 from deltasync.publish.shadow import Shadow, Snapshot, check_coverage
 from deltasync.publish.stream import TensorRange, range_of
 from deltasync.ranks.peers import Range
@@ -48,6 +47,13 @@ def stream(specs: dict[str, TensorSpec], bits: Bits, ranges: dict[str, Range]) -
     return found
 
 
+def taken(shadow: Shadow, tensors: list[tuple[str, TensorRange]], rank: int = 0) -> list[Delta]:
+    """Compare a stream with a shadow, apply the difference, and return its pieces."""
+    found = shadow.compare(tensors, "keep", rank)
+    shadow.apply(found)
+    return [piece for piece in found.pieces if isinstance(piece, Delta)]
+
+
 def encoded(shadow: Shadow, delta: Delta, name: str) -> bytes:
     def new(tensor: str) -> tuple[np.ndarray, int]:
         return shadow.bits[tensor], shadow.ranges[tensor][0]
@@ -63,7 +69,7 @@ def test_shards_add_up_to_the_whole(codec_name: str, ranks: int, data: st.DataOb
     specs, old, new = model
     whole = {name: (0, spec.element_count) for name, spec in specs.items()}
     alone = Shadow.of(stream(specs, old, whole), "keep", 0)
-    changed = merge([Delta(alone.layout, {}), *alone.advance(stream(specs, new, whole), "keep", 0)])
+    changed = merge([Delta(alone.layout, {}), *taken(alone, stream(specs, new, whole))])
     assert changed.counts() == deltas.between(alone.layout, old, new).counts()
 
     held = data.draw(cuts(specs, ranks))
@@ -72,7 +78,7 @@ def test_shards_add_up_to_the_whole(codec_name: str, ranks: int, data: st.DataOb
     sums = dict.fromkeys(specs, 0)
     for rank, ranges in enumerate(held):
         shadow = Shadow.of(stream(specs, old, ranges), "keep", rank)
-        taken = merge([Delta(shadow.layout, {}), *shadow.advance(stream(specs, new, ranges), "keep", rank)])
+        changes = merge([Delta(shadow.layout, {}), *taken(shadow, stream(specs, new, ranges), rank)])
         deltas.check(taken)
 
         def old_of_rank(name: str, ranges: dict[str, Range] = ranges) -> np.ndarray:
@@ -80,7 +86,7 @@ def test_shards_add_up_to_the_whole(codec_name: str, ranks: int, data: st.DataOb
             old_N[start:stop] = old[name][start:stop]
             return old_N
 
-        payload = codec.open_payload(encoded(shadow, taken, codec_name))
+        payload = codec.open_payload(encoded(shadow, changes, codec_name))
         found.append(codec.get(codec_name).decode(payload, shadow.layout, old_of_rank)[0])
         assert found[-1].counts() == taken.counts()
         for name, part in shadow.fingerprints.items():
@@ -107,7 +113,7 @@ def test_a_snapshot_has_the_bits_of_its_moment(moves: list[str], model: tuple, d
     snapshot = shadow.snapshot()
     left = data.draw(st.permutations(list(specs)))
     for move in moves:
-        shadow.advance(stream(specs, old if move == "back" else new, whole), "keep", 0)
+        taken(shadow, stream(specs, old if move == "back" else new, whole))
         if move == "undone":
             shadow.retreat()
         if left and data.draw(st.booleans()):
@@ -124,8 +130,7 @@ def test_a_stream_that_is_undone_leaves_what_was_there(data: st.DataObject, mode
     ranges = data.draw(cuts(specs, 3))[1]
     shadow = Shadow.of(stream(specs, old, ranges), "keep", 1)
     before = dict(shadow.fingerprints)
-    shadow.advance(stream(specs, new, ranges), "keep", 1)
-    shadow.retreat()
+    shadow.compare(stream(specs, new, ranges), "keep", 1)
     assert shadow.fingerprints == before
     assert all(shadow.bits[name].tobytes() == old[name][slice(*ranges[name])].tobytes() for name in specs)
 
@@ -154,48 +159,12 @@ def test_a_range_that_moves_is_refused_and_nothing_is_taken() -> None:
     old, new = {"w": np.zeros(8, np.uint16)}, {"w": np.ones(8, np.uint16)}
     shadow = Shadow.of(stream(specs, old, {"w": (0, 4)}), "keep", 0)
     with pytest.raises(ModelMismatchError):
-        shadow.advance(stream(specs, new, {"w": (4, 8)}), "keep", 0)
+        shadow.compare(stream(specs, new, {"w": (4, 8)}), "keep", 0)
     assert not shadow.bits["w"].any()
 
 
-def test_an_update_that_cannot_begin_leaves_the_bits() -> None:
-    """Tensors of two widths are compared by two calls, of which the second one fails."""
-    whole = {name: (0, 8) for name in "ab"}
-    specs = {name: TensorSpec(name, dtype, (8,)) for name, dtype in zip(whole, ("int16", "int32"), strict=True)}
-    old, new = ({name: np.full(8, value, specs[name].bits_dtype) for name in whole} for value in (0, 1))
-    shadow = Shadow.of(stream(specs, old, whole), "keep", 0)
-    before, advance, calls = dict(shadow.fingerprints), cpu_rows.advance, []
-
-    def advance_once(*arguments: Any) -> Any:
-        if calls:
-            raise MemoryError
-        calls.append(arguments)
-        return advance(*arguments)
-
-    with mock.patch.object(cpu_rows, "advance", advance_once), pytest.raises(MemoryError):
-        shadow.advance(stream(specs, new, whole), "keep", 0)
-    assert calls and shadow.bits["a"].any()
-    shadow.retreat()
-    assert shadow.fingerprints == before
-    assert not any(bits.any() for bits in shadow.bits.values())
-
-
-POINTS = {
-    "before the launch": "deltasync.kernels.cpu_rows.advance",
-    "after the launch": "deltasync.kernels.cpu_rows.advance",
-    "before the steps are joined": "deltasync.kernels.cpu_rows.Taken.join",
-    "after the steps are joined": "deltasync.kernels.cpu_rows.Taken.join",
-    "before they are noted": "deltasync.publish.shadow.Shadow.note",
-    "after they are noted": "deltasync.publish.shadow.Shadow.note",
-    "before a snapshot notes them": "deltasync.publish.shadow.Snapshot.note",
-    "after a snapshot notes them": "deltasync.publish.shadow.Snapshot.note",
-}
-"""Where an interrupt comes. Once the kernel has run, only its counts say what it did."""
-
-
 @pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("point", POINTS)
-def test_an_interrupt_anywhere_is_undone(point: str, number: int) -> None:
+def test_an_interrupt_while_a_stream_is_compared_leaves_the_shadow(number: int) -> None:
     """Of three calls, as tensors have three widths, any may be interrupted; snapshots keep the bits of before."""
     specs = {dtype: TensorSpec(dtype, dtype, (100,)) for dtype in ("int8", "int16", "float32")}
     random = np.random.default_rng(number)
@@ -204,50 +173,19 @@ def test_an_interrupt_anywhere_is_undone(point: str, number: int) -> None:
     whole = {name: (0, spec.element_count) for name, spec in specs.items()}
     shadow = Shadow.of(stream(specs, old, whole), "keep", 0)
     before, snapshot = dict(shadow.fingerprints), shadow.snapshot()
-    calls = itertools.count()
-    target = pkgutil.resolve_name(POINTS[point].replace(".cpu_rows.", ".cpu_rows:").replace(".shadow.", ".shadow:"))
+    calls, compare = itertools.count(), native.compare
 
-    def interrupted(*arguments: Any, **named: Any) -> Any:
-        comes = next(calls) == number
-        if comes and point.startswith("before"):
+    def interrupted(*arguments: Any) -> Any:
+        if next(calls) == number:
             raise KeyboardInterrupt
-        result = target(*arguments, **named)
-        if comes:
-            raise KeyboardInterrupt
-        return result
+        return compare(*arguments)
 
-    with mock.patch(POINTS[point], interrupted), pytest.raises(KeyboardInterrupt):
-        shadow.advance(stream(specs, new, whole), "keep", 0)
-    shadow.retreat()
+    with mock.patch.object(native, "compare", interrupted), pytest.raises(KeyboardInterrupt):
+        shadow.compare(stream(specs, new, whole), "keep", 0)
     assert shadow.fingerprints == before
     assert all(bits.tobytes() == old[name].tobytes() for name, bits in shadow.bits.items())
     assert all(_taken(snapshot, old, name) == old[name].tobytes() for name in list(specs)[:2])
-    again = merge(shadow.advance(stream(specs, new, whole), "keep", 0))
+    again = merge(taken(shadow, stream(specs, new, whole)))
     assert again.counts() == {name: spec.element_count for name, spec in specs.items()}
     assert all(bits.tobytes() == new[name].tobytes() for name, bits in shadow.bits.items())
     assert _taken(snapshot, old, "float32") == old["float32"].tobytes()
-
-
-@pytest.mark.parametrize("touched", [True, False])
-def test_an_interrupt_in_the_kernel_that_cannot_be_undone_ends_publishing(touched: bool) -> None:
-    """It left other bits than the old and the new ones."""
-    whole, specs = {"w": (0, 8)}, {"w": TensorSpec("w", "int16", (8,))}
-    old, new = ({"w": np.full(8, value, np.uint16)} for value in (0, 1))
-    shadow = Shadow.of(stream(specs, old, whole), "keep", 0)
-    before, advance = dict(shadow.fingerprints), cpu_rows.advance
-
-    def interrupted(*arguments: Any) -> Any:
-        if touched:
-            advance(*arguments)
-            shadow.bits["w"][3] = 7
-        raise KeyboardInterrupt
-
-    with mock.patch.object(cpu_rows, "advance", interrupted), pytest.raises(KeyboardInterrupt):
-        shadow.advance(stream(specs, new, whole), "keep", 0)
-    shadow.retreat()
-    assert shadow.fingerprints == before
-    if touched:
-        with pytest.raises(CorruptDataError, match="An interrupt came while w was taken"):
-            shadow.advance(stream(specs, new, whole), "keep", 0)
-    else:
-        assert [piece.counts() for piece in shadow.advance(stream(specs, new, whole), "keep", 0)] == [{"w": 8}]

@@ -19,7 +19,7 @@ from deltasync.channel.record import StoredRecord
 from deltasync.codec import tiles
 from deltasync.errors import FingerprintMismatchError, ShareError
 from deltasync.following import Follower
-from deltasync.live import LiveMemory, Segment, combine, model_fingerprint
+from deltasync.live import LiveMemory, Prints, Segment, Union
 from deltasync.tensors.bits import bits_of
 
 VERSIONS, SHAPE, AT = 6, (96, 64), 37 * 64  # the first of the two workers has 37 rows, which are no whole tiles
@@ -74,11 +74,12 @@ class Two:
             staged = [follower.stage(way) for follower in self.followers]
         committed = [follower.commit(each) for follower, each in zip(self.followers, staged, strict=True)]
         memories = [follower.memory for follower in self.followers]
-        found = combine([memory.regions for memory in memories], [memory.parts for memory in memories])
+        union = Union(["w"], [memory.regions for memory in memories])
+        found = union.of(np.concatenate([memory.known_parts for memory in memories]))
         for follower, each in zip(self.followers, committed, strict=True):
-            total = model_fingerprint(found) + wrong
+            value_T = found.value_T + np.uint64(wrong)
             with pytest.raises(FingerprintMismatchError) if wrong else contextlib.nullcontext():
-                follower.confirm(each, found, total)
+                follower.confirm(each, Prints(value_T, found.same_T))
             follower.settled = True
 
 

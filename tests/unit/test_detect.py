@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -10,8 +12,8 @@ import pytest
 import torch
 
 from deltasync.errors import ConfigError, ModelMismatchError
-from deltasync.kernels import cpu_rows
 from deltasync.publish.shadow import Shadow
+from deltasync.tensors import Delta
 from deltasync.tensors.bits import bits_of
 
 Weights = dict[str, torch.Tensor]
@@ -29,9 +31,14 @@ def _weights() -> Weights:
 def _shadow(weights: Weights) -> Shadow:
     """Twice published, so that the second publish has checked the tensors."""
     shadow = Shadow.of(weights, "bfloat16", 0)
-    assert not shadow.advance(weights, "bfloat16", 0)
-    shadow.keep()
+    assert not _taken(shadow, weights)
     return shadow
+
+
+def _taken(shadow: Shadow, stream: Any, dtype: str = "bfloat16") -> list[Delta]:
+    found = shadow.compare(stream, dtype, 0)
+    shadow.apply(found)
+    return [piece for piece in found.pieces if isinstance(piece, Delta)]
 
 
 def _published(weights: Weights) -> dict[str, bytes]:
@@ -81,9 +88,7 @@ def test_what_changes_in_known_tensors_is_published(change: Callable[[Weights], 
     shadow = _shadow(weights)
     for _ in range(3):
         change(weights)
-        deltas = shadow.advance(list(weights.items()) if listed else weights, "bfloat16", 0)
-        shadow.keep()
-        assert deltas
+        assert _taken(shadow, list(weights.items()) if listed else weights)
         assert {name: bits.tobytes() for name, bits in shadow.bits.items()} == _published(weights)
         again = Shadow(shadow.specs, shadow.ranges, shadow.bits)
         assert shadow.fingerprints == dict(again.fingerprints)
@@ -127,8 +132,7 @@ def test_what_is_not_the_known_model_is_refused_and_nothing_is_taken(change: Cal
     change(weights)
     weights["count"] += 1
     with pytest.raises((ModelMismatchError, ConfigError)):
-        shadow.advance(weights, "bfloat16", 0)
-    shadow.retreat()
+        shadow.compare(weights, "bfloat16", 0)
     assert {name: bits.tobytes() for name, bits in shadow.bits.items()} == before
 
 
@@ -141,43 +145,57 @@ def test_no_object_is_made_for_a_known_tensor() -> None:
         mock.patch("deltasync.publish.detect.range_of", side_effect=AssertionError),
         mock.patch("deltasync.publish.detect.pair_of", side_effect=AssertionError),
     ):
-        (delta,) = shadow.advance(weights, "bfloat16", 0)
+        (delta,) = _taken(shadow, weights)
     assert delta.counts() == {"7": 4}
 
 
-def test_a_publish_is_undone_without_memory_for_its_steps() -> None:
-    """The steps cannot be joined at all, so the bits are restored from the kernel's scratch."""
-    old = {"a": torch.zeros(1000, dtype=torch.bfloat16), "b": torch.zeros(1000, dtype=torch.float32)}
-    shadow = Shadow.of(old, "keep", 0)
-    fingerprints = shadow.fingerprints.copy()
-    with mock.patch.object(cpu_rows, "room", side_effect=MemoryError):
-        with pytest.raises(MemoryError):
-            shadow.advance({name: tensor + 1 for name, tensor in old.items()}, "keep", 0)
-        assert any(bits.any() for bits in shadow.bits.values())
-        shadow.retreat()
-    assert not any(bits.any() for bits in shadow.bits.values())
-    assert shadow.fingerprints == dict(fingerprints)
+class _Calls:
+    """Counts calls of Python and C functions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> _Calls:
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _profile(self, frame: object, event: str, argument: object) -> None:
+        self.count += event in ("call", "c_call")
 
 
-def test_a_copy_on_a_device_is_dropped_when_its_tensor_comes_from_the_host() -> None:
-    """It would be left behind, and compared with when the tensor is on the device again."""
-    weights = {"a": torch.zeros(8, dtype=torch.bfloat16)}
-    shadow = _shadow(weights)
-    for stream in (weights, iter(weights.items())):
-        copies = shadow._detector.copies
-        copies._held["a"] = torch.zeros(8, dtype=torch.int16)
-        shadow.advance(stream, "keep", 0)
-        shadow.keep()
-        assert not copies.size_bytes
+def calls_of(tensor_count: int, elements: int, place: str = "host") -> int:
+    """Return how many functions are called to compare a model with its shadow and to apply what differs."""
+    flat = torch.arange(elements, dtype=torch.int32).to(torch.bfloat16)
+    sizes = [elements // tensor_count] * (tensor_count - 1)
+    parts = flat.split([*sizes, elements - sum(sizes)])
+    weights = {f"layer.{number}.weight": part for number, part in enumerate(parts)}
+    shadow = Shadow.of(weights, "bfloat16", 0, place)
+    for _ in range(2):
+        shadow.apply(shadow.compare(weights, "bfloat16", 0))
+        flat[::97] += 1
+    with _Calls() as calls:
+        found = shadow.compare(weights.items(), "bfloat16", 0)
+        shadow.apply(found)
+    assert found.changed
+    return calls.count
+
+
+def test_as_many_calls_for_many_tensors_as_for_few() -> None:
+    calls_of(339, 100_000)  # fills the caches of abstract classes
+    few, many = (calls_of(count, 100_000) for count in (339, 18_819))
+    assert many <= 1.1 * few
 
 
 def test_wide_tensors_are_copied_a_few_at_a_time() -> None:
     weights = {str(n): torch.full((300,), float(n)) for n in range(20)}
-    with mock.patch("deltasync.publish.detect._COPIED", 1000):
+    with mock.patch("deltasync.publish.host_shadow._COPIED", 1000):
         shadow = _shadow(weights)
         for tensor in weights.values():
             tensor += 1
-        deltas = shadow.advance(weights, "bfloat16", 0)
+        deltas = _taken(shadow, weights)
     assert len(deltas) > 3
     assert {name: bits.tobytes() for name, bits in shadow.bits.items()} == {
         name: np.ascontiguousarray(bits_of(tensor.to(torch.bfloat16))).tobytes() for name, tensor in weights.items()

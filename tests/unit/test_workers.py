@@ -23,6 +23,7 @@ from deltasync.errors import (
 from deltasync.following import shards
 from deltasync.following.engine import Failure, is_safe
 from deltasync.following.shard import Done, Shard
+from deltasync.live import Union
 from deltasync.tensors import TensorSpec
 from tests import driving
 from tests.driving import Engine, Trainer
@@ -33,7 +34,7 @@ from vllm_plugin.workers import Workers, answer
 
 engine, trainer = driving.engine, driving.trainer  # fixtures
 
-DONE = Done(1, 0.5, 0.25, 0.125, {})
+DONE = Done(1, 0.5, 0.25, 0.125)
 
 
 class Two(IdleEngine):
@@ -59,6 +60,7 @@ class Two(IdleEngine):
 def commit(two: Two) -> Done:
     workers = Workers(two, SimpleNamespace(specs={}), asyncio.run)  # type: ignore[arg-type]
     workers._regions = [{}, {}]
+    workers._union = Union([], workers._regions)
     return workers.commit()
 
 

@@ -52,14 +52,13 @@ STREAMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", ["host", "device"])
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("kind", [Scaled.of, OnlyDequantized.of, Forwarding])
 def test_wrapped_weights_of_one_shape_are_all_published_by_value(
-    memory_url: str, kind: Callable[[torch.Tensor], torch.Tensor], stream: str, placement: str
+    memory_url: str, kind: Callable[[torch.Tensor], torch.Tensor], stream: str
 ) -> None:
     model = layers(kind)
-    with Publisher(memory_url, shadow_placement=placement) as publisher:
+    with Publisher(memory_url) as publisher:
         for version in range(1, 4):
             wanted = values(model)
             publisher.publish(STREAMS[stream](model)).wait(60)

@@ -1,0 +1,346 @@
+"""Measure encoding and decoding of `packed` and `context` on this machine's GPU, and check the bytes.
+
+    python -m benchmarks.gpu.codec [--elements 7600000000] [--changed-percent 1] [--small] [--json]
+
+Takes less than a minute on an H100 or H200, of which the kernels' compilation is the largest part. Needs Python 3.11 or
+newer, torch, triton, numpy, safetensors and msgspec. Without numba the classes are fitted in plain Python; the time of that
+is said apart, because it is the host's. Without a GPU, Triton's interpreter runs it at a small size, where times mean
+nothing. Exits with 1 if a check failed.
+
+Weights are normally distributed bfloat16 in the shapes of Qwen2.5-7B. An element changes by the part of its unit in the last
+place that one update of constant size is, as at small learning rates.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks import common
+
+_BARS_S = {"packed": (0.015, 0.025), "context": (0.060, 0.060)}
+_CHUNK = 1 << 27
+_ROUNDS = 3
+
+
+def main() -> None:
+    """Run the benchmark by the command line."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--elements", type=int, default=7_600_000_000, help="fewer if memory is short")
+    parser.add_argument("--changed-percent", type=float, default=1.0)
+    parser.add_argument("--small", action="store_true", help="use a small size, as without a GPU")
+    arguments = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+        arguments.small = True
+    _stand_ins()
+    start = time.perf_counter()
+    result = measure(arguments.elements, arguments.changed_percent / 100, arguments.small)
+    result["seconds"] = time.perf_counter() - start
+    common.emit(arguments.json, result, _lines(result))
+
+
+def _stand_ins() -> None:
+    """Where numba or zstandard are missing, let the codecs be imported: the device's need neither, but for fitting."""
+    if importlib.util.find_spec("zstandard") is None:
+        _module("deltasync.codec.dense", compress=lambda bits_N: None, decompress=None)
+    if importlib.util.find_spec("numba") is None:
+        from benchmarks.gpu import plain_fit
+
+        for name in ("coder", "counts"):
+            _module(f"deltasync.kernels.{name}")
+        _module("deltasync.kernels.classes", Classes=plain_fit.Classes, FIELDS=7)
+        sys.modules["deltasync.kernels.class_fit"] = plain_fit
+
+
+def _module(name: str, **contents: Any) -> None:
+    module = types.ModuleType(name)
+    vars(module).update(contents)
+    sys.modules[name] = module
+
+
+def measure(element_count: int, changed_fraction: float, small: bool) -> dict[str, Any]:
+    """Return times in seconds, sizes and what was checked."""
+    import torch
+
+    from deltasync import codec
+    from deltasync.codec import device as codec_device
+    from deltasync.tensors import Layout, TensorSpec
+
+    on = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if small:
+        shapes = _shapes(1, 24, 40, 70, 8) if on.type == "cpu" else _shapes(2, 1024, 3072, 4096, 512)
+        if on.type == "cpu":
+            _small_blocks()
+    else:
+        layers = max(1, min(28, round((element_count - 2 * 152064 * 3584) / 233_000_000)))
+        shapes = _shapes(layers, 3584, 18944, 152064, 512)
+    layout = Layout({name: TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()})
+    vector = layout.vectors[2]
+    delta = _delta(layout, changed_fraction if on.type == "cuda" else 0.04, on)
+    steps = delta.steps[2]
+    common.say(f"{vector.element_count:,} elements, {len(shapes)} tensors, {steps.changed:,} changes")
+    digests = {2: np.arange(len(vector.specs), dtype=np.uint64)}
+    places = {2: codec_device.Places.of(vector, delta.bits[2])}
+    most = 100 if on.type == "cpu" else 1 << 20
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if on.type == "cuda" else "Triton's interpreter, where times mean nothing",
+        "elements": vector.element_count,
+        "tensors": len(shapes),
+        "changed": steps.changed,
+        "rows": [],
+    }
+    fitted = _timed_fit(codec_device)
+    for name in ("packed", "context"):
+        encoder = codec_device.Encoder(layout)
+        decoder = codec_device.Decoder(layout, on)
+
+        def encode(name: str = name, encoder: Any = encoder, keep: list[bytes] | None = None) -> int:
+            size = 0
+            for encoded in encoder.encode(name, delta, digests, 8, 7, most):
+                size += sum(array.nbytes for array in encoded.arrays.values())
+                if keep is not None:
+                    keep.append(encoded.to_bytes())
+            return size
+
+        began_s = time.perf_counter()
+        files: list[bytes] = []
+        size = encode(keep=files)
+        first_s = time.perf_counter() - began_s
+        fitted.clear()
+        encode_s = _best(encode, on)
+        fit_s = sum(fitted) / _ROUNDS
+        opened = [codec.open_payload(data) for data in files]
+        began_s = time.perf_counter()
+        found = decoder.decode(opened, places)[2]
+        first_s += time.perf_counter() - began_s
+        assert torch.equal(found.low_K, steps.low_K), f"{name} decodes to other positions"
+        assert torch.equal(found.step_K.view(torch.int16), steps.step_K), f"{name} decodes to other steps"
+        del found
+        decode_s = _best(lambda decoder=decoder, opened=opened: decoder.decode(opened, places), on)
+        checked = _check(name, opened, delta, vector)
+        row = {
+            "codec": name,
+            "encode_s": encode_s,
+            "fit_s": fit_s,
+            "decode_s": decode_s,
+            "first_s": first_s,
+            "payloads": len(files),
+            "bits_per_change": 8 * size / steps.changed,
+            "blocks_checked": checked,
+            "peak_bytes": _peak(lambda: encode(), on),
+            "peak_decode_bytes": _peak(lambda decoder=decoder, opened=opened: decoder.decode(opened, places), on),
+            "encode_kernels": _profile(lambda: encode(), on),
+            "decode_kernels": _profile(lambda decoder=decoder, opened=opened: decoder.decode(opened, places), on),
+        }
+        result["rows"].append(row)
+        for line in _row_lines(row):
+            common.say(line)
+    return result
+
+
+def _shapes(layers: int, hidden: int, inner: int, vocabulary: int, key_value: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of Qwen2.5; with 28 layers 339 tensors."""
+    shapes: dict[str, tuple[int, ...]] = {"embed": (vocabulary, hidden)}
+    for layer in range(layers):
+        of_layer: dict[str, tuple[int, ...]] = {"norm_1": (hidden,), "norm_2": (hidden,)}
+        for name, rows in (("q", hidden), ("k", key_value), ("v", key_value)):
+            of_layer |= {f"{name}.weight": (rows, hidden), f"{name}.bias": (rows,)}
+        of_layer |= {"o": (hidden, hidden), "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        shapes |= {f"{layer}.{name}": shape for name, shape in of_layer.items()}
+    return shapes | {"norm": (hidden,), "head": (vocabulary, hidden)}
+
+
+def _small_blocks() -> None:
+    from deltasync.codec import tiled, tiles, vector
+
+    vector.BLOCK, vector.GROUP_CHANGED, tiled.GROUP_CHANGED = 997, 50, 50
+    tiles.TILE, tiles.SMALL, tiles.LEAST, tiles.FEW = 64, 200, 100, 1
+
+
+def _timed_fit(module: Any) -> list[float]:
+    """Let the host's share of fitting classes be added up in the list returned."""
+    times: list[float] = []
+
+    def groups(*arguments: Any) -> Any:
+        began_s = time.perf_counter()
+        found = inner_groups(*arguments)
+        times.append(time.perf_counter() - began_s)
+        return found
+
+    inner_groups = module.classes.groups
+    module.classes.groups = groups
+    return times
+
+
+def _delta(layout: Any, changed_fraction: float, on: Any) -> Any:
+    """Return a delta, with the old bits."""
+    import torch
+
+    from deltasync.tensors.device import BLOCK, DeviceBits, DeviceDelta, DeviceSparse
+
+    vector = layout.vectors[2]
+    count = vector.element_count
+    generator = torch.Generator(on).manual_seed(1)
+    bits_N = torch.empty(count, dtype=torch.int16, device=on)
+    size = None
+    at, step = [], []
+    for first in range(0, count, _CHUNK):
+        part = bits_N[first : first + _CHUNK]
+        value = torch.randn(part.numel(), generator=generator, device=on).mul_(0.02).to(torch.bfloat16)
+        part.copy_(value.view(torch.int16))
+        ulps = torch.exp2(((part >> 7) & 255).to(torch.float32) - 127 - 7).reciprocal_()
+        if size is None:
+            low, high = 0.0, 1.0
+            for _ in range(40):
+                size = (low + high) / 2
+                low, high = (low, size) if float((ulps * size).clamp_(max=1).mean()) > changed_fraction else (size, high)
+        moved = ulps.mul_(size)
+        index = torch.nonzero(torch.rand(part.numel(), generator=generator, device=on) < moved).reshape(-1)
+        sign = torch.randint(0, 2, (index.numel(),), generator=generator, device=on) * 2 - 1
+        at.append(index + first)
+        step.append((moved[index].clamp_(1, 1000).to(torch.int32) * sign).to(torch.int16))
+    at_K, step_K = torch.cat(at), torch.cat(step)
+    del at, step
+    first_T = vector.first_T
+    base_B = np.concatenate([np.arange(low, high, BLOCK) for low, high in itertools.pairwise(first_T.tolist())])
+    base = torch.from_numpy(base_B).to(on)
+    bound = torch.cat((torch.searchsorted(at_K, base), torch.tensor([at_K.numel()], device=on)))
+    count_T = np.diff(torch.searchsorted(at_K, torch.from_numpy(first_T).to(on)).cpu().numpy())
+    steps = DeviceSparse(at_K.to(torch.int32), step_K, base, bound, count_T)
+    runs = np.stack((first_T[:-1], np.diff(first_T), first_T[:-1]), axis=1)
+    return DeviceDelta(layout, {2: steps}, {2: DeviceBits(bits_N, runs)})
+
+
+def _best(run: Callable[[], object], on: Any) -> float:
+    import torch
+
+    times = []
+    for _ in range(_ROUNDS):
+        if on.type == "cuda":
+            torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        run()
+        if on.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began_s)
+        if on.type == "cpu":
+            break
+    return min(times)
+
+
+def _peak(run: Callable[[], object], on: Any) -> int | None:
+    """Return the most bytes of the device that it takes in addition."""
+    import torch
+
+    if on.type == "cpu":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _profile(run: Callable[[], object], on: Any) -> list[tuple[str, int, float]]:
+    """Return the kernels and copies that take longest: name, launches, milliseconds."""
+    import torch
+
+    if on.type == "cpu":
+        return []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[int, float]] = {}
+    for event in profile.events():
+        if str(getattr(event, "device_type", "")).endswith("CUDA"):
+            times, ms = found.get(event.name, (0, 0.0))
+            found[event.name] = times + 1, ms + event.time_range.elapsed_us() / 1e3
+    rows = sorted(((name[:60], *numbers) for name, numbers in found.items()), key=lambda row: -row[2])
+    return [*rows[:16], ("all", sum(row[1] for row in rows), sum(row[2] for row in rows))]
+
+
+def _check(name: str, opened: list[Any], delta: Any, vector: Any) -> int:
+    """Compare blocks of the first payload with what the reference encodes; return how many."""
+    import torch
+
+    from deltasync.codec import classes, tiled
+    from deltasync.codec import vector as codec_vector
+    from deltasync.codec.tables import Cursor
+    from tests import coder_reference
+
+    steps, bits = delta.steps[2], delta.bits[2].bits_N
+    payload = opened[0]
+    (width, row), *_ = codec_vector._rows(payload, delta.layout, codec_vector._elements(payload, "block_elements"))
+    reader = codec_vector._Reader(payload, vector, row, codec_vector._elements(payload, "block_elements"))
+    at_K = steps.positions(0, min(steps.changed, 1 << 22)).cpu().numpy()
+    step_K = steps.step_K[: at_K.size].cpu().numpy().view(np.uint16)
+    checked = 0
+    if name == "packed":
+        cursor = Cursor(tiled.read_tables(payload.arrays[f".{width}.tables"]))
+        freq = cursor.table(), cursor.table()
+        group = [*row["groups"][1:], row["blocks"]][0]
+        for b in range(min(2, group)):
+            base = (row["block"] + b) * codec_vector.BLOCK
+            low, high = np.searchsorted(at_K, (base, base + codec_vector.BLOCK))
+            high = min(high, low + int(reader._row_B2[b, 0]))
+            words = coder_reference.encode_packed(at_K[low:high] - base, step_K[low:high], *freq)
+            np.testing.assert_array_equal(words, reader._words[reader._word_B[b] : reader._word_B[b + 1]])
+            checked += 1
+        return checked
+    held = reader._tiled
+    t, cut = next(iter(held._cuts.items()))
+    cursor = Cursor(tiled.read_tables(payload.arrays[f".{width}.tile_tables"]))
+    model, freq_TS = classes.Model.read(cursor)
+    low_C, span_C = (each.astype(int).tolist() for each in model.classes)
+    rows = [(low, low + span, level) for low, span, level in zip(low_C, span_C, model.level_C.tolist(), strict=True)]
+    first_t = int(vector.first_T[t])
+    for b in range(min(2, held._groups[1] if len(held._groups) > 1 else 2, cut.count)):
+        first, columns, stride, count = cut.tables()[0][b].tolist()
+        place = torch.arange(columns * count, device=bits.device)
+        index = first + place // columns * stride + place % columns
+        field_R = ((bits[first_t + index] >> 7) & 255).cpu().numpy()
+        offset_K = at_K - first_t - first
+        row_K, column_K = offset_K // stride, offset_K % stride
+        inside_K = (offset_K >= 0) & (row_K < count) & (column_K < columns)
+        place_K = row_K[inside_K] * columns + column_K[inside_K]
+        words = coder_reference.encode_context(field_R, place_K, step_K[inside_K], rows, freq_TS)
+        np.testing.assert_array_equal(words, held._words[held._word_B[b] : held._word_B[b + 1]])
+        checked += 1
+    return checked
+
+
+def _row_lines(row: dict[str, Any]) -> Iterator[str]:
+    encode_s, decode_s = _BARS_S[row["codec"]]
+    yield (
+        f"{row['codec']}: encode {1e3 * row['encode_s']:.1f} ms (bar {1e3 * encode_s:.0f}; of it fitting classes on the "
+        f"host {1e3 * row['fit_s']:.1f}), decode {1e3 * row['decode_s']:.1f} ms (bar with staging {1e3 * decode_s:.0f}), "
+        f"{row['bits_per_change']:.2f} bits a change, {row['payloads']} payloads, {row['blocks_checked']} blocks as the "
+        f"reference has them, peak {(row['peak_bytes'] or 0) / 1e6:.0f} and {(row['peak_decode_bytes'] or 0) / 1e6:.0f} MB, "
+        f"first {row['first_s']:.1f} s"
+    )
+    for what in ("encode", "decode"):
+        for name, count, ms in row[f"{what}_kernels"]:
+            yield f"    {what}: {ms:9.3f} ms {count:5d}x {name}"
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    yield f"{result['device']}: {result['elements']:,} elements, {result['tensors']} tensors, {result['changed']:,} changes"
+    for row in result["rows"]:
+        yield from _row_lines(row)
+    yield f"{result['seconds']:.0f} s"
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,835 @@
+"""The classes of the elements of blocks (`context`) in Triton: places by class and back, for any number of blocks at once.
+
+A block is as in `kernels.classes`. Its elements follow each other by *place*, and each 128 of them are a *chunk*. Of each
+class of a block it is counted how many elements lie before each chunk (`Counts`), which takes 4 bytes for each class and
+chunk, so callers take blocks in batches. A changed element's *rank*, how many of its class lie before it, is that count and
+what is found in its chunk; and the other way round.
+
+Changes are ordered by a bitmap: a bit for each place that something may take, of which those before are counted.
+
+Shapes: K changed elements, B blocks, G bands of blocks, R runs of blocks, P pairs of a block and one of its classes, E
+values of the field (256), L classes of all groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from deltasync.kernels.gpu_coder import _UNSIGNED, LANES, _bucket, _groups, _open, _pull_number, _unzigzag, _zigzag, on
+from deltasync.kernels.rans import RATIO, RATIO_BITS
+
+CHUNK = 128
+"""Elements of a chunk."""
+
+ADDRESS, COLUMNS, STRIDE, ROWS, FIRST, PITCH, SHIFT, MASK, GROUP, CLASS, CLASSES, PAIR, CHUNKS, COUNT, FIELDS = range(15)
+"""Columns of a table of blocks: address of the first element, columns, elements of memory from row to row, rows, position of
+the first element, positions from row to row, shift and mask of the field; number of the group, of its first class, how many
+it has; number of the block's first pair; number of chunks, and the number of counts of all blocks before."""
+
+BANDS = 6
+"""Columns of a table of bands, as in `kernels.classes.regroup`."""
+
+_CHANGES = 256  # changes of a band or block that a program takes at once
+_RANKED = 8  # changes of which a program reads the chunks at once
+_CHUNKS = 8  # chunks that a program counts
+_TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_SAMPLE = 32  # consecutive elements of a sample, as in `kernels.classes`
+_MARKS = 1024  # words of a bitmap that a program counts
+_ADDRESS, _COLUMNS, _STRIDE, _ROWS, _FIRST, _PITCH, _SHIFT, _MASK = map(tl.constexpr, range(8))
+_GROUP, _CLASS, _CLASSES, _PAIR, _CHUNK_COUNT, _COUNT, _FIELDS = map(tl.constexpr, range(8, 15))
+_CHUNK = tl.constexpr(CHUNK)
+_RATIO_BITS = tl.constexpr(RATIO_BITS)
+
+
+@triton.jit
+def _popcount(bits):
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return ((bits * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _chunk_fields(block, chunk, inside, BITS: tl.constexpr):
+    """Return the fields of chunks of blocks, [chunks, 128], and which of them are elements.
+
+    `block` are the rows of their blocks, and `inside` tells which chunks there are; both as columns.
+    """
+    columns = tl.load(block + _COLUMNS, inside, other=1)
+    jump = tl.load(block + _STRIDE, inside, other=1) - columns
+    place = chunk * _CHUNK
+    row = place // columns
+    column = place - row * columns
+    begin = tl.load(block + _ADDRESS, inside, other=0).to(tl.pointer_type(BITS)) + (place + row * jump)
+    left = tl.minimum(columns * tl.load(block + _ROWS, inside, other=0) - place, _CHUNK).to(tl.int32)
+    lane = tl.arange(0, _CHUNK)[None, :]
+    # How many rows have ended: one at most, or rows are short; floating point is exact for such numbers.
+    width = tl.minimum(columns, _CHUNK)
+    start = (width - tl.minimum(columns - column, width)).to(tl.int32)
+    part = 1.0 / width.to(tl.float32)
+    ends = (((start + lane).to(tl.float32) + 0.5) * part).to(tl.int32)
+    element = inside & (lane < left)
+    bits = tl.load(begin + (lane + ends.to(tl.int64) * jump), element, other=0)
+    shift = tl.load(block + _SHIFT, inside, other=0).to(bits.dtype)
+    mask = tl.load(block + _MASK, inside, other=0).to(tl.int32)
+    return (bits >> shift).to(tl.int32) & mask, element
+
+
+@triton.jit
+def _change(band, at_ptr, k, is_in):
+    """Return block, row and column in it, and place of changes of a band."""
+    # Of positions only the low 32 bits are known; a band is smaller.
+    offset = (tl.load(at_ptr + k, is_in, other=0).to(tl.uint32) - tl.load(band).to(tl.uint32)).to(tl.int64)
+    offset = tl.where(is_in, offset, 0)
+    stride = tl.load(band + 1)
+    columns = tl.load(band + 2)
+    row = offset // stride
+    column = offset - row * stride
+    tile = column // columns
+    column -= tile * columns
+    return tl.load(band + 5) + tile, row, column
+
+
+@triton.jit
+def _tally(band_ptr, begin_ptr, end_ptr, at_ptr, count_ptr, CHANGES: tl.constexpr):
+    """Count the changes of each block."""
+    g = tl.program_id(0).to(tl.int64)
+    high = tl.load(end_ptr + g)
+    for start in range(tl.load(begin_ptr + g), high, CHANGES):
+        k = start + tl.arange(0, CHANGES)
+        block, _, _ = _change(band_ptr + 6 * g, at_ptr, k, k < high)
+        tl.atomic_add(count_ptr + block, tl.full((CHANGES,), 1, tl.int32), k < high, sem="relaxed")
+
+
+@triton.jit
+def _survey_steps(
+    band_ptr, begin_ptr, end_ptr, block_ptr, run_ptr, before_ptr, period_ptr, at_ptr, step_ptr, element_ptr, count_ptr,
+    BITS: tl.constexpr, SYMBOLS: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Count the symbols of steps by the old field, and turn the sample of old bits into one of new bits."""
+    g = tl.program_id(0).to(tl.int64)
+    high = tl.load(end_ptr + g)
+    for start in range(tl.load(begin_ptr + g), high, CHANGES):
+        k = start + tl.arange(0, CHANGES)
+        is_in = k < high
+        number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
+        block = block_ptr + number * _FIELDS
+        address = tl.load(block + _ADDRESS, is_in, other=0).to(tl.pointer_type(BITS))
+        old = tl.load(address + row * tl.load(block + _STRIDE, is_in, other=0) + column, is_in, other=0)
+        step = tl.load(step_ptr + k, is_in, other=1)
+        shift = tl.load(block + _SHIFT, is_in, other=0).to(old.dtype)
+        mask = tl.load(block + _MASK, is_in, other=0).to(tl.int32)
+        field = (old >> shift).to(tl.int32) & mask
+        symbol, _ = _bucket(_zigzag(step))
+        run = tl.load(run_ptr + number, is_in, other=0).to(tl.int64)
+        tl.atomic_add(
+            count_ptr + (run * 256 + field) * SYMBOLS + symbol, tl.full((CHANGES,), 1, tl.int32), is_in, sem="relaxed"
+        )
+        after = ((old + step) >> shift).to(tl.int32) & mask
+        samples = (tl.load(block + _COLUMNS, is_in, other=1) + 31) // 32
+        sample = tl.load(before_ptr + number, is_in, other=0) + row * samples + column // 32
+        moved = is_in & (after != field) & (sample % tl.load(period_ptr + run, is_in, other=1) == 0)
+        one = tl.full((CHANGES,), 1, tl.int32)
+        tl.atomic_add(element_ptr + run * 256 + after, one, moved, sem="relaxed")
+        tl.atomic_add(element_ptr + run * 256 + field, -one, moved, sem="relaxed")
+
+
+@triton.jit
+def _survey_elements(
+    block_ptr, run_ptr, before_ptr, period_ptr, element_ptr, BITS: tl.constexpr, SAMPLES: tl.constexpr
+):  # fmt: skip
+    """Count the fields of sampled elements."""
+    b = tl.program_id(0).to(tl.int64)
+    block = block_ptr + b * _FIELDS
+    run = tl.load(run_ptr + b).to(tl.int64)
+    period = tl.load(period_ptr + run)
+    columns = tl.load(block + _COLUMNS)
+    stride = tl.load(block + _STRIDE)
+    samples = (columns + 31) // 32
+    count = samples * tl.load(block + _ROWS)
+    address = tl.load(block + _ADDRESS).to(tl.pointer_type(BITS))
+    mask = tl.load(block + _MASK).to(tl.int32)
+    first = (period - tl.load(before_ptr + b) % period) % period
+    found = tl.zeros((256,), tl.int32)
+    for start in range(first, count, SAMPLES * period):
+        sample = start + tl.arange(0, SAMPLES)[:, None] * period
+        row = sample // samples
+        column = (sample - row * samples) * 32 + tl.arange(0, 32)[None, :]
+        element = (sample < count) & (column < columns)
+        bits = tl.load(address + row * stride + column, element, other=0)
+        field = (bits >> tl.load(block + _SHIFT).to(bits.dtype)).to(tl.int32) & mask
+        found += tl.histogram(tl.reshape(field, (SAMPLES * 32,)), 256, tl.reshape(element, (SAMPLES * 32,)))
+    tl.atomic_add(element_ptr + run * 256 + tl.arange(0, 256), found, found != 0, sem="relaxed")
+
+
+@triton.jit
+def _count_chunks(
+    block_ptr, owner_ptr, program_ptr, low_ptr, high_ptr, count_ptr, b_base, base, BITS: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """Count the elements of each class in chunks of one block."""
+    program = tl.program_id(0)
+    b = tl.load(owner_ptr + program).to(tl.int64)
+    block = block_ptr + b * _FIELDS
+    chunk = (program - tl.load(program_ptr + b - b_base)) * CHUNKS + tl.arange(0, CHUNKS).to(tl.int64)
+    chunks = tl.load(block + _CHUNK_COUNT)
+    here = block + tl.zeros((CHUNKS, 1), tl.int64)
+    field, element = _chunk_fields(here, chunk[:, None], (chunk < chunks)[:, None], BITS)
+    first = tl.load(block + _CLASS)
+    to = count_ptr + (tl.load(block + _COUNT) - base) + chunk
+    for c in range(tl.load(block + _CLASSES)):
+        is_of = element & (field >= tl.load(low_ptr + first + c)) & (field <= tl.load(high_ptr + first + c))
+        tl.store(to + c * chunks, tl.sum(is_of.to(tl.int32), axis=1), chunk < chunks)
+
+
+@triton.jit
+def _sum_chunks(block_ptr, owner_ptr, count_ptr, size_ptr, pair_base, count_base, CHUNKS: tl.constexpr):
+    """Turn the counts of a class of a block into those before each chunk, and write its size."""
+    pair = tl.program_id(0).to(tl.int64)
+    block = block_ptr + tl.load(owner_ptr + pair).to(tl.int64) * _FIELDS
+    chunks = tl.load(block + _CHUNK_COUNT)
+    c = pair + pair_base - tl.load(block + _PAIR)
+    line = count_ptr + (tl.load(block + _COUNT) - count_base) + c * chunks
+    total = tl.load(size_ptr + pair + pair_base) * 0
+    for start in range(0, chunks, CHUNKS):
+        at = start + tl.arange(0, CHUNKS)
+        count = tl.load(line + at, at < chunks, other=0)
+        tl.store(line + at, (total + tl.cumsum(count, axis=0) - count).to(tl.int32), at < chunks)
+        total += tl.sum(count, axis=0)
+    tl.store(size_ptr + pair + pair_base, total)
+
+
+@triton.jit
+def _first_classes(block_ptr, size_ptr, first_ptr, blocks, LANES: tl.constexpr):
+    """Return the first class of each block that has an element, or the last of all; `rans`."""
+    b = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    there = b < blocks
+    block = block_ptr + b * _FIELDS
+    classes = tl.load(block + _CLASSES, there, other=1)
+    pair = tl.load(block + _PAIR, there, other=0)
+    first = classes - 1
+    for back in range(tl.max(classes, axis=0)):
+        c = classes - 1 - back
+        size = tl.load(size_ptr + pair + c, there & (c >= 0), other=0)
+        first = tl.where(size > 0, c, first)
+    tl.store(first_ptr + b, first.to(tl.int32), there)
+
+
+@triton.jit
+def _classify(
+    band_ptr, begin_ptr, end_ptr, bound_ptr, block_ptr, class_ptr, at_ptr, step_ptr, number_ptr, place_ptr, to_class_ptr,
+    to_step_ptr, k_base, BITS: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Write block, place in it, class and step of each change of bands."""
+    g = tl.program_id(0).to(tl.int64)
+    low_k = tl.load(begin_ptr + g)
+    high = tl.load(end_ptr + g)
+    to = tl.load(bound_ptr + g) - k_base - low_k
+    for start in range(low_k, high, CHANGES):
+        k = start + tl.arange(0, CHANGES)
+        is_in = k < high
+        number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
+        block = block_ptr + number * _FIELDS
+        address = tl.load(block + _ADDRESS, is_in, other=0).to(tl.pointer_type(BITS))
+        old = tl.load(address + row * tl.load(block + _STRIDE, is_in, other=0) + column, is_in, other=0)
+        shift = tl.load(block + _SHIFT, is_in, other=0).to(old.dtype)
+        field = (old >> shift).to(tl.int32) & tl.load(block + _MASK, is_in, other=0).to(tl.int32)
+        c = tl.load(class_ptr + tl.load(block + _GROUP, is_in, other=0) * 256 + field, is_in, other=0)
+        place = row * tl.load(block + _COLUMNS, is_in, other=0) + column
+        tl.store(number_ptr + to + k, number.to(tl.int32), is_in)
+        tl.store(place_ptr + to + k, place.to(tl.int32), is_in)
+        tl.store(to_class_ptr + to + k, c, is_in)
+        tl.store(to_step_ptr + to + k, tl.load(step_ptr + k, is_in, other=0), is_in)
+
+
+@triton.jit
+def _rank(
+    block_ptr, low_ptr, high_ptr, count_ptr, pair_ptr, number_ptr, place_ptr, class_ptr, key_ptr, base, pair_base, last,
+    BITS: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Write where each change comes if elements are ordered by block, class and rank."""
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    is_in = k < last
+    block = block_ptr + tl.load(number_ptr + k, is_in, other=0).to(tl.int64) * _FIELDS
+    place = tl.load(place_ptr + k, is_in, other=0).to(tl.int64)
+    c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
+    first = tl.load(block + _CLASS, is_in, other=0)
+    low = tl.load(low_ptr + first + c, is_in, other=0)
+    high = tl.load(high_ptr + first + c, is_in, other=0)
+    chunk = place // _CHUNK
+    before = tl.load(block + _COUNT, is_in, other=0) - base + c * tl.load(block + _CHUNK_COUNT, is_in, other=0) + chunk
+    first_key = tl.load(pair_ptr + tl.load(block + _PAIR, is_in, other=0) - pair_base + c, is_in, other=0)
+    first_key += tl.load(count_ptr + before, is_in, other=0)
+    fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], BITS)
+    is_of = element & (fields >= low[:, None]) & (fields <= high[:, None])
+    is_of = is_of & (tl.arange(0, _CHUNK)[None, :] < (place - chunk * _CHUNK).to(tl.int32)[:, None])
+    tl.store(key_ptr + k, first_key + tl.sum(is_of.to(tl.int32), axis=1), is_in)
+
+
+@triton.jit
+def _mark(key_ptr, mark_ptr, first, last, size, CHANGES: tl.constexpr):
+    """Set the bits of keys that are at least `first` and less than that plus `size`."""
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    key = tl.load(key_ptr + k, k < last, other=-1) - first
+    inside = (key >= 0) & (key < size) & (k < last)
+    bit = tl.full((CHANGES,), 1, tl.int32) << (key & 31).to(tl.int32)
+    tl.atomic_or(mark_ptr + (key >> 5), bit, inside, sem="relaxed")
+
+
+@triton.jit
+def _count_marks(mark_ptr, count_ptr, words, WORDS: tl.constexpr):
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    marks = tl.load(mark_ptr + word, word < words, other=0).to(tl.uint32, bitcast=True)
+    tl.store(count_ptr + word, _popcount(marks), word < words)
+
+
+@triton.jit
+def _order(mark_ptr, end_ptr, key, inside):
+    """Return how many marked keys are less than each of these."""
+    word = tl.load(mark_ptr + (key >> 5), inside, other=0).to(tl.uint32, bitcast=True)
+    above = word >> (key & 31).to(tl.uint32)
+    return tl.load(end_ptr + (key >> 5), inside, other=0).to(tl.int64) - _popcount(above)
+
+
+@triton.jit
+def _move_ranked(
+    key_ptr, mark_ptr, end_ptr, from_class_ptr, step_ptr, key_out_ptr, class_ptr, to_step_ptr, last, CHANGES: tl.constexpr
+):  # fmt: skip
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    is_in = k < last
+    key = tl.load(key_ptr + k, is_in, other=0)
+    to = _order(mark_ptr, end_ptr, key, is_in)
+    tl.store(key_out_ptr + to, key, is_in)
+    tl.store(class_ptr + to, tl.load(from_class_ptr + k, is_in, other=0), is_in)
+    tl.store(to_step_ptr + to, tl.load(step_ptr + k, is_in, other=0), is_in)
+
+
+@triton.jit
+def _move_placed(
+    key_ptr, mark_ptr, end_ptr, step_ptr, at_ptr, to_step_ptr, first, last, size, AT: tl.constexpr, CHANGES: tl.constexpr
+):  # fmt: skip
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    position = tl.load(key_ptr + k, k < last, other=-1)
+    key = position - first
+    inside = (key >= 0) & (key < size) & (k < last)
+    to = _order(mark_ptr, end_ptr, key, inside)
+    tl.store(at_ptr + to, position.to(AT), inside)
+    tl.store(to_step_ptr + to, tl.load(step_ptr + k, inside, other=0), inside)
+
+
+@triton.jit
+def _gaps(
+    bound_ptr, block_ptr, class_ptr, key_ptr, place_ptr, size_ptr, level_ptr, ratio_ptr, first_ptr, gap_ptr, b_base,
+    pair_base, k_base, GAP: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Write the gap before each change of blocks whose changes are ordered by class and rank; `counts.gap_before`."""
+    b = tl.program_id(0).to(tl.int64) + b_base
+    block = block_ptr + b * _FIELDS
+    pair = tl.load(block + _PAIR)
+    first = tl.load(block + _CLASS)
+    low = tl.load(bound_ptr + b)
+    high = tl.load(bound_ptr + b + 1)
+    for start in range(low, high, CHANGES):
+        k = start + tl.arange(0, CHANGES)
+        is_in = k < high
+        later = is_in & (k > low)
+        c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
+        rank = tl.load(key_ptr + k - k_base, is_in, other=0) - tl.load(place_ptr + pair - pair_base + c, is_in, other=0)
+        begin = tl.load(class_ptr + k - 1, later, other=0).to(tl.int64)
+        begin = tl.where(later, begin, tl.load(first_ptr + b).to(tl.int64))
+        begin = tl.where(is_in, begin, c)
+        before = tl.load(key_ptr + k - 1 - k_base, later, other=0) - tl.load(
+            place_ptr + pair - pair_base + begin, later, other=0
+        )
+        before = tl.where(later, before, -1)
+        gap = rank - before - 1
+        # Only where a class begins
+        crosses = is_in & (begin != c)
+        most = tl.max(tl.where(crosses, c - begin, 0), axis=0)
+        if most > 0:
+            level = tl.load(level_ptr + first + begin, crosses, other=0)
+            cross = tl.load(size_ptr + pair + begin, crosses, other=0) - before - 1
+            for j in range(1, most):
+                to = begin + j
+                over = crosses & (to < c)
+                ratio = tl.load(ratio_ptr + (level - tl.load(level_ptr + first + to, over, other=0)), over, other=0)
+                cross += (tl.load(size_ptr + pair + to, over, other=0) * ratio) >> _RATIO_BITS
+            ratio = tl.load(ratio_ptr + (level - tl.load(level_ptr + first + c, crosses, other=0)), crosses, other=0)
+            cross += (((rank + 1) * ratio) >> _RATIO_BITS) - 1
+            gap = tl.where(crosses, cross, gap)
+        tl.store(gap_ptr + k, gap.to(GAP), is_in)
+
+
+@triton.jit
+def _decode(
+    words_ptr, word_ptr, end_ptr, bound_ptr, block_ptr, first_ptr, size_ptr, level_ptr, ratio_ptr, slot_ptr, rank_ptr,
+    class_ptr, step_ptr, good_ptr, streams, limit, STEP: tl.constexpr, NUMBER: tl.constexpr, STEPS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Decode a stream of each block: class and rank of each change, and its step."""
+    s = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    there = s < streams
+    at = tl.load(word_ptr + s, there, other=0)
+    end = tl.load(end_ptr + s, there, other=0)
+    k = tl.load(bound_ptr + s, there, other=0)
+    last = tl.load(bound_ptr + s + 1, there, other=0)
+    block = block_ptr + s * _FIELDS
+    pair = tl.load(block + _PAIR, there, other=0)
+    group = tl.load(block + _CLASS, there, other=0)
+    classes = tl.load(block + _CLASSES, there, other=1)
+    c = tl.load(first_ptr + s, there, other=0).to(tl.int64)
+    size = tl.load(size_ptr + pair + c, there, other=0)
+    x, at, good = _open(words_ptr, at, end, there & (k < last))
+    rank = tl.full((LANES,), -1, tl.int64)
+    for _ in range(tl.max(last - k, axis=0)):
+        on = good & (k < last)
+        gap, at, x, fits = _pull_number(words_ptr, at, end, x, 2 * (group + c), slot_ptr, on, tl.uint64, 3)
+        good = good & ((fits & ((gap >> 56) == 0)) | (on == 0))
+        on = on & good
+        rest = gap.to(tl.int64)
+        left = size - rank - 1
+        rank += tl.where(on & (rest < left), rest + 1, 0)
+        crossing = on & (rest >= left)
+        if tl.max(crossing.to(tl.int32), axis=0) > 0:
+            rest -= left
+            to = c
+            level = tl.load(level_ptr + group + c, crossing, other=0)
+            searching = crossing
+            while tl.max(searching.to(tl.int32), axis=0) > 0:
+                to += searching.to(tl.int64)
+                good = good & ((to < classes) | (searching == 0))
+                searching = searching & (to < classes)
+                ratio = tl.load(
+                    ratio_ptr + (level - tl.load(level_ptr + group + to, searching, other=0)), searching, other=1
+                )
+                span = (tl.load(size_ptr + pair + to, searching, other=0) * ratio) >> _RATIO_BITS
+                found = searching & (rest < span)
+                wanted = tl.where(found, rest + 1, 1) << _RATIO_BITS
+                place = (wanted + ratio - 1) // ratio
+                right = ((place * ratio) >> _RATIO_BITS) == rest + 1
+                good = good & (right | (found == 0))
+                rank = tl.where(found, place - 1, rank)
+                rest = tl.where(searching & (found == 0), rest - span, rest)
+                searching = searching & (found == 0)
+            c = tl.where(crossing & good, to, c)
+            size = tl.where(crossing & good, tl.load(size_ptr + pair + c, crossing & good, other=0), size)
+            on = on & good
+        step, at, x, fits = _pull_number(words_ptr, at, end, x, 2 * (group + c) + 1, slot_ptr, on, NUMBER, STEPS)
+        good = good & ((fits & (step <= limit.to(NUMBER))) | (on == 0))
+        on = on & good
+        tl.store(rank_ptr + k, rank.to(tl.int32), on)
+        tl.store(class_ptr + k, c.to(tl.uint8), on)
+        tl.store(step_ptr + k, _unzigzag(step, STEP), on)
+        k += on.to(tl.int64)
+    tl.store(good_ptr + s, (good & (x == 1) & (at == end)).to(tl.int8), there)
+
+
+@triton.jit
+def _halve(word, nth, place, HALF: tl.constexpr):
+    """Narrow the search for the bit that is set after `nth` others down to one half of a word."""
+    below = _popcount(word & ((1 << HALF) - 1))
+    above = below <= nth
+    return tl.where(above, word >> HALF, word), tl.where(above, nth - below, nth), tl.where(above, place + HALF, place)
+
+
+@triton.jit
+def _places(
+    block_ptr, low_ptr, high_ptr, count_ptr, number_ptr, rank_ptr, class_ptr, key_ptr, base, last,
+    BITS: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Write the position of each change."""
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    is_in = k < last
+    block = block_ptr + tl.load(number_ptr + k, is_in, other=0).to(tl.int64) * _FIELDS
+    chunks = tl.load(block + _CHUNK_COUNT, is_in, other=1)
+    first = tl.load(block + _CLASS, is_in, other=0)
+    c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
+    rank = tl.load(rank_ptr + k, is_in, other=0)
+    line = count_ptr + (tl.load(block + _COUNT, is_in, other=0) - base) + c * chunks
+    # The last chunk before which there are at most `rank` elements of the class.
+    chunk = tl.zeros((CHANGES,), tl.int64)
+    half = tl.max(chunks, axis=0)
+    while half > 0:
+        further = chunk + half
+        fits = is_in & (further < chunks)
+        fits = fits & (tl.load(line + further, fits, other=0) <= rank)
+        chunk = tl.where(fits, further, chunk)
+        half = tl.where(half == 1, 0, (half + 1) // 2)
+    nth = rank - tl.load(line + chunk, is_in, other=0)
+    low = tl.load(low_ptr + first + c, is_in, other=0)
+    high = tl.load(high_ptr + first + c, is_in, other=0)
+    fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], BITS)
+    is_of = element & (fields >= low[:, None]) & (fields <= high[:, None])
+    is_of = tl.reshape(is_of.to(tl.uint32), (CHANGES, _CHUNK // 32, 32))
+    words = tl.sum(is_of << tl.arange(0, 32).to(tl.uint32)[None, None, :], axis=2)
+    counts = _popcount(words)
+    before = tl.cumsum(counts, axis=1) - counts
+    own = (before <= nth[:, None]) & (nth[:, None] < before + counts)
+    word = tl.sum(tl.where(own, words, 0), axis=1)
+    nth -= tl.sum(tl.where(own, before, 0), axis=1)
+    place = 32 * tl.sum(tl.where(own, tl.arange(0, _CHUNK // 32)[None, :], 0), axis=1)
+    word, nth, place = _halve(word, nth, place, 16)
+    word, nth, place = _halve(word, nth, place, 8)
+    word, nth, place = _halve(word, nth, place, 4)
+    word, nth, place = _halve(word, nth, place, 2)
+    word, nth, place = _halve(word, nth, place, 1)
+    columns = tl.load(block + _COLUMNS, is_in, other=1)
+    at = tl.minimum(chunk * _CHUNK + place, columns * tl.load(block + _ROWS, is_in, other=1) - 1)
+    row = at // columns
+    pitch = tl.load(block + _PITCH, is_in, other=0)
+    tl.store(key_ptr + k, tl.load(block + _FIRST, is_in, other=0) + row * (pitch - columns) + at, is_in)
+
+
+@dataclasses.dataclass(frozen=True)
+class Classes:
+    """The classes of all groups, on the device. Those of a group follow each other by rank.
+
+    Attributes:
+        low_L, high_L: The first and the last value of the field of each, int32.
+        level_L: Levels, int64.
+        class_GE: Class of each value of the field in each group, uint8[groups, 256].
+    """
+
+    low_L: torch.Tensor
+    high_L: torch.Tensor
+    level_L: torch.Tensor
+    class_GE: torch.Tensor
+
+    @classmethod
+    def of(cls, groups: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], device: torch.device) -> Classes:
+        """Return the classes of groups: first and last values and levels of each group's classes, by rank."""
+        class_GE = np.zeros((len(groups), 256), np.uint8)
+        for class_E, (low_C, high_C, _) in zip(class_GE, groups, strict=True):
+            for c, (low, high) in enumerate(zip(low_C.tolist(), high_C.tolist(), strict=True)):
+                class_E[low : high + 1] = c
+        low_L, high_L, level_L = (np.concatenate(each) for each in zip(*groups, strict=True))
+        arrays = low_L.astype(np.int32), high_L.astype(np.int32), level_L.astype(np.int64), class_GE
+        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+class Bits:
+    """Blocks of one width whose elements' old bits are on the device.
+
+    Args:
+        row_BF: Their table, int64[B, FIELDS], on the host; `divide` fills columns from `GROUP` on. Their memory has to stay
+            as it is.
+        bound_B: First change of each, and the number of changes behind the last; int64[B + 1], on the host.
+        width: Bytes of an element.
+        device: Where everything is.
+    """
+
+    def __init__(self, row_BF: np.ndarray, bound_B: np.ndarray, width: int, device: torch.device) -> None:
+        self.row_BF, self.bound_B, self.width, self.device = row_BF, bound_B, width, device
+        self.table_BF = torch.from_numpy(row_BF).to(device)
+        self.bound = torch.from_numpy(bound_B).to(device)
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return len(self.row_BF)
+
+    def survey(
+        self, bands: Bands, run_R: np.ndarray, period_R: np.ndarray, at_K: torch.Tensor, step_K: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count values of the field in runs of blocks, as `kernels.classes.survey` before it scales the first.
+
+        Args:
+            bands: The bands of the blocks.
+            run_R: First block of each run, and the number of blocks.
+            period_R: Every how manieth sample of each run counts.
+            at_K: See `rank`.
+            step_K: See `rank`.
+
+        Returns:
+            int32[R, 256], and int32[R, 256, S] of the S symbols that steps may have; on the device.
+        """
+        runs, symbols, device = run_R.size - 1, max(32, 32 * self.width), self.device
+        sample_B = -(-self.row_BF[:, COLUMNS] // _SAMPLE) * self.row_BF[:, ROWS]
+        before_B = np.cumsum(sample_B) - sample_B
+        before_B -= np.repeat(before_B[run_R[:-1]], np.diff(run_R))
+        run_B = torch.from_numpy(np.repeat(np.arange(runs, dtype=np.int32), np.diff(run_R))).to(device)
+        before, period = torch.from_numpy(before_B).to(device), torch.from_numpy(period_R).to(device)
+        element_RE = torch.zeros((runs, 256), dtype=torch.int32, device=device)
+        step_RES = torch.zeros((runs, 256, symbols), dtype=torch.int32, device=device)
+        bits = _UNSIGNED[self.width]
+        with on(device):
+            _survey_elements[(self.count,)](self.table_BF, run_B, before, period, element_RE, bits, 32)
+            _survey_steps[(bands.count,)](
+                bands.row_GF, bands.begin_G, bands.end_G, self.table_BF, run_B, before, period, at_K, step_K, element_RE,
+                step_RES, bits, symbols, _CHANGES,
+            )  # fmt: skip
+        return element_RE, step_RES
+
+    def divide(self, group_B: np.ndarray, class_G: np.ndarray, classes: Classes) -> None:
+        """Divide the blocks' elements into classes.
+
+        Args:
+            group_B: Number of each block's group.
+            class_G: Number of each group's first class, and the number of all.
+            classes: The classes.
+        """
+        row_BF = self.row_BF
+        row_BF[:, GROUP], row_BF[:, CLASS], row_BF[:, CLASSES] = group_B, class_G[group_B], np.diff(class_G)[group_B]
+        row_BF[:, CHUNKS] = -(-row_BF[:, COLUMNS] * row_BF[:, ROWS] // CHUNK)
+        for column, each_B in ((PAIR, row_BF[:, CLASSES]), (COUNT, row_BF[:, CLASSES] * row_BF[:, CHUNKS])):
+            row_BF[:, column] = np.cumsum(each_B) - each_B
+        self.table_BF.copy_(torch.from_numpy(row_BF))
+        self.classes = classes
+        self.size_P = torch.zeros(int(row_BF[:, CLASSES].sum()), dtype=torch.int64, device=self.device)
+
+    def batches(self, edge_E: np.ndarray) -> Iterator[tuple[int, int]]:
+        """Yield ranges of blocks that begin and end at these numbers of blocks, small enough for what is counted of them."""
+        count_B, element_B = (
+            np.append(0, np.cumsum(each))[edge_E]
+            for each in (self.row_BF[:, CLASSES] * self.row_BF[:, CHUNKS], self.row_BF[:, COLUMNS] * self.row_BF[:, ROWS])
+        )
+        limits = (count_B, MOST_COUNTS), (element_B, MOST_ELEMENTS), (self.bound_B[edge_E], MOST_CHANGES)
+        low = 0
+        while low < edge_E.size - 1:
+            fits = min(int(np.searchsorted(of_E, of_E[low] + most, side="right")) - 1 for of_E, most in limits)
+            high = max(fits, low + 1)
+            yield int(edge_E[low]), int(edge_E[high])
+            low = high
+
+    def counts(self, low: int, high: int) -> torch.Tensor:
+        """Count the elements of each class before each chunk of blocks from `low` on and below `high`; sets their sizes."""
+        row_BF, device = self.row_BF[low:high], self.device
+        last = row_BF[-1]
+        count = int(last[COUNT] + last[CLASSES] * last[CHUNKS] - row_BF[0, COUNT])
+        found = torch.empty(count, dtype=torch.int32, device=device)
+        program_B = -(-row_BF[:, CHUNKS] // _CHUNKS)
+        blocks = torch.arange(low, high, dtype=torch.int32, device=device)
+        first_B = torch.from_numpy(np.cumsum(program_B) - program_B).to(device)
+        programs, pairs = int(program_B.sum()), int(row_BF[:, CLASSES].sum())
+        owner = torch.repeat_interleave(blocks, torch.from_numpy(program_B).to(device), output_size=programs)
+        pair_owner = torch.repeat_interleave(blocks, self.table_BF[low:high, CLASSES], output_size=pairs)
+        with on(device):
+            _count_chunks[(programs,)](
+                self.table_BF, owner, first_B, self.classes.low_L, self.classes.high_L, found, low, int(row_BF[0, COUNT]),
+                _UNSIGNED[self.width], _CHUNKS,
+            )  # fmt: skip
+            _sum_chunks[(pairs,)](
+                self.table_BF, pair_owner, found, self.size_P, int(row_BF[0, PAIR]), int(row_BF[0, COUNT]), 1024
+            )  # fmt: skip
+        return found
+
+    def first_classes(self) -> torch.Tensor:
+        """Return the first class of each block that has an element, int32[B], once all are counted."""
+        first_B = torch.empty(self.count, dtype=torch.int32, device=self.device)
+        with on(self.device):
+            _first_classes[(triton.cdiv(self.count, 128),)](self.table_BF, self.size_P, first_B, self.count, 128)
+        return first_B
+
+
+@dataclasses.dataclass(frozen=True)
+class Bands:
+    """Bands of blocks, on the device.
+
+    Attributes:
+        row_GF: Their table, int64[G, BANDS].
+        begin_G, end_G: First change of each in the delta, and the one behind the last; int64.
+        bound_G: The first change of each among those of all bands, int64.
+    """
+
+    row_GF: torch.Tensor
+    begin_G: torch.Tensor
+    end_G: torch.Tensor
+    bound_G: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        """Number of bands."""
+        return len(self.row_GF)
+
+    def tally(self, at_K: torch.Tensor, blocks: int) -> torch.Tensor:
+        """Count the changes of each block, int32[B]."""
+        count_B = torch.zeros(blocks, dtype=torch.int32, device=at_K.device)
+        with on(at_K.device):
+            _tally[(self.count,)](self.row_GF, self.begin_G, self.end_G, at_K, count_B, _CHANGES)
+        return count_B
+
+
+MOST_COUNTS, MOST_ELEMENTS, MOST_CHANGES = 1 << 24, 1 << 28, 1 << 22
+"""Most counts, elements and changes of blocks that are taken at once, if a single band has not more."""
+
+
+def ratio(device: torch.device) -> torch.Tensor:
+    """Return `rans.RATIO` on a device."""
+    return torch.from_numpy(RATIO).to(device)
+
+
+def rank(
+    bits: Bits, bands: Bands, at_K: torch.Tensor, step_K: torch.Tensor, band_B: np.ndarray, gap_bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Order the changes of blocks by class, as `kernels.classes.rank`.
+
+    Args:
+        bits: The blocks.
+        bands: Their bands.
+        at_K: The low 32 bits of positions of the delta, int32.
+        step_K: Its steps, unsigned.
+        band_B: First block of each band, and the number of blocks.
+        gap_bits: Bits that no gap exceeds.
+
+    Returns:
+        Gaps, uint32 or uint64[K], classes, uint8, and steps, block after block; the class in which each block begins,
+        int32[B].
+    """
+    device, changed = at_K.device, int(bits.bound_B[-1])
+    wide = gap_bits > 32
+    gap_K = torch.empty(changed, dtype=torch.int64 if wide else torch.int32, device=device)
+    class_K = torch.empty(changed, dtype=torch.uint8, device=device)
+    to_step_K = torch.empty(changed, dtype=step_K.dtype, device=device)
+    first_B = torch.empty(bits.count, dtype=torch.int32, device=device)
+    ratios, classes, width = ratio(device), bits.classes, _UNSIGNED[bits.width]
+    gap = gap_K.view(torch.uint64 if wide else torch.uint32)
+    for low, high in bits.batches(band_B):
+        count_N = bits.counts(low, high)
+        begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
+        if begin == end:
+            continue
+        band, band_end = (int(np.searchsorted(band_B, edge)) for edge in (low, high))
+        pair, pair_end = int(bits.row_BF[low, PAIR]), int(bits.row_BF[high - 1, PAIR] + bits.row_BF[high - 1, CLASSES])
+        size_P = bits.size_P[pair:pair_end]
+        place_P = torch.cumsum(size_P, 0) - size_P
+        elements = int((bits.row_BF[low:high, COLUMNS] * bits.row_BF[low:high, ROWS]).sum())
+        key_K, ordered_K = (torch.empty(end - begin, dtype=torch.int64, device=device) for _ in range(2))
+        number_K, at_place_K = (torch.empty(end - begin, dtype=torch.int32, device=device) for _ in range(2))
+        from_class_K = torch.empty(end - begin, dtype=torch.uint8, device=device)
+        from_step_K = torch.empty(end - begin, dtype=step_K.dtype, device=device)
+        with on(device):
+            _classify[(band_end - band,)](
+                bands.row_GF[band:], bands.begin_G[band:], bands.end_G[band:], bands.bound_G[band:], bits.table_BF,
+                classes.class_GE, at_K, step_K, number_K, at_place_K, from_class_K, from_step_K, begin, width, _CHANGES,
+            )  # fmt: skip
+            _rank[(triton.cdiv(end - begin, _RANKED),)](
+                bits.table_BF, classes.low_L, classes.high_L, count_N, place_P, number_K, at_place_K, from_class_K, key_K,
+                int(bits.row_BF[low, COUNT]), pair, end - begin, width, _RANKED,
+            )  # fmt: skip
+            marks, ends = _bitmap(key_K, 0, elements)
+            _move_ranked[(triton.cdiv(end - begin, 1024),)](
+                key_K, marks, ends, from_class_K, from_step_K, ordered_K, class_K[begin:end], to_step_K[begin:end],
+                end - begin, 1024,
+            )  # fmt: skip
+            _first_classes[(triton.cdiv(high - low, 128),)](
+                bits.table_BF[low:high], bits.size_P, first_B[low:high], high - low, 128
+            )  # fmt: skip
+            _gaps[(high - low,)](
+                bits.bound, bits.table_BF, class_K, ordered_K, place_P, bits.size_P, classes.level_L, ratios, first_B, gap,
+                low, pair, begin, tl.uint64 if wide else tl.uint32, _CHANGES,
+            )  # fmt: skip
+    return gap, class_K, to_step_K, first_B
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """Decoded changes by block, class and rank, on the device.
+
+    Attributes:
+        rank_K: How many elements of its class come before each in the block, int32.
+        class_K: Classes, uint8.
+        step_K: Steps, unsigned.
+        good_B: Whether each block is well formed, int8. If one is not, nothing of this is to be used.
+    """
+
+    rank_K: torch.Tensor
+    class_K: torch.Tensor
+    step_K: torch.Tensor
+    good_B: torch.Tensor
+
+
+Span = tuple[int, int, int, int]
+"""Blocks that are taken at once: the first one, the one behind the last; the first position, the one behind the last."""
+
+
+def decode(
+    bits: Bits,
+    words: torch.Tensor,
+    word_B: torch.Tensor,
+    end_B: torch.Tensor,
+    slot_TL: torch.Tensor,
+    spans: Sequence[Span],
+) -> Ranked:
+    """Decode the changes of blocks.
+
+    Args:
+        bits: The blocks, divided into classes.
+        words: The words of all, int32[W].
+        word_B: The first word of each block, int64.
+        end_B: The one behind its last.
+        slot_TL: The tables of all classes, as `gpu_coder.slots` returns them.
+        spans: All blocks, in order.
+    """
+    device, changed, width = bits.device, int(bits.bound_B[-1]), bits.width
+    for low, high, _, _ in spans:
+        bits.counts(low, high)
+    found = Ranked(
+        torch.zeros(changed, dtype=torch.int32, device=device),
+        torch.zeros(changed, dtype=torch.uint8, device=device),
+        torch.zeros(changed, dtype=_TORCH[width], device=device),
+        torch.zeros(bits.count, dtype=torch.int8, device=device),
+    )
+    number = tl.uint64 if width == 8 else tl.uint32
+    with on(device):
+        _decode[(triton.cdiv(bits.count, LANES),)](
+            words.view(torch.uint32), word_B, end_B, bits.bound, bits.table_BF, bits.first_classes(), bits.size_P,
+            bits.classes.level_L, ratio(device), slot_TL.view(torch.uint32), found.rank_K, found.class_K, found.step_K,
+            found.good_B, bits.count, (1 << 8 * width) - 2, _UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
+        )  # fmt: skip
+    return found
+
+
+def place(bits: Bits, found: Ranked, spans: Sequence[Span], at_K: torch.Tensor, step_K: torch.Tensor) -> None:
+    """Order changes by position.
+
+    Args:
+        bits: See `decode`; the old bits are what they were.
+        found: The changes.
+        spans: All blocks, in order; positions ascend too.
+        at_K: Gets positions, int32 or int64, the low 32 bits or all; mutated.
+        step_K: Gets steps, unsigned; mutated.
+    """
+    at = tl.int32 if at_K.element_size() == 4 else tl.int64
+    for low, high, first, last in spans:
+        begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
+        if begin == end:
+            continue
+        count_N = bits.counts(low, high)
+        key_K = torch.empty(end - begin, dtype=torch.int64, device=at_K.device)
+        blocks = torch.arange(low, high, dtype=torch.int32, device=at_K.device)
+        number_K = torch.repeat_interleave(
+            blocks, bits.bound[low + 1 : high + 1] - bits.bound[low:high], output_size=end - begin
+        )
+        with on(at_K.device):
+            _places[(triton.cdiv(end - begin, _RANKED),)](
+                bits.table_BF, bits.classes.low_L, bits.classes.high_L, count_N, number_K, found.rank_K[begin:end],
+                found.class_K[begin:end], key_K, int(bits.row_BF[low, COUNT]), end - begin, _UNSIGNED[bits.width], _RANKED,
+            )  # fmt: skip
+        done = begin
+        for start in range(first, last, MOST_ELEMENTS):  # more than one only where a single band is larger
+            size = min(MOST_ELEMENTS, last - start)
+            marks, ends = _bitmap(key_K, start, size)
+            with on(at_K.device):
+                _move_placed[(triton.cdiv(end - begin, 1024),)](
+                    key_K, marks, ends, found.step_K[begin:end], at_K[done:end], step_K[done:end], start, end - begin, size,
+                    at, 1024,
+                )  # fmt: skip
+            if start + size < last:
+                done += int(ends[-1])
+
+
+def _bitmap(key_K: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a bitmap of the keys that are at least `first` and less than that plus `size`, and the sums of its bits."""
+    words = -(-size // 32)
+    marks = torch.zeros(words, dtype=torch.int32, device=key_K.device)
+    ends = torch.empty_like(marks)
+    with on(key_K.device):
+        _mark[(triton.cdiv(key_K.numel(), 1024),)](key_K, marks, first, key_K.numel(), size, 1024)
+        _count_marks[(triton.cdiv(words, _MARKS),)](marks, ends, words, _MARKS)
+        torch.cumsum(ends, 0, dtype=torch.int32, out=ends)
+    return marks, ends
