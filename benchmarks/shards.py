@@ -19,7 +19,7 @@ from benchmarks import common
 from benchmarks.codec import simulate
 from deltasync import codec
 from deltasync.codec import tiles, vector
-from deltasync.kernels import cpu_diff
+from deltasync.kernels import native
 from deltasync.live import LiveMemory, Segment
 from deltasync.tensors import Delta, Layout, Sparse, TensorSpec
 from deltasync.tensors.bits import signed_view
@@ -34,7 +34,7 @@ def measure(shape: tuple[int, int]) -> dict[str, Any]:
     """Measure bits per changed element by codec, with tiles and as a vector without tiles, and the workers' times."""
     spec = TensorSpec("w", "bfloat16", shape)
     old_N, new_N = simulate.delta(_CHANGED, spec.element_count)
-    index_K, step_K = cpu_diff.diff(old_N, new_N)
+    index_K, step_K = native.diff(old_N, new_N)
 
     def encoded(name: str, spec: TensorSpec) -> bytes:
         delta = Delta(Layout({"w": spec}), {spec.item_bytes: Sparse(index_K, step_K)})

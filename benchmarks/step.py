@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numba
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +24,7 @@ from benchmarks.commit.versions import SIZES, build_checkpoint
 from benchmarks.common import table
 from benchmarks.models import change
 from deltasync import Replica
+from deltasync.kernels import native
 from trl_callback import DeltaSyncConfig, DeltaWeightTransfer, gather
 
 
@@ -72,7 +72,7 @@ def run(size: str, changed: float, rounds: int) -> dict[str, Any]:
         "changed": last.changed,
         "total": last.total,
         "payload_bytes": last.payload_bytes,
-        "threads": {"deltasync": numba.get_num_threads(), "torch": torch.get_num_threads()},
+        "threads": {"deltasync": native.threads(1 << 30), "torch": torch.get_num_threads()},
         "copy_s": copy_s,
         "step_s": step_s,
         "copies": step_s / copy_s,

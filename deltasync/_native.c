@@ -832,11 +832,11 @@ static int best_simd(void) {
 #endif
 }
 
-static PyObject *simd_entry(PyObject *self, PyObject *arguments) {  // the most to use; returns what is used
+static PyObject *simd_entry(PyObject *self, PyObject *arguments) {  // the most to use, -1 to change nothing; returns what is used
     (void)self;
     Call call;
     if (!parse(&call, arguments, "n")) return NULL;
-    simd = (int)MAX(0, MIN(call.n[0], best_simd()));
+    if (call.n[0] >= 0) simd = (int)MIN(call.n[0], best_simd());
     return PyLong_FromLong(simd);
 }
 

@@ -35,7 +35,9 @@ from pathlib import Path
 import torch
 from deltasync import Publisher, Replica
 import deltasync
+from deltasync.kernels import native
 assert "site-packages" in deltasync.__file__, deltasync.__file__
+assert native.extension() is not None
 for url in ("memory://release", f"file://{Path.cwd()}/channel"):
     weights = {"w": torch.arange(1 << 16, dtype=torch.float32), "bias": torch.zeros(7)}
     with Publisher(url) as publisher:
@@ -55,11 +57,10 @@ print(f"Python {sys.version.split()[0]}, torch {torch.__version__}: published an
 def files() -> tuple[Path, Path]:
     """Return the wheel and the sdist of this version in dist/, or end."""
     dist = ROOT / "dist"
-    wheel, sdist = dist / f"deltasync-{VERSION}-py3-none-any.whl", dist / f"deltasync-{VERSION}.tar.gz"
-    for path in (wheel, sdist):
-        if not path.is_file():
-            sys.exit(f"There is no {path.relative_to(ROOT)}. Run: make dist")
-    return wheel, sdist
+    wheels, sdist = [*dist.glob(f"deltasync-{VERSION}-cp311-abi3-*.whl")], dist / f"deltasync-{VERSION}.tar.gz"
+    if len(wheels) != 1 or not sdist.is_file():
+        sys.exit("There is no wheel of this version and machine in dist/, or no sdist. Run: make dist")
+    return wheels[0], sdist
 
 
 def incomplete(wheel: Path, sdist: Path) -> list[str]:
@@ -68,6 +69,8 @@ def incomplete(wheel: Path, sdist: Path) -> list[str]:
     with tarfile.open(sdist) as archive:
         in_sdist = {name.partition("/")[2] for name in archive.getnames()}
     problems = [] if any(name.endswith("/LICENSE") for name in in_wheel) else ["the wheel has no LICENSE"]
+    if "deltasync/_native.abi3.so" not in in_wheel:
+        problems.append("the wheel has no deltasync/_native.abi3.so; was there a C compiler?")
     needed = ("LICENSE", "README.md", "CHANGELOG.md", "docs/index.md", "tests/conftest.py", "examples/demo/run.py")
     problems += [f"the sdist has no {name}" for name in needed if name not in in_sdist]
     tracked = subprocess.run(["git", "ls-files", "deltasync", "tests"], cwd=ROOT, capture_output=True, text=True, check=True)

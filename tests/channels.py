@@ -25,7 +25,7 @@ from deltasync.channel.documents import (
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
-from deltasync.kernels import cpu, cpu_diff
+from deltasync.kernels import native
 from deltasync.stores import Store
 from deltasync.tensors import Delta as TensorDelta
 from deltasync.tensors import Layout, Sparse, TensorSpec, fingerprint
@@ -154,7 +154,7 @@ class Made:
         layout = Layout(self.specs)
         changed = []
         for name in after:
-            index_K, step_K = cpu_diff.diff(bits_of(before[name]), bits_of(after[name]))
+            index_K, step_K = native.diff(bits_of(before[name]), bits_of(after[name]))
             if index_K.size:
                 width, first, _ = layout.span(name)
                 at_K = (index_K + first).astype(layout.vectors[width].index_dtype)
@@ -170,7 +170,7 @@ class Made:
         return encoded
 
     def fingerprint(self, name: str, model: Weights) -> str:
-        return fingerprint.to_hex(cpu.fingerprint(fingerprint.tensor_key(name), bits_of(model[name])))
+        return fingerprint.to_hex(native.fingerprint(fingerprint.tensor_key(name), bits_of(model[name])))
 
     def fingerprints(self, model: Weights) -> dict[str, int]:
         return {name: int(self.fingerprint(name, model), 16) for name in self.specs}

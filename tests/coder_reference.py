@@ -1,99 +1,11 @@
-"""The entropy coder in plain Python, one obvious line after the other: what `deltasync.kernels.coder` must equal."""
+"""Blocks by `reference.Writer` and `Reader`, one obvious line after the other: what `kernels.native` must equal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from deltasync.kernels.rans import RATIO, STATE_MIN, TABLE_BITS
-
-
-def bucket(value: int) -> tuple[int, int, int]:
-    """Symbol, number of extra bits and their value: below 16 the value itself, above four buckets per power of two."""
-    if value < 16:
-        return value, 0, 0
-    exponent = value.bit_length() - 1
-    extra = exponent - 2
-    return 4 * exponent + (value >> extra & 3), extra, value & (1 << extra) - 1
-
-
-def zigzag(step: int, width: int) -> int:
-    """Steps near zero as small numbers, 1, -1, 2, -2 -> 1, 0, 3, 2; `step` is not 0 and modulo 2**width."""
-    return 2 * ((1 << width) - step) - 2 if step >> (width - 1) else 2 * step - 1
-
-
-def unzigzag(value: int, width: int) -> int:
-    """Inverse of `zigzag`."""
-    magnitude = (value >> 1) + 1
-    return magnitude if value & 1 else (1 << width) - magnitude
-
-
-class Writer:
-    """Collects (start, freq, bits) symbols in decoding order; `words` encodes them."""
-
-    def __init__(self) -> None:
-        self._symbols: list[tuple[int, int, int]] = []
-
-    def number(self, value: int, freq: np.ndarray) -> None:
-        """A number by the table `freq`, int[256]."""
-        symbol, extra, low = bucket(value)
-        self._symbols.append((int(freq[:symbol].sum()), int(freq[symbol]), TABLE_BITS))
-        while extra:
-            bits = min(extra, 24)
-            extra -= bits
-            self._symbols.append((low >> extra & (1 << bits) - 1, 1, bits))
-
-    def words(self) -> np.ndarray:
-        """The stream, uint32."""
-        words: list[int] = []
-        x = 1
-        for start, freq, bits in reversed(self._symbols):
-            if x >> (64 - bits) >= freq:
-                words.append(x & 0xFFFFFFFF)
-                x >>= 32
-            x = (x // freq << bits) + x % freq + start
-        state = [x & 0xFFFFFFFF] if x < STATE_MIN else [x >> 32, x & 0xFFFFFFFF]
-        return np.array([*reversed([*words, *state])], np.uint32)
-
-
-class Reader:
-    """Reads a stream. Raises ValueError where it is malformed."""
-
-    def __init__(self, words: np.ndarray) -> None:
-        if not words.size:
-            raise ValueError("no state")
-        self._x = words[0].item() | (words[1].item() << 32 if words.size > 1 else 0)
-        if self._x < STATE_MIN and words.size > 1:
-            raise ValueError("state too small")
-        self._words: Iterator[int] = iter(words[2:].tolist())
-
-    def number(self, freq: np.ndarray) -> int:
-        """A number by the table `freq`, int[256]."""
-        end = np.cumsum(freq)
-        symbol = int(np.searchsorted(end, self._x & (1 << TABLE_BITS) - 1, side="right"))
-        self._take(int(end[symbol] - freq[symbol]), int(freq[symbol]), TABLE_BITS)
-        if symbol < 16:
-            return symbol
-        extra = symbol // 4 - 2
-        value = 4 + symbol % 4
-        while extra:
-            bits = min(extra, 24)
-            extra -= bits
-            low = self._x & (1 << bits) - 1
-            value = value << bits | low
-            self._take(low, 1, bits)
-        return value
-
-    def finish(self) -> None:
-        """Check that nothing is left."""
-        if self._x != 1 or next(self._words, None) is not None:
-            raise ValueError("stream does not end where its symbols do")
-
-    def _take(self, start: int, freq: int, bits: int) -> None:
-        self._x = freq * (self._x >> bits) + (self._x & (1 << bits) - 1) - start
-        if self._x < STATE_MIN and (word := next(self._words, None)) is not None:
-            self._x = self._x << 32 | word
+from deltasync.kernels.rans import RATIO
+from deltasync.kernels.reference import Reader, Writer, unzigzag, zigzag
 
 
 def encode_packed(index_K: np.ndarray, step_K: np.ndarray, gap_freq: np.ndarray, step_freq: np.ndarray) -> np.ndarray:

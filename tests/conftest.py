@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from deltasync.kernels import native
 from deltasync.tensors.bits import bits_of
 from tests.interpreter import RUNS
 
+if native.extension() is None and os.environ.get("DELTASYNC_SIMD") != "none":
+    raise pytest.UsageError(f"deltasync's C extension is not built here. {native.CURE}")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Programs that tests start find what tests find (pytest's `pythonpath`).
 ROOT = Path(__file__).parents[1]

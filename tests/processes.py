@@ -12,14 +12,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from numba.core.registry import cpu_target
-
 PATIENCE_S = 300.0  # for what takes half a second: a busy machine is no failure
 PROCESSES = multiprocessing.get_context("forkserver")
-# This module among them, for what follows: half of what loading the first kernel takes.
 PROCESSES.set_forkserver_preload([__name__, "tests.integration.test_kill_publisher", "tests.soak.ends"])
-for _context in (cpu_target.target_context, cpu_target.typing_context):
-    _context.refresh()
 # Whenever it starts a process, multiprocessing asks all others how they ended, and whoever asks second hears 255.
 _asking = threading.Lock()
 

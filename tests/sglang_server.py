@@ -46,7 +46,6 @@ def start(
         "DELTASYNC_DIGEST_ROUTE": "1",
         "DELTASYNC_POLL_INTERVAL_S": "0.05",
         "HF_HUB_OFFLINE": "1",
-        "NUMBA_CACHE_DIR": str(PYTHON.parents[1] / "kernels"),  # numba may be of another version there
         "SGLANG_SET_CPU_AFFINITY": "0",
         "SGLANG_USE_CPU_ENGINE": "1",
     }

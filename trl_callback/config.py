@@ -31,11 +31,12 @@ class DeltaSyncConfig:
         anchor_every (`int`, *optional*):
             Write full weights at least every N versions. If `None`, `DELTASYNC_ANCHOR_EVERY` or deltasync's default decides.
         served_dtype (`str`, *optional*):
-            Dtype that floating-point weights are cast to before they are compared and published: `"bfloat16"`, `"float16"`,
-            `"float32"`, `"fp8"` for float8_e4m3fn with a scale for each block of 128 by 128 weights, or `"keep"` for no
-            cast. Patterns of names with their own dtypes may follow, as in `"bfloat16,*.router.*=float32"`; the last
-            matching pattern decides. Replicas should serve the same dtype. If `None`, `DELTASYNC_DTYPE` or deltasync's
-            default decides. (Not called `dtype`, which TRL's configs use for the dtype of training.)
+            Dtype that floating-point weights are cast to before they are compared and published: `"auto"` for the model's
+            own where it is float16 or bfloat16, and bfloat16 for float32 masters; `"bfloat16"`, `"float16"`, `"float32"`,
+            `"fp8"` for float8_e4m3fn with a scale for each block of 128 by 128 weights, or `"keep"` for no cast. Patterns
+            of names with their own dtypes may follow, as in `"auto,*.router.*=float32"`; the last matching pattern decides.
+            Replicas should serve the same dtype. If `None`, `DELTASYNC_DTYPE` or `"auto"` decides. (Not called `dtype`,
+            which TRL's configs use for the dtype of training.)
         adapter_only (`bool`, *optional*, defaults to `False`):
             Whether to publish the adapter of a PEFT model instead of the merged weights, for servers started with
             `deltasync serve --adapter`. Not for trainers that stream merged weights.

@@ -39,7 +39,7 @@ from deltasync.errors import (
 )
 from deltasync.following import Commit, Identify, MemoryTarget, StagedVersion
 from deltasync.following.engine import unique_name
-from deltasync.kernels import cpu
+from deltasync.kernels import native
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger
@@ -203,7 +203,7 @@ class AdapterTarget(MemoryTarget):
         (folder / _CONFIG).write_bytes(config)
         save_file(self.tensors, folder / _WEIGHTS, {"format": "pt"})
         tensors = load_file(folder / _WEIGHTS)
-        written = {name: cpu.fingerprint(tensor_key(name), bits_of(tensor)) for name, tensor in tensors.items()}
+        written = {name: native.fingerprint(tensor_key(name), bits_of(tensor)) for name, tensor in tensors.items()}
         if written != self._opened.memory.fingerprints:
             raise ApplyError(f"{folder} does not hold the bits of version {self._opened.version} that were written.")
 

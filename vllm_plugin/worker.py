@@ -151,8 +151,6 @@ class DeltaSyncWorkerExtension:
         settings, worker = ReplicaSettings.from_env(), super().__new__(cls)
         if settings.channel is not None:
             _check(settings.channel)
-            if not kwargs.get("local_rank"):  # the others then find what this one has compiled
-                engine.compile_while_loading(settings, on_host=not torch.accelerator.is_available())
             warm_up_first(worker)
             _note_loaded(worker)
             _hook_sleep(worker)

@@ -24,7 +24,7 @@ from benchmarks.common import best_s, peak_extra_bytes, say, timed
 from deltasync import codec
 from deltasync.codec.base import delta_of
 from deltasync.config import CODECS
-from deltasync.kernels import cpu_diff
+from deltasync.kernels import native
 from deltasync.live import LiveMemory, Segment
 from deltasync.tensors import Layout, TensorSpec
 from deltasync.tensors.bits import signed_view
@@ -80,7 +80,7 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
     held: list[tuple[Bits, LiveMemory]] = []  # of the weights that were written last
 
     def encode(old: Bits, new: Bits) -> bytes:
-        found = ((tensor, *cpu_diff.diff(old[tensor], new[tensor]), False) for tensor in specs)
+        found = ((tensor, *native.diff(old[tensor], new[tensor])) for tensor in specs)
         delta = delta_of(layout, found)
         return chosen.encode(delta, lambda tensor: (new[tensor], 0), fingerprints, 2, 1).to_bytes()
 

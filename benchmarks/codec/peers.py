@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 
 from benchmarks.codec import rice
-from deltasync.kernels import cpu_diff
+from deltasync.kernels import native
 
 _HEADER = struct.Struct("<IQ")  # changed elements, bytes
 _CLASS = struct.Struct("<BBI")  # exponent, parameter and complement flag, listed elements
@@ -53,7 +53,7 @@ class Peer:
         """Compare old and new weights and return the payload."""
         streams: list[bytes] = []
         for name, old_N in old.items():
-            index_K, step_K = cpu_diff.diff(old_N, new[name])
+            index_K, step_K = native.diff(old_N, new[name])
             body: tuple[bytes, ...] = ()
             if index_K.size:
                 body = self.encode_tensor(Change(old_N, new[name], index_K, step_K, columns[name]))

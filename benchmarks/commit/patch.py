@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
@@ -20,6 +19,7 @@ from deltasync.channel import payloads
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Follower
+from deltasync.kernels import native
 from deltasync.live import LiveMemory, Segment, model_fingerprint, plan, proof
 from deltasync.stores import open_store
 from deltasync.tensors import TensorSpec
@@ -101,7 +101,7 @@ def measure(
         _check(memory, new_sha256, f"vLLM's path ({name})")
         _restore(writes)
     return {
-        "threads": {"numba": numba.get_num_threads(), "torch": torch.get_num_threads()},
+        "threads": {"deltasync": native.threads(1 << 30), "torch": torch.get_num_threads()},
         "segment_count": sum(map(len, segments.values())),
         "deltasync": {name: _summary([times[name] for times in rounds]) for name in rounds[0]},
         "plain": _summary(plain_s),

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.codec [--elements 7600000000] [--changed-percent 1] [--small] [--json]
 
 Takes less than a minute on an H100 or H200, of which the kernels' compilation is the largest part. Needs Python 3.11 or
-newer, torch, triton, numpy, safetensors and msgspec. Without numba the classes are fitted in plain Python; the time of that
-is said apart, because it is the host's. Without a GPU, Triton's interpreter runs it at a small size, where times mean
+newer, torch, triton, numpy, safetensors and msgspec. Without the C extension the classes are fitted in numpy; the time of
+that is said apart, because it is the host's. Without a GPU, Triton's interpreter runs it at a small size, where times mean
 nothing. Exits with 1 if a check failed.
 
 Weights are normally distributed bfloat16 in the shapes of Qwen2.5-7B. An element changes by the part of its unit in the last
@@ -51,16 +51,9 @@ def main() -> None:
 
 
 def _stand_ins() -> None:
-    """Where numba or zstandard are missing, let the codecs be imported: the device's need neither, but for fitting."""
+    """Where zstandard is missing, let the codecs be imported: the device's do not need it."""
     if importlib.util.find_spec("zstandard") is None:
         _module("deltasync.codec.dense", compress=lambda bits_N: None, decompress=None)
-    if importlib.util.find_spec("numba") is None:
-        from benchmarks.gpu import plain_fit
-
-        for name in ("coder", "counts"):
-            _module(f"deltasync.kernels.{name}")
-        _module("deltasync.kernels.classes", Classes=plain_fit.Classes, FIELDS=7)
-        sys.modules["deltasync.kernels.class_fit"] = plain_fit
 
 
 def _module(name: str, **contents: Any) -> None:

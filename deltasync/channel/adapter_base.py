@@ -15,7 +15,7 @@ import torch
 from deltasync.channel.checkpoint import Checkpoint
 from deltasync.channel.documents import Fingerprint
 from deltasync.errors import UNREADABLE_JSON, CorruptDataError, describe, get_logger
-from deltasync.kernels import cpu
+from deltasync.kernels import native
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of, cast, is_wrapper
 
@@ -87,4 +87,4 @@ def _fingerprint(name: str, tensor: torch.Tensor) -> str | None:
     # A wrapper subclass, such as torchao's, has the dtype of its values and no bits of its own.
     if not tensor.is_floating_point() or tensor.element_size() < 2 or is_wrapper(tensor):
         return None
-    return fingerprint.to_hex(cpu.fingerprint(fingerprint.tensor_key(name), bits_of(cast(tensor, "bfloat16"))))
+    return fingerprint.to_hex(native.fingerprint(fingerprint.tensor_key(name), bits_of(cast(tensor, "bfloat16"))))

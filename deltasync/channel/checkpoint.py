@@ -19,7 +19,7 @@ from deltasync.channel.anchors import INDEX
 from deltasync.channel.documents import Reference
 from deltasync.codec.base import LIBRARY_ERRORS, entries
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError, describe
-from deltasync.kernels import cpu, cpu_diff
+from deltasync.kernels import native
 from deltasync.tensors import SAFETENSORS_DTYPES, Delta, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, cast
 from deltasync.tensors.delta import of_tensor
@@ -161,8 +161,8 @@ def compare(
     parts, changes = dict.fromkeys(layout.specs, 0), []
     for name, at, old_N in checkpoint.ranges(layout.specs, held):
         first = at - held[name][0]
-        parts[name] = (parts[name] + cpu.fingerprint(fingerprint.tensor_key(name), old_N, at)) & fingerprint.MASK
-        at_K, step_K = cpu_diff.diff(old_N, bits[name][first : first + old_N.size])
+        parts[name] = (parts[name] + native.fingerprint(fingerprint.tensor_key(name), old_N, at)) & fingerprint.MASK
+        at_K, step_K = native.diff(old_N, bits[name][first : first + old_N.size])
         if at_K.size:
             changes.append(of_tensor(layout, name, at_K, step_K, start=at))
     return parts, changes

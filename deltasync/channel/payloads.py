@@ -17,7 +17,7 @@ from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import ahead
 from deltasync.codec.base import read_metadata
 from deltasync.errors import ConfigError, CorruptDataError, MissingVersionError, ModelMismatchError
-from deltasync.kernels import cpu
+from deltasync.kernels import native
 from deltasync.tensors import Changed, Delta, Layout, TensorSpec, fingerprint, weight_bytes
 from deltasync.tensors.delta import joined
 
@@ -163,7 +163,7 @@ def _reference_weights(reader: ChannelReader, version: int, reference: Reference
     with _loading(version, reference):
         for name, bits_N in found.read(specs):
             expected = int(reference.fingerprints[name], 16)
-            if cpu.fingerprint(fingerprint.tensor_key(name), bits_N) == expected:
+            if native.fingerprint(fingerprint.tensor_key(name), bits_N) == expected:
                 yield name, bits_N, expected
             else:
                 wrong.append(name)

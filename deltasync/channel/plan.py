@@ -182,8 +182,9 @@ class _Search:
                 have = None
             except _UnreadableError as error:
                 edges.remove(error.edge)
+                is_known = str(error) in (problem, *self._avoid.values())  # then it was logged already
                 problem = str(error)
-                logger.warning("%s Looking for another chain.", error)
+                logger.log(logging.DEBUG if is_known else logging.WARNING, "%s Looking for another chain.", error)
         raise MissingVersionError(problem)
 
     def listed(self) -> list[Edge]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
@@ -30,9 +29,6 @@ def let_go(lock: Any) -> None:
         lock.release()
 
 
-_first: int | None = None
-"""The process that computed first. A forked child lacks the threads of its kernels, and OpenMP would end it."""
-
 _CURE = "Start processes with 'spawn' or 'forkserver'"
 
 
@@ -50,28 +46,12 @@ class Home:
         return os.getpid() == self._process
 
     def check(self) -> None:
-        """Refuse to compute in a fork of the object's process, or of one whose kernels have threads (ConfigError)."""
-        global _first
+        """Refuse to compute in a fork of the object's process (ConfigError)."""
         if not self.is_here:
             raise ConfigError(
                 f"This {self._what} belongs to process {self._process}, of which this one is a fork. {_CURE} and make "
                 "another one there, or use it in its own process."
             )
-        if _first is None:
-            _first = self._process
-        elif _first != self._process and _has_openmp():
-            raise ConfigError(
-                f"Process {_first}, of which this one is a fork, has used deltasync, and its kernels cannot run in a fork. "
-                f"{_CURE}, or use deltasync only after forking."
-            )
-
-
-def _has_openmp() -> bool:
-    """Whether numba has started threads of OpenMP, here or in the process that this is a fork of."""
-    numba = sys.modules.get("numba")
-    with contextlib.suppress(ValueError):  # none were started
-        return numba is not None and bool(numba.threading_layer() == "omp")
-    return False
 
 
 class Workers:

@@ -35,7 +35,6 @@ _COMMANDS = {
     "cp": ("maintenance", "Copy a channel to another store."),
     "relay": ("follow", "Keep copies of a channel in other stores up to date."),
     "keygen": ("maintenance", "Make a key to sign a channel with."),
-    "compile": ("compile", "Compile the kernels of this machine ahead, for images."),
 }
 
 

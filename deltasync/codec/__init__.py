@@ -1,6 +1,6 @@
 """Codecs encode the patches of a delta as one safetensors payload, and decode it.
 
-Importing this package loads neither torch nor numba.
+Importing this package does not load torch.
 """
 
 from __future__ import annotations

@@ -14,10 +14,8 @@ import numpy as np
 
 from deltasync.codec import tables
 from deltasync.errors import CorruptDataError
-from deltasync.kernels import class_fit
-from deltasync.kernels.class_fit import Costs
-from deltasync.kernels.classes import Classes
-from deltasync.kernels.rans import LEVELS, Tables, ratios
+from deltasync.kernels import native
+from deltasync.kernels.rans import LEVELS, Classes, Costs, ratios
 
 _FIELDS = {
     "bfloat16": (7, 0xFF),
@@ -42,7 +40,7 @@ class Model:
     Attributes:
         classes: Which elements are of which class.
         level_C: Their levels, int64.
-        ratio_CC: See `rans.Tables`.
+        ratio_CC: See `native.encode`.
     """
 
     def __init__(self, first_C: np.ndarray, last_C: np.ndarray, level_C: np.ndarray) -> None:
@@ -76,23 +74,18 @@ class Model:
         """Return those of these bytes that are before the tables."""
         return bytes([len(self._rows) - 1]) + self._rows.astype(np.uint8).tobytes()
 
-    def tables(self, freq_TS: np.ndarray) -> Tables:
-        """Return the tables with these slots."""
-        return Tables.of(freq_TS, self.ratio_CC)
-
 
 def groups(run_R: np.ndarray, element_RE: np.ndarray, step_RES: np.ndarray) -> tuple[list[int], list[Model]]:
     """Return the first block of each group, and its classes: those in which changes take the fewest bits.
 
     Runs of blocks are joined as long as common tables take fewer bits. Arguments are those and the results of
-    `kernels.classes.survey`.
+    `kernels.native.survey`.
     """
     used_S = np.flatnonzero(np.bitwise_or.reduce(step_RES.reshape(-1, step_RES.shape[2])))
     step_RES = step_RES[:, :, used_S].astype(np.int64)
     firsts, found = tables.join_runs(
         zip(run_R[:-1].tolist(), zip(element_RE, step_RES, strict=True), strict=True),
         lambda one, other: (one[0] + other[0], one[1] + other[1]),
-        lambda run: class_fit.bits(*run, COSTS),
+        lambda run: native.class_bits(*run, COSTS),
     )
-    element_GE, step_GES = (np.stack(arrays) for arrays in zip(*found, strict=True))
-    return firsts, [Model(*found) for found in class_fit.fit(element_GE, step_GES, COSTS)]
+    return firsts, [Model(*native.fit(*group, COSTS)) for group in found]

@@ -64,7 +64,7 @@ class Tiling:
         count_T: Number of blocks of each tensor, 0 of one that has none.
         row_BF: Tables of the blocks, int64[B, gpu_classes.FIELDS]; `ADDRESS` is the first element's byte from the tensor's
             first one on.
-        band_GF: Tables of bands, as in `kernels.classes.regroup`; positions count in the vector, blocks in the tensor.
+        band_GF: Tables of bands, as in `kernels.native.regroup`; positions count in the vector, blocks in the tensor.
         band_T: Number of bands of each tensor.
         range_T2: The first element of each tensor that is held, and the one behind the last.
     """

@@ -16,8 +16,7 @@ from deltasync.codec.classes import Model
 from deltasync.codec.tables import Cursor
 from deltasync.codec.tiles import Cut
 from deltasync.errors import CorruptDataError, StageError
-from deltasync.kernels import classes as kernels
-from deltasync.kernels import coder, counts
+from deltasync.kernels import native
 from deltasync.tensors import Sparse, TensorSpec, Vector, count_below
 
 GROUP_CHANGED = 1 << 15
@@ -44,19 +43,19 @@ def encode(
     bits = [(bits_N.ctypes.data - start * vector.width, bits_N) for bits_N, start in held]
     row_BF, band_GF = _table(vector, cuts, [address for address, _ in bits])
     bound_G = np.append(count_below(steps.at_K, band_GF[:, 0]), steps.at_K.size)
-    at_K, step_K, count_B = kernels.regroup(bound_G, band_GF, True, *steps, len(row_BF))
+    at_K, step_K, count_B = native.regroup(bound_G, band_GF, True, *steps, len(row_BF))
     bound_B = bounds(count_B)
     run_B = bound_B[:-1] // max(GROUP_CHANGED, at_K.size // _MOST_RUNS)
     run_R = np.concatenate(([0], np.flatnonzero(run_B[1:] != run_B[:-1]) + 1, [count_B.size]))
-    firsts, models = classes.groups(run_R, *kernels.survey(run_R, row_BF, bound_B, at_K, step_K, _SAMPLED))
+    firsts, models = classes.groups(run_R, *native.survey(run_R, row_BF, bound_B, at_K, step_K, _SAMPLED))
     words, tables_, word_count_B = [], bytearray(), np.zeros_like(count_B)
     for (low, high), model in zip(itertools.pairwise([*firsts, count_B.size]), models, strict=True):
         part = slice(int(bound_B[low]), int(bound_B[high]))
         part_B = bound_B[low : high + 1] - bound_B[low]
-        ranked = kernels.rank(row_BF[low:high], part_B, at_K[part], step_K[part], model.classes)
-        count_TS = counts.count(*ranked, model.ratio_CC)
+        ranked = native.rank(row_BF[low:high], part_B, at_K[part], step_K[part], model.classes)
+        count_TS = native.count(*ranked, model.ratio_CC)
         freq_TS = np.stack([tables.fit(count_S) for count_S in count_TS])
-        coded, word_count_B[low:high] = coder.encode(*ranked, model.tables(freq_TS))
+        coded, word_count_B[low:high] = native.encode(*ranked, freq_TS, model.ratio_CC)
         words.append(coded)
         tables_ += model.to_bytes(freq_TS)
     rows, planes = rows_entry(np.stack((count_B, word_count_B), axis=1).astype(np.int32))
@@ -73,10 +72,10 @@ def encode(
 
 
 def _table(vector: Vector, cuts: Mapping[int, Cut], addresses: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the table of blocks (`kernels.classes`) and that of bands, of tensors whose bits begin at these addresses."""
+    """Return the table of blocks (`native.FIELDS`) and that of bands, of tensors whose bits begin at these addresses."""
     blocks, bands = zip(*(cut.tables() for cut in cuts.values()), strict=True)
     block_T, band_T = list(map(len, blocks)), list(map(len, bands))
-    row_BF = np.empty((sum(block_T), kernels.FIELDS), np.int64)
+    row_BF = np.empty((sum(block_T), native.FIELDS), np.int64)
     band_GF = np.concatenate(bands)
     row_BF[:, :4] = np.concatenate(blocks)
     first_T = vector.first_T[list(cuts)]
@@ -203,13 +202,14 @@ class TiledReader:
                     group += 1
                 high = int(np.searchsorted(at_B, ends[group]))
                 part = slice(int(bound_B[low]), int(bound_B[high]))
-                if part.start < part.stop and not kernels.decode(
+                if part.start < part.stop and not native.decode_classes(
                     row_BF[low:high],
                     bound_B[low : high + 1] - bound_B[low],
                     self._words,
                     word_B2[low:high],
                     model.classes,
-                    model.tables(freq_TS),
+                    freq_TS,
+                    model.ratio_CC,
                     at_K[part],
                     step_K[part],
                 ):
@@ -217,7 +217,7 @@ class TiledReader:
                 low = high
             edge_G = np.append(band_GF[:, 5], band_GF[-1, 5] + band_GF[-1, 3])
             bound_G = bound_B[np.searchsorted(batch.inside_B, edge_G)]
-            found.append(Sparse(*kernels.regroup(bound_G, band_GF, False, at_K, step_K, 0)[:2]))
+            found.append(Sparse(*native.regroup(bound_G, band_GF, False, at_K, step_K, 0)[:2]))
         while group + 1 < len(self._groups):
             Model.read(cursor)
             group += 1

@@ -53,7 +53,7 @@ class Cut:
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the table of blocks, int64[B, 4], and of bands of blocks, int64[G, 6]. Neither must be mutated.
 
-        A block: first element, columns, elements from row to row, rows. A band is for `kernels.classes.regroup`, in
+        A block: first element, columns, elements from row to row, rows. A band is for `native.regroup`, in
         elements of the tensor.
         """
         return _tables(self) if self.count <= _MOST_KEPT else _tables.__wrapped__(self)

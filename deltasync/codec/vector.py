@@ -27,8 +27,8 @@ from deltasync.codec.tables import Cursor
 from deltasync.codec.tiled import GROUP_CHANGED, TiledReader, bounds, read_flags, read_groups, read_rows, read_tables
 from deltasync.codec.tiles import Cut
 from deltasync.errors import CorruptDataError, ShareError
-from deltasync.kernels import coder, counts
-from deltasync.kernels.rans import Blocks, Tables, ratios
+from deltasync.kernels import native
+from deltasync.kernels.rans import Blocks, ratios
 from deltasync.tensors import Delta, Layout, Sparse, Vector, count_below, region_end, region_size
 
 BLOCK = 1 << 19
@@ -146,14 +146,13 @@ def _encode(vector: Vector, steps: Sparse) -> tuple[dict[str, torch.Tensor], dic
     first, last = int(at_K[0]) // BLOCK, int(at_K[-1]) // BLOCK + 1
     bound_B = count_below(at_K, np.minimum(np.arange(first, last + 1) * BLOCK, vector.element_count))
     blocks = Blocks.of(vector.element_count, BLOCK, bound_B, first)
-    class_K = np.zeros(at_K.size, np.uint8)
-    group_G, count_GTS = _groups(blocks, steps, class_K)
+    group_G, count_GTS = _groups(blocks, steps)
     words, tables_ = [np.empty(0, np.uint32)], bytearray()
     row_B2 = np.stack((np.diff(bound_B), np.zeros(last - first, np.int64)), axis=1).astype(np.int32)
     for (low, high), count_TS in zip(itertools.pairwise([*group_G, last - first]), count_GTS, strict=True):
         part, held = _part(blocks, low, high)
         freq_TS = np.stack([tables.fit(count_S) for count_S in count_TS])
-        coded, row_B2[low:high, 1] = coder.encode(part, at_K[held], class_K[held], step_K[held], Tables.of(freq_TS))
+        coded, row_B2[low:high, 1] = native.encode(part, at_K[held], None, step_K[held], freq_TS, _ONE_CLASS)
         words.append(coded)
         tables_ += b"".join(map(tables.to_bytes, freq_TS))
     blocks_entry, planes = tiled.rows_entry(row_B2)
@@ -172,7 +171,7 @@ def _part(blocks: Blocks, low: int, high: int) -> tuple[Blocks, slice]:
     return part, slice(int(bound_B[0]), int(bound_B[-1]))
 
 
-def _groups(blocks: Blocks, steps: Sparse, class_K: np.ndarray) -> tuple[list[int], list[np.ndarray]]:
+def _groups(blocks: Blocks, steps: Sparse) -> tuple[list[int], list[np.ndarray]]:
     """Return the first block of each group, and the symbols that it has, int64[2, 256].
 
     Runs of blocks with about `GROUP_CHANGED` changes are joined as long as common tables take fewer bits than two of them.
@@ -184,9 +183,9 @@ def _groups(blocks: Blocks, steps: Sparse, class_K: np.ndarray) -> tuple[list[in
     def runs() -> Iterator[tuple[int, np.ndarray]]:
         for at in range(0, len(starts), _RUNS):
             run_R = np.array([*starts, bound_B.size - 1][at : at + _RUNS + 1])
-            yield from zip(starts[at : at + _RUNS], counts.count_runs(run_R, blocks, *given), strict=True)
+            yield from zip(starts[at : at + _RUNS], native.count_runs(run_R, blocks, *given), strict=True)
 
-    given = steps.at_K, class_K, steps.data_K, _ONE_CLASS
+    given = steps.at_K, None, steps.data_K, _ONE_CLASS
     return tables.join_runs(runs(), np.add, _table_bits)
 
 
@@ -363,16 +362,16 @@ class _Reader:
             at_B = np.flatnonzero(keep_B[low:high]) + low
             if not at_B.size or not self._row_B2[at_B, 0].any():
                 continue
-            pieces.append(self._decode_group(blocks, at_B, Tables.of(freq_TS)))
+            pieces.append(self._decode_group(blocks, at_B, freq_TS))
         if cursor.at != len(cursor.data):
             raise CorruptDataError("Payload has more tables than groups.")
         return pieces
 
-    def _decode_group(self, blocks: Blocks, at_B: np.ndarray, tables_: Tables) -> Sparse:
+    def _decode_group(self, blocks: Blocks, at_B: np.ndarray, freq_TS: np.ndarray) -> Sparse:
         vector = self._vector
         part = Blocks(blocks.base_B[at_B], blocks.size_BC[at_B], bounds(self._row_B2[at_B, 0]))
         word_B2 = np.stack((self._word_B[at_B], self._word_B[at_B + 1]), axis=1)
         at_K, step_K = np.empty(part.bound_B[-1], vector.index_dtype), np.empty(part.bound_B[-1], vector.bits_dtype)
-        if not coder.decode(part, self._words, word_B2, tables_, at_K, step_K):
+        if not native.decode(part, self._words, word_B2, freq_TS, at_K, step_K):
             raise CorruptDataError(f"Payload has a malformed block of elements of {vector.width} bytes.")
         return Sparse(at_K, step_K)

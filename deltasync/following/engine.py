@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -18,7 +16,6 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     ApplyError,
-    ConfigError,
     CorruptDataError,
     DeltaSyncError,
     FingerprintMismatchError,
@@ -32,8 +29,7 @@ from deltasync.errors import (
     get_logger,
 )
 from deltasync.following.status import HISTORY
-from deltasync.kernels import cpu
-from deltasync.live import compiling
+from deltasync.kernels import native
 from deltasync.stores.cache import behind_cache
 
 logger = get_logger(__name__)
@@ -48,41 +44,18 @@ def open_reader(settings: ReplicaSettings, process_count: int = 1) -> ChannelRea
     return ChannelReader(store, settings.trusted_keys)
 
 
-def compile_while_loading(settings: ReplicaSettings, on_host: bool) -> None:
-    """Compile the kernels for the channel in the background, while the engine loads its model.
-
-    If the channel cannot be read yet, nothing is compiled before it is followed.
-    """
-
-    def compile_() -> None:
-        if cpu.threading_layer() == "workqueue":
-            return  # `limit_threads` refuses it; until then the engine may use it
-        with contextlib.suppress(DeltaSyncError):
-            compiling.start(compiling.Kinds(compiling.of_model(open_reader(settings).layout), on_host=on_host))
-
-    threading.Thread(target=compile_, name="deltasync-compile", daemon=True).start()
-
-
 def limit_threads(given: str, process_count: int | None) -> None:
     """Limit our kernels on the host to the engine's threads in this process.
 
     Args:
         given: `OMP_NUM_THREADS`, which engines set; may be empty.
         process_count: The processes that share the cores equally where it is empty; None for no limit.
-
-    Raises:
-        ConfigError: numba has no threading layer that several threads may use at once; it would end the process.
     """
     first = given.partition(",")[0]
     if first.isdigit() and int(first):
-        cpu.limit_threads(int(first))
+        native.limit_threads(int(first))
     elif process_count is not None:
-        cpu.limit_threads(len(os.sched_getaffinity(0)) // process_count)
-    if cpu.threading_layer() == "workqueue":
-        raise ConfigError(
-            "numba found neither OpenMP nor TBB here, and its own threads end the process when two callers use them: "
-            "install libgomp (apt-get install libgomp1)."
-        )
+        native.limit_threads(len(os.sched_getaffinity(0)) // process_count)
 
 
 def unique_name(names: OrderedDict[int, str], version: VersionId) -> str:

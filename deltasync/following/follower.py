@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from deltasync import codec, kernels
+from deltasync import codec
 from deltasync.channel import payloads
 from deltasync.channel.documents import VersionId
 from deltasync.channel.plan import is_revert
@@ -26,7 +26,7 @@ from deltasync.errors import (
     StageError,
     TiedError,
 )
-from deltasync.live import LiveMemory, Prints, Staged, compiling, model_fingerprint
+from deltasync.live import LiveMemory, Prints, Staged, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
 
@@ -62,7 +62,6 @@ class Follower:
     def __init__(self, reader: ChannelReader, memory: LiveMemory) -> None:
         self.reader = reader
         self.memory = memory
-        compiling.start(compiling.Kinds(compiling.of_model(reader.layout), on_host=memory.is_on_host))
         self.version: VersionId | None = None
         self.progressed_s = 0.0
         self._fingerprint: str | None = None
@@ -117,7 +116,7 @@ class Follower:
         wanted: dict[str, int | None] = {}
         done: list[StoredRecord] = []
         try:
-            with contextlib.closing(self._fetched(chain)) as fetched, kernels.cpu.leave_cores(payloads.FILES_AHEAD):
+            with contextlib.closing(self._fetched(chain)) as fetched:
                 for stored in chain:
                     with self._blaming(stored), _map_out_of_memory(stored.record.version):
                         got = next(fetched)

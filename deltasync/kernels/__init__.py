@@ -1,8 +1,7 @@
 """The loops over elements: diff, fingerprint, scatter and its two halves, prepare and swap. Each module has some of them.
 
-`reference` is plain numpy and defines the results; property tests compare all other modules with it. `cpu`, `cpu_diff`,
-`cpu_rows`, `classes` and `class_fit` are numba, compiled once per machine (the cache is next to the module), and release the
-GIL. `gpu_segments` and `gpu_diff` are Triton. `torch_ops` serves all other devices.
+`reference` is plain numpy and defines the results; property tests compare all other modules with it. `native` is the C
+extension. `gpu_segments` and `gpu_diff` are Triton. `torch_ops` serves all other devices.
 """
 
 from __future__ import annotations
@@ -14,18 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 if TYPE_CHECKING:
     import torch
 
-    from deltasync.kernels import classes as classes
-    from deltasync.kernels import cpu as cpu
-    from deltasync.kernels import cpu_diff as cpu_diff
-    from deltasync.kernels import cpu_rows as cpu_rows
     from deltasync.kernels.table import Rows, Table, Writes
-
-
-def __getattr__(name: str) -> object:
-    """Import a module with numba when it is first used as `kernels.cpu`: what runs on a GPU alone needs no numba."""
-    if name not in ("classes", "cpu", "cpu_diff", "cpu_rows"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
 
 
 class SegmentKernels(Protocol):
@@ -68,15 +56,7 @@ def compares(device: torch.device) -> bool:
 __all__ = [
     "ACCELERATORS",
     "SegmentKernels",
-    "class_fit",
-    "classes",
-    "coder",
     "compares",
-    "compiled",
-    "counts",
-    "cpu",
-    "cpu_diff",
-    "cpu_rows",
     "gpu_classes",
     "gpu_coder",
     "gpu_diff",

@@ -1,6 +1,6 @@
 """The classes of the elements of blocks (`context`) in Triton: places by class and back, for any number of blocks at once.
 
-A block is as in `kernels.classes`. Its elements follow each other by *place*, and each 128 of them are a *chunk*. Of each
+A block is as in `kernels.native`. Its elements follow each other by *place*, and each 128 of them are a *chunk*. Of each
 class of a block it is counted how many elements lie before each chunk (`Counts`), which takes 4 bytes for each class and
 chunk, so callers take blocks in batches. A changed element's *rank*, how many of its class lie before it, is that count and
 what is found in its chunk; and the other way round.
@@ -33,13 +33,13 @@ the first element, positions from row to row, shift and mask of the field; numbe
 it has; number of the block's first pair; number of chunks, and the number of counts of all blocks before."""
 
 BANDS = 6
-"""Columns of a table of bands, as in `kernels.classes.regroup`."""
+"""Columns of a table of bands, as in `kernels.native.regroup`."""
 
 _CHANGES = 256  # changes of a band or block that a program takes at once
 _RANKED = 8  # changes of which a program reads the chunks at once
 _CHUNKS = 8  # chunks that a program counts
 _TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-_SAMPLE = 32  # consecutive elements of a sample, as in `kernels.classes`
+_SAMPLE = 32  # consecutive elements of a sample, as in `kernels.native`
 _MARKS = 1024  # words of a bitmap that a program counts
 _ADDRESS, _COLUMNS, _STRIDE, _ROWS, _FIRST, _PITCH, _SHIFT, _MASK = map(tl.constexpr, range(8))
 _GROUP, _CLASS, _CLASSES, _PAIR, _CHUNK_COUNT, _COUNT, _FIELDS = map(tl.constexpr, range(8, 15))
@@ -536,7 +536,7 @@ class Bits:
     def survey(
         self, bands: Bands, run_R: np.ndarray, period_R: np.ndarray, at_K: torch.Tensor, step_K: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count values of the field in runs of blocks, as `kernels.classes.survey` before it scales the first.
+        """Count values of the field in runs of blocks, as `kernels.native.survey` before it scales the first.
 
         Args:
             bands: The bands of the blocks.
@@ -666,7 +666,7 @@ def ratio(device: torch.device) -> torch.Tensor:
 def rank(
     bits: Bits, bands: Bands, at_K: torch.Tensor, step_K: torch.Tensor, band_B: np.ndarray, gap_bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Order the changes of blocks by class, as `kernels.classes.rank`.
+    """Order the changes of blocks by class, as `kernels.native.rank`.
 
     Args:
         bits: The blocks.

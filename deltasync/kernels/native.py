@@ -12,10 +12,12 @@ the field of classes (256), G bands or groups of blocks.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import logging
 import os
+import platform
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,13 +26,15 @@ import numpy as np
 from deltasync import config
 from deltasync.kernels import reference
 from deltasync.kernels.rans import LEVELS, TABLE_BITS, Blocks, Classes, Costs
-from deltasync.tensors import Sparse, Vector, index_dtype
+from deltasync.tensors import Sparse, Vector, count_below, index_dtype
 
 _native: Any = None
 with contextlib.suppress(ImportError):
     _native = importlib.import_module("deltasync._native")
 
 logger = logging.getLogger(__name__)
+
+CURE = "Install a C compiler and deltasync again; in a checkout: python setup.py build_ext --inplace."
 
 FIELDS = 7
 """Columns of a table of blocks: address of the first element, columns, elements from row to row, rows, position of the first
@@ -60,11 +64,17 @@ def extension() -> Any:
     if _native is None:
         logger.warning(
             "deltasync was installed without its compiled extension, so its loops over elements run in numpy: comparing "
-            "takes about 10 times as long, encoding and decoding 200 times. Install a C compiler and deltasync again."
+            "takes about 10 times as long, encoding and decoding 200 times. %s",
+            CURE,
         )
         return None
     _native.simd(("plain", "avx2", "avx512").index(level))
     return _native
+
+
+def instructions() -> str:
+    """Return the instructions that the extension uses."""
+    return ("plain C", "AVX2", "AVX-512")[extension().simd(-1)] if platform.machine() == "x86_64" else platform.machine()
 
 
 def threads(elements: int) -> int:
@@ -179,7 +189,8 @@ def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return compare(row_RF, vector).steps  # type: ignore[arg-type]
 
 
-class _Flat(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Flat:
     """One tensor as a vector."""
 
     key_T: np.ndarray
@@ -191,6 +202,11 @@ class _Flat(NamedTuple):
     def width(self) -> int:
         """Bytes of an element."""
         return self.bits_dtype.itemsize
+
+    def count(self, at_K: np.ndarray) -> np.ndarray:
+        """See `Vector.count`."""
+        counts: np.ndarray = np.diff(count_below(at_K, self.first_T))
+        return counts
 
 
 def add(
@@ -546,7 +562,7 @@ def fit(element_E: np.ndarray, step_ES: np.ndarray, costs: Costs) -> tuple[np.nd
     """
     first_C, last_C, mean_C = np.full(256, -1), np.full(256, -1), np.ones(256)  # elements for each change
     if (native := extension()) is None:
-        reference.fit(element_E, step_ES, first_C, last_C, mean_C)
+        reference.fit(element_E, step_ES, costs, first_C, last_C, mean_C)
     else:
         native.fit(element_E, np.ascontiguousarray(step_ES), np.array(costs), first_C, last_C, mean_C)
     level_C = np.rint(8 * np.log2(mean_C)).astype(np.int64).clip(0, LEVELS)

@@ -90,35 +90,6 @@ class Costs(NamedTuple):
     element: float
 
 
-class Tables(NamedTuple):
-    """The tables of a group of blocks: for each class the one of its gaps, then the one of its steps.
-
-    Attributes:
-        freq_TS: Slots of each symbol, uint32[2 C, 256]; each row sums to 2**12.
-        start_TS: Slots below each symbol, uint32.
-        inverse_TS: 2**64 / freq rounded down, uint64; 2**64 - 1 for a symbol of one slot or none.
-        symbol_TL: The symbol of each slot, uint8.
-        ratio_CC: By how much gaps are longer in one class than in another, in 256ths.
-    """
-
-    freq_TS: np.ndarray
-    start_TS: np.ndarray
-    inverse_TS: np.ndarray
-    symbol_TL: np.ndarray
-    ratio_CC: np.ndarray
-
-    @classmethod
-    def of(cls, freq_TS: np.ndarray, ratio_CC: np.ndarray | None = None) -> Self:
-        """Return the tables with these frequencies; of one class by default."""
-        symbols = np.arange(freq_TS.shape[1], dtype=np.uint8)
-        start_TS = np.cumsum(freq_TS, axis=1, dtype=np.uint32) - freq_TS
-        inverse_TS = np.uint64(2**64 - 1) // np.maximum(freq_TS, 1).astype(np.uint64)
-        # This divided 2**64 - 1, not 2**64; the results differ where freq is a power of two.
-        inverse_TS += (freq_TS > 1) & (freq_TS & (freq_TS - np.uint32(1)) == 0)
-        symbol_TL = np.stack([np.repeat(symbols, freq_S) for freq_S in freq_TS])
-        return cls(freq_TS, start_TS, inverse_TS, symbol_TL, ratios(np.zeros(1, np.int64)) if ratio_CC is None else ratio_CC)
-
-
 def ratios(level_C: np.ndarray) -> np.ndarray:
     """Return the ratios of the mean gaps of classes with these descending levels, int64[C, C]; 0 below the diagonal."""
     more_CC = level_C[:, None] - level_C

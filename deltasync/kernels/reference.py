@@ -140,10 +140,11 @@ def compare(row_RF: np.ndarray, vector: Vector, bound_T2: np.ndarray, gain_T: np
     for t, first, count, old, new, position in row_RF.tolist():
         old_N, new_N = memory(old, count, vector.width), memory(new, count, vector.width)
         index_K, step_K = diff(old_N, new_N)
+        index_K = index_K.astype(np.int64)
         found.append(((index_K + position).astype(vector.index_dtype), step_K))
         mask, largest = bound_T2[t]
         with np.errstate(over="ignore"):
-            gain_T[t] += np.uint64(_gained(int(vector.key_T[t]), index_K + np.int64(first), old_N[index_K], new_N[index_K]))
+            gain_T[t] += np.uint64(_gained(int(vector.key_T[t]), index_K + first, old_N[index_K], new_N[index_K]))
         above_T[t] += np.count_nonzero(new_N[index_K].astype(np.uint64) & mask > largest)
     return Sparse(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
 
@@ -547,20 +548,45 @@ def regroup(
 
 def class_bits(element_E: np.ndarray, step_ES: np.ndarray, costs: Costs) -> float:
     """See `native.class_bits`."""
-    changed_E = step_ES.sum(axis=1).astype(np.float64)
-    element_E = np.maximum(element_E, changed_E)
-    bits_E = _x_log_x(element_E) - _x_log_x(element_E - changed_E) - _x_log_x(step_ES.astype(np.float64)).sum(axis=1)
-    return float((bits_E + costs.table + costs.symbol * (step_ES > 0).sum(axis=1))[changed_E > 0].sum())
+    used_E = np.flatnonzero(step_ES.any(axis=1))
+    return float(_class_bits(element_E[used_E], step_ES[used_E], costs).sum())
+
+
+def fit(
+    element_E: np.ndarray,
+    step_ES: np.ndarray,
+    costs: Costs,
+    first_C: np.ndarray,
+    last_C: np.ndarray,
+    mean_C: np.ndarray,
+) -> None:
+    """See `native.fit`; writes first and last values, -1 for no class, and elements for each change."""
+    below_E = np.append(0.0, np.cumsum(np.maximum(element_E, step_ES.sum(axis=1))))
+    first = np.flatnonzero(step_ES.any(axis=1))
+    last, step_CS = first.copy(), step_ES[first].astype(np.int64)
+    bits_C = _class_bits(element_E[first], step_CS, costs)
+    while first.size > 1:
+        joined = _class_bits(below_E[last[1:] + 1] - below_E[first[:-1]], step_CS[:-1] + step_CS[1:], costs)
+        gain = bits_C[:-1] + bits_C[1:] - joined + costs.element * below_E[-1]
+        c = int(gain.argmax())
+        if gain[c] <= 0:
+            break
+        last[c], step_CS[c], bits_C[c] = last[c + 1], step_CS[c] + step_CS[c + 1], joined[c]
+        first, last, bits_C = np.delete(first, c + 1), np.delete(last, c + 1), np.delete(bits_C, c + 1)
+        step_CS = np.delete(step_CS, c + 1, axis=0)
+    first_C[: first.size], last_C[: first.size] = first, last
+    mean_C[: first.size] = (below_E[last + 1] - below_E[first]) / step_CS.sum(axis=1)
+
+
+def _class_bits(element_C: np.ndarray, step_CS: np.ndarray, costs: Costs) -> np.ndarray:
+    """Estimate the bits that the changes of each class take, with their tables, but without the extra bits of steps."""
+    changed_C = step_CS.sum(axis=-1).astype(np.float64)
+    bits_C = costs.table + (costs.symbol * (step_CS > 0) - _x_log_x(step_CS.astype(np.float64))).sum(axis=-1)
+    element_C = np.maximum(element_C, changed_C)
+    found: np.ndarray = bits_C + _x_log_x(element_C) - _x_log_x(element_C - changed_C)
+    return found
 
 
 def _x_log_x(value: np.ndarray) -> np.ndarray:
     found: np.ndarray = value * np.log2(np.maximum(value, 1.0))
     return found
-
-
-def fit(element_E: np.ndarray, step_ES: np.ndarray, first_C: np.ndarray, last_C: np.ndarray, mean_C: np.ndarray) -> None:
-    """Make each value of the field a class: a few bits more than `native.fit` finds, which joins them."""
-    changed_E = step_ES.sum(axis=1)
-    (value_C,) = np.nonzero(changed_E)
-    first_C[: value_C.size] = last_C[: value_C.size] = value_C
-    mean_C[: value_C.size] = np.maximum(element_E[value_C], changed_E[value_C]) / changed_E[value_C]

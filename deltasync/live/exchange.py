@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from deltasync import kernels
 from deltasync.errors import undoing
+from deltasync.kernels import native
 from deltasync.kernels.table import Writes
 from deltasync.live.devices import Chunk, Device
 from deltasync.live.segments import Segment
 
 if TYPE_CHECKING:
-    from deltasync.kernels.cpu import SwapTable
+    from deltasync.kernels.native import SwapTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class HostSwap:
     """An exchange of scattered elements in host memory.
 
     Args:
-        table: See `kernels.cpu.swap_by`.
+        table: See `native.swap_by`.
         arrays: Positions and new values, to which the table has addresses. The values are mutated.
         gains: Gains of the fingerprints by the first exchange.
         check: What `found` returns after the first exchange, unless live memory was written since this was staged.
@@ -73,7 +73,7 @@ class HostSwap:
 
     def exchange(self) -> None:
         """Exchange all values; mutates live memory."""
-        self._found = kernels.cpu.swap_by(self._table)
+        self._found = native.swap_by(self._table)
 
     def found(self) -> int:
         """Return the checksum of what the last exchange found in live memory."""

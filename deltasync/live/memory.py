@@ -19,8 +19,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from deltasync import kernels
 from deltasync.errors import FingerprintMismatchError, StageError, undoing
+from deltasync.kernels import native
 from deltasync.live import staging
 from deltasync.live.devices import Device, device_of
 from deltasync.live.exchange import Copy, Swap, Target
@@ -251,7 +251,7 @@ class LiveMemory:
         """
         for name, bits_N, expected in weights:
             (segment,) = self._place(name)
-            found = kernels.cpu.take(self._keys[name], bits_N, unsigned(segment.flat()))
+            found = native.take(self._keys[name], bits_N, unsigned(segment.flat()))
             if self.parts is None:
                 self.parts = np.zeros(len(self._first_part), np.uint64)
             self.parts[self._first_part[name]] = found
@@ -268,10 +268,10 @@ class LiveMemory:
 
     def _add(self, vector: Vector, steps: Sparse) -> None:
         changed = np.flatnonzero(vector.count(steps.at_K))
-        zero_T, bound_T2 = np.zeros(len(vector.specs), np.int64), np.zeros((len(vector.specs), 2), np.uint64)
+        zero_T = np.zeros(len(vector.specs), np.int64)
         address_T = [self._place(vector.names[t])[0].live.data_ptr() for t in changed.tolist()]
         zero_T[changed] = np.array(address_T, np.int64) - vector.first_T[changed] * vector.width
-        gain_T, _ = kernels.cpu_rows.add(vector, zero_T, steps, bound_T2)
+        gain_T, _ = native.add(vector, zero_T, steps)
         self.known_parts[[self._first_part[vector.names[t]] for t in changed.tolist()]] += gain_T[changed]
 
     def stage(self, changed: Changed) -> Staged:

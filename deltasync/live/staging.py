@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from deltasync import kernels
 from deltasync.errors import StageError
+from deltasync.kernels import native
 from deltasync.kernels.table import MOST_DIMS, MOST_ELEMENTS, Line, Rows, Table, Writes
 from deltasync.live.devices import Chunk, Device, copiers
 from deltasync.live.exchange import Copy, DeviceCopy, DeviceSwap, HostCopy, HostSwap, Swap, Target, Values
@@ -28,7 +28,7 @@ from deltasync.tensors.bits import signed_view
 from deltasync.tensors.device import DeviceSparse
 
 if TYPE_CHECKING:
-    from deltasync.kernels.cpu import SwapTable
+    from deltasync.kernels.native import SwapTable
 
 _HOST_PIECE_BYTES = 4 << 20
 _DEVICE_PIECE_BYTES = 16 << 20
@@ -104,7 +104,7 @@ class Staged:
 
 def host_fingerprints(targets: Sequence[Target]) -> Values:
     """Return the fingerprints of segments in host memory."""
-    found = [kernels.cpu.fingerprint_runs(target.key, *target.segment.runs()) for target in targets]
+    found = [native.fingerprint_runs(target.key, *target.segment.runs()) for target in targets]
     return Values(np.array([target.part for target in targets], np.int64), np.array(found, np.uint64))
 
 
@@ -128,10 +128,11 @@ class HostPlaces:
             layout = _strided(segment)
             last = region_end(segment.region())
             self._span = max(self._span, last - segment.offset, segment.flat().numel())
-            rows.append((tensor, at, first + last, segment.live.data_ptr(), -1 if layout is None else len(dims)))
+            place = segment.live.data_ptr(), -1 if layout is None else len(dims), segment.flat().numel()
+            rows.append((tensor, at, first + last, *place))
             if layout is not None:
                 dims.append(layout + [(0, 0, 0)] * (MOST_DIMS - len(layout)))
-        self._row_SF = np.array(rows, np.int64).reshape(-1, 5)
+        self._row_SF = np.array(rows, np.int64).reshape(-1, 6)
         self._part_S = np.array([target.part for target in self.targets], np.int64)
         self._dim_D83 = np.array(dims, np.int64).reshape(-1, MOST_DIMS, 3)
 
@@ -142,26 +143,25 @@ class HostPlaces:
             The table of the exchange; the arrays that it has the addresses of; what it adds to fingerprints; its checksum;
             and how many elements it writes.
         """
-        tensor_S, at_S, end_S, address_S, dims_S = self._row_SF.T
+        tensor_S, at_S, end_S, address_S, dims_S, span_S = self._row_SF.T
         low_S, high_S = count_below(steps.at_K, at_S), count_below(steps.at_K, end_S)
         touched = np.flatnonzero(high_S > low_S)
-        columns = tensor_S, low_S, high_S, address_S, at_S, dims_S
+        columns = tensor_S, low_S, high_S, address_S, at_S, dims_S, span_S
         row_RF = np.stack([column[touched] for column in columns], axis=1)
         to = np.dtype(np.int32 if self._span < 1 << 31 else np.int64)
-        kernels.cpu.warm_up(steps.data_K.dtype, to)
         places = self.vector.key_T, self.vector.first_T
-        write_CF, to_K, new_K, gain_R, kept_R, check = kernels.cpu_rows.prepare(row_RF, self._dim_D83, *places, *steps, to)
+        write_CF, to_K, new_K, gain_R, kept_R, check = native.prepare(row_RF, self._dim_D83, *places, *steps, to)
         chunk_CF = np.empty((len(write_CF), 4), np.int64)
         chunk_CF[:, 0], place_C, chunk_CF[:, 3] = write_CF[:, 1], write_CF[:, 2], write_CF[:, 3]
         for column, array in ((1, to_K), (2, new_K)):
             chunk_CF[:, column] = array.ctypes.data + place_C * array.itemsize
         written = np.flatnonzero(kept_R)
         gains = Values(self._part_S[touched[written]], gain_R[written])
-        return [(chunk_CF, new_K[:0], to_K[:0])], [to_K, new_K], gains, check, int(kept_R.sum())
+        return [(chunk_CF, new_K.itemsize, to_K.itemsize)], [to_K, new_K], gains, check, int(kept_R.sum())
 
 
 def _strided(segment: Segment) -> list[tuple[int, int, int]] | None:
-    """Return the dimensions of a segment, for `cpu_rows.prepare`; None if it is contiguous here and in the tensor."""
+    """Return the dimensions of a segment, for `native.prepare`; None if it is contiguous here and in the tensor."""
     live = segment.live
     dims = [dim for dim in zip(segment.stride, live.shape, live.stride(), strict=True) if dim[1] > 1]
     if live.is_contiguous() and all(stride == live_stride for stride, _, live_stride in dims):
@@ -198,7 +198,7 @@ class HostStaging:
         whole = signed_view(bits_N)
         source = segment.source(whole).contiguous()
         new_N, old_N = (unsigned(view.reshape(-1)) for view in (source, segment.live.contiguous()))
-        at, _ = kernels.cpu_diff.diff(old_N, new_N)
+        at, _ = native.diff(old_N, new_N)
         if at.size <= new_N.size // _FEW:
             self._differing(target, *_places(segment, at), new_N[at])
             return
@@ -210,9 +210,8 @@ class HostStaging:
             return
         dest = target.segment.flat()
         dest_index_K = np.ascontiguousarray(dest_index_K, index_dtype(dest.numel()))
-        kernels.cpu.warm_up(data_K.dtype, dest_index_K.dtype)
-        new_K, gained, check = kernels.cpu.prepare(target.key, unsigned(dest), dest_index_K, data_K, True, index_K)
-        self._writes.append((dest, torch.from_numpy(dest_index_K), signed_view(new_K)))
+        gained, check = native.weigh(target.key, unsigned(dest), dest_index_K, index_K, data_K)
+        self._writes.append((dest, torch.from_numpy(dest_index_K), signed_view(data_K)))
         self._gains.append(Values(np.array([target.part]), np.array([gained], np.uint64)))
         self._changed += data_K.size
         self._check = (self._check + check) & fingerprint.MASK
@@ -221,7 +220,7 @@ class HostStaging:
         """Add what was collected to `staged`."""
         if self._changed:
             writes = [(unsigned(dest), at_K.numpy(), unsigned(value_K)) for dest, at_K, value_K in self._writes]
-            table = [*self._tables, *kernels.cpu.swap_table(writes)]
+            table = [*self._tables, *native.swap_table(writes)]
             arrays = [*self._arrays, *(array for write in writes for array in write[1:])]
             gains = Values(*map(np.concatenate, zip(*self._gains, strict=True)))
             staged.swaps.append(HostSwap(table, arrays, gains, self._check, self._changed))

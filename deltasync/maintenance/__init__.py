@@ -1,7 +1,7 @@
 """Maintain a channel: `forget` and `prune`, `check` and `repair`, `copy`, `Relay`, `export`, `write_compaction`.
 
 Each function has a `ChannelReader` as its first argument and reports its progress (`reporting`). Modules that hold weights
-are imported on first use, so that functions that only read documents need neither torch nor numba.
+are imported on first use, so that functions that only read documents do not need torch.
 """
 
 from __future__ import annotations

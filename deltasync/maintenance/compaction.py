@@ -20,7 +20,7 @@ from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.errors import ConfigError, CorruptDataError, FormatError, MissingVersionError
 from deltasync.following import Replica
-from deltasync.kernels import cpu_diff
+from deltasync.kernels import native
 from deltasync.live import model_fingerprint
 from deltasync.maintenance.scan import progressed
 from deltasync.tensors import fingerprint
@@ -70,7 +70,7 @@ def write_compaction(
     new = {name: bits_of(tensor) for name, tensor in replica.state_dict().items()}
     layout, pieces = reader.layout, []
     for done, (name, new_N) in enumerate(new.items(), start=1):
-        index_K, step_K = cpu_diff.diff(old[name], new_N)
+        index_K, step_K = native.diff(old[name], new_N)
         if index_K.size:
             pieces.append(of_tensor(layout, name, index_K, step_K))
         progressed("tensors", done, len(reader.specs))

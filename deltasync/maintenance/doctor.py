@@ -187,11 +187,11 @@ def _installed() -> Iterator[Finding]:
 
 
 def _kernels() -> Finding:
-    from deltasync.kernels import compiled, cpu  # noqa: F401 - its import fills `compiled.uncached`
+    from deltasync.kernels import native
 
-    if compiled.uncached:
-        return Finding("kernels", "warning", f"Each process compiles them again: {compiled.uncached[0]}.", compiled.CURE)
-    return Finding("kernels", "ok", "Compiled kernels are cached on disk.")
+    if native.extension() is None:
+        return Finding("kernels", "warning", "They run in numpy, which is slow: the extension is missing.", native.CURE)
+    return Finding("kernels", "ok", f"The extension uses {native.instructions()}.")
 
 
 def _gpu() -> Finding:

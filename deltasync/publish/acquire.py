@@ -25,7 +25,7 @@ from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer, require_signer
-from deltasync.config import PublisherSettings
+from deltasync.config import AUTO, PublisherSettings
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
@@ -161,8 +161,11 @@ class _Opener:
             raise ChannelInUseError(
                 f"{self._store.url} already holds run {channel.run_id}. Pass resume=True to continue it, or use another URL."
             )
-        if channel.dtype != self._settings.dtype:
-            raise ChannelInUseError(f"Run {channel.run_id} is published in {channel.dtype}, not in {self._settings.dtype}.")
+        if self._settings.dtype not in (AUTO, channel.dtype):
+            raise ChannelInUseError(
+                f"Run {channel.run_id} is published in {channel.dtype}, not in {self._settings.dtype}. Continue it with "
+                f'dtype="{channel.dtype}", or use another URL.'
+            )
         require_signer(self._signer, self._reader.signed)
 
     def _seals(self, channel: Channel | None, listed: _Listed) -> bool:

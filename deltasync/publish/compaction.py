@@ -14,14 +14,13 @@ from typing import NamedTuple, Self
 import msgspec
 import numpy as np
 
-from deltasync import kernels
 from deltasync.channel import keys, payloads
 from deltasync.channel.documents import File
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import INLINE_BYTES, StoredRecord
 from deltasync.channel.threads import Workers
 from deltasync.codec.base import Encoded
-from deltasync.kernels import cpu_diff
+from deltasync.kernels import native
 from deltasync.publish.encode import Versions, encode, prove
 from deltasync.publish.job import Job
 from deltasync.publish.shadow import Snapshot
@@ -102,7 +101,7 @@ def store_parts(
     def old_ranges() -> Iterator[tuple[str, int, np.ndarray]]:
         nonlocal before
         for name, start, old_N in _old_ranges(reader, base, target.snapshot.ranges):
-            before += kernels.cpu.fingerprint(fingerprint.tensor_key(name), old_N, start)
+            before += native.fingerprint(fingerprint.tensor_key(name), old_N, start)
             yield name, start, old_N
 
     def store(payload: Encoded) -> None:
@@ -111,12 +110,11 @@ def store_parts(
         name = keys.compaction_part(base.record.version, rank, len(stored) + 1)
         stored.append(puts.submit(put, name, payload.to_bytes()))
 
-    with kernels.cpu.leave_cores(STORED_AT_ONCE):
-        for group in _groups(reader.layout, old_ranges(), target.snapshot):
-            if waiting is not None:
-                store(waiting)
-            waiting = _encode(group, target, base.record.version)
-            changed += sum(change.delta.changed for change in group.values())
+    for group in _groups(reader.layout, old_ranges(), target.snapshot):
+        if waiting is not None:
+            store(waiting)
+        waiting = _encode(group, target, base.record.version)
+        changed += sum(change.delta.changed for change in group.values())
     if waiting is not None and (stored or not inline or len(waiting.to_bytes()) > INLINE_BYTES):
         store(waiting)
         waiting = None
@@ -130,7 +128,7 @@ def _groups(layout: Layout, old_ranges: Iterable[tuple[str, int, np.ndarray]], s
     for name, start, old_N in old_ranges:
         new_N = np.empty_like(old_N)
         snapshot.take(name, new_N)
-        index_K, step_K = cpu_diff.diff(old_N, new_N)
+        index_K, step_K = native.diff(old_N, new_N)
         if index_K.size:
             group[name] = _Change(start, new_N, of_tensor(layout, name, index_K, step_K, start=start))
             size += new_N.size

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from deltasync import kernels, maintenance
+from deltasync import maintenance
 from deltasync.channel import anchors, keys, requests
 from deltasync.channel.documents import Anchor, Delta, File
 from deltasync.channel.reading import ChannelReader
@@ -122,15 +122,14 @@ class Maintenance:
         folder = keys.anchor_folder(version, log.epoch, log.attempt(version))
         model_files = [log.put_file(folder, name, data) for name, data in self._model_files.items()]
         workers = Workers(STORED_AT_ONCE, "deltasync-anchor")
-        with kernels.cpu.leave_cores(STORED_AT_ONCE):
-            for name, data in weights.files:
-                if len(stored) >= STORED_AT_ONCE:
-                    stored[-STORED_AT_ONCE].result()  # so that no more are in memory
-                stored.append(workers.submit(log.put_file, folder, name, data))
-                if len(data) > _MOST_BESIDE_BYTES:
-                    stored[-1].result()
-                del data  # before the next one is made
-            files = [future.result() for future in stored]
+        for name, data in weights.files:
+            if len(stored) >= STORED_AT_ONCE:
+                stored[-STORED_AT_ONCE].result()  # so that no more are in memory
+            stored.append(workers.submit(log.put_file, folder, name, data))
+            if len(data) > _MOST_BESIDE_BYTES:
+                stored[-1].result()
+            del data  # before the next one is made
+        files = [future.result() for future in stored]
         if files[-1].key.endswith(anchors.INDEX):
             model_files.append(files.pop())
         return Anchor(directory=folder, files=files, model_files=model_files)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from deltasync import kernels
 from deltasync.errors import ConfigError, ModelMismatchError
+from deltasync.kernels import native
 from deltasync.publish.shards import (
     TensorRange,
     check_alike,
@@ -247,7 +247,7 @@ def _held(name: str, tensor: Tensor, dtype: str, gathered: set[int]) -> _Held:
     if gathered and places(tensor) & gathered:
         raise ConfigError(f"{name} is gathered by FSDP2. {_GATHERED}")
     key = fingerprint.tensor_key(name)
-    digest = sum(kernels.cpu.fingerprint(key, bits_of(piece), start) for start, piece in pieces(readable(name, tensor)))
+    digest = sum(native.fingerprint(key, bits_of(piece), start) for start, piece in pieces(readable(name, tensor)))
     return _Held(served, shape, 0, tensor.numel(), digest & fingerprint.MASK)
 
 

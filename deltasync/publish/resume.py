@@ -16,7 +16,7 @@ from deltasync.channel.documents import Channel, Reference, VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import each
-from deltasync.config import AUTO, PublisherOptions, PublisherSettings, Retention
+from deltasync.config import PublisherOptions, PublisherSettings, Retention
 from deltasync.errors import (
     ApplyError,
     ChainError,
@@ -27,8 +27,7 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.following import Replica
-from deltasync.live import compiling
-from deltasync.publish import compaction, writes
+from deltasync.publish import writes
 from deltasync.publish.acquire import open_channel
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
@@ -39,7 +38,7 @@ from deltasync.ranks.mailbox import ranks_of
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
-from deltasync.tensors import Delta, Layout, TensorSpec, check_specs, fingerprint
+from deltasync.tensors import Delta, TensorSpec, check_specs, fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +134,8 @@ def open_first(store: Store, settings: PublisherSettings, resume: bool, files: M
             logger.warning("Version %s cannot be read: %s The next version has full weights.", tip, error)
     number = 0 if tip is None else tip.version
     options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()}
+    if log.channel is not None:
+        options["dtype"] = log.channel.dtype
     return Start(options, log.channel, log.run_id, number, chain, None if signer is None else signer.trusted.names), log
 
 
@@ -265,7 +266,6 @@ class FirstStream:
         if channel is None:  # in the first rank's order
             channel = _new_channel({name: TensorSpec(name, *described) for name, described in shared[0][0].items()}, dtype)
         check_coverage(channel.specs, held)
-        self._compile(channel)
         resumed = self.resumed(ranges)
         if resumed is not None:
             again: Stream = stream if first is None else first.stream()
@@ -288,8 +288,6 @@ class FirstStream:
         if not self._resumes:
             return None
         self._resumes, start = False, self.start
-        if start.channel is not None:
-            self._compile(start.channel)
         shadow, problem = attempt(lambda: self._read(ranges))
         damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
         added = 0 if shadow is None else shadow.fingerprints.total
@@ -299,12 +297,6 @@ class FirstStream:
             logger.warning("Version %s cannot be read: %s The next version has full weights.", start.end, why)
             return None
         return shadow
-
-    def _compile(self, channel: Channel) -> None:
-        """Compile what later steps need, while this one reads a version or stores the first one."""
-        chosen = self.start.settings.codec
-        codecs = compiling.CODECS if chosen == AUTO else tuple(dict.fromkeys((compaction.CODEC, chosen)))
-        compiling.start(compiling.Kinds(compiling.of_model(Layout(channel.specs)), codecs, publishes=True, on_host=False))
 
     def _read(self, ranges: Mapping[str, Range]) -> Shadow:
         """Read the newest version's bits. The caller checks the fingerprint over all ranks."""

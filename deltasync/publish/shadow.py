@@ -18,6 +18,7 @@ import torch
 
 from deltasync import kernels
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, get_logger
+from deltasync.kernels import native
 from deltasync.live import LiveMemory, Segment
 from deltasync.publish.detect import Difference, Looks, Seen, looks_of, on_host, parts_of, served_tensors
 from deltasync.publish.device_shadow import DeviceShadow, needed_bytes, room_bytes
@@ -407,11 +408,11 @@ class Snapshot:
             CorruptDataError: memory has damaged them.
         """
         bits_N, (start, _) = self._bits[name], self.ranges[name]
-        key = int(kernels.cpu.key_from(fingerprint.tensor_key(name), start))
+        key = native.key_from(fingerprint.tensor_key(name), start)
         with self._lock:
             before = self._later
         # Without the lock, so that the trainer does not wait for it.
-        found = kernels.cpu.take(key, bits_N, out_N)
+        found = native.take(key, bits_N, out_N)
         with self._lock:
             later = self._later
             if later is not before:  # each step makes another list
@@ -421,7 +422,7 @@ class Snapshot:
             steps = delta.of(name)
             out_N[steps.at_K - steps.at_K.dtype.type(start)] -= steps.data_K
         if later:
-            found = kernels.cpu.fingerprint(key, out_N)
+            found = native.fingerprint(key, out_N)
         if name not in self.fingerprints and has_nan(out_N, self._specs[name]):
             self.with_nan.append(name)
         if found != self.fingerprints.setdefault(name, found):
@@ -456,10 +457,12 @@ def _first_parts(tensors: Tensors, dtype: str, rank: int, specs: dict[str, Tenso
         given[name] = part.held.dtype
     if not specs:
         raise ModelMismatchError("The stream held no tensors; nothing was published.")
-    _warn_of_rounding(given, specs, max(sizes, key=lambda dtype: sizes[dtype]))
+    _warn_of_rounding(given, specs, max(sizes, key=lambda dtype: sizes[dtype]), dtype)
 
 
-def _warn_of_rounding(given: Mapping[str, torch.dtype], specs: Mapping[str, TensorSpec], main: torch.dtype) -> None:
+def _warn_of_rounding(
+    given: Mapping[str, torch.dtype], specs: Mapping[str, TensorSpec], main: torch.dtype, rule: str
+) -> None:
     """Warn of tensors that the model holds in a wider dtype than most, and that are published in a narrower one."""
     rounded = [
         name
@@ -472,7 +475,7 @@ def _warn_of_rounding(given: Mapping[str, torch.dtype], specs: Mapping[str, Tens
             "%d tensors are wider than the model's %s, and published in %s: %s. A server with their dtype will differ. "
             'To publish them as they are: dtype="%s,*%s=keep".',
             *(len(rounded), str(main).removeprefix("torch."), specs[name].dtype, ", ".join(rounded[:5])),
-            *(specs[name].dtype, ".".join(name.split(".")[-2:])),
+            *(rule, ".".join(name.split(".")[-2:])),
         )
 
 

@@ -160,6 +160,8 @@ def _sum(steps: Sequence[Sparse]) -> Sparse | None:
     if len(steps) < 2:
         return steps[0] if steps else None
     at_K = np.concatenate([each.at_K for each in steps])
+    if not at_K.size:
+        return steps[0]
     order = np.argsort(at_K, kind="stable")  # merges the ascending runs
     at_K = at_K[order]
     first = np.append(0, np.flatnonzero(at_K[1:] != at_K[:-1]) + 1)

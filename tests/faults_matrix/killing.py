@@ -1,8 +1,6 @@
 """vLLM's API server whose processes kill themselves at a step: `python -m tests.faults_matrix.killing --model ...`
 
-The file that FAULT_AT names tells the step, once it is there. Nothing of deltasync is imported here before vLLM has started
-its workers: they stumble over numba if it is there first.
-"""
+The file that FAULT_AT names tells the step, once it is there."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from unittest import mock
 from deltasync.channel import payloads
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import ChannelCursor, Follower
-from deltasync.kernels import cpu
+from deltasync.kernels import native
 from deltasync.live import LiveMemory, Staged
 from deltasync.live.staging import HostStaging
 from deltasync.stores import cache
@@ -74,7 +74,7 @@ def patched(tell: Tell) -> Iterator[None]:
 
         stack.enter_context(mock.patch.object(cache.os, "replace", replace_told))
         stack.enter_context(mock.patch.object(payloads, "delta", _decoding(payloads.delta, tell)))
-        stack.enter_context(mock.patch.object(cpu, "swap_by", _swapping(cpu.swap_by, tell)))
+        stack.enter_context(mock.patch.object(native, "swap_by", _swapping(native.swap_by, tell)))
         stack.enter_context(mock.patch.object(LiveMemory, "commit", _copying(LiveMemory.commit, tell)))
         yield
 

@@ -29,8 +29,8 @@ from deltasync.channel import keys
 from deltasync.channel.documents import Delta, Reference, VersionId
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
-from deltasync.kernels import cpu_diff
-from deltasync.kernels.class_fit import Costs
+from deltasync.kernels import native
+from deltasync.kernels.rans import Costs
 from deltasync.stores.object import ObstoreStore
 from deltasync.tensors import ITEM_BYTES, Layout, Sparse, TensorSpec
 from deltasync.tensors import Delta as TensorDelta
@@ -279,7 +279,7 @@ def ranks(folder: Path) -> None:
         old, new = (bits_of(state["w"]) for state in states)
         payloads: list[Encoded] = []
         for start, stop in ((0, BLOCK), (BLOCK, 3 * BLOCK), (3 * BLOCK, new.size)):
-            index_K, step_K = cpu_diff.diff(old[start:stop], new[start:stop])
+            index_K, step_K = native.diff(old[start:stop], new[start:stop])
             layout = Layout(channel.specs)
             steps = TensorDelta(layout, {2: Sparse(index_K.astype(np.int32) + np.int32(start), step_K)})
             held, digests = (new[start:stop], start), channel.fingerprints(states[1])

@@ -20,7 +20,7 @@ from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError
 from deltasync.following import Follower
-from deltasync.kernels import cpu
+from deltasync.kernels import native
 from deltasync.live import LiveMemory
 from deltasync.stores import open_store
 from deltasync.tensors import fingerprint
@@ -338,7 +338,7 @@ def test_fingerprint_example_of_the_page_holds() -> None:
     name, values, digits = example.groups()
     bits = np.array([int(value, 16) for value in values.split(", ")], np.uint16)
     assert f"{independent_reader.fingerprint(name, bits):016x}" == digits
-    assert fingerprint.to_hex(cpu.fingerprint(fingerprint.tensor_key(name), bits)) == digits
+    assert fingerprint.to_hex(native.fingerprint(fingerprint.tensor_key(name), bits)) == digits
 
 
 def test_planes_example_of_the_page_holds() -> None:

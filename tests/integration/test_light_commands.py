@@ -1,4 +1,4 @@
-"""What only reads documents, and what is refused, loads neither torch nor numba, so that it answers at once."""
+"""What only reads documents, and what is refused, loads neither torch nor numpy, so that it answers at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deltasync.cli import main
 try:
     main(sys.argv[1:])
 finally:
-    print("loaded:", *sorted({"torch", "numba", "vllm", "trl"} & set(sys.modules)))
+    print("loaded:", *sorted({"torch", "vllm", "trl"} & set(sys.modules)))
 """
 
 

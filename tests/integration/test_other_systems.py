@@ -11,7 +11,7 @@ from deltasync import Replica
 WITHOUT = """
 import os, sys
 
-import numba, obstore, torch  # others' code, which has wheels for Windows and knows where it is
+import obstore, torch  # others' code, which has wheels for Windows and knows where it is
 
 for name in ("fcntl", "resource", "grp", "pwd", "termios"):
     sys.modules[name] = None  # an import raises ImportError

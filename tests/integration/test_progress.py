@@ -36,7 +36,6 @@ SHOW = {
     "export": "{channel} latest {folder}/export",
     "cp": "{channel} file://{folder}/copy",
     "relay": "{channel} file://{folder}/copy --once",
-    "compile": "",
 }
 
 
@@ -98,7 +97,6 @@ def test_each_command_shows_progress_or_has_a_reason_not_to() -> None:
 @pytest.mark.parametrize("name", SHOW)
 def test_progress(name: str, channel: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("deltasync.live.compiling.steps", lambda kinds: iter(()))  # of `compile`, which takes a minute
     said = []
     json_too = any(option.name == "as_json" for option in COMMANDS[name].params)
     for way, stderr in enumerate([Terminal(), io.StringIO(), *([Terminal()] if json_too else [])]):

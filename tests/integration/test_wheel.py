@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 CHECK = """
 import sys
 import deltasync
-assert not {'torch', 'numba', 'obstore'} & set(sys.modules)
+assert not {'torch', 'numpy', 'obstore'} & set(sys.modules)
 import torch
 from deltasync import Publisher, Replica
 weights = {"w": torch.arange(1000, dtype=torch.float32)}
@@ -34,6 +34,8 @@ with Publisher("memory://wheel") as publisher:
 replica = Replica("memory://wheel")
 assert replica.sync() in (1, 2)
 assert torch.equal(replica.state_dict()["w"], weights["w"].bfloat16())
+from deltasync.kernels import native
+assert native.extension() is not None and "site-packages" in native._native.__file__
 import sglang_plugin
 import vllm_plugin
 assert not {"vllm", "trl"} & set(sys.modules)
@@ -101,6 +103,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     assert {name for name in top if not name.endswith(".dist-info")} == packages
     files = {name for name in names if name.split("/")[0] in packages and not name.endswith(".py")}
     assert files == {
+        "deltasync/_native.abi3.so",
         "vllm_plugin/page.html",
         *(f"deltasync/dashboard/{name}" for name in ("page.html", "page.css", "page.js", "charts.js")),
         *(f"{package}/py.typed" for package in packages),

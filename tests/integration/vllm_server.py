@@ -27,7 +27,6 @@ from deltasync.channel import keys
 from deltasync.channel.documents import Record
 from deltasync.channel.record import StoredRecord
 from deltasync.codec.base import Encoded
-from deltasync.kernels.cpu import threads
 from deltasync.stores import Store, open_store
 from deltasync.tensors.bits import bits_of, cast
 from demo import model as demo_model
@@ -264,8 +263,7 @@ def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with threads(1):
-            yield
+        yield
     finally:
         torch.set_num_threads(before)
 

@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,15 +7,16 @@ from hypothesis import strategies as st
 
 from deltasync.codec import tables
 from deltasync.errors import CorruptDataError
-from deltasync.kernels import rans
+from deltasync.kernels import native, rans, reference
 from deltasync.tensors import TensorSpec
-from tests import coder_reference, deltas
+from tests import deltas
 from tests import strategies as our
+from tests.instructions import LEVELS
 
 
 @given(st.integers(0, (1 << 64) - 1) | st.integers(0, 100))
 def test_every_number_lies_in_one_bucket(value: int) -> None:
-    symbol, extra, low = coder_reference.bucket(value)
+    symbol, extra, low = reference.bucket(value)
     assert 0 <= symbol < 256 and 0 <= low < 1 << extra
     assert value == (symbol if symbol < 16 else ((4 + symbol % 4) << extra) + low)
     assert extra == (0 if symbol < 16 else symbol // 4 - 2)
@@ -29,13 +25,13 @@ def test_every_number_lies_in_one_bucket(value: int) -> None:
 @given(our.widths, st.data())
 def test_zigzag_is_a_bijection_of_the_steps(width: int, data: st.DataObject) -> None:
     step = data.draw(st.integers(1, (1 << 8 * width) - 1))
-    value = coder_reference.zigzag(step, 8 * width)
+    value = reference.zigzag(step, 8 * width)
     assert 0 <= value <= (1 << 8 * width) - 2
-    assert coder_reference.unzigzag(value, 8 * width) == step
+    assert reference.unzigzag(value, 8 * width) == step
 
 
 def test_zigzag_of_the_smallest_steps() -> None:
-    assert [coder_reference.zigzag(step & 0xFFFF, 16) for step in (-1, 1, -2, 2)] == [0, 1, 2, 3]
+    assert [reference.zigzag(step & 0xFFFF, 16) for step in (-1, 1, -2, 2)] == [0, 1, 2, 3]
 
 
 def test_ratios_double_each_eight_levels() -> None:
@@ -74,20 +70,19 @@ def _weights_by_context() -> bytes:
     new_N[index_K] += step_K
     specs = {"w": TensorSpec("w", "bfloat16", old.shape)}
     data = deltas.encode("context", specs, {"w": old_N}, {"w": new_N}).to_bytes()
-    steps, _ = deltas.decode(data, specs, {"w": old_N})[0].of("w")
+    steps = deltas.decode(data, specs, {"w": old_N})[0].of("w")
     np.testing.assert_array_equal(steps.at_K, index_K)
     np.testing.assert_array_equal(steps.data_K, step_K)
     return data
 
 
-@pytest.mark.slow
-def test_a_cpu_without_wide_registers_gives_the_same_bytes(tmp_path: Path) -> None:
-    code = (
-        "import sys; from numba.core import registry; from tests.property.test_coder import _weights_by_context as of;"
-        "assert 'avx512' not in registry.cpu_target.target_context.codegen().magic_tuple()[2].replace('-avx512', '');"
-        "sys.stdout.buffer.write(of())"
-    )
-    other = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
-    environment = os.environ | other | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-    assert found.stdout == _weights_by_context()
+def test_every_instruction_set_and_numpy_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for level in LEVELS:
+        monkeypatch.setenv("DELTASYNC_SIMD", level)
+        native.extension.cache_clear()
+        assert (native.extension() is None) == (level == "none")
+        found[level] = _weights_by_context()
+    monkeypatch.undo()
+    native.extension.cache_clear()
+    assert len(set(found.values())) == 1, {level: len(data) for level, data in found.items()}

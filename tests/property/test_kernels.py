@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 
@@ -11,10 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.kernels import cpu, cpu_diff, reference, torch_ops
+from deltasync.kernels import native, reference, torch_ops
+from deltasync.tensors import Sparse
 from deltasync.tensors.fingerprint import MASK
 from tests import one_tensor
 from tests import strategies as our
+from tests.instructions import instructions as instructions
 
 keys = st.integers(0, MASK)
 
@@ -23,12 +24,8 @@ def _signed(bits: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(bits.copy().view(f"i{bits.itemsize}"))
 
 
-def _shared(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(bits.view(np.int16))
-
-
 def _swap(writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
-    return cpu.swap_by(cpu.swap_table(writes))
+    return native.swap_by(native.swap_table(writes))
 
 
 @given(our.bit_pairs())
@@ -43,7 +40,7 @@ def test_diff_finds_exactly_the_changed_bits_and_leads_there(pair: tuple[np.ndar
 
 @given(our.bit_pairs())
 def test_cpu_diff_is_the_reference(pair: tuple[np.ndarray, np.ndarray]) -> None:
-    for found, expected in zip(cpu_diff.diff(*pair), reference.diff(*pair), strict=True):
+    for found, expected in zip(native.diff(*pair), reference.diff(*pair), strict=True):
         np.testing.assert_array_equal(found, expected)
         assert found.dtype == expected.dtype
 
@@ -53,16 +50,15 @@ def test_cpu_kernels_are_the_reference_over_several_parallel_chunks(density: flo
     random = np.random.default_rng(0)
     old_N = random.integers(0, 1 << 16, (1 << 22) + 3 * (1 << 16) + 5, np.uint16)
     new_N = np.where(random.random(old_N.size) < density, ~old_N, old_N)
-    fingerprint_before = cpu.fingerprint(5, old_N)
-    for found, expected in zip(cpu_diff.diff(old_N, new_N), reference.diff(old_N, new_N), strict=True):
+    fingerprint_before = native.fingerprint(5, old_N)
+    for found, expected in zip(native.diff(old_N, new_N), reference.diff(old_N, new_N), strict=True):
         np.testing.assert_array_equal(found, expected)
-    assert cpu.fingerprint(5, new_N) == reference.fingerprint(5, new_N)
+    assert native.fingerprint(5, new_N) == reference.fingerprint(5, new_N)
     index_K, step_K = reference.diff(old_N, new_N)
-    added, _ = one_tensor.add(5, old_N.copy(), index_K, step_K, (0, 0))
-    assert added == (cpu.fingerprint(5, new_N) - fingerprint_before) & MASK
-    for found, expected in zip(
-        one_tensor.advance(5, old_N, new_N, (0, 0), 0, index_K.dtype), (index_K, step_K, added), strict=False
-    ):
+    compared = one_tensor.compare(5, old_N, new_N, (0, 0), 0)
+    added, _ = one_tensor.add(5, old_N, index_K, step_K, (0, 0))
+    assert added == (native.fingerprint(5, new_N) - fingerprint_before) & MASK
+    for found, expected in zip(compared, (index_K, step_K, added), strict=False):
         np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(old_N, new_N)
 
@@ -72,7 +68,7 @@ def test_fingerprint_is_the_reference(key: int, pair: tuple[np.ndarray, np.ndarr
     _, bits_N = pair
     expected = reference.fingerprint(key, bits_N)
     assert 0 <= expected <= MASK
-    assert cpu.fingerprint(key, bits_N) == expected
+    assert native.fingerprint(key, bits_N) == expected
     hashes = torch_ops.cell_hash(key, torch.arange(bits_N.size), _signed(bits_N))
     assert int(hashes.sum()) & MASK == expected
 
@@ -81,9 +77,9 @@ def test_fingerprint_is_the_reference(key: int, pair: tuple[np.ndarray, np.ndarr
 def test_take_copies_and_tells_of_what_it_copied(key: int, pair: tuple[np.ndarray, np.ndarray]) -> None:
     out_N, bits_N = pair[0].copy(), pair[1].copy()
     bits_N.flags.writeable = False
-    found = cpu.take(key, bits_N, out_N)
+    found = native.take(key, bits_N, out_N)
     np.testing.assert_array_equal(out_N, bits_N)
-    assert found == cpu.fingerprint(key, bits_N)
+    assert found == native.fingerprint(key, bits_N)
 
 
 @given(keys, st.lists(st.tuples(st.integers(0, (1 << 62) - 1), st.integers(0, MASK)), max_size=20), our.widths)
@@ -134,39 +130,50 @@ def test_steps_are_added_as_the_reference_scatters_them(key: int, pair: tuple[np
     assert added == wanted
 
 
-@given(keys, our.bit_pairs(), st.integers(0, 1 << 30), st.sampled_from([np.int32, np.int64]))
-def test_to_advance_is_to_diff_and_add(key: int, pair: tuple[np.ndarray, np.ndarray], start: int, index: type) -> None:
+@given(keys, our.bit_pairs(), st.integers(0, 1 << 30) | st.just(1 << 32))
+def test_to_compare_is_to_diff_and_only_reads(key: int, pair: tuple[np.ndarray, np.ndarray], start: int) -> None:
     old_N, new_N = pair
-    bounds = (1 << (8 * old_N.itemsize - 1)) - 1, int(new_N[0]) if new_N.size else 0
+    before_N, bounds = old_N.copy(), ((1 << (8 * old_N.itemsize - 1)) - 1, int(new_N[0]) if new_N.size else 0)
     wanted_K, wanted_step_K = reference.diff(old_N, new_N)
-    added = one_tensor.add(key, old_N.copy(), wanted_K, wanted_step_K, bounds, start)
-    index_K, step_K, *found = one_tensor.advance(key, old_N, new_N, bounds, start, np.dtype(index))
-    assert (index_K.dtype, tuple(found)) == (index, added)
-    np.testing.assert_array_equal(index_K, wanted_K + np.int64(start))
+    at_K, step_K, *found = one_tensor.compare(key, old_N, new_N, bounds, start)
+    np.testing.assert_array_equal(old_N, before_N)
+    assert tuple(found) == one_tensor.add(key, old_N, wanted_K, wanted_step_K, bounds, start)
+    assert at_K.dtype == (np.int32 if start < 1 << 31 else np.int64)
+    np.testing.assert_array_equal(at_K, wanted_K + np.int64(start))
     np.testing.assert_array_equal(step_K, wanted_step_K)
     np.testing.assert_array_equal(old_N, new_N)
 
 
-@given(keys, our.bit_pairs(), st.booleans(), st.sampled_from([np.int32, np.int64]), st.data())
-def test_prepare_and_swap_on_the_host_are_the_reference(
-    key: int, pair: tuple[np.ndarray, np.ndarray], absolute: bool, index_type: type, data: st.DataObject
+@given(our.bit_pairs(), st.data())
+def test_a_position_outside_of_its_tensor_is_refused_before_anything_is_written(
+    pair: tuple[np.ndarray, np.ndarray], data: st.DataObject
+) -> None:
+    bits_N = pair[0]
+    before_N, at = bits_N.copy(), data.draw(st.sampled_from([-1, bits_N.size, 1 << 30]))
+    vector = one_tensor.vector_of(1, bits_N)
+    vars(vector)["count"] = lambda at_K: np.array([at_K.size])
+    steps = Sparse(np.array([*range(min(bits_N.size, 1)), at], np.int32), np.ones(1 + min(bits_N.size, 1), bits_N.dtype))
+    with pytest.raises(ValueError, match="outside"):
+        native.add(vector, np.array([bits_N.ctypes.data]), steps)
+    np.testing.assert_array_equal(bits_N, before_N)
+
+
+@given(keys, our.bit_pairs(), st.sampled_from([np.int32, np.int64]), st.data())
+def test_weigh_and_swap_on_the_host_are_the_reference(
+    key: int, pair: tuple[np.ndarray, np.ndarray], index_type: type, data: st.DataObject
 ) -> None:
     old_N, new_N = pair
     index_K, step_K = reference.diff(old_N, new_N)
-    data_K = new_N[index_K] if absolute else step_K
     address_N = np.random.default_rng(data.draw(our.seeds)).permutation(2 * old_N.size)[: old_N.size].astype(index_type)
     memory = np.zeros(2 * old_N.size, old_N.dtype)
     memory[address_N] = old_N
     expected_memory = memory.copy()
     expected_memory[address_N] = new_N
     at_K = address_N[index_K]
-    arguments = key, memory, at_K, data_K, absolute, index_K
-    new_K, added, check = reference.prepare(*arguments)
+    new_K, added, check = reference.prepare(key, memory, at_K, step_K, False, index_K)
     np.testing.assert_array_equal(new_K, new_N[index_K])
     assert added == (reference.fingerprint(key, new_N) - reference.fingerprint(key, old_N)) & MASK
-    (cpu_new_K, *cpu_sums) = cpu.prepare(*arguments)
-    np.testing.assert_array_equal(cpu_new_K, new_K)
-    assert cpu_sums == [added, check]
+    assert native.weigh(key, memory, at_K, index_K, new_K) == (added, check)
 
     # In two writes, the second of which has other elements of the same memory.
     half = at_K.size // 2
@@ -198,15 +205,59 @@ def test_a_swap_of_many_writes_of_every_size_reaches_all_of_them() -> None:
             np.testing.assert_array_equal(array, right)
 
 
-def test_kernels_run_where_two_threads_may_not_use_them_at_once() -> None:
+def test_kernels_run_in_forks_and_in_several_threads_at_once() -> None:
     code = """
+import os, threading
 import numpy as np
-from deltasync.kernels import cpu, cpu_diff
-from tests import one_tensor
-old_N, new_N = np.zeros(1 << 18, np.uint16), np.ones(1 << 18, np.uint16)
-print(cpu.threading_layer(), cpu_diff.diff(old_N, new_N)[0].size)
-print(one_tensor.advance(5, old_N, new_N, (0, 0), 0, np.dtype(np.int32))[0].size, (old_N == new_N).all())
+from deltasync.kernels import native
+
+old_N, new_N = np.zeros(1 << 22, np.uint16), np.arange(1 << 22).astype(np.uint16)
+expected = native.fingerprint(1, new_N), native.diff(old_N, new_N)[0].size
+
+def check():
+    for _ in range(20):
+        assert (native.fingerprint(1, new_N), native.diff(old_N, new_N)[0].size) == expected
+
+native.threads = lambda elements: 4  # also on a machine with one core
+threads = [threading.Thread(target=check) for _ in range(4)]
+for thread in threads:
+    thread.start()
+children = []
+for _ in range(5):  # while others compute
+    if not (child := os.fork()):
+        check()
+        os._exit(0)
+    children.append(child)
+for thread in threads:
+    thread.join()
+print([os.waitpid(child, 0)[1] for child in children])
 """
-    environ = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue"}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["workqueue", "262144", "262144", "True"]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[0, 0, 0, 0, 0]", done.stderr
+
+
+def test_arrays_of_wrong_sizes_are_refused() -> None:
+    extension = native.extension() or pytest.skip("numpy")
+    one, none, tables = np.zeros(1, np.int64), np.empty(0, np.int64), np.zeros((2, 256), np.uint32)
+    for name, arguments in {
+        "fingerprint": (1, 0, one, np.zeros(3, np.uint16), np.zeros(2, np.uint16)),
+        "scan": (1, np.array([[5, 0, 1, 0, 0, 0]]), one, np.zeros((1, 2), np.uint64), one, one, one, one),
+        "add": (1, np.array([[0, 0, 2, 0, 0, 1]]), one, np.zeros((1, 2), np.uint64), one, one, one, one),
+        "decode": (
+            1,
+            np.zeros(1, np.uint32),
+            np.array([[0, 2]]),
+            one,
+            one,
+            np.array([0, 1]),
+            np.zeros((2, 256), np.uint32),
+            one,
+            one,
+        ),
+        "encode": (1, one, one, np.array([0, 1]), one, None, one, tables, one, none, none, one),
+        "swap": (1, 2, 4, one),
+    }.items():
+        with pytest.raises(ValueError, match="wrong sizes"):
+            getattr(extension, name)(*arguments)
+    with pytest.raises(TypeError):
+        extension.scan(1)

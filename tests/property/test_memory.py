@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from deltasync.errors import CommitError, StageError
-from deltasync.kernels import cpu, cpu_rows, reference
+from deltasync.kernels import native, reference
 from deltasync.live import LiveMemory, Segment, Union, model_fingerprint, staging
 from deltasync.live.staging import Staged
 from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec, fingerprint, region_end, region_size
@@ -59,7 +59,7 @@ def test_runs_are_the_elements_in_any_order(place: Place) -> None:
     )
     key = fingerprint.tensor_key("w")
     expected = reference.cell_hash(key, index_RL.reshape(-1), bits_RL.reshape(-1)).sum(dtype=np.uint64)
-    assert cpu.fingerprint_runs(key, start_R, bits_RL) == int(expected)
+    assert native.fingerprint_runs(key, start_R, bits_RL) == int(expected)
 
 
 @given(places())
@@ -357,22 +357,21 @@ def test_a_commit_that_fails_anywhere_leaves_the_old_bits(monkeypatch: pytest.Mo
 def test_without_memory_the_old_bits_stay(lacking: str) -> None:
     memory, tensors, weights = _mixed("bfloat16", "float32", "uint8")
     if lacking == "tables of the exchange":
-        with mock.patch.object(cpu, "np", wraps=np) as numpy_, pytest.raises(MemoryError):
-            numpy_.array.side_effect = [np.empty((0, 4), np.int64), MemoryError]
+        with mock.patch.object(native, "swap_table", side_effect=MemoryError), pytest.raises(MemoryError):
             memory.stage_weights(weights)
     else:
-        with mock.patch.object(cpu, "fingerprint_runs", side_effect=MemoryError), pytest.raises(MemoryError):
+        with mock.patch.object(native, "fingerprint_runs", side_effect=MemoryError), pytest.raises(MemoryError):
             memory.commit(memory.stage_weights(weights))
     assert not any(int_view(tensor).any() for tensor in tensors.values())
     memory.commit(memory.stage_weights(weights))
     assert [int_view(tensor).sum() for tensor in tensors.values()] == [1, 1, 3]
 
 
-@pytest.mark.parametrize("name", ["_by_changes", "by_tensor"])
+@pytest.mark.parametrize("name", ["_by_changes", "_by_row"])
 def test_without_memory_to_stage_a_delta_nothing_is_written(name: str) -> None:
     memory, tensors, changed = _two_tensors()
     before = dict(memory.fingerprints)
-    with mock.patch.object(cpu_rows, name, side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch.object(native, name, side_effect=MemoryError), pytest.raises(MemoryError):
         memory.stage(changed)
     assert not any(int_view(tensor).any() for tensor in tensors.values())
     assert memory.fingerprints == before

@@ -19,7 +19,7 @@ from deltasync.channel import payloads
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Follower
-from deltasync.kernels import cpu, reference
+from deltasync.kernels import native, reference
 from deltasync.live import LiveMemory, Segment, combine, model_fingerprint
 from deltasync.maintenance import KeepPolicy
 from deltasync.stores import Store
@@ -54,7 +54,7 @@ def proof(bits: Mapping[str, np.ndarray], total: int) -> Proof:
 def of_tensors(tensors: Mapping[str, torch.Tensor]) -> Proof:
     """With the fingerprints computed anew by the CPU kernels."""
     bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
-    digests = {name: cpu.fingerprint(fingerprint.tensor_key(name), bits_N) for name, bits_N in bits.items()}
+    digests = {name: native.fingerprint(fingerprint.tensor_key(name), bits_N) for name, bits_N in bits.items()}
     return proof(bits, model_fingerprint(digests))
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.kernels import cpu, cpu_diff, cpu_rows, reference
+from deltasync.kernels import native, reference
 from deltasync.live import Segment, staging
 from deltasync.live.exchange import Target
 from deltasync.live.staging import HostPlaces
@@ -20,6 +20,7 @@ from deltasync.tensors.bits import nan_bounds, signed_view
 from deltasync.tensors.fingerprint import MASK
 from tests import deltas
 from tests import strategies as our
+from tests.instructions import instructions as instructions
 
 WIDTHS = {1: ("uint8", "float8_e4m3fn"), 2: ("bfloat16", "float16"), 4: ("float32", "int32"), 8: ("float64", "int64")}
 
@@ -29,8 +30,9 @@ def chunks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Also so small that a tensor has several."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param is not None:
-            patch.setattr(cpu_rows, "ROW", request.param)
-            patch.setattr(cpu_rows, "CHANGES", request.param // 4)
+            patch.setattr(native, "_ROW", request.param)
+            patch.setattr(native, "_CHUNK", request.param // 4)
+            patch.setattr(native, "_LAUNCH", 5 * request.param)
         yield
 
 
@@ -66,8 +68,8 @@ def _whole(vector: Vector, old: Any, new: Any) -> Sparse:
 
 
 @given(vectors(), st.data())
-def test_advance_is_the_reference(chunks: None, model: tuple, data: st.DataObject) -> None:
-    """Ranges of each tensor, as a rank holds them, in one launch."""
+def test_compare_is_the_reference(chunks: None, model: tuple, data: st.DataObject) -> None:
+    """Ranges of each tensor, as a rank holds them, in one call."""
     vector, old, new = model
     held, rows, reached = {}, [], {name: bits_N.copy() for name, bits_N in old.items()}
     for t, name in enumerate(vector.names):
@@ -78,21 +80,12 @@ def test_advance_is_the_reference(chunks: None, model: tuple, data: st.DataObjec
         to = new[name][start:stop].copy()
         rows.append((t, start, stop - start, held[name].ctypes.data, to.ctypes.data, to))
     row_RF = np.array([row[:5] for row in rows], np.int64)
-    gain_T, above_T = np.zeros(len(vector.specs), np.uint64), np.zeros(len(vector.specs), np.int64)
-    found = []
-    for taken in cpu_rows.chunks(row_RF, vector.first_T, vector.bits_dtype):
-        gains, above = cpu_rows.advance(taken, vector.key_T, _bounds(vector), vector.bits_dtype)
-        found.append(Sparse(*taken.join(vector.index_dtype, vector.bits_dtype)))
-        gain_T, above_T = gain_T + gains, above_T + above
-    for (_, start, count, *_), name in zip(rows, vector.names, strict=True):
-        np.testing.assert_array_equal(held[name], reached[name][start : start + count])
-    wanted_gains, wanted_above = _expected(vector, old, reached)
-    assert (gain_T.tolist(), above_T.tolist()) == (wanted_gains, wanted_above)
-    at_K, step_K = (np.concatenate(arrays) for arrays in zip(*found, strict=True)) if found else (np.empty(0),) * 2
+    found = native.compare(row_RF, vector, _bounds(vector), data.draw(st.sampled_from([0, 1, 10_000])))
     expected = _whole(vector, old, reached)
-    np.testing.assert_array_equal(at_K, expected.at_K)
-    np.testing.assert_array_equal(step_K, expected.data_K)
-    assert all(part.at_K.dtype == vector.index_dtype and part.data_K.dtype == vector.bits_dtype for part in found)
+    np.testing.assert_array_equal(found.steps.at_K, expected.at_K)
+    np.testing.assert_array_equal(found.steps.data_K, expected.data_K)
+    assert (found.gain_T.tolist(), found.above_T.tolist()) == _expected(vector, old, reached)
+    assert (found.steps.at_K.dtype, found.steps.data_K.dtype) == (vector.index_dtype, vector.bits_dtype)
 
 
 @given(vectors())
@@ -101,14 +94,11 @@ def test_add_is_the_reference(chunks: None, model: tuple) -> None:
     held = {name: bits_N.copy() for name, bits_N in old.items()}
     steps = _whole(vector, old, new)
     zero_T = np.array([held[name].ctypes.data for name in vector.names]) - vector.first_T[:-1] * vector.width
-    gain_T, above_T = cpu_rows.add(vector, zero_T, steps, _bounds(vector))
+    gain_T, above_T = native.add(vector, zero_T, steps, _bounds(vector))
     assert (gain_T.tolist(), above_T.tolist()) == _expected(vector, old, new)
     assert all(held[name].tobytes() == new[name].tobytes() for name in held)
-    back_T, _ = cpu_rows.add(vector, zero_T, Sparse(steps.at_K, np.negative(steps.data_K)), _bounds(vector))
+    back_T, _ = native.add(vector, zero_T, Sparse(steps.at_K, np.negative(steps.data_K)), _bounds(vector))
     assert not (gain_T + back_T).any()
-    assert all(held[name].tobytes() == old[name].tobytes() for name in held)
-    cpu_rows.add(vector, zero_T, steps, _bounds(vector))
-    cpu_rows.subtract(vector, zero_T, steps)
     assert all(held[name].tobytes() == old[name].tobytes() for name in held)
 
 
@@ -127,23 +117,19 @@ def test_steps_wrap_around(width: int, step: int, chunks: None) -> None:
 
     held_N = old_N.copy()
     bounds = np.array([[top, top - 1]], np.uint64)
-    gain_T, above_T = cpu_rows.add(vector, np.array([held_N.ctypes.data]), Sparse(at_K, step_K), bounds)
+    gain_T, above_T = native.add(vector, np.array([held_N.ctypes.data]), Sparse(at_K, step_K), bounds)
     assert (gain_T.tolist(), above_T.tolist()) == ([gain], [0 if step == 1 else 200])
     np.testing.assert_array_equal(held_N, new_N)
 
-    held_N = old_N.copy()
-    row_RF = np.array([[0, 0, 200, held_N.ctypes.data, new_N.ctypes.data]], np.int64)
-    for taken in cpu_rows.chunks(row_RF, vector.first_T, vector.bits_dtype)[:1]:
-        gain_T, above_T = cpu_rows.advance(taken, vector.key_T, bounds, vector.bits_dtype)
-        found_at_K, found_K = taken.join(vector.index_dtype, vector.bits_dtype)
-    assert (gain_T.tolist(), above_T.tolist()) == ([gain], [0 if step == 1 else 200])
-    np.testing.assert_array_equal(held_N, new_N)
-    np.testing.assert_array_equal(found_at_K, at_K)
-    np.testing.assert_array_equal(found_K, step_K)
+    row_RF = np.array([[0, 0, 200, old_N.ctypes.data, new_N.ctypes.data]], np.int64)
+    found = native.compare(row_RF, vector, bounds)
+    assert (found.gain_T.tolist(), found.above_T.tolist()) == ([gain], [0 if step == 1 else 200])
+    np.testing.assert_array_equal(found.steps.at_K, at_K)
+    np.testing.assert_array_equal(found.steps.data_K, step_K)
 
-    row_RF = np.array([[0, 0, 200, old_N.ctypes.data, 0, -1]], np.int64)
+    row_RF = np.array([[0, 0, 200, old_N.ctypes.data, 0, -1, 200]], np.int64)
     dims = np.empty((0, 8, 3), np.int64)
-    _, to_K, new_K, gain_R, kept_R, check = cpu_rows.prepare(
+    _, to_K, new_K, gain_R, kept_R, check = native.prepare(
         row_RF, dims, vector.key_T, vector.first_T, at_K, step_K, np.dtype(np.int32)
     )
     np.testing.assert_array_equal(to_K, at_K)
@@ -214,10 +200,10 @@ def test_prepare_is_the_reference_whatever_the_strides(chunks: None, model: tupl
         expected_check = (expected_check + one) & MASK
     assert [(target, gain) for target, gain in gains] == [(target, gain) for target, gain, _ in expected]
     assert (check, changed) == (expected_check, sum(count for *_, count in expected))
-    assert cpu.swap_by(table) == check
+    assert native.swap_by(table) == check
     for target in targets:
         assert torch.equal(target.segment.live, target.segment.source(signed_view(new[target.name])))
-    cpu.swap_by(table)
+    native.swap_by(table)
     assert all(torch.equal(target.segment.live, live) for target, live in zip(targets, before, strict=True))
     assert sum(array.nbytes for array in arrays) < 1 << 20
 
@@ -230,44 +216,10 @@ def test_gaps_of_live_memory_stay_as_they_are() -> None:
     target.segment.live.zero_()
     sparse = Sparse(np.arange(24, dtype=np.int32), np.arange(1, 25, dtype=np.uint16))
     table, kept, *_ = HostPlaces(vector, [target]).prepare(sparse)
-    cpu.swap_by(table)
+    native.swap_by(table)
     assert kept
     assert target.segment.live.flatten().tolist() == list(range(1, 25))
     assert (buffer[:, :2] == -1).all() and (buffer[:, 8:] == -1).all()
-
-
-def test_rows_past_the_scratch_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More elements than the scratch has room for, in more rows than one launch takes."""
-    monkeypatch.setattr(cpu_diff, "_ROWS", 2)
-    kept = cpu_diff._Kept()
-    monkeypatch.setattr(cpu_diff, "_kept", kept)
-    sizes = [cpu_diff.ROW, 3, 2 * cpu_diff.ROW + 5, 0, 70]
-    specs = {str(n): TensorSpec(str(n), "bfloat16", (size,)) for n, size in enumerate(sizes)}
-    vector = Layout(specs).vectors[2]
-    random = np.random.default_rng(0)
-    old = {name: random.integers(0, 1 << 16, spec.element_count, np.uint16) for name, spec in specs.items()}
-    new = {name: np.where(random.random(bits.size) < 0.5, bits + np.uint16(1), bits) for name, bits in old.items()}
-    held = {name: bits.copy() for name, bits in old.items()}
-    rows = [(t, 0, held[n].size, held[n].ctypes.data, new[n].ctypes.data) for t, n in enumerate(vector.names)]
-    parts = cpu_rows.chunks(np.array(rows, np.int64), vector.first_T, vector.bits_dtype)
-    assert len(parts) > 1
-    found, gain_T = [], np.zeros(len(sizes), np.uint64)
-    for taken in parts:
-        gain_T += cpu_rows.advance(taken, vector.key_T, _bounds(vector), vector.bits_dtype)[0]
-        found.append(taken.join(vector.index_dtype, vector.bits_dtype))
-    expected = _whole(vector, old, new)
-    np.testing.assert_array_equal(np.concatenate([at_K for at_K, _ in found]), expected.at_K)
-    np.testing.assert_array_equal(np.concatenate([step_K for _, step_K in found]), expected.data_K)
-    assert gain_T.tolist() == _expected(vector, old, new)[0]
-    assert all(held[name].tobytes() == new[name].tobytes() for name in held)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, MASK)), max_size=20))
-def test_sums_by_tensor_wrap_around(pairs: list[tuple[int, int]]) -> None:
-    pairs = sorted(pairs, key=lambda pair: pair[0])
-    number_R = np.array([number for number, _ in pairs], np.int64)
-    found = cpu_rows.by_tensor(number_R, 10, np.array([value for _, value in pairs], np.uint64))
-    assert found.tolist() == [sum(value for at, value in pairs if at == number) & MASK for number in range(10)]
 
 
 def test_more_dimensions_than_the_kernels_know_are_refused() -> None:

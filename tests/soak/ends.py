@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numba
 import torch
 from safetensors.torch import load_file
 
@@ -20,6 +19,7 @@ from deltasync.channel import heartbeat
 from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import AckTimeoutError, DeltaSyncError, FencedError, PublishError, StoreError, TransientStoreError
+from deltasync.kernels import native
 from deltasync.stores import Store
 from deltasync.stores.cache import CachedStore
 from deltasync.tensors.bits import bits_of, cast
@@ -82,7 +82,7 @@ def _begin(soak: Soak, name: str) -> None:
     clock.follow(soak.clock(name))
     logging.getLogger("deltasync").addHandler(logging.NullHandler())
     torch.set_num_threads(1)
-    numba.set_num_threads(1)
+    native.limit_threads(1)
 
 
 def random_walk(seed: int, start: int = 0) -> Iterator[Weights]:

@@ -1,9 +1,7 @@
 """vLLM's API server for a soak: `python -m tests.soak.serving --model ...`
 
 The clock of this process can be moved. Before it serves a version it writes down, in the file that SOAK_SERVED names, the
-digest of the version and one of the bits that are live. Nothing of deltasync is imported here before vLLM has started its
-workers: they stumble over numba if it is there first.
-"""
+digest of the version and one of the bits that are live."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.interpreter import TRITON_SITE
 
 ROOT = Path(__file__).parents[2]
 MISSING = (
-    *("numba", "llvmlite", "obstore", "zstandard", "huggingface_hub", "hf_xet", "click", "rich"),
+    *("obstore", "zstandard", "huggingface_hub", "hf_xet", "click", "rich"),
     *("transformers", "accelerate", "peft", "vllm", "trl", "pytest", "hypothesis"),
 )
 """What is not there on a machine with nothing but torch, triton, numpy, safetensors and what the kit carries."""
@@ -27,7 +27,7 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 
 
-def test_all_of_it_at_a_small_size_without_numba(tmp_path: Path) -> None:
+def test_all_of_it_at_a_small_size(tmp_path: Path) -> None:
     if not TRITON_SITE.is_dir():
         pytest.skip(f"no {TRITON_SITE}; `make setup` installs triton there")
     code = _BARE.format(missing=MISSING)

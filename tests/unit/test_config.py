@@ -17,7 +17,7 @@ def test_explicit_beats_environment_beats_default() -> None:
     settings = PublisherSettings.from_env(environ, anchor_every=3)
     assert settings.anchor_every == 3
     assert settings.codec == "raw"
-    assert settings.dtype == "bfloat16"
+    assert settings.dtype == "auto"
 
 
 def test_explicit_zero_is_not_lost() -> None:

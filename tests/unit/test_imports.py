@@ -139,7 +139,7 @@ def test_stores_know_no_tensors() -> None:
         f"{module} imports {name}"
         for module, path in stores
         for name in _imports(path)
-        if name.split(".")[0] in ("torch", "numpy", "safetensors", "numba")
+        if name.split(".")[0] in ("torch", "numpy", "safetensors")
     ]
     assert not wrong
 
@@ -172,7 +172,7 @@ def test_importing_deltasync_loads_nothing_heavy_and_leaves_the_root_logger_alon
     code = f"""
 import json, logging, sys
 import deltasync
-package = [name for name in {(*HEAVY, "torch", "numpy", "numba")!r} if name in sys.modules]
+package = [name for name in {(*HEAVY, "torch", "numpy")!r} if name in sys.modules]
 from deltasync import *
 names = [name for name in {HEAVY!r} if name in sys.modules]
 print(json.dumps([package, names, len(logging.getLogger().handlers), logging.getLogger().level]))

@@ -17,7 +17,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.threads import ahead
 from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError, MissingVersionError
-from deltasync.kernels import cpu
+from deltasync.kernels import native
 from deltasync.tensors import Delta as Changes
 from deltasync.tensors import Layout, Sparse, TensorSpec, fingerprint
 from tests.channels import Made
@@ -43,7 +43,7 @@ def split(url: str, codec_name: str, parts: list[tuple[list[int], int]]) -> torc
     new = np.zeros(100, np.uint16)
     for indices, _ in parts:
         new[indices] = 1
-    whole = cpu.fingerprint(KEY, new)
+    whole = native.fingerprint(KEY, new)
     files = []
     for number, (indices, error) in enumerate(parts, start=1):
         at_K = np.array(indices, np.int32)

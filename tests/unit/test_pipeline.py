@@ -243,7 +243,7 @@ def test_an_anchor_that_reads_a_tensor_holds_no_publish_and_has_the_bits_of_its_
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch, held: str
 ) -> None:
     versions, entered, opened = states(4, elements=3000), threading.Event(), threading.Event()
-    take = kernels.cpu.take
+    take = kernels.native.take
 
     def gated(*arguments: Any) -> int:
         if not threading.current_thread().name.startswith("deltasync-maintenance"):
@@ -256,7 +256,7 @@ def test_an_anchor_that_reads_a_tensor_holds_no_publish_and_has_the_bits_of_its_
     with Publisher(store, anchor_every=2) as publisher:
         for weights in versions[:2]:
             publisher.publish(weights.items()).wait(60)
-        monkeypatch.setattr("deltasync.kernels.cpu.take", gated)
+        monkeypatch.setattr("deltasync.kernels.native.take", gated)
         publisher.publish(versions[2].items()).wait(60)
         assert entered.wait(60)
         publisher.publish(versions[3].items()).wait(60)
@@ -296,8 +296,7 @@ def test_an_anchor_that_cannot_be_stored_is_tried_again_with_the_next_version(st
 
 
 def test_no_second_copy_of_the_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.cpu_diff, "_PIECE", 1 << 16)  # what steps are cut out of, by default more than this model
-    monkeypatch.setattr(tiled, "_BATCH", 1 << 19)  # the same for old bits
+    monkeypatch.setattr(tiled, "_BATCH", 1 << 19)  # old bits that are wanted at once, by default more than this model
     versions = states(4, elements=1 << 20, fraction=0.01)  # 2 MiB each
     weight_bytes = sum(tensor.nbytes for tensor in versions[0].values())
     with Publisher(f"file://{tmp_path}", anchor_every=2, shard_bytes=1) as publisher:

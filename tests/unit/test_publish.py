@@ -152,7 +152,7 @@ def test_tied_tensors_are_carried_under_both_names(channel_url: str) -> None:
     assert_same_bits(replica.state_dict(), weights)
 
 
-def test_floats_are_rounded_to_the_served_dtype_and_everything_else_is_kept(memory_url: str) -> None:
+def test_floats_of_16_bits_are_kept_and_wider_ones_are_rounded_to_bfloat16(memory_url: str) -> None:
     weights = {
         "single": torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, float("nan"), -0.0]),
         "half": torch.tensor([1.5], dtype=torch.float16, requires_grad=True),
@@ -163,9 +163,33 @@ def test_floats_are_rounded_to_the_served_dtype_and_everything_else_is_kept(memo
         builders.publish(publisher, weights)
     replica = Replica(memory_url)
     replica.sync()
-    served = {name: tensor.detach().to(torch.bfloat16) for name, tensor in weights.items() if name in ("single", "half")}
-    assert_same_bits(replica.state_dict(), weights | served)
+    assert_same_bits(replica.state_dict(), weights | {"single": weights["single"].to(torch.bfloat16)})
     assert replica.state_dict()["single"][:2].tolist() == [1.0, 1.015625]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stream", ["mapping", "generator"])
+def test_the_channel_has_the_trainers_dtype_of_16_bits(memory_url: str, dtype: torch.dtype, stream: str) -> None:
+    weights = {"w": torch.randn(9, 5).to(dtype), "router.e_score_correction_bias": torch.randn(3)}
+    served = weights | ({"w": weights["w"].to(torch.bfloat16)} if dtype is torch.float32 else {})
+    for resumed in (False, True):
+        with Publisher(memory_url, resume=resumed) as publisher:
+            for _ in range(2):
+                weights["w"] += 1.0
+                served["w"] = weights["w"].to(served["w"].dtype, copy=True)
+                publisher.publish(weights if stream == "mapping" else iter(weights.items())).wait(60)
+                replica = Replica(memory_url)
+                replica.sync()
+                assert_same_bits(replica.state_dict(), served)
+
+
+def test_a_resumed_run_keeps_its_rule_of_dtypes(memory_url: str) -> None:
+    weights = {"w": torch.randn(9, 5)}
+    with Publisher(memory_url, dtype="float16") as publisher:
+        builders.publish(publisher, weights)
+    with Publisher(memory_url, resume=True) as publisher:
+        assert publisher.settings.dtype == "float16"
+        assert builders.publish(publisher, weights).changed == 0
 
 
 @pytest.mark.parametrize("dtype", ["keep", "float16", "float32"])
@@ -204,9 +228,10 @@ def test_tensors_have_dtypes_by_pattern(memory_url: str, initial: bool, tmp_path
     replica.sync()
     assert_same_bits(replica.state_dict(), served | {"layers.0.router.weight": weights["layers.0.router.weight"]})
     with pytest.raises(ChannelInUseError, match="published in bfloat16,"):
-        Publisher(memory_url, resume=True)
-    with Publisher(memory_url, resume=True, dtype=rule) as publisher:
-        assert builders.publish(publisher, weights).changed == 0
+        Publisher(memory_url, resume=True, dtype="bfloat16")
+    for same in (rule, None):
+        with Publisher(memory_url, resume=True, dtype=same) as publisher:
+            assert builders.publish(publisher, weights).changed == 0
 
 
 @pytest.mark.parametrize(
@@ -752,9 +777,9 @@ def test_what_is_wider_than_the_model_is_named_with_the_pattern_that_keeps_it(
     with Publisher(f"{memory_url}-a") as publisher:
         publisher.publish(tensors).wait(60)
     assert "b.norm.weight. A server with their dtype will differ. " in caplog.text
-    assert 'dtype="bfloat16,*norm.weight=keep"' in caplog.text
+    assert 'dtype="auto,*norm.weight=keep"' in caplog.text
     caplog.clear()
-    with Publisher(f"{memory_url}-b", dtype="bfloat16,*norm.weight=keep") as publisher:
+    with Publisher(f"{memory_url}-b", dtype="auto,*norm.weight=keep") as publisher:
         publisher.publish(tensors).wait(60)
     with Publisher(f"{memory_url}-c") as publisher:
         publisher.publish({name: tensor.float() for name, tensor in tensors.items()}).wait(60)

@@ -146,6 +146,6 @@ def test_a_checkpoint_is_compared_in_ranges(tmp_path: Path) -> None:
 
 
 def fingerprint_of(bits_N: np.ndarray, start: int) -> int:
-    from deltasync.kernels import cpu
+    from deltasync.kernels import native
 
-    return cpu.fingerprint(fingerprint.tensor_key("w"), bits_N, start)
+    return native.fingerprint(fingerprint.tensor_key("w"), bits_N, start)

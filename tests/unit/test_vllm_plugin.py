@@ -7,18 +7,14 @@ import importlib.util
 import os
 import subprocess
 import sys
-import threading
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import vllm_plugin
-from deltasync import Publisher
 from deltasync.errors import ConfigError
-from deltasync.live import compiling
 from tests import vllm_source
 from tests.integration.vllm_server import VLLM
 from vllm_plugin import compat
@@ -143,33 +139,6 @@ def test_a_server_that_follows_or_need_not_starts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DELTASYNC_CHANNEL", "file:///data/run")
     monkeypatch.setenv("VLLM_PLUGINS", "other,deltasync")
     DeltaSyncWorkerExtension()
-
-
-def test_the_first_worker_of_a_machine_compiles_kernels_while_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And none before the channel has a version, whose tensors say which kernels are needed."""
-    monkeypatch.setenv("VLLM_PLUGINS", "deltasync")
-    monkeypatch.setenv("DELTASYNC_CHANNEL", (tmp_path / "run").as_uri())
-    begun: list[compiling.Kinds] = []
-    monkeypatch.setattr(compiling, "start", begun.append)
-
-    def make(**options: int) -> None:
-        DeltaSyncWorkerExtension(**options)
-        for thread in threading.enumerate():
-            if thread.name == "deltasync-compile":
-                thread.join()
-
-    make(local_rank=0)
-    assert begun == []
-    with Publisher(tmp_path / "run") as publisher:
-        publisher.publish({"w": torch.zeros(300, 300)}).wait(60)
-    begun.clear()
-    make(local_rank=1)
-    assert begun == []
-    make(local_rank=0)
-    specs = compiling.of_dtype("bfloat16")
-    assert begun == [compiling.Kinds(tuple(specs), on_host=not torch.accelerator.is_available())]
 
 
 def test_what_is_used_of_vllm_is_in_the_source_of_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
