@@ -47,7 +47,7 @@ class Unguarded:
 
 
 class Exchanged(NamedTuple):
-    """What engines say of a call of their workers in a pause.
+    """The reply of engines to a call of their workers in a pause.
 
     Attributes:
         answers: The workers', in the order of engines and ranks.
