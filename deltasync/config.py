@@ -20,7 +20,7 @@ from typing import Annotated, Any, Self, TypedDict
 from deltasync.errors import ConfigError
 
 CODECS = ("packed", "context", "raw")
-AUTO = "auto"  # `codec`: chosen for each version (`deltasync.publish.encode`); `dtype`: by each tensor's own
+AUTO = "auto"  # `dtype`: by each tensor's own
 _CASTS = "(bfloat16|float16|float32|keep)"
 DTYPE = rf"fp8|({AUTO}|{_CASTS})(,[^,=]+={_CASTS})*"  # pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)
 _DTYPES = "one of auto, bfloat16, float16, float32, fp8, keep, or with patterns of names as in auto,*.router.*=float32"
@@ -217,8 +217,7 @@ class PublisherSettings(_Settings):
     """Settings of a publisher.
 
     Attributes:
-        codec: Encoding of deltas, one of `CODECS`. `auto` chooses `packed` or `context` for each version, the one that
-            replicas serve sooner over the measured link. With `auto`, a sharded trainer always uses `packed`.
+        codec: Encoding of deltas: `context`, the smallest; `packed`, the least work; `raw`, readable with safetensors alone.
         anchor_every: Write an anchor at least every N versions. By default full weights are the last resort: late joiners
             load compactions (`Retention.compact_every`), and an anchor is written only when a compaction would no longer be
             small.
@@ -242,7 +241,7 @@ class PublisherSettings(_Settings):
         trusted_keys: File of the public keys of earlier publishers, if they signed with other keys.
     """
 
-    codec: Annotated[str, _one_of(*CODECS, AUTO)] = AUTO
+    codec: Annotated[str, _one_of(*CODECS)] = "context"
     anchor_every: _Positive | None = None
     dtype: Annotated[str, _matches(_DTYPES, DTYPE)] = AUTO
     shadow: Annotated[str, _one_of("auto", "device", "host")] = "auto"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
 from deltasync.channel import heartbeat
-from deltasync.config import AUTO, CODECS, PublisherSettings, TrainerSettings
+from deltasync.config import CODECS, PublisherSettings, TrainerSettings
 from deltasync.errors import ConfigError
 from deltasync.stores import open_store
 
@@ -26,7 +26,7 @@ class DeltaSyncConfig:
         channel (`str`):
             URL of the channel, e.g. `file:///data/run`. One run, one writer.
         codec (`str`, *optional*):
-            Encoding of the changes, `"auto"`, `"packed"`, `"context"` or `"raw"`. If `None`, `DELTASYNC_CODEC` or
+            Encoding of the changes, `"context"`, `"packed"` or `"raw"`. If `None`, `DELTASYNC_CODEC` or
             deltasync's default decides.
         anchor_every (`int`, *optional*):
             Write full weights at least every N versions. If `None`, `DELTASYNC_ANCHOR_EVERY` or deltasync's default decides.
@@ -87,7 +87,7 @@ class DeltaSyncConfig:
     """  # noqa: D406, D407 - the section of TRL's configs
 
     channel: str
-    codec: str | None = field(default=None, metadata={"choices": [*CODECS, AUTO]})
+    codec: str | None = field(default=None, metadata={"choices": [*CODECS]})
     anchor_every: int | None = None
     served_dtype: str | None = None
     adapter_only: bool = False

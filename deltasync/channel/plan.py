@@ -170,7 +170,7 @@ class _Search:
             found = cheapest(0 if have is None else have.version, target.version, edges)
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
-                message = f"Cannot reach version {target} from {begin}: objects are missing or damaged."
+                message = f"Cannot reach version {target} from {begin}: objects are missing, damaged or not listed."
                 raise MissingVersionError(
                     f"{message} Replicas continue at the next anchor or compaction. {problem}".rstrip()
                 )
