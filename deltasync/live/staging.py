@@ -270,8 +270,8 @@ class DevicePlaces:
         self.segments = [piece for _, piece in held]
         with device.staging():
             self.table = Table([line for line, _ in held], device)
-            self._limit_L = self.table.sent(self.table.limit_L)
-            self._sum_S = self.table.empty((len(held),), torch.int64)
+            (self._limit_L,) = self.table.sent(self.table.limit_L)
+            (self._sum_S,) = self.table.empty(((len(held),), torch.int64))
         edge_T = vector.first_T
         at_L = np.searchsorted(edge_T, self.table.limit_L)
         # Where segments are whole tensors, changes before them follow from those of each tensor.
@@ -322,8 +322,7 @@ class DevicePlaces:
                 below_L = self._below(steps)
             else:
                 searched = copiers().submit(count_below, steps.at_K, table.limit_L)
-                low_K = table.crossed(steps.at_K, torch.int32)
-                step_K = table.crossed(steps.data_K, table.dtype)
+                low_K, step_K = table.crossed((steps.at_K, torch.int32), (steps.data_K, table.dtype))
                 below_L = searched.result()
             low_S, count_S = table.bounds(below_L)
             if not count_S.any():
@@ -449,7 +448,7 @@ class DeviceStaging:
             table = held[0][0].places.table
             count_S = np.zeros(len(table.lines), np.int64)
             total = sum(count for _, count in held)
-            low_K, step_K = table.empty((total,), torch.int32), table.empty((total,), table.dtype)
+            low_K, step_K = table.empty(((total,), torch.int32), ((total,), table.dtype))
             done = 0
             for piece, count in held:
                 here = slice(done, done + count)

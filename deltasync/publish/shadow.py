@@ -119,13 +119,13 @@ class Shadow:
                     memory.set(name, part.held)
                 memory.is_settled()
                 return cls(specs, ranges, memory, place)
-            place = "host"
         held: dict[str, np.ndarray] = {}
         ranges, some = {}, list[torch.Tensor]()
         for name, part in parts:
             held[name], ranges[name] = _copied(part.held, specs[name]), (part.start, part.stop)
             some = [*some, part.held.new_empty(1)][:1] if part.held.numel() else some
         shadow = cls(specs, ranges, held, place)
+        shadow._is_settled = isinstance(parts, list)
         if settle:
             shadow._settle_place(some)
         return shadow
