@@ -187,7 +187,7 @@ class Device:
         """Run work inside this context on a stream beside the engine's; by default wait for it at the end.
 
         CUDA has no priority below that of the streams that engines use. So staging launches and copies little at a time
-        (`table.ROWS_AT_ONCE`, `send`), and the engine's work comes between.
+        (`table.WRITTEN_AT_ONCE`, `send`), and the engine's work comes between.
         """
         if not self._is_cuda:
             yield
