@@ -138,6 +138,34 @@ def test_commit_and_rollback(kernels: ModuleType, kind: str, small: None) -> Non
     assert memory.fingerprints == before
 
 
+@with_kernels
+@with_patches
+@pytest.mark.parametrize("unequal", [False, True])
+def test_a_tie_is_read_where_the_other_tensor_is_and_never_written(
+    kernels: ModuleType, kind: str, unequal: bool, small: None
+) -> None:
+    random = np.random.default_rng(3)
+    old_N = random.integers(0, 1 << 16, 900, np.uint16)
+    new_N = np.where(random.random(900) < (1.0 if kind == "whole" else 0.05), old_N ^ np.uint16(5), old_N)
+    live = signed_view(old_N.copy())
+    specs = {name: TensorSpec(name, "bfloat16", (900,)) for name in ("embeddings", "head")}
+    segments = {"embeddings": [Segment(live[:400], (1,), 0), Segment(live[400:], (1,), 400)], "head": []}
+    device = StandIn(kernels)
+    memory = LiveMemory(specs, segments, lambda _: device, ties={"head": "embeddings"})
+    memory.audit()
+    before = {"embeddings": old_N, "head": old_N}
+    assert memory.fingerprints == deltas.digests(before)
+    after = {"embeddings": new_N, "head": old_N if unequal else new_N}
+    staged = Model(memory, before).stage(kind, after)
+    memory.commit(staged)
+    np.testing.assert_array_equal(live.numpy().view(np.uint16), new_N)
+    wrong, total = memory.compare(staged)
+    assert (total == sum(deltas.digests(after).values()) & MASK) is not unequal
+    assert wrong == (["head"] if unequal else [])
+    memory.rollback(staged)
+    assert memory.fingerprints == deltas.digests(before)
+
+
 @pytest.mark.parametrize("kernels", KERNELS[-1:])
 @pytest.mark.parametrize("segment_count", [339, pytest.param(18_819, marks=pytest.mark.slow)])
 def test_a_commit_is_a_constant_number_of_launches(segment_count: int, kernels: ModuleType) -> None:
