@@ -93,7 +93,7 @@ def test_commits(target: str) -> None:
             gpu_segments.fingerprint(of, of.whole, *of.empty(((3,), torch.int64)))
             gpu_segments.fingerprint(of, of.rows(np.arange(1, 3)), *of.empty(((3,), torch.int64)))
     _check(found)
-    names = ["_fingerprint"] * 8 + ["_fingerprint_strided"] * 4 + ["_prepare"] * 4 + ["_swap"] * 4
+    names = ["_fingerprint"] * 8 + ["_fingerprint_strided"] * 4 + ["_prepare"] * 8 + ["_swap"] * 8
     assert sorted(kernel.name for kernel in found) == names
     assert len(found) == warm
     wide = [kernel for kernel in found if re.search(r"ld\.global\.(v4\.b32|v2\.b64|v2\.b32|b64)|_load_dwordx", kernel.code)]
