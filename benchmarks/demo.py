@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from deltasync.config import AUTO, CODECS
+from deltasync.config import CODECS
 from demo import report
 from demo.processes import interrupt_on_sigterm
 from demo.run import run
@@ -28,7 +28,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="directory; an earlier demo's is replaced")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
-    parser.add_argument("--codec", choices=[*CODECS, AUTO], default=AUTO, help="encoding of the deltas")
+    parser.add_argument("--codec", choices=CODECS, default="context", help="encoding of the deltas")
     parser.add_argument("--task", default="counting", help="what the model learns")
     given = parser.parse_args()
     interrupt_on_sigterm()

@@ -42,7 +42,7 @@ def lines(result: list[dict[str, Any]]) -> Iterator[str]:
         "shadow",
         "host memory",
         "device memory",
-        "more there until the version is stored",
+        "more, in a publish",
         "weights that cross",
     )
     yield from common.table(head, rows)

@@ -366,7 +366,6 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "codec-speed": codec_speed,
     "saved": saved,
     "codec-readme": codec_readme,
-    "auto": _of_command("auto"),
     "shards": _of_command("shards"),
     "commit": _of_command("commit", "commit.report"),
     "step": _of_command("step"),

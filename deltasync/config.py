@@ -20,10 +20,10 @@ from typing import Annotated, Any, Self, TypedDict
 from deltasync.errors import ConfigError
 
 CODECS = ("packed", "context", "raw")
-AUTO = "auto"  # the `codec` of a publisher that chooses `packed` or `context` for each version (`deltasync.publish.encode`)
+AUTO = "auto"  # `dtype`: by each tensor's own
 _CASTS = "(bfloat16|float16|float32|keep)"
-DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"  # pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)
-_DTYPES = "one of bfloat16, float16, float32, fp8, keep, or with patterns of names as in bfloat16,*.router.*=float32"
+DTYPE = rf"fp8|({AUTO}|{_CASTS})(,[^,=]+={_CASTS})*"  # pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)
+_DTYPES = "one of auto, bfloat16, float16, float32, fp8, keep, or with patterns of names as in auto,*.router.*=float32"
 PIN = r"newest|(?P<version>[1-9][0-9]{0,17})|every (?P<every>[1-9][0-9]{0,8})|(?P<behind>[1-9][0-9]{0,8}) behind"
 """Pattern of the setting `pin` (`deltasync.following.Pin`)."""
 
@@ -217,14 +217,15 @@ class PublisherSettings(_Settings):
     """Settings of a publisher.
 
     Attributes:
-        codec: Encoding of deltas, one of `CODECS`. `auto` chooses `packed` or `context` for each version, the one that
-            replicas serve sooner over the measured link. With `auto`, a sharded trainer always uses `packed`.
+        codec: Encoding of deltas: `context`, the smallest; `packed`, the least work; `raw`, readable with safetensors alone.
         anchor_every: Write an anchor at least every N versions. By default full weights are the last resort: late joiners
             load compactions (`Retention.compact_every`), and an anchor is written only when a compaction would no longer be
             small.
-        dtype: Served dtype. Floating tensors are cast to it (round to nearest even); `fp8` quantizes matrices by blocks, see
-            `quantize`; `keep` casts nothing. All but `fp8` may be followed by patterns of names with their own dtypes, as in
-            `bfloat16,*.router.*=float32`; the last matching pattern counts.
+        dtype: Served dtype. `auto` keeps floating tensors of 16 bits or fewer, and casts wider ones, such as float32
+            masters, to bfloat16; a run that is resumed keeps its own rule. The name of a dtype casts all floating tensors to
+            it (round to nearest even); `fp8` quantizes matrices by blocks, see `quantize`; `keep` casts nothing. All but
+            `fp8` may be followed by patterns of names with their own dtypes, as in `auto,*.router.*=float32`; the last
+            matching pattern counts.
         shadow: Place of the last published bits, with which weights are compared. `device` is where the tensors are, so that
             only what changed leaves it; with `host` all weights of an accelerator cross. `auto` means `device` for CUDA
             tensors of one device if room for training and a tenth of its memory remain. It is chosen once, with the first
@@ -240,9 +241,9 @@ class PublisherSettings(_Settings):
         trusted_keys: File of the public keys of earlier publishers, if they signed with other keys.
     """
 
-    codec: Annotated[str, _one_of(*CODECS, AUTO)] = AUTO
+    codec: Annotated[str, _one_of(*CODECS)] = "context"
     anchor_every: _Positive | None = None
-    dtype: Annotated[str, _matches(_DTYPES, DTYPE)] = "bfloat16"
+    dtype: Annotated[str, _matches(_DTYPES, DTYPE)] = AUTO
     shadow: Annotated[str, _one_of("auto", "device", "host")] = "auto"
     shard_bytes: _Positive = 1 << 26
     anchor_compression: Annotated[str, _one_of("none", "zstd")] = "none"

@@ -9,13 +9,11 @@ tensor. Replies that are not streamed name the versions that were live meanwhile
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from transformers import ContinuousBatchingConfig
 from transformers.cli import transformers as cli
 from transformers.cli.serving import model_manager, server
 
@@ -45,9 +43,6 @@ class Manager(model_manager.ModelManager):
 
 def build_server(manager: Manager, *arguments: Any, generation_state: Any, **options: Any) -> FastAPI:
     """Build transformers' application with the routes and the header."""
-    # Shared prefixes are found by their tokens alone, and graphs are replayed without a forward call that could wait.
-    batching = generation_state._cb_config or ContinuousBatchingConfig()
-    generation_state._cb_config = dataclasses.replace(batching, allow_block_sharing=False, use_cuda_graph=False)
     app = _build_server(manager, *arguments, generation_state=generation_state, **options)
     app.router.routes[:] = [
         route for route in app.router.routes if getattr(route, "path", "") not in ("/reset", "/load_model")

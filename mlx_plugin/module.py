@@ -21,8 +21,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import ConfigError, StageError
-from deltasync.following import Commit, Gate, GatedTarget, Identify, Names, StagedVersion, gated_calls
-from deltasync.live import LiveMemory
+from deltasync.following import Commit, Gate, GatedTarget, Identify, Mapped, Names, Part, StagedVersion, gated_calls
+from mlx_plugin.derived import Kept
 
 _EXPERTS = ".switch_mlp."  # mlx_lm's name for the experts of a layer, which it stacks
 
@@ -51,12 +51,11 @@ class ModuleTarget(GatedTarget):
     def __init__(self, module: nn.Module, reader: ChannelReader, names: Names, gate: Gate) -> None:
         super().__init__(module, reader, self._unstacked, gate)
         self._given = names
-        self._next: tuple[dict[str, mx.array], LiveMemory] | None = None  # the copies of the last `stage`
-        self._parts: list[tuple[nn.Module, str, Any]] = []  # what each of the model's modules holds
-        gate.check = lambda: all(held.get(name) is part for held, name, part in self._parts)
+        self._next: tuple[dict[str, mx.array], Mapped] | None = None  # the copies of the last `stage`
         if mx.default_device() == mx.gpu and mx.cuda.is_available():
             raise ConfigError("MLX on CUDA keeps arrays where they cannot be patched: follow with a torch.nn.Module there.")
         mx.eval(module.parameters())
+        self._kept = Kept(module)
 
     def _unstacked(self, own: str) -> str | Sequence[str] | None:
         """As `Names`; for experts that mlx_lm has stacked, the names of each one's tensor."""
@@ -81,37 +80,44 @@ class ModuleTarget(GatedTarget):
                 found[own] = bits(array).ctypes.data
         return found
 
+    def _held(self) -> list[Part]:
+        parameters = {id(array) for array in arrays(self._module).values()}
+        held = [(module, *each) for module in self._module.modules() for each in module.items()]
+        return [(*each, None) for each in held if isinstance(each[2], nn.Module) or id(each[2]) in parameters]
+
     def open(self, identify: Identify) -> None:
         """Find the channel's tensors in the model, and which version they are, if any."""
-        self._parts = self._held()
+        with self._gate.alone():
+            self._kept.drop()
         super().open(identify)
-
-    def _held(self) -> list[tuple[nn.Module, str, Any]]:
-        held = [(module, *each) for module in self._module.modules() for each in module.items()]
-        return [each for each in held if isinstance(each[2], mx.array | nn.Module)]
 
     def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion:
         """As `Target.stage`. Takes memory for a second copy of the weights, until no graph has the first any more."""
         live = self._opened.memory
-        copies = {own: mx.array(bits(each)).view(each.dtype) for own, each in arrays(self._module).items()}
+        made: dict[int, mx.array] = {}  # arrays that have two names stay one
+        copies = {}
+        for own, each in arrays(self._module).items():
+            copies[own] = made.setdefault(id(each), mx.array(bits(each)).view(each.dtype))
         mx.eval(copies)
         if any(bits(each).ctypes.data != bits(each).ctypes.data for each in copies.values()):
             raise StageError("MLX copies an array to view its bits here, so that they cannot be written.")
-        memory = self._mapped(self._state(copies))
-        memory.parts = live.parts
-        self._opened.memory = memory
+        mapped = self._mapped(self._state(copies))
+        mapped.memory.parts = live.parts
+        self._opened.memory = mapped.memory
         try:
             staged = super().stage(chain)
         finally:
             self._opened.memory = live
-        self._next = copies, memory
+        self._next = copies, mapped
         return staged
 
     def _exchange(self, staged: StagedVersion) -> Commit:
         assert self._next is not None
-        (copies, memory), self._next = self._next, None
+        (copies, mapped), self._next = self._next, None
+        self._kept.drop()
         self._module.update(tree_unflatten([*copies.items()]))
-        self._storages, self._parts, self._opened.memory = self._found(), self._held(), memory
+        self._opened.memory, self.tensors, self._ties = mapped
+        self._storages, self._parts = self._found(), self._held()
         return super()._exchange(staged)
 
 

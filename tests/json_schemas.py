@@ -84,6 +84,7 @@ class Checked(TypedDict):
     garbage_objects: int  # number of files that no record names
     garbage_bytes: int  # their size
     unreachable: list[int]  # versions that no chain reaches
+    orphans: list[str]  # keys of versions that the newest one does not descend from
     proven: list[int] | None  # versions whose bits were proven; null if data was not read
     unproven: list[int]  # the other versions, if data was read
 

@@ -15,6 +15,7 @@ import torch
 
 from deltasync.errors import ConfigError
 from deltasync.publish.stream import module_tensors, unwrapped
+from deltasync.tensors.bits import is_wrapper, readable
 
 _AROUND_BASE = re.compile(r"\.((token_adapter\.)?base_layer|original_module)\b")
 """Attributes with which PEFT's layers hold the layer that they replace."""
@@ -62,18 +63,45 @@ def check_merges(model: torch.nn.Module) -> None:
                 "from the trained ones. Adapt neither, or untie the embeddings (tie_word_embeddings=False)."
             )
     kinds = {(type(layer), type(getattr(layer, "base_layer", None)), _has_bias(layer)): layer for layer in layers.values()}
+    wrapped = {(type(layer), type(_weight(layer))): (name, layer) for name, layer in layers.items() if _is_wrapped(layer)}
     try:
         if merges_by_layers(model):
             for layer in kinds.values():
                 _merged_layer(layer, peft_model)
         else:
             merged(model)
+        unmerged = [name for name, layer in wrapped.values() if not _merge_shows(layer, peft_model)]
     except Exception as error:
         methods = {str(getattr(config.peft_type, "value", config.peft_type)) for config in peft_model.peft_config.values()}
         raise ConfigError(
             "A model with adapters is published as its merged weights, and PEFT cannot merge these "
             f"({', '.join(sorted(methods))}): {type(error).__name__}: {error}"
         ) from error
+
+    for name in unmerged:
+        raise ConfigError(
+            f"A model with adapters is published as its merged weights, and what PEFT merges into {name}.weight, a "
+            f"{type(_weight(layers[name])).__name__}, is lost. Load the base unquantized, or publish with adapter_only=True."
+        )
+
+
+def _weight(layer: Any) -> Any:
+    return getattr(getattr(layer, "base_layer", None), "weight", None)
+
+
+def _is_wrapped(layer: Any) -> bool:
+    weight = _weight(layer)
+    return isinstance(weight, torch.Tensor) and is_wrapper(weight)
+
+
+def _merge_shows(layer: Any, peft_model: Any) -> bool:
+    """Whether other adapters would merge to other weights. PEFT adds in place, for which a wrapper subclass may be deaf."""
+    other = _copy_sharing_others(layer, [layer], peft_model)
+    for name, param in other.named_parameters():
+        if not name.startswith("base_layer."):
+            param.detach().add_(1)
+    before, after = (readable("", _merged_layer(each, peft_model).weight) for each in (layer, other))
+    return not torch.equal(before, after)
 
 
 def _has_bias(layer: Any) -> bool:

@@ -49,6 +49,11 @@ class DeltaSyncCallback(TrainerCallback):
     checkpoint continues the run that it wrote. Any other used channel is refused unless `resume` is set. The trainer's logs
     show published and served versions under `delta_sync/`.
 
+    A schedule-free optimizer has two sets of weights. Versions hold those that gradients are computed with; after the last
+    step the callback calls the optimizer's `eval()`, so that the final version and later saves hold the average.
+
+    A pickled callback has its settings only: unpickled, it is a new one, which has published nothing.
+
     Args:
         channel (`str` or [`DeltaSyncConfig`]):
             URL of the channel, or all settings.
@@ -78,6 +83,10 @@ class DeltaSyncCallback(TrainerCallback):
         self._metrics, self._last = _Metrics(self._transfer), _Last(self.finish)
         self._adapter: tuple[str, dict[str, Any]] | None = None  # the published adapter
         self._problem: Exception | None = None  # the error that ended publishing
+
+    def __reduce__(self) -> tuple[type[DeltaSyncCallback], tuple[DeltaSyncConfig]]:
+        """Pickle and copy the settings alone, as the publisher writes from one process."""
+        return type(self), (self.config,)
 
     @property
     def weight_transfer(self) -> DeltaWeightTransfer:
@@ -134,6 +143,13 @@ class DeltaSyncCallback(TrainerCallback):
         compat.add_around(self._metrics, self._last)
         transfer = self._transfer
         transfer.step = state.global_step
+        if state.is_world_process_zero and (average := compat.averages(more.get("optimizer"))) is not None:
+            logger.warning(
+                "%s has two sets of weights. Versions hold those that gradients are computed with, as do checkpoints of "
+                "steps without an evaluation. After the last step its eval() is called: the final version, and what is "
+                "saved then, hold the average.",
+                type(average).__name__,
+            )
         transfer.bind(model, more.get("processing_class"))
         transfer.run_ids |= {*state.stateful_callbacks.get(_STATE, {}).get("run_ids", [])}
         self._check_replaced(args, state.is_world_process_zero, model)
@@ -278,10 +294,15 @@ class _Metrics(TrainerCallback):
 
 
 class _Last(TrainerCallback):
-    """Publishes the final weights after all other callbacks."""
+    """Publishes the final weights after all other callbacks: the average, if the optimizer has one."""
 
     def __init__(self, finish: Callable[[TrainerState, Any], None]) -> None:
         self._finish = finish
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, optimizer: Any = None, **kwargs: Any) -> None:
+        # Not later: the best model may be loaded, which is an average that the optimizer must not move.
+        if control.should_training_stop and (average := compat.averages(optimizer)) is not None:
+            average.eval()
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._finish(state, model)

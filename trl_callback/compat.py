@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
@@ -283,6 +284,13 @@ def _replace(owner: Any, name: str, function: Any) -> Any:
     function._replaces = getattr(found, "_replaces", found)
     setattr(owner, name, function)
     return function._replaces
+
+
+def averages(optimizer: Any) -> Any:
+    """Return the optimizer, without wrappers, if its `train` and `eval` switch the model between two sets of weights."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner  # accelerate's has both methods around any
+    return optimizer if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")) else None
 
 
 def _parameters(function: Any) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
 from deltasync.channel import heartbeat
-from deltasync.config import AUTO, CODECS, PublisherSettings, TrainerSettings
+from deltasync.config import CODECS, PublisherSettings, TrainerSettings
 from deltasync.errors import ConfigError
 from deltasync.stores import open_store
 
@@ -26,16 +26,17 @@ class DeltaSyncConfig:
         channel (`str`):
             URL of the channel, e.g. `file:///data/run`. One run, one writer.
         codec (`str`, *optional*):
-            Encoding of the changes, `"auto"`, `"packed"`, `"context"` or `"raw"`. If `None`, `DELTASYNC_CODEC` or
+            Encoding of the changes, `"context"`, `"packed"` or `"raw"`. If `None`, `DELTASYNC_CODEC` or
             deltasync's default decides.
         anchor_every (`int`, *optional*):
             Write full weights at least every N versions. If `None`, `DELTASYNC_ANCHOR_EVERY` or deltasync's default decides.
         served_dtype (`str`, *optional*):
-            Dtype that floating-point weights are cast to before they are compared and published: `"bfloat16"`, `"float16"`,
-            `"float32"`, `"fp8"` for float8_e4m3fn with a scale for each block of 128 by 128 weights, or `"keep"` for no
-            cast. Patterns of names with their own dtypes may follow, as in `"bfloat16,*.router.*=float32"`; the last
-            matching pattern decides. Replicas should serve the same dtype. If `None`, `DELTASYNC_DTYPE` or deltasync's
-            default decides. (Not called `dtype`, which TRL's configs use for the dtype of training.)
+            Dtype that floating-point weights are cast to before they are compared and published: `"auto"` for the model's
+            own where it is float16 or bfloat16, and bfloat16 for float32 masters; `"bfloat16"`, `"float16"`, `"float32"`,
+            `"fp8"` for float8_e4m3fn with a scale for each block of 128 by 128 weights, or `"keep"` for no cast. Patterns
+            of names with their own dtypes may follow, as in `"auto,*.router.*=float32"`; the last matching pattern decides.
+            Replicas should serve the same dtype. If `None`, `DELTASYNC_DTYPE` or `"auto"` decides. (Not called `dtype`,
+            which TRL's configs use for the dtype of training.)
         adapter_only (`bool`, *optional*, defaults to `False`):
             Whether to publish the adapter of a PEFT model instead of the merged weights, for servers started with
             `deltasync serve --adapter`. Not for trainers that stream merged weights.
@@ -86,7 +87,7 @@ class DeltaSyncConfig:
     """  # noqa: D406, D407 - the section of TRL's configs
 
     channel: str
-    codec: str | None = field(default=None, metadata={"choices": [*CODECS, AUTO]})
+    codec: str | None = field(default=None, metadata={"choices": [*CODECS]})
     anchor_every: int | None = None
     served_dtype: str | None = None
     adapter_only: bool = False

@@ -8,6 +8,7 @@ transformers converts them when it loads a model and converts them back when it 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 import re
@@ -25,6 +26,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 
 from deltasync.channel import adapter_base, anchors
 from deltasync.channel.adapter_base import AdapterBase
+from deltasync.config import AUTO
 from deltasync.errors import ConfigError
 from deltasync.publish.shards import TensorRange, is_range, part_of, range_of
 from deltasync.publish.stream import QUANTIZATION, by_rows, module_tensors, unwrapped
@@ -261,11 +263,29 @@ def loaded_from(model: torch.nn.Module) -> str:
 
 
 def served_dtypes(model: torch.nn.Module, dtype: str) -> str:
-    """Return a rule for served dtypes that keeps what transformers always holds in float32, unless the rule says other."""
+    """Return a rule for served dtypes that keeps what transformers always holds in float32, unless the rule says other.
+
+    `auto` becomes the dtype of 16 bits that the whole model is served in; it stays where some tensors have another one.
+    """
     names = getattr(adapter.base_of(model), "_keep_in_fp32_modules_strict", None) or ()
     default, *patterns = dtype.split(",")
+    if default == AUTO:
+        main, others = _main_dtype(model)
+        default = AUTO if others else main
     kept = [f"*{name}*=keep" for name in sorted(names)] if default not in ("keep", "fp8") else []
     return ",".join([default, *kept, *patterns])
+
+
+def _main_dtype(model: torch.nn.Module) -> tuple[str, bool]:
+    """Return `float16` if most elements have it, else `bfloat16`, and whether any tensor has the other one of these."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + getattr(tensor, "ds_numel", tensor.numel())
+    is_half = counts.get(torch.float16, 0) > sum(count for dtype, count in counts.items() if dtype in _OTHER_FLOATS)
+    return ("float16" if is_half else "bfloat16"), (torch.bfloat16 if is_half else torch.float16) in counts
+
+
+_OTHER_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) -> dict[str, bytes]:
@@ -303,7 +323,8 @@ def _unloaded_base(model: torch.nn.Module) -> torch.nn.Module:
 def _config(model: PreTrainedModel, dtype: str) -> Any:
     """The config of the published weights, which may differ from the model's."""
     config, default = copy.deepcopy(model.config), dtype.partition(",")[0]
-    config.dtype = {"keep": str(model.dtype).removeprefix("torch."), "fp8": "bfloat16"}.get(default, default)
+    named = {"keep": str(model.dtype).removeprefix("torch."), "fp8": "bfloat16", AUTO: _main_dtype(model)[0]}
+    config.dtype = named.get(default, default)
     if dtype == "fp8":
         config.quantization_config = QUANTIZATION
     elif hasattr(config, "quantization_config") and not _is_quantized(model):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from deltasync.publish.ownership import check_equal
 from deltasync.ranks.peers import Peers
+from deltasync.tensors.bits import is_wrapper
 
 _Value = TypeVar("_Value")
 
@@ -40,9 +41,15 @@ def in_all_processes(action: Callable[[], _Value]) -> _Value:
 def check_replicas(model: torch.nn.Module) -> None:
     """Check that all processes hold the same parameters, of which the main one publishes its own; all of them call this.
 
+    Frozen weights of wrapper subclasses, which are quantized, are not read.
+
     Raises ConfigError in all processes if they differ, as local experts do.
     """
-    params = {name: param.detach() for name, param in model.named_parameters()}
-    plain = {name: data for name, data in params.items() if type(data) is torch.Tensor and not data.is_meta}
+    params = {
+        name: param.detach() for name, param in model.named_parameters() if param.requires_grad or not is_wrapper(param)
+    }
+    known = {
+        name: data for name, data in params.items() if (type(data) is torch.Tensor or is_wrapper(data)) and not data.is_meta
+    }
     with _processes() as peers:
-        check_equal(peers, plain)
+        check_equal(peers, known)

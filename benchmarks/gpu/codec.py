@@ -85,7 +85,7 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
     common.say(f"{vector.element_count:,} elements, {len(shapes)} tensors, {steps.changed:,} changes")
     digests = {2: np.arange(len(vector.specs), dtype=np.uint64)}
     places = {2: codec_device.Places.of(vector, delta.bits[2])}
-    most = 100 if on.type == "cpu" else 1 << 20
+    pieces = list(codec_device.split(delta, 100 if on.type == "cpu" else 1 << 20))
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if on.type == "cuda" else "Triton's interpreter, where times mean nothing",
         "elements": vector.element_count,
@@ -94,18 +94,20 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
         "rows": [],
     }
     fitted = _timed_fit(codec_device)
+    at_K, bits_N = steps.positions(), delta.bits[2].bits_N
     for name in ("packed", "context"):
         encoder = codec_device.Encoder(layout)
         decoder = codec_device.Decoder(layout, on)
 
         def encode(name: str = name, encoder: Any = encoder, keep: list[bytes] | None = None) -> int:
             size = 0
-            for encoded in encoder.encode(name, delta, digests, 8, 7, most):
+            for encoded in encoder.encode(name, delta, digests, 8, 7, pieces):
                 size += sum(array.nbytes for array in encoded.arrays.values())
                 if keep is not None:
                     keep.append(encoded.to_bytes())
             return size
 
+        bits_N[at_K] += steps.step_K  # a version is encoded once the shadow has taken it
         began_s = time.perf_counter()
         files: list[bytes] = []
         size = encode(keep=files)
@@ -113,7 +115,10 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
         fitted.clear()
         encode_s = _best(encode, on)
         fit_s = sum(fitted) / _ROUNDS
+        encode_bytes, encode_kernels = _peak(encode, on), _profile(encode, on)
         opened = [codec.open_payload(data) for data in files]
+        prove_s = _best(lambda decoder=decoder, opened=opened: decoder.decode(opened, places, delta), on)
+        bits_N[at_K] -= steps.step_K
         began_s = time.perf_counter()
         found = decoder.decode(opened, places)[2]
         first_s += time.perf_counter() - began_s
@@ -131,9 +136,10 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
             "payloads": len(files),
             "bits_per_change": 8 * size / steps.changed,
             "blocks_checked": checked,
-            "peak_bytes": _peak(lambda: encode(), on),
+            "prove_s": prove_s,
+            "peak_bytes": encode_bytes,
             "peak_decode_bytes": _peak(lambda decoder=decoder, opened=opened: decoder.decode(opened, places), on),
-            "encode_kernels": _profile(lambda: encode(), on),
+            "encode_kernels": encode_kernels,
             "decode_kernels": _profile(lambda decoder=decoder, opened=opened: decoder.decode(opened, places), on),
         }
         result["rows"].append(row)
@@ -318,7 +324,8 @@ def _row_lines(row: dict[str, Any]) -> Iterator[str]:
     encode_s, decode_s = _BARS_S[row["codec"]]
     yield (
         f"{row['codec']}: encode {1e3 * row['encode_s']:.1f} ms (bar {1e3 * encode_s:.0f}; of it fitting classes on the "
-        f"host {1e3 * row['fit_s']:.1f}), decode {1e3 * row['decode_s']:.1f} ms (bar with staging {1e3 * decode_s:.0f}), "
+        f"host {1e3 * row['fit_s']:.1f}), prove {1e3 * row['prove_s']:.1f}, decode {1e3 * row['decode_s']:.1f} ms (bar with "
+        f"staging {1e3 * decode_s:.0f}), "
         f"{row['bits_per_change']:.2f} bits a change, {row['payloads']} payloads, {row['blocks_checked']} blocks as the "
         f"reference has them, peak {(row['peak_bytes'] or 0) / 1e6:.0f} and {(row['peak_decode_bytes'] or 0) / 1e6:.0f} MB, "
         f"first {row['first_s']:.1f} s"

@@ -146,6 +146,22 @@ def load(reference: Reference, limit_bytes: int | None = None, *, with_token: bo
     return Checkpoint(reference, files)
 
 
+def stamp(reference: Reference) -> tuple[tuple[str, int, int, int], ...] | None:
+    """Sizes, times and identities of a directory's weight files, to notice later that they were overwritten.
+
+    None for a model on the Hub: a commit does not change.
+    """
+    if reference.path is None:
+        return None
+    found = []
+    with contextlib.suppress(OSError):
+        for path in sorted(Path(reference.path).iterdir()):
+            if path.name.endswith((".safetensors", INDEX)):
+                status = path.stat()
+                found.append((path.name, status.st_size, status.st_mtime_ns, status.st_ino))
+    return tuple(found)
+
+
 def small_files(reference: Reference, limit_bytes: int | None = None, *, with_token: bool = True) -> Path:
     """A directory with the config, tokenizer and templates of a checkpoint. Arguments and errors as of `load`."""
     return _directory(reference, _SMALL, limit_bytes, with_token)

@@ -9,17 +9,18 @@ import contextlib
 import dataclasses
 import heapq
 import http.client
+import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from deltasync.channel import keys
-from deltasync.channel.documents import SMALL_BYTES, Epoch, Number, Sha256, VersionId
+from deltasync.channel.documents import SMALL_BYTES, Boot, Epoch, Number, Sha256, VersionId
 from deltasync.channel.threads import each
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
@@ -56,6 +57,7 @@ class Heartbeat:
 
     Attributes:
         version, epoch, sha256: Identity of the version that it serves, None before the first.
+        boot: Identifies one start of the replica: names, hosts and process numbers are the same in many containers.
         time_s: Time of writing, in seconds since 1970, by the replica's clock. In a heartbeat that was read: when a later
             one was first seen, or else when it was stored, by the store's clock, if the store reports that.
     """
@@ -69,6 +71,7 @@ class Heartbeat:
     newest_version: Number | None = None
     pin: str | None = None  # the versions that it takes, None for the newest. Nobody waits for a pinned replica.
     error: str | None = None
+    boot: Boot | None = None
     time_s: float = dataclasses.field(default_factory=time.time)
 
     @property
@@ -83,10 +86,10 @@ describe(Heartbeat)
 
 
 def write(store: Store, heartbeat: Heartbeat) -> None:
-    """Replace the replica's heartbeat in the store."""
+    """Replace the replica's heartbeat, of this boot, in the store."""
     if heartbeat.error is not None and len(heartbeat.error) > _MOST_ERROR_CHARACTERS:
         heartbeat = dataclasses.replace(heartbeat, error=f"{heartbeat.error[: _MOST_ERROR_CHARACTERS - 4]} ...")
-    store.put(keys.replica(heartbeat.replica_id), msgspec.json.encode(heartbeat))
+    store.put(keys.replica(heartbeat.replica_id, heartbeat.boot), msgspec.json.encode(heartbeat))
 
 
 def read_all(store: Store, run_id: str) -> list[Heartbeat]:
@@ -121,6 +124,9 @@ class Heartbeats:
     ) -> list[Heartbeat]:
         """Return the heartbeats sorted by replica id: the newest 4,096 that are readable and not expired.
 
+        Each boot is a replica of its own while it is live. Live ones of the same name have the boot in their `replica_id`;
+        of others only the newest heartbeat of a name is returned.
+
         Those not read by the deadline (`time.monotonic`) have the state `unread`. One that was `enough` before is not read
         again. Raises TransientStoreError if the heartbeats could not even be listed by the deadline.
         """
@@ -143,7 +149,7 @@ class Heartbeats:
             # Times are too coarse to show that it was stored again at once; so it is read until it has not for a while.
             lasting = time.monotonic() - known.since_s > _COARSE_S
             known.beats, known.read = beats, known.state if lasting and beats is not None else None
-        return [beat for info in recent for beat in self._found(info) if beat.run_id == self._run_id]
+        return _told_apart(beat for info in recent for beat in self._found(info) if beat.run_id == self._run_id)
 
     def _found(self, info: ObjectInfo) -> list[Heartbeat]:
         known = self._known[info.key]
@@ -161,6 +167,27 @@ class Heartbeats:
         with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
             return [msgspec.json.decode(self._store.read(info.key, SMALL_BYTES), type=Heartbeat)]
         return []
+
+
+def _told_apart(beats: Iterable[Heartbeat]) -> list[Heartbeat]:
+    named: dict[str, list[Heartbeat]] = {}
+    for beat in beats:
+        named.setdefault(beat.replica_id, []).append(beat)
+    found: list[Heartbeat] = []
+    for name, same in named.items():
+        live = [beat for beat in same if is_live(beat)]
+        if len(live) > 1:
+            found += (dataclasses.replace(beat, replica_id=f"{name} (boot {beat.boot})") for beat in live)
+        else:
+            found.append(live[0] if live else max(same, key=lambda beat: beat.time_s))
+    return found
+
+
+def others(store: Store, replica_id: str, boot: str) -> dict[str, ObjectInfo]:
+    """Return the heartbeats of other boots of a replica's name, by the boot."""
+    own = re.compile(re.escape(f"{keys.REPLICAS}{replica_id}.") + r"([0-9a-f]{8})\.json")
+    listed = ((own.fullmatch(info.key), info) for info in store.list(f"{keys.REPLICAS}{replica_id}."))
+    return {match[1]: info for match, info in listed if match is not None and match[1] != boot}
 
 
 def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list[Heartbeat]:
@@ -282,7 +309,7 @@ def wait_for(
             live = [beat for beat in heartbeats if is_live(beat) and beat.pin is None]
             serving = [beat for beat in live if _serves(beat, version, published)]
             lagging = [beat for beat in live if not _serves(beat, version, published)]
-            if len(serving) >= (needed or 1) and not (needed is None and lagging):
+            if len({beat.boot or beat.replica_id for beat in serving}) >= (needed or 1) and not (needed is None and lagging):
                 return serving
             if time.monotonic() >= deadline:
                 reason = _explain(needed, serving, lagging, heartbeats)

@@ -158,9 +158,9 @@ def file_of(key: str) -> Slot | None:
     return Slot(int(match[1]), match[2]) if match else None
 
 
-def replica(replica_id: str) -> str:
-    """Key of a replica's heartbeat."""
-    return check_key(f"{REPLICAS}{replica_id}.json")
+def replica(replica_id: str, boot: str | None = None) -> str:
+    """Key of a replica's heartbeat; each boot has its own, because several replicas may have one name."""
+    return check_key(f"{REPLICAS}{replica_id}{'' if boot is None else f'.{boot}'}.json")
 
 
 def probe(epoch: str) -> str:

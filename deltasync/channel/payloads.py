@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,11 +16,14 @@ from deltasync.channel.documents import File, Record, Reference
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import ahead
-from deltasync.codec.base import read_metadata
+from deltasync.codec.base import Payload, read_metadata
 from deltasync.errors import ConfigError, CorruptDataError, MissingVersionError, ModelMismatchError
 from deltasync.kernels import native
 from deltasync.tensors import Changed, Delta, Layout, TensorSpec, fingerprint, weight_bytes
 from deltasync.tensors.delta import joined
+
+if TYPE_CHECKING:
+    from deltasync.codec.device import Decoded, Decoder, Places
 
 _PARTS_AHEAD = 4
 
@@ -101,19 +105,9 @@ def decode(
     wanted: codec.Wanted | None = None,
 ) -> Changed:
     """`delta` of a delta or compaction whose payloads, (key, bytes), were fetched."""
-    assert record.delta is not None and record.base is not None
     parts: list[Delta] = []
     fingerprints: dict[str, int] = {}
-    changed = 0
-    for key, data in payloads:
-        with _naming(key):
-            payload = codec.open_payload(data)
-        names = (payload.codec, payload.version, payload.base_version)
-        if names != (record.delta.codec, record.version, record.base.version):
-            raise CorruptDataError(f"{key} contains {names}, and its record names others.")
-        changed += payload.changed
-        if changed > record.delta.changed:
-            raise CorruptDataError(f"{key} changes more elements than its record says, {record.delta.changed}.")
+    for key, payload in _opened(record, payloads):
         found, digests = codec.get(payload.codec).decode(payload, layout, old, wanted)
         for name in fingerprints.keys() & digests.keys():
             if fingerprints[name] != digests[name]:
@@ -124,6 +118,29 @@ def decode(
         return Changed(joined(parts) if parts else Delta(layout, {}), fingerprints)
     except ValueError as error:
         raise CorruptDataError(f"Payloads of version {record.version} contradict each other: {error}.") from error
+
+
+def decode_there(
+    stored: StoredRecord, fetched: Sequence[tuple[str, bytes]], decoder: Decoder, places: Mapping[int, Places]
+) -> Mapping[int, Decoded]:
+    """Decode a delta of `packed` or `context` on a device, whose payloads are the result of `fetch`; by element width."""
+    return decoder.decode([payload for _, payload in _opened(stored.record, fetched)], places)
+
+
+def _opened(record: Record, payloads: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, Payload]]:
+    """Open payloads, which must be the record's and change no more elements than it says; with their keys."""
+    assert record.delta is not None and record.base is not None
+    changed = 0
+    for key, data in payloads:
+        with _naming(key):
+            payload = codec.open_payload(data)
+        names = (payload.codec, payload.version, payload.base_version)
+        if names != (record.delta.codec, record.version, record.base.version):
+            raise CorruptDataError(f"{key} contains {names}, and its record names others.")
+        changed += payload.changed
+        if changed > record.delta.changed:
+            raise CorruptDataError(f"{key} changes more elements than its record says, {record.delta.changed}.")
+        yield key, payload
 
 
 def unlike(reader: ChannelReader, reference: Reference, fingerprints: Mapping[str, int]) -> str:

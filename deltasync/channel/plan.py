@@ -170,7 +170,7 @@ class _Search:
             found = cheapest(0 if have is None else have.version, target.version, edges)
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
-                message = f"Cannot reach version {target} from {begin}: objects are missing or damaged."
+                message = f"Cannot reach version {target} from {begin}: objects are missing, damaged or not listed."
                 raise MissingVersionError(
                     f"{message} Replicas continue at the next anchor or compaction. {problem}".rstrip()
                 )
@@ -182,8 +182,9 @@ class _Search:
                 have = None
             except _UnreadableError as error:
                 edges.remove(error.edge)
+                is_known = str(error) in (problem, *self._avoid.values())  # then it was logged already
                 problem = str(error)
-                logger.warning("%s Looking for another chain.", error)
+                logger.log(logging.DEBUG if is_known else logging.WARNING, "%s Looking for another chain.", error)
         raise MissingVersionError(problem)
 
     def listed(self) -> list[Edge]:

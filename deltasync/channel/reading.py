@@ -30,6 +30,9 @@ from deltasync.tensors import Layout, TensorSpec
 
 MOST_DAMAGED = 64  # most records, missing or damaged, that one search passes over
 
+_READS = 3  # of a document that looks damaged: it may be so on the way only
+_MOST_GAP = 1000  # between the numbers of epochs, some of whose documents are gone
+
 _Document = TypeVar("_Document", Channel, Head, EpochDocument)
 
 _END_BYTES = 1 << 14  # of a record; nearly all documents fit
@@ -74,6 +77,11 @@ class ChannelReader:
         try:
             data = self.store.read(keys.CHANNEL, documents.CHANNEL_BYTES)
         except ObjectMissingError:
+            if self._has_head():
+                raise NotPublishedError(
+                    f"{self.store.url} lacks its {keys.CHANNEL}, though something was published there. A running publisher "
+                    "puts it back; otherwise restore it from a copy of the channel."
+                ) from None
             raise NotPublishedError(
                 f"{self.store.url} holds no channel yet. Check the URL, unless nothing was published."
             ) from None
@@ -81,7 +89,19 @@ class ChannelReader:
             self.trusted.check(keys.CHANNEL, data)
         found = documents.decode(data, Channel, keys.CHANNEL)
         self.signed = signed_by(data) is not None
-        return _Description(found)
+        return _Description(found, data)
+
+    def _has_head(self) -> bool:
+        try:
+            self.store.read_range(keys.HEAD, 0, 1)
+        except StoreError:
+            return False
+        return True
+
+    @property
+    def channel_data(self) -> bytes:
+        """The bytes of channel.json."""
+        return self._description.data
 
     def check_run(self) -> None:
         """Read channel.json again, and check that it is of the run that was read first. A damaged one is ignored.
@@ -128,12 +148,27 @@ class ChannelReader:
         return found if found is not None and found.run_id == self.channel().run_id else None
 
     def opening(self, epoch: str) -> EpochDocument | None:
-        """The document of an epoch, None if it is missing or damaged."""
-        return self._read_small(keys.epoch_document(epoch), EpochDocument)
+        """The document of an epoch, None if it is missing or damaged, or no trusted key has signed it."""
+        return self._read_small(keys.epoch_document(epoch), EpochDocument, self.trusted)
 
-    def _read_small(self, key: str, kind: type[_Document]) -> _Document | None:
+    def is_opening(self, epoch: str, newest: int) -> bool:
+        """Whether a publisher seems to have opened an epoch after the one with the number `newest`.
+
+        Anybody who may write can store such documents. In a signed channel a trusted key must have signed it; in others its
+        number must follow closely, or at once if the document cannot be read or is another run's.
+        """
+        number = keys.epoch_number(epoch)
+        found = next((found for _ in range(_READS) if (found := self.opening(epoch)) is not None), None)
+        if found is not None and (self._described is None or found.run_id == self.channel().run_id):
+            return self.trusted is not None or number <= newest + _MOST_GAP
+        return (found is not None or self.trusted is None) and number == newest + 1
+
+    def _read_small(self, key: str, kind: type[_Document], trusted: Trusted | None = None) -> _Document | None:
         try:
-            return documents.decode(self.store.read(key, documents.SMALL_BYTES), kind, key)
+            data = self.store.read(key, documents.SMALL_BYTES)
+            if trusted is not None:
+                trusted.check(key, data)
+            return documents.decode(data, kind, key)
         except (ObjectMissingError, FormatError):
             return None
 
@@ -347,8 +382,8 @@ class ChannelReader:
 class _Description:
     """channel.json, and the layout of its tensors."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel, self.specs = channel, channel.specs
+    def __init__(self, channel: Channel, data: bytes) -> None:
+        self.channel, self.specs, self.data = channel, channel.specs, data
 
     @functools.cached_property
     def layout(self) -> Layout:

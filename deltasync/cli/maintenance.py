@@ -52,6 +52,8 @@ def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
     field("holds", f"{holds}, {report.data_bytes:,} bytes")
     if report.publishing:
         field("publishing", f"{count(report.publishing, 'file')} that no record names yet")
+    for key in report.orphans:
+        field("orphan", f"{key}: stored after another publisher had opened the channel; nothing builds on it")
     if report.garbage_objects and not report.problems:
         garbage = f"{count(report.garbage_objects, 'file')}, {report.garbage_bytes:,} bytes"
         field("garbage", f"{garbage} that no record names; `deltasync prune` deletes them")

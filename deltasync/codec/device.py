@@ -23,7 +23,7 @@ from deltasync.codec.tables import Parsed
 from deltasync.codec.tiled import TiledReader, read_groups, read_tables
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import gpu_classes, gpu_coder
-from deltasync.kernels.gpu_classes import ADDRESS, COLUMNS, FIRST, PITCH, ROWS, SHIFT, STRIDE, Bands, Bits, Classes
+from deltasync.kernels.gpu_classes import ADDRESS, COLUMNS, FIRST, PITCH, ROWS, SHIFT, STRIDE, Bands, Bits, Changes, Classes
 from deltasync.kernels.gpu_coder import Numbers, Streams
 from deltasync.kernels.rans import RATIO, RATIO_BITS
 from deltasync.tensors import Layout, Vector
@@ -32,7 +32,8 @@ from deltasync.tensors.device import DeviceBits, DeviceDelta, DeviceSparse
 MOST_CHANGED = 1 << 25
 """Changes of payloads that are encoded at once, by classes with 7 bytes for each."""
 
-_Piece = Mapping[int, tuple[int, int]]  # tensors of each width that a payload has, from number to number
+Piece = Mapping[int, tuple[int, int]]
+"""The tensors of each width that a payload has, from number to number."""
 
 
 class Rooms:
@@ -121,8 +122,8 @@ class Tiling:
         return row_BF, band_GF
 
 
-def _split(delta: DeviceDelta, most: int) -> Iterator[_Piece]:
-    """Yield the tensors of each payload, as `Delta.split` has them."""
+def split(delta: DeviceDelta, most: int) -> Iterator[Piece]:
+    """Yield the tensors of each payload of about `most` changes, as `Delta.split` has them."""
     piece, count = dict[int, tuple[int, int]](), 0
     for width, steps in delta.steps.items():
         end_T, low, begin = np.cumsum(steps.count_T), 0, 0
@@ -156,27 +157,25 @@ class Encoder:
         digests: Mapping[int, np.ndarray],
         version: int,
         base_version: int,
-        most: int,
+        pieces: Sequence[Piece],
     ) -> Iterator[Encoded]:
-        """Yield the payloads of a delta, each of about `most` changes. The arrays of one last until the next is wanted.
+        """Yield the payloads of a delta. The arrays of one last until the next one's are wanted, or another delta's.
 
         Args:
             codec_name: `packed` or `context`.
-            delta: The steps from the base version on. `bits` are those of the base version.
+            delta: The steps from the base version on, which `bits` have taken.
             digests: Fingerprints after the delta by width, uint64[T].
             version: The version that it leads to.
             base_version: The one that it leads from.
-            most: Changes of a payload.
+            pieces: All payloads, as `split` returns them.
         """
-        pieces, changed = list[_Piece](), 0
-        for piece in _split(delta, most):
-            pieces.append(piece)
+        some, changed = list[Piece](), 0
+        for piece in pieces:
+            some.append(piece)
             changed += _changed(delta, piece)
-            if changed >= MOST_CHANGED:
-                yield from self._encode(codec_name, delta, digests, (version, base_version), pieces)
-                pieces, changed = [], 0
-        if pieces:
-            yield from self._encode(codec_name, delta, digests, (version, base_version), pieces)
+            if changed >= MOST_CHANGED or piece is pieces[-1]:
+                yield from self._encode(codec_name, delta, digests, (version, base_version), some)
+                some, changed = [], 0
 
     def _encode(
         self,
@@ -184,7 +183,7 @@ class Encoder:
         delta: DeviceDelta,
         digests: Mapping[int, np.ndarray],
         versions: tuple[int, int],
-        pieces: Sequence[_Piece],
+        pieces: Sequence[Piece],
     ) -> Iterator[Encoded]:
         found: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = [({}, {}) for _ in pieces]
         for width, steps in delta.steps.items():
@@ -324,22 +323,16 @@ class Encoder:
         block_T = _bounds(np.where(is_in_T, tiling.count_T, 0))
         first_P, last_P = block_T[tensor_P2[:, 0]], block_T[tensor_P2[:, 1]]
         band_B = np.append(band_GF[:, 5], len(row_BF))
-        # The changes of each band, in the delta and among those of all bands.
-        end_G = np.append(band_GF[1:, 0], 0)
-        tensor_G = np.searchsorted(of.first_T, band_GF[:, 0], side="right") - 1
-        is_last_G = np.append(tensor_G[1:] != tensor_G[:-1], True)
-        end_G[is_last_G] = of.first_T[tensor_G[is_last_G]] + tiling.range_T2[tensor_G[is_last_G], 1]
-        edge_2G = torch.from_numpy(np.stack((band_GF[:, 0], end_G))).to(device)
-        begin, end = steps.count_below(edge_2G.reshape(-1)).reshape(2, -1)
-        bands = Bands(torch.from_numpy(band_GF).to(device), begin, end, torch.cumsum(end - begin, 0) - (end - begin))
+        bands = _bands(of, steps, tiling, band_GF)
         step_K = steps.step_K.view(_UNSIGNED[of.width])
         count_B = bands.tally(steps.low_K, len(row_BF)).cpu().numpy().astype(np.int64)
         bound_B = _bounds(count_B)
-        blocks = Bits(row_BF, bound_B, of.width, device)
+        changes = Changes(bands, band_B, steps.low_K, step_K, bits.bits_N)
+        blocks = Bits(row_BF, bound_B, of.width, device, changes)
         runs, run_P = _runs(bound_B, first_P, last_P)
         size_R = np.add.reduceat(row_BF[:, COLUMNS] * row_BF[:, ROWS], runs[:-1])
         period_R = np.clip(size_R // tiled._SAMPLED, 1, 64) | 1
-        groups, class_models = _models(blocks.survey(bands, runs, period_R, steps.low_K, step_K), runs, run_P, size_R)
+        groups, class_models = _models(blocks.survey(runs, period_R), runs, run_P, size_R)
         # All groups of all payloads, one after the other.
         first_G = np.concatenate([np.array(each, np.int64) for each in groups])
         held_G = [model for each in class_models for model in each]
@@ -347,7 +340,7 @@ class Encoder:
         group_B = np.searchsorted(first_G, np.arange(len(row_BF)), side="right") - 1
         blocks.divide(group_B, class_G, _classes(held_G, device))
         gap_bits = _gap_bits(row_BF, group_B, held_G)
-        numbers_ = gpu_classes.rank(blocks, bands, steps.low_K, step_K, band_B, gap_bits)
+        numbers_ = gpu_classes.rank(blocks, gap_bits)
         numbers, begins_B = Numbers(numbers_[0], numbers_[2], numbers_[1]), numbers_[3]
         table_B = torch.from_numpy((2 * class_G[group_B]).astype(np.int32)).to(device)
         streams = Streams(blocks.bound, table_B, table_B, begins_B)
@@ -386,6 +379,18 @@ class Encoder:
 
 
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+def _bands(of: Vector, steps: DeviceSparse, tiling: Tiling, band_GF: np.ndarray) -> Bands:
+    """Return bands of blocks, with their changes in a delta and among those of all bands."""
+    tensor_G = np.searchsorted(of.first_T, band_GF[:, 0], side="right") - 1
+    end_G = np.append(band_GF[1:, 0], 0)
+    is_last_G = np.append(tensor_G[1:] != tensor_G[:-1], True)
+    end_G[is_last_G] = of.first_T[tensor_G[is_last_G]] + tiling.range_T2[tensor_G[is_last_G], 1]
+    device = steps.low_K.device
+    edge = torch.from_numpy(np.concatenate((band_GF[:, 0], end_G))).to(device)
+    begin, end = steps.count_below(edge).reshape(2, -1)
+    return Bands(torch.from_numpy(band_GF).to(device), begin, end, torch.cumsum(end - begin, 0) - (end - begin))
 
 
 def ranges(of: Vector, bits: DeviceBits) -> np.ndarray:
@@ -473,7 +478,7 @@ def _gap_bits(row_BF: np.ndarray, group_B: np.ndarray, models: Sequence[Model]) 
     return (2 * most).bit_length()
 
 
-def _changed(delta: DeviceDelta, piece: _Piece) -> int:
+def _changed(delta: DeviceDelta, piece: Piece) -> int:
     return sum(int(delta.steps[width].count_T[first:last].sum()) for width, (first, last) in piece.items())
 
 
@@ -512,12 +517,15 @@ class Decoder:
         self._room = torch.empty(0, dtype=torch.uint8)
         self._tilings: dict[int, Tiling] = {}
 
-    def decode(self, opened: Sequence[Payload], places: Mapping[int, Places]) -> dict[int, Decoded]:
-        """Return the changes of a version's payloads by width.
+    def decode(
+        self, opened: Sequence[Payload], places: Mapping[int, Places], undone: DeviceDelta | None = None
+    ) -> dict[int, Decoded]:
+        """Return the changes of payloads by width.
 
         Args:
-            opened: The payloads, of `packed` or `context`.
-            places: The old bits by width; the whole model. Only `context` needs them.
+            opened: The payloads, of `packed` or `context`, of one version; none changes a tensor of another one.
+            places: Where bits are, by width. Only `context` needs them.
+            undone: The same changes, which the bits have taken; None if they are old.
 
         Raises:
             CorruptDataError: a payload contradicts itself or the tensor table.
@@ -533,9 +541,11 @@ class Decoder:
                 raise CorruptDataError(f"Payload has blocks with other numbers of changes than {payload.changed}.")
             for width, reader in readers:
                 parts.setdefault(width, []).append(reader)
-        return {width: self._decode(width, readers, places.get(width)) for width, readers in sorted(parts.items())}
+        return {width: self._decode(width, readers, places.get(width), undone) for width, readers in sorted(parts.items())}
 
-    def _decode(self, width: int, readers: Sequence[vector._Reader], places: Places | None) -> Decoded:
+    def _decode(
+        self, width: int, readers: Sequence[vector._Reader], places: Places | None, undone: DeviceDelta | None
+    ) -> Decoded:
         of = self._layout.vectors[width]
         readers = sorted(readers, key=lambda reader: int(reader.number_T[0]) if reader.number_T.size else 0)
         number_T = np.concatenate([reader.number_T for reader in readers])
@@ -546,7 +556,7 @@ class Decoder:
         all_T[number_T] = count_T
         gap_part = self._by_gap(of, [reader for reader in readers if len(reader._row_B2)])
         tiled_readers = [reader._tiled for reader in readers if reader._tiled is not None]
-        class_part = self._by_class(of, tiled_readers, places) if tiled_readers else None
+        class_part = self._by_class(of, tiled_readers, places, undone) if tiled_readers else None
         parts = [part for part in (gap_part, class_part) if part is not None]
         if len(parts) == 2:
             is_tiled_T = np.zeros(len(of.specs), np.bool_)
@@ -613,7 +623,7 @@ class Decoder:
         return at_K, step_K
 
     def _by_class(
-        self, of: Vector, readers: Sequence[TiledReader], places: Places | None
+        self, of: Vector, readers: Sequence[TiledReader], places: Places | None, undone: DeviceDelta | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode the tensors that are coded by classes: ascending low halves of positions, and steps."""
         if places is None:
@@ -639,10 +649,15 @@ class Decoder:
             freqs.append(cursor.freq_TS())
             if cursor.at != len(cursor.data):
                 raise CorruptDataError("Payload has more tables than groups.")
-        blocks = Bits(row_BF, bound_B, of.width, device)
+        band_B = np.append(band_GF[:, 5], len(row_BF))
+        changes = None
+        if undone is not None:
+            steps = undone.steps[of.width]
+            bands, step_K = _bands(of, steps, tiling, band_GF), steps.step_K.view(_UNSIGNED[of.width])
+            changes = Changes(bands, band_B, steps.low_K, step_K, undone.bits[of.width].bits_N)
+        blocks = Bits(row_BF, bound_B, of.width, device, changes)
         class_G = _bounds(np.array([model.classes.low_C.size for model in models]))
         blocks.divide(np.concatenate(group_B), class_G, _classes(models, device))
-        band_B = np.append(band_GF[:, 5], len(row_BF))
         last_G = band_GF[:, 0] + np.maximum(band_GF[:, 1] * band_GF[:, 4], band_GF[:, 2])
         spans = []
         for low, high in blocks.batches(band_B):

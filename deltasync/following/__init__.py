@@ -2,7 +2,7 @@
 
 from deltasync.following.cursor import ChannelCursor
 from deltasync.following.follower import Follower, StagedVersion
-from deltasync.following.gate import Gate, GatedTarget, Names, gated_calls, reclassed
+from deltasync.following.gate import Gate, GatedTarget, Mapped, Names, Part, gated_calls, reclassed
 from deltasync.following.loop import Follow
 from deltasync.following.module import Following, follow
 from deltasync.following.pin import NEWEST, Pin
@@ -22,9 +22,11 @@ __all__ = [
     "Gate",
     "GatedTarget",
     "Identify",
+    "Mapped",
     "MemoryTarget",
     "Names",
     "Observer",
+    "Part",
     "Pin",
     "Poll",
     "Replica",

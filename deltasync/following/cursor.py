@@ -4,7 +4,7 @@ poll      read the record after the newest version: in steady state, the only re
 refresh   find the newest version by head or by a listing: at first, when lost, and now and then
 plan      find the cheapest chain of records to the version that the pin points to (`channel.plan`)
 
-One rule covers whatever fails: its key is skipped for a while, and the next refresh plans around it.
+One rule covers whatever fails: it is skipped (`tip.Skip`), and the next refresh plans around it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.following.pin import NEWEST, Pin
-from deltasync.following.tip import NOTHING_KNOWN, SKIP_S, Tip
+from deltasync.following.tip import NOTHING_KNOWN, SKIP_S, Skip, Tip
 from deltasync.stores.base import ObjectInfo
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ class ChannelCursor(Tip):
 
     @property
     def skipped(self) -> dict[str, str]:
-        """The keys of objects that plans avoid now, each with the reason."""
-        return {key: why for key, (_, why) in self.skips.items()}
+        """The keys of objects that plans avoid, each with the reason."""
+        return {key: skip.why for key, skip in self.skips.items()}
 
     def next(
         self,
@@ -212,11 +212,13 @@ class ChannelCursor(Tip):
             self._undoes = False
             return
         if key is not None:
-            self.skips[key] = time.monotonic() + SKIP_S, str(why)
+            self.skips[key] = Skip(time.monotonic() + SKIP_S, str(why))
         elif len(chain) > 1:
             self._singly_to = chain[-1].record.version  # to find out which of them is wrong
+        elif chain[0].record.reference is not None:  # the wrong bits are outside the channel
+            self.skips[chain[0].key] = Skip(time.monotonic() + SKIP_S, str(why))
         elif self._is_again(chain[0]):
-            self.skips[chain[0].key] = math.inf, str(why)
+            self.skips[chain[0].key] = Skip(math.inf, str(why), chain[0].sha256, chain[0].record.base)
         elif self.newest == chain[0].version:  # there is no such version
             self.retract(chain[0].record.base)
         self._blamed = key or chain[0].key
@@ -228,7 +230,7 @@ class ChannelCursor(Tip):
 
     def retry_bad(self) -> None:
         """Retry missing and damaged objects at once, but not those with wrong bits."""
-        self.skips = {key: entry for key, entry in self.skips.items() if entry[0] == math.inf}
+        self.skips = {key: skip for key, skip in self.skips.items() if skip.sha256 is not None}
 
     def _is_again(self, stored: StoredRecord) -> bool:
         """Whether the store gives the same record again. If not, a damaged answer was taken for a record."""
@@ -281,7 +283,7 @@ class ChannelCursor(Tip):
         if have is None or have.version < number:
             return self._find_chain(have, wanted)
         if target is not None and self._undoes and have.version > number:
-            chain = find_chain_back(self.reader, have, target, self.skipped)
+            chain = find_chain_back(self.reader, have, target, self._avoided())
             if chain and len(chain) <= _BATCH and payload_bytes(chain) <= _BATCH_BYTES:
                 return chain
         if target is None:
@@ -289,7 +291,12 @@ class ChannelCursor(Tip):
         return self._find_chain(None, wanted)
 
     def _find_chain(self, have: VersionId | None, target: VersionId) -> list[StoredRecord]:
-        return find_chain(self.reader, have, target, self.skipped, self.record)
+        return find_chain(self.reader, have, target, self._avoided(), self.record)
+
+    def _avoided(self) -> dict[str, str]:
+        """Return what plans avoid, after a look whether the store still has the bytes with wrong bits."""
+        found = {key: self.why_skipped(key) for key in list(self.skips)}
+        return {key: why for key, why in found.items() if why is not None}
 
     def _batch(self, chain: Sequence[StoredRecord], have: VersionId | None) -> list[StoredRecord]:
         """Return the first records of a chain, those that go into one commit; keep the rest."""

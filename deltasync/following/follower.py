@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from deltasync.errors import (
 from deltasync.live import LiveMemory, Prints, Staged, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
+
+if TYPE_CHECKING:
+    from deltasync.codec.device import Decoder
 
 _Item = TypeVar("_Item")
 
@@ -66,6 +69,7 @@ class Follower:
         self.progressed_s = 0.0
         self._fingerprint: str | None = None
         self.settled = True
+        self._decodes: Decoder | None = None  # on the device of the weights
         self._loaded: list[StoredRecord] = []  # the chain that `load` has taken
         self._whole: dict[str, np.ndarray] = {}  # of `version`: the bits of tensors of which memory has a part
         self._untied: tuple[VersionId, str] | None = None  # a version that was rolled back because of a tie, and why
@@ -163,9 +167,39 @@ class Follower:
             if first is not None and not is_revert(chain):
                 staged, whole = self._stage_weights(chain[first:])
             else:
-                changed = self._undone(chain[:-1]) if is_revert(chain) else self._changed(chain)
-                staged, whole = self.memory.stage(changed), changed.delta
+                staged, whole = self._stage_there(chain[0]) if self._decodes_there(chain) else self._stage(chain)
         return StagedVersion(chain, staged, whole, time.perf_counter() - before)
+
+    def _stage(self, chain: Sequence[StoredRecord]) -> tuple[Staged, Delta]:
+        changed = self._undone(chain[:-1]) if is_revert(chain) else self._changed(chain)
+        return self.memory.stage(changed), changed.delta
+
+    def _decodes_there(self, chain: Sequence[StoredRecord]) -> bool:
+        """Whether a chain is one delta whose words can be decoded where the weights are."""
+        delta = chain[0].record.delta
+        is_coded = len(chain) == 1 and delta is not None and delta.codec in ("packed", "context")
+        return is_coded and not self._whole and self.memory.decoding is not None
+
+    def _stage_there(self, stored: StoredRecord) -> tuple[Staged, dict[str, np.ndarray]]:
+        """Decode a delta on the device of the weights, and stage it: only words and tables cross."""
+        assert self.memory.decoding is not None
+        device, places = self.memory.decoding
+        with contextlib.closing(self._fetched([stored])) as fetched, self._blaming(stored), device.staging():
+            steps = payloads.decode_there(stored, next(fetched), self._decoder(device.device), places)
+        self.progressed_s = time.monotonic()
+        fingerprints: dict[str, int] = {}
+        for width, found in steps.items():
+            names = self.reader.layout.vectors[width].names
+            numbers, digests = found.number_T.tolist(), found.digest_T.view(np.uint64).tolist()
+            fingerprints |= dict(zip(map(names.__getitem__, numbers), digests, strict=True))
+        return self.memory.stage_steps(steps, fingerprints), {}
+
+    def _decoder(self, device: torch.device) -> Decoder:
+        if self._decodes is None:
+            from deltasync.codec.device import Decoder
+
+            self._decodes = Decoder(self.reader.layout, device)
+        return self._decodes
 
     def _stage_weights(self, chain: Sequence[StoredRecord]) -> tuple[Staged, dict[str, np.ndarray]]:
         """Stage full weights and the deltas after them, tensor by tensor, so that only one of them is held."""

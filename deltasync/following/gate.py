@@ -7,9 +7,11 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
@@ -24,6 +26,10 @@ from deltasync.tensors.bits import dtype_name, int_view
 
 ALONE_S = 30.0  # how long a commit waits for calls that run
 _UNKNOWN = "The weights are in an unknown state: forward calls are blocked until the next sync succeeds."
+_MOVED = (
+    "The weights are in an unknown state, because something else wrote, converted or replaced them: forward calls are "
+    "blocked until the next sync succeeds."
+)
 
 
 Names = Callable[[str], str | Sequence[str] | None]
@@ -75,7 +81,8 @@ def places(
     lacking = specs.keys() - found.keys()
     if unknown or lacking:
         sides = ((lacking, "is in the channel and not in the module"), (unknown, "is in the module and not in the channel"))
-        problems = "; ".join(f"{min(side)} (and {len(side) - 1} more) {where}" for side, where in sides if side)
+        more = [f" (and {len(side) - 1} more)" if len(side) > 1 else "" for side, _ in sides]
+        problems = "; ".join(f"{min(side)}{and_} {where}" for (side, where), and_ in zip(sides, more, strict=True) if side)
         raise ModelMismatchError(f"{problems}. Map the names of the module to the channel's by `names`.")
     return found, ties
 
@@ -86,6 +93,12 @@ def _parts(
     """Yield the channel's tensors that lie in one of the module's, each checked against its spec."""
     if tensor.is_meta:
         raise ModelMismatchError(f"{own} is on the meta device: it has no memory to be patched.")
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    if is_wrapper or is_lazy(tensor):
+        raise ModelMismatchError(
+            f"{own} is a {type(tensor).__name__}, which has no memory of its own to be patched: follow with a module of "
+            "plain tensors."
+        )
     first = 0
     for name in [named] if isinstance(named, str) else named:
         spec = specs.get(name)
@@ -106,7 +119,8 @@ def _parts(
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int, torch.device]:
-    return tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.device
+    """Return what identifies the memory of a tensor while that is held. An empty one has none, and is like no other."""
+    return tensor.data_ptr() if tensor.numel() else id(tensor), tensor.numel() * tensor.element_size(), tensor.device
 
 
 def segment(tensor: torch.Tensor) -> Segment:
@@ -147,8 +161,7 @@ class Gate:
         """
         with self._changed:
             self._changed.wait_for(self._may_enter)
-            if not self.depth and self.problem is None and not self.check():
-                self.problem = _UNKNOWN
+            self._look()
             if self.problem is not None and wait_s:
                 self._changed.wait_for(lambda: self.problem is None and self._may_enter(), wait_s)
             if self.problem is not None:
@@ -164,6 +177,18 @@ class Gate:
                 with self._changed:
                     del self._inside[threading.get_ident()]
                     self._changed.notify_all()
+
+    @property
+    def refusal(self) -> str | None:
+        """Why a forward call that began now would raise; None if it would not."""
+        with self._changed:
+            if not self._closed:
+                self._look()
+            return self.problem
+
+    def _look(self) -> None:
+        if not self.depth and self.problem is None and not self.check():
+            self.problem = _MOVED
 
     def _may_enter(self) -> bool:
         own = threading.current_thread()  # the identifier of a thread that has ended may be given to a new one
@@ -237,10 +262,28 @@ def gated_calls(module: Any, gate: Gate, names: Sequence[str]) -> contextlib.Abs
     return reclassed(module, type(kind.__name__, (kind,), own))
 
 
+class Mapped(NamedTuple):
+    """The channel's tensors in a model.
+
+    Attributes:
+        memory: Live memory over them.
+        tensors, ties: As `places` returns them.
+    """
+
+    memory: LiveMemory
+    tensors: dict[str, torch.Tensor]
+    ties: dict[str, str]
+
+
+Part = tuple[Mapping[str, Any], str, Any, object]
+"""A part of a module: the mapping that holds it, its name there, the tensor or module, and the place of its memory."""
+
+
 class GatedTarget(MemoryTarget):
     """The weights of a model whose forward calls pass a gate.
 
-    A subclass says which tensors the model has now and where they are, and puts its forward calls inside of the gate.
+    A subclass says which tensors the model has now and where they are, and puts its forward calls inside of the gate. It is
+    noted only what was mapped without a refusal: a model that was changed is refused at each sync.
     """
 
     def __init__(self, module: Any, reader: ChannelReader, names: Names, gate: Gate) -> None:
@@ -250,7 +293,9 @@ class GatedTarget(MemoryTarget):
         self._served = False  # whether the model has ever had a version of the channel
         self._identify: Identify | None = None
         self._storages: Mapping[str, Any] = {}  # where the tensors lay when they were mapped
-        self._broken: str | None = None
+        self._parts: Sequence[Part] = ()  # which modules and tensors there were then
+        self._refusal: str | None = None  # why the model, or a version for it, was refused
+        gate.check = self._is_in_place
 
     @abstractmethod
     def _state(self) -> Mapping[str, Any]:
@@ -260,38 +305,55 @@ class GatedTarget(MemoryTarget):
     def _found(self) -> Mapping[str, Any]:
         """Where the model's tensors are now."""
 
+    @abstractmethod
+    def _held(self) -> Sequence[Part]:
+        """The parts that the model has now."""
+
+    def _place(self, part: Any) -> object:
+        """Return a value that changes when a part is moved or written, as far as that can be asked at each call."""
+        return None
+
     def _finish_calls(self) -> None:
         """Wait until nothing reads the weights any more; every forward call that has begun has ended."""
 
     def open(self, identify: Identify) -> None:
         """Find the channel's tensors in the model, and which version they are, if any."""
-        self._identify, self._storages = identify, self._found()
-        self.adopt(self._mapped(self._state()), identify)
-        self._served = self.version is not None
+        storages, parts = self._found(), self._held()
+        mapped = self._mapped(self._state())
+        self.adopt(mapped.memory, identify)
+        _, self.tensors, self._ties = mapped
+        self._identify, self._storages, self._parts, self._refusal = identify, storages, parts, None
+        self._served |= self.version is not None
         self._update_gate()
 
-    def _mapped(self, state: Mapping[str, Any]) -> LiveMemory:
-        """Return live memory over a model's tensors, and keep `tensors`."""
-        self.tensors, self._ties = places(state, self.reader.specs, self._names)
-        return LiveMemory(self.reader.specs, {name: [segment(tensor)] for name, tensor in self.tensors.items()})
+    def _mapped(self, state: Mapping[str, Any]) -> Mapped:
+        """Find the channel's tensors among a model's."""
+        tensors, ties = places(state, self.reader.specs, self._names)
+        memory = LiveMemory(self.reader.specs, {name: [segment(tensor)] for name, tensor in tensors.items()})
+        return Mapped(memory, tensors, ties)
 
     def is_settled(self, asked: bool) -> bool:
         """Whether the live bits are known. They are not if the model has other storages than those that were mapped."""
         return super().is_settled(asked) and not self._is_moved
 
+    def _is_in_place(self) -> bool:
+        return all(held.get(name) is part and self._place(part) == place for held, name, part, place in self._parts)
+
     @property
     def _is_moved(self) -> bool:
-        return self._found() != self._storages or not self._gate.check()
+        return not self._is_in_place() or self._found() != self._storages
 
     def settle(self) -> None:
         """As `Target.settle`; storages that were replaced are mapped again."""
         try:
             if self._identify is not None and self._is_moved:
-                served, self._opened.settled = self._served, False
+                self._opened.settled = False
                 self.open(self._identify)
-                self._served |= served
             else:
                 super().settle()
+        except ModelMismatchError as error:
+            self._refusal = f"{_UNKNOWN} {error}"
+            raise
         finally:
             self._update_gate()  # before anything is loaded in their place
 
@@ -309,18 +371,20 @@ class GatedTarget(MemoryTarget):
                     raise StageError("The model's parameters were replaced meanwhile; they are mapped again.")
                 self._served = True
                 commit = self._exchange(staged)
-                for name, other in self._ties.items():
-                    if not torch.equal(int_view(self.tensors[name]), int_view(self.tensors[other])):
-                        self._broken = (
-                            f"{name} and {other} are one tensor in the module, and differ in version {commit.version}."
-                        )
-                        raise ModelMismatchError(self._broken)
+                self._storages, self._parts, self._refusal = self._found(), self._held(), None
                 return commit
         finally:
             self._update_gate()
+
+    def _refuse(self, version: int) -> None:
+        """Refuse a version that gives one tensor of the model two values."""
+        for name, other in self._ties.items():
+            if not torch.equal(int_view(self.tensors[name]), int_view(self.tensors[other])):
+                self._refusal = f"{name} and {other} are one tensor in the module, and differ in version {version}."
+                raise ModelMismatchError(self._refusal)
 
     def _update_gate(self) -> None:
         """Let no forward call begin while the weights are of no known version, unless they never were of one."""
         follower = self.follower
         is_known = follower is None or (follower.settled and (follower.version is not None or not self._served))
-        self._gate.report(self._broken or (None if is_known else _UNKNOWN))
+        self._gate.report(self._refusal or (None if is_known else _UNKNOWN))

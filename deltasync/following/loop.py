@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -69,7 +70,7 @@ class Follow:
         heartbeats: bool = True,
         log: logging.Logger = logger,
     ) -> None:
-        self._home = Home("replica")
+        self._home, self._boot = Home("replica"), secrets.token_hex(4)
         self.reader, self.target, self.settings = reader, target, settings
         self.cursor = ChannelCursor(reader, settings.max_age_s, prefetch)
         self.commits: deque[Commit] = deque(maxlen=HISTORY)
@@ -145,6 +146,7 @@ class Follow:
         identity, trusted = self.identity, self.reader.trusted
         return Status(
             replica_id=self.settings.replica_id,
+            boot=self._boot,
             channel=self.reader.store.url,
             run_id=self.reader.run_id,
             state=self.state,
@@ -305,7 +307,7 @@ class Follow:
                 except DeltaSyncError as error:
                     if self._goes_around and detours < _DETOURS:
                         detours += 1
-                        self._log.warning("%s Planning around it.", error)
+                        self._log.warning("Planning around it.")  # `_report` has logged the error
                         continue
                     is_passing = self.cursor.failure is None or isinstance(error, TransientStoreError)
                     if not is_passing or time.monotonic() >= deadline:
@@ -382,7 +384,7 @@ class Follow:
         self._health.state = "staging"
         try:
             staged = target.stage(chain)
-            if staged is None:
+            if staged is None or (audits and self._ended.is_set()):
                 return False
             self._health.state = "committing"
             commit = target.commit(staged)

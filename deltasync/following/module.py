@@ -22,15 +22,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, NotPublishedError
-from deltasync.following.gate import Gate, GatedTarget, Names, plain_name, reclassed
+from deltasync.following.follower import StagedVersion
+from deltasync.following.gate import Gate, GatedTarget, Names, Part, plain_name, reclassed
 from deltasync.following.loop import Follow
 from deltasync.following.pin import Pin
-from deltasync.following.status import Status
+from deltasync.following.status import Commit, Status
 from deltasync.stores import Store
 
 _ADAPTERS = {"mlx": "mlx_plugin.module"}
@@ -72,7 +74,7 @@ class Following:
         waits_s = 0.0 if since_s is None else time.monotonic() - since_s
         if waits_s > _WAIT_S:
             return f"A version has waited for forward calls or a hold() to end for {waits_s:.0f} s."
-        return None if self._follow.state == "waiting" else self._follow.error
+        return None if self._follow.state == "waiting" else self._follow.error or self._gate.refusal
 
     @property
     def exchanges(self) -> int:
@@ -82,12 +84,15 @@ class Following:
     @property
     def not_ready(self) -> str | None:
         """Why a server should answer no requests with the module, in one sentence; None if its version is new enough."""
-        return self._follow.not_ready
+        return self._gate.refusal or self._follow.not_ready
 
     @property
     def status(self) -> Status:
         """State, versions and commits, as a server's `GET /deltasync/status`."""
-        return self._follow.status()
+        status, refusal = self._follow.status(), self._gate.refusal
+        if refusal is not None and status.state == "serving":
+            status.state, status.error = "failed", refusal
+        return status
 
     @property
     def pin(self) -> str:
@@ -157,9 +162,34 @@ class ModuleTarget(GatedTarget):
     def _state(self) -> Mapping[str, Any]:
         return self._module.state_dict(keep_vars=True)
 
-    def _found(self) -> dict[str, tuple[int, torch.device]]:
-        state = self._state().items()
-        return {name: (each.data_ptr(), each.device) for name, each in state if isinstance(each, torch.Tensor)}
+    def _followed(self) -> dict[str, torch.Tensor]:
+        named = ((own, each) for own, each in self._state().items() if isinstance(each, torch.Tensor))
+        return {own: each for own, each in named if self._names(own) is not None}
+
+    def _found(self) -> dict[str, object]:
+        return {own: self._place(each) for own, each in self._followed().items()}
+
+    def _held(self) -> list[Part]:
+        followed = {id(each) for each in self._followed().values()}
+        found: list[Part] = []
+        for module in self._module.modules():
+            found += ((module._modules, name, child, None) for name, child in module._modules.items())
+            for held in (module._parameters, module._buffers):
+                found += ((held, name, each, self._place(each)) for name, each in held.items() if id(each) in followed)
+        return found
+
+    def _place(self, part: Any) -> object:
+        """As `GatedTarget._place`. An address identifies memory only while that is held, as `Segment`s hold it."""
+        if not isinstance(part, torch.Tensor) or is_lazy(part):
+            return None
+        version = 0 if part.is_inference() else part._version  # grows with each write by torch, and not with ours
+        return part.data_ptr(), part.device, part.dtype, part.shape, part.stride(), version
+
+    def _exchange(self, staged: StagedVersion) -> Commit:
+        try:
+            return super()._exchange(staged)
+        finally:
+            torch.clear_autocast_cache()  # of the weights in another dtype, which a context of torch.autocast keeps
 
     def _finish_calls(self) -> None:
         for device in {tensor.device for tensor in self.tensors.values() if tensor.device.type != "cpu"}:
@@ -168,6 +198,16 @@ class ModuleTarget(GatedTarget):
 
 _gates: weakref.WeakKeyDictionary[torch.nn.Module, Gate] = weakref.WeakKeyDictionary()  # of followed modules
 _followed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # these, and all modules in them
+
+
+def _batching(given: Any) -> Any:
+    """Return options of transformers' continuous batching with which nothing of an older version is computed with.
+
+    Shared prefixes are found by their tokens alone, and a CUDA graph is replayed without a forward call that could wait.
+    """
+    if given is None:
+        given = importlib.import_module("transformers").ContinuousBatchingConfig()
+    return dataclasses.replace(given, allow_block_sharing=False, use_cuda_graph=False)
 
 
 @functools.cache
@@ -184,6 +224,11 @@ def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
         gate = _gates.get(self)
         if gate is None:
             return call(*arguments, **options)
+        if getattr(options.get("cache"), "allow_block_sharing", False):  # of transformers' continuous batching
+            raise ConfigError(
+                "Continuous batching shares the blocks of equal prefixes, also of an older version's: make its manager by "
+                "model.init_continuous_batching() after follow(), or with allow_block_sharing=False."
+            )
         if torch.is_grad_enabled() and not gate.depth and any(each.requires_grad for each in self.parameters()):
             raise ConfigError(
                 "A forward call with gradients needs the same weights until its backward: put both into `hold()`, or the "
@@ -198,6 +243,16 @@ def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
         def forward(self, *arguments: Any, **options: Any) -> Any:
             return passed(self, super().forward, *arguments, **options)
+
+        if hasattr(kind, "init_continuous_batching"):
+
+            def init_continuous_batching(
+                self, generation_config: Any = None, continuous_batching_config: Any = None, *arguments: Any, **options: Any
+            ) -> Any:
+                given = continuous_batching_config
+                if self in _gates:
+                    given = _batching(given or getattr(generation_config, "continuous_batching_config", None))
+                return super().init_continuous_batching(generation_config, given, *arguments, **options)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             return copyreg._reconstructor, (kind, object, None), *super().__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]

@@ -104,7 +104,13 @@ class MemoryTarget:
     def _exchange(self, staged: StagedVersion) -> Commit:
         """Write a staged version into the live weights, and prove it."""
         before = time.perf_counter()
-        version = self._opened.confirm(self._opened.commit(staged))
+        committed = self._opened.commit(staged)
+        try:
+            self._refuse(staged.chain[-1].record.version)
+        except BaseException:
+            self._opened.rollback(committed)
+            raise
+        version = self._opened.confirm(committed)
         return Commit(
             version=version.version,
             sha256=version.sha256,
@@ -114,6 +120,9 @@ class MemoryTarget:
             pause_s=time.perf_counter() - before,
             scatter_s=staged.staged.scatter_s,
         )
+
+    def _refuse(self, version: int) -> None:
+        """Raise ModelMismatchError if the weights, which were written, cannot be this version; they are rolled back then."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -217,9 +226,9 @@ class Replica:
             for name, bits_N in checkpoint.load(found).read(reader.specs):
                 bits_of(tensors[name])[:] = bits_N
             memory.audit()
+            known = identify(reader, self._follow.cursor.locate(), model_fingerprint(memory.fingerprints))
             self._target.follower, self._target.tensors = Follower(reader, memory), tensors
-            total = model_fingerprint(memory.fingerprints)
-            self._target.follower.identified(identify(reader, self._follow.cursor.locate(), total))
+            self._target.follower.identified(known)
         return self.version
 
     def audit(self) -> bool:

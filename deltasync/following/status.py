@@ -32,6 +32,7 @@ HISTORY = 4096
 """How many commits a status keeps."""
 
 _SCARCE_S = 45.0  # less than `heartbeat.LIVE_S`
+_LOOK_S = 60.0  # how often a replica looks for others of its name
 _LAST_S = 5.0  # how long the last heartbeat may delay the end of a process
 
 
@@ -70,6 +71,7 @@ class Status(msgspec.Struct, kw_only=True):
     """A replica's status: the reply of `GET /deltasync/status`, see docs/operations/replica.md.
 
     Attributes:
+        boot: Identifies this start of the replica, whatever its name is.
         state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
         followed_s_ago: Seconds since the channel could last be followed; None before the first time.
         error: The reason why the replica is not at a newer version, in one sentence; None if there is none.
@@ -84,6 +86,7 @@ class Status(msgspec.Struct, kw_only=True):
     version: int | None = None
     epoch: str | None = None
     sha256: str | None = None
+    boot: str | None = None
     newest_version: int | None = None
     pin: str | None = None
     followed_s_ago: float | None = None
@@ -107,6 +110,9 @@ def log_commit(log: logging.Logger, commit: Commit, steps: int) -> None:
     )
 
 
+_WARNED = "warned"
+
+
 class HeartbeatWriter:
     """Writes a replica's heartbeats in a daemon thread, at least every `interval_s`; a hung store stops nothing else.
 
@@ -122,6 +128,8 @@ class HeartbeatWriter:
         self._last: tuple[object, ...] = ()
         self._last_s = -math.inf
         self._thread: threading.Thread | None = None
+        self._looked_s = -math.inf
+        self._others: dict[str, object] = {}  # the heartbeats of other boots of this name, as they were at the first look
 
     @property
     def is_used(self) -> bool:
@@ -168,6 +176,7 @@ class HeartbeatWriter:
             try:
                 self._store.read_range(keys.CHANNEL, 0, 1)
                 heartbeat.write(self._store, beat)
+                self._look_for_others(beat)
             except ObjectMissingError:
                 pass
             except DeltaSyncError as error:  # nothing depends on heartbeats
@@ -176,6 +185,23 @@ class HeartbeatWriter:
                 logger.exception("deltasync could not write a heartbeat")
             if beat.state == heartbeat.STOPPED and self._next is None:
                 return
+
+    def _look_for_others(self, beat: Heartbeat) -> None:
+        """Warn of each replica of this name that writes heartbeats while this one runs; one that has ended writes none."""
+        now_s = time.monotonic()
+        if beat.boot is None or now_s - self._looked_s < _LOOK_S:
+            return
+        is_first, self._looked_s = self._looked_s == -math.inf, now_s
+        for boot, info in heartbeat.others(self._store, beat.replica_id, beat.boot).items():
+            state = info.bytes, info.modified_s, info.content
+            before = self._others.setdefault(boot, state if is_first else None)
+            if before not in (state, _WARNED):
+                self._others[boot] = _WARNED
+                logger.warning(
+                    "deltasync: another replica is named %s too: its heartbeat %s is not this one's (boot %s). They count "
+                    "as two; give each its own DELTASYNC_REPLICA_ID.",
+                    *(beat.replica_id, info.key, beat.boot),
+                )
 
 
 STALE_S, STALE_POLLS = 60.0, 20

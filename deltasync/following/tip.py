@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -42,6 +43,20 @@ SKIP_S = 60.0
 """Seconds for which a missing or damaged object is avoided."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Skip:
+    """An object to avoid until a time, by `time.monotonic`, and why.
+
+    With `sha256`, the bytes with this digest promise other bits than they give: they are avoided for ever, and other bytes
+    at their key are not. `base` is the version that they build on.
+    """
+
+    until_s: float
+    why: str
+    sha256: str | None = None
+    base: VersionId | None = None
+
+
 class Tip:
     """The newest version of a channel, as far as it was proven. Not thread-safe.
 
@@ -54,8 +69,7 @@ class Tip:
         next_epoch: The epoch that a seal named as the next one, while no version of it is known.
         damaged: Why a record that is newer than the newest version cannot be read; None if there is none.
         head: Head as of the last refresh.
-        skips: The keys of objects to avoid: until when, by `time.monotonic`, and why. If it is for ever, the bits are not
-            those that the object promises.
+        skips: The objects to avoid, by key.
     """
 
     def __init__(self, reader: ChannelReader, prefetch: bool = True) -> None:
@@ -66,7 +80,7 @@ class Tip:
         self.next_epoch: str | None = None
         self.damaged: FormatError | None = None
         self.head: Head | None = None
-        self.skips: dict[str, tuple[float, str]] = {}
+        self.skips: dict[str, Skip] = {}
         self._refreshes = 0
         self._ahead: dict[str, Any] = {}  # by key: objects that were read at once for one caller; None: missing
         self._unproven: VersionId | None = None  # named by head, but not readable
@@ -90,6 +104,27 @@ class Tip:
     def retract(self, base: VersionId | None) -> None:
         """Go back to `base`: the newest version was read from a damaged answer, and does not exist."""
         self.newest, self.record = base, None
+
+    def why_skipped(self, key: str) -> str | None:
+        """Return why the object at a key is avoided, None if it is not. A skip ends with its time, or with its bytes."""
+        skip = self.skips.get(key)
+        if skip is None or (time.monotonic() < skip.until_s and not self._is_replaced(key, skip)):
+            return None if skip is None else skip.why
+        del self.skips[key]
+        if self.newest is not None and (self.newest.key, self.newest.sha256) == (key, skip.sha256):
+            self.retract(skip.base)
+        return None
+
+    def _is_replaced(self, key: str, skip: Skip) -> bool:
+        """Whether the store has other bytes than those that are avoided, as after a repair."""
+        if skip.sha256 is None:
+            return False
+        try:
+            return self.reader.stored(key).sha256 != skip.sha256
+        except FormatError:
+            return True
+        except (MissingVersionError, StoreError):
+            return False
 
     def check_age(self, most_s: float) -> None:
         """Raise StaleChannelError if the newest version was encoded more than `most_s` ago."""
@@ -157,8 +192,8 @@ class Tip:
             slot = self._next_slot(wanted)
             if found and slot.key not in self._ahead and slot.key not in known:
                 break
-            if slot.key in self.skips:
-                raise CorruptDataError(self.skips[slot.key][1])
+            if (why := self.why_skipped(slot.key)) is not None:
+                raise CorruptDataError(why)
             ask = functools.partial(self._ask, slot, known)
             stored: StoredRecord | None = self._read(slot.key, ask)
             while stored is None and not found and self._prefetch is not None and self._prefetch.expect(slot):
@@ -211,7 +246,9 @@ class Tip:
             MissingVersionError: the store has lost the newest version of a signed channel.
         """
         now_s = time.monotonic()
-        self.skips = {key: entry for key, entry in self.skips.items() if now_s < entry[0]}
+        for key, skip in list(self.skips.items()):
+            if now_s >= skip.until_s or (self.newest is not None and key == self.newest.key):
+                self.why_skipped(key)
         self.damaged = None
         self._refreshes += 1
         self.reader.channel()
@@ -232,7 +269,7 @@ class Tip:
         if named is None or named == newest or (newest is not None and named.slot.newness <= newest.slot.newness):
             return named is not None and named == newest, newest is None
         is_new, self._unproven = named != self._unproven, named
-        if named.key in self.skips:
+        if self.why_skipped(named.key) is not None:
             return False, newest is None
         try:
             self.note(named, self.reader.record(named))

@@ -109,10 +109,10 @@ def _tally(band_ptr, begin_ptr, end_ptr, at_ptr, count_ptr, CHANGES: tl.constexp
 
 @triton.jit
 def _survey_steps(
-    band_ptr, begin_ptr, end_ptr, block_ptr, run_ptr, before_ptr, period_ptr, at_ptr, step_ptr, element_ptr, count_ptr,
-    BITS: tl.constexpr, SYMBOLS: tl.constexpr, CHANGES: tl.constexpr,
+    band_ptr, begin_ptr, end_ptr, block_ptr, run_ptr, at_ptr, step_ptr, count_ptr, BITS: tl.constexpr,
+    SYMBOLS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Count the symbols of steps by the old field, and turn the sample of old bits into one of new bits."""
+    """Count the symbols of steps by the old field; the bits are new."""
     g = tl.program_id(0).to(tl.int64)
     high = tl.load(end_ptr + g)
     for start in range(tl.load(begin_ptr + g), high, CHANGES):
@@ -123,6 +123,7 @@ def _survey_steps(
         address = tl.load(block + _ADDRESS, is_in, other=0).to(tl.pointer_type(BITS))
         old = tl.load(address + row * tl.load(block + _STRIDE, is_in, other=0) + column, is_in, other=0)
         step = tl.load(step_ptr + k, is_in, other=1)
+        old -= step
         shift = tl.load(block + _SHIFT, is_in, other=0).to(old.dtype)
         mask = tl.load(block + _MASK, is_in, other=0).to(tl.int32)
         field = (old >> shift).to(tl.int32) & mask
@@ -131,13 +132,6 @@ def _survey_steps(
         tl.atomic_add(
             count_ptr + (run * 256 + field) * SYMBOLS + symbol, tl.full((CHANGES,), 1, tl.int32), is_in, sem="relaxed"
         )
-        after = ((old + step) >> shift).to(tl.int32) & mask
-        samples = (tl.load(block + _COLUMNS, is_in, other=1) + 31) // 32
-        sample = tl.load(before_ptr + number, is_in, other=0) + row * samples + column // 32
-        moved = is_in & (after != field) & (sample % tl.load(period_ptr + run, is_in, other=1) == 0)
-        one = tl.full((CHANGES,), 1, tl.int32)
-        tl.atomic_add(element_ptr + run * 256 + after, one, moved, sem="relaxed")
-        tl.atomic_add(element_ptr + run * 256 + field, -one, moved, sem="relaxed")
 
 
 @triton.jit
@@ -245,6 +239,22 @@ def _classify(
         tl.store(place_ptr + to + k, place.to(tl.int32), is_in)
         tl.store(to_class_ptr + to + k, c, is_in)
         tl.store(to_step_ptr + to + k, tl.load(step_ptr + k, is_in, other=0), is_in)
+
+
+@triton.jit
+def _undo(band_ptr, begin_ptr, end_ptr, block_ptr, at_ptr, step_ptr, BITS: tl.constexpr, CHANGES: tl.constexpr):
+    """Turn new bits of bands into old ones."""
+    g = tl.program_id(0).to(tl.int64)
+    high = tl.load(end_ptr + g)
+    for start in range(tl.load(begin_ptr + g), high, CHANGES):
+        k = start + tl.arange(0, CHANGES)
+        is_in = k < high
+        number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
+        block = block_ptr + number * _FIELDS
+        address = tl.load(block + _ADDRESS, is_in, other=0).to(tl.pointer_type(BITS))
+        at = row * tl.load(block + _STRIDE, is_in, other=0) + column
+        new = tl.load(address + at, is_in, other=0)
+        tl.store(address + at, new - tl.load(step_ptr + k, is_in, other=0), is_in)
 
 
 @triton.jit
@@ -512,8 +522,27 @@ class Classes:
         return cls(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """The changes of blocks whose bits are new.
+
+    Attributes:
+        bands: The bands of the blocks.
+        band_B: First block of each band, and the number of blocks; on the host.
+        at_K: The low 32 bits of positions of the delta, int32.
+        step_K: Its steps, unsigned.
+        bits_N: The memory in which all the bits are.
+    """
+
+    bands: Bands
+    band_B: np.ndarray
+    at_K: torch.Tensor
+    step_K: torch.Tensor
+    bits_N: torch.Tensor
+
+
 class Bits:
-    """Blocks of one width whose elements' old bits are on the device.
+    """Blocks of one width whose elements' bits are on the device: the old ones, or the new ones with their changes.
 
     Args:
         row_BF: Their table, int64[B, FIELDS], on the host; `divide` fills columns from `GROUP` on. Their memory has to stay
@@ -521,11 +550,14 @@ class Bits:
         bound_B: First change of each, and the number of changes behind the last; int64[B + 1], on the host.
         width: Bytes of an element.
         device: Where everything is.
+        changes: The changes, if the bits are new. Old ones are then made in a copy of the blocks that are taken at once.
     """
 
-    def __init__(self, row_BF: np.ndarray, bound_B: np.ndarray, width: int, device: torch.device) -> None:
-        self.row_BF, self.bound_B, self.width, self.device = row_BF, bound_B, width, device
-        self.table_BF = torch.from_numpy(row_BF).to(device)
+    def __init__(
+        self, row_BF: np.ndarray, bound_B: np.ndarray, width: int, device: torch.device, changes: Changes | None = None
+    ) -> None:
+        self.row_BF, self.bound_B, self.width, self.device, self.changes = row_BF, bound_B, width, device, changes
+        self.table_BF = torch.tensor(row_BF, device=device)
         self.bound = torch.from_numpy(bound_B).to(device)
 
     @property
@@ -533,22 +565,19 @@ class Bits:
         """Number of blocks."""
         return len(self.row_BF)
 
-    def survey(
-        self, bands: Bands, run_R: np.ndarray, period_R: np.ndarray, at_K: torch.Tensor, step_K: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count values of the field in runs of blocks, as `kernels.native.survey` before it scales the first.
+    def survey(self, run_R: np.ndarray, period_R: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count values of the field in runs of blocks with changes, as `kernels.native.survey` before it scales the first.
 
         Args:
-            bands: The bands of the blocks.
             run_R: First block of each run, and the number of blocks.
             period_R: Every how manieth sample of each run counts.
-            at_K: See `rank`.
-            step_K: See `rank`.
 
         Returns:
             int32[R, 256], and int32[R, 256, S] of the S symbols that steps may have; on the device.
         """
-        runs, symbols, device = run_R.size - 1, max(32, 32 * self.width), self.device
+        assert self.changes is not None
+        changes, bands = self.changes, self.changes.bands
+        runs, symbols, device = run_R.size - 1, 32 * self.width, self.device
         sample_B = -(-self.row_BF[:, COLUMNS] // _SAMPLE) * self.row_BF[:, ROWS]
         before_B = np.cumsum(sample_B) - sample_B
         before_B -= np.repeat(before_B[run_R[:-1]], np.diff(run_R))
@@ -560,8 +589,8 @@ class Bits:
         with on(device):
             _survey_elements[(self.count,)](self.table_BF, run_B, before, period, element_RE, bits, 32)
             _survey_steps[(bands.count,)](
-                bands.row_GF, bands.begin_G, bands.end_G, self.table_BF, run_B, before, period, at_K, step_K, element_RE,
-                step_RES, bits, symbols, _CHANGES,
+                bands.row_GF, bands.begin_G, bands.end_G, self.table_BF, run_B, changes.at_K, changes.step_K, step_RES,
+                bits, symbols, _CHANGES,
             )  # fmt: skip
         return element_RE, step_RES
 
@@ -588,7 +617,8 @@ class Bits:
             np.append(0, np.cumsum(each))[edge_E]
             for each in (self.row_BF[:, CLASSES] * self.row_BF[:, CHUNKS], self.row_BF[:, COLUMNS] * self.row_BF[:, ROWS])
         )
-        limits = (count_B, MOST_COUNTS), (element_B, MOST_ELEMENTS), (self.bound_B[edge_E], MOST_CHANGES)
+        most = MOST_ELEMENTS if self.changes is None else MOST_COPIED // self.width
+        limits = (count_B, MOST_COUNTS), (element_B, most), (self.bound_B[edge_E], MOST_CHANGES)
         low = 0
         while low < edge_E.size - 1:
             fits = min(int(np.searchsorted(of_E, of_E[low] + most, side="right")) - 1 for of_E, most in limits)
@@ -597,7 +627,12 @@ class Bits:
             low = high
 
     def counts(self, low: int, high: int) -> torch.Tensor:
-        """Count the elements of each class before each chunk of blocks from `low` on and below `high`; sets their sizes."""
+        """Count the elements of each class before each chunk of blocks from `low` on and below `high`; sets their sizes.
+
+        From then on the old bits of these blocks are where the table says, until others are counted.
+        """
+        if self.changes is not None:
+            self._copy_old(self.changes, low, high)
         row_BF, device = self.row_BF[low:high], self.device
         last = row_BF[-1]
         count = int(last[COUNT] + last[CLASSES] * last[CHUNKS] - row_BF[0, COUNT])
@@ -617,6 +652,23 @@ class Bits:
                 self.table_BF, pair_owner, found, self.size_P, int(row_BF[0, PAIR]), int(row_BF[0, COUNT]), 1024
             )  # fmt: skip
         return found
+
+    def _copy_old(self, changes: Changes, low: int, high: int) -> None:
+        """Copy the bits of blocks, and undo their changes there."""
+        row_BF, bands = self.row_BF[low:high], changes.bands
+        first_B = row_BF[:, ADDRESS]
+        base = changes.bits_N.data_ptr()
+        begin = int(first_B.min()) - base
+        end = int((first_B + ((row_BF[:, ROWS] - 1) * row_BF[:, STRIDE] + row_BF[:, COLUMNS]) * self.width).max()) - base
+        self._old = changes.bits_N.view(torch.uint8)[begin:end].clone()
+        address = self.table_BF[low:high, ADDRESS]
+        address.copy_(torch.from_numpy(first_B + (self._old.data_ptr() - base - begin)))
+        band, band_end = (int(np.searchsorted(changes.band_B, edge)) for edge in (low, high))
+        with on(self.device):
+            _undo[(band_end - band,)](
+                bands.row_GF[band:], bands.begin_G[band:], bands.end_G[band:], self.table_BF, changes.at_K, changes.step_K,
+                _UNSIGNED[self.width], _CHANGES,
+            )  # fmt: skip
 
     def first_classes(self) -> torch.Tensor:
         """Return the first class of each block that has an element, int32[B], once all are counted."""
@@ -657,29 +709,29 @@ class Bands:
 MOST_COUNTS, MOST_ELEMENTS, MOST_CHANGES = 1 << 24, 1 << 28, 1 << 22
 """Most counts, elements and changes of blocks that are taken at once, if a single band has not more."""
 
+MOST_COPIED = 1 << 27
+"""The same in bytes, where old bits are made in a copy."""
+
 
 def ratio(device: torch.device) -> torch.Tensor:
     """Return `rans.RATIO` on a device."""
     return torch.from_numpy(RATIO).to(device)
 
 
-def rank(
-    bits: Bits, bands: Bands, at_K: torch.Tensor, step_K: torch.Tensor, band_B: np.ndarray, gap_bits: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Order the changes of blocks by class, as `kernels.native.rank`.
 
     Args:
-        bits: The blocks.
-        bands: Their bands.
-        at_K: The low 32 bits of positions of the delta, int32.
-        step_K: Its steps, unsigned.
-        band_B: First block of each band, and the number of blocks.
+        bits: The blocks, divided into classes, with their changes.
         gap_bits: Bits that no gap exceeds.
 
     Returns:
         Gaps, uint32 or uint64[K], classes, uint8, and steps, block after block; the class in which each block begins,
         int32[B].
     """
+    assert bits.changes is not None
+    bands, band_B = bits.changes.bands, bits.changes.band_B
+    at_K, step_K = bits.changes.at_K, bits.changes.step_K
     device, changed = at_K.device, int(bits.bound_B[-1])
     wide = gap_bits > 32
     gap_K = torch.empty(changed, dtype=torch.int64 if wide else torch.int32, device=device)

@@ -280,7 +280,7 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     dest = room.allocate(16 * dtype.itemsize).view(dtype)
     for first, layout in ((0, ()), (1, ()), (0, ((2, 1, 1),))):
         of = Table([Line(0, dest[first : first + 1], 0, 0, 1, layout)], room)
-        fingerprint(of, of.whole, of.empty((1,), torch.int64))
+        fingerprint(of, of.whole, *of.empty(((1,), torch.int64)))
     low_K, step_K = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=dtype, device=device)
     writes = Writes(of, low_K, step_K, np.zeros(1, np.int64), np.ones(1, np.int64))
     prepare(writes)

@@ -140,26 +140,32 @@ class Table:
         self.limit_L, place = np.unique(limit_2S, return_inverse=True)
         self._limit_2S = place.reshape(limit_2S.shape)
         self._room = room
-        self.line_SC, self.dim_S2D3 = self.sent(line_SC), self.sent(dim_S2D3)
+        self.line_SC, self.dim_S2D3 = self.sent(line_SC, dim_S2D3)
         self.whole = self.rows(np.arange(len(self.lines)))
         self.nbytes = self.line_SC.nbytes + self.dim_S2D3.nbytes + self.whole.row_R.nbytes
 
-    def sent(self, array: np.ndarray) -> torch.Tensor:
-        """Return a copy on the device of a host array of int64."""
-        to = self.empty(array.shape, torch.int64)
-        self._room.send(array.reshape(-1), to.view(-1))
-        return to
+    def sent(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """Return copies on the device of host arrays of int64."""
+        host = np.concatenate([array.reshape(-1) for array in arrays])
+        to = self.empty((host.shape, torch.int64))[0]
+        self._room.send(host, to)
+        end_A = np.cumsum([array.size for array in arrays]).tolist()
+        return [to[end - array.size : end].view(array.shape) for end, array in zip(end_A, arrays, strict=True)]
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a new tensor on the device."""
-        count = int(np.prod(shape))
-        return self._room.allocate(max(1, count) * dtype.itemsize)[: count * dtype.itemsize].view(dtype).view(shape)
+    def empty(self, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+        """Return new tensors on the device, of these shapes and dtypes, in one allocation."""
+        bytes_W = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in wanted]
+        start_W = np.cumsum([0, *(-(-size // _VECTOR_BYTES) * _VECTOR_BYTES for size in bytes_W)]).tolist()
+        memory = self._room.allocate(max(_VECTOR_BYTES, start_W[-1]))
+        spans = zip(start_W[:-1], bytes_W, wanted, strict=True)
+        return [memory[start : start + size].view(dtype).view(shape) for start, size, (shape, dtype) in spans]
 
-    def crossed(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy on the device of a host array of integers, which keep the lower bits that this dtype has."""
-        to = self.empty(array.shape, dtype)
-        self._room.send(array, to)
-        return to
+    def crossed(self, *arrays: tuple[np.ndarray, torch.dtype]) -> list[torch.Tensor]:
+        """Return copies on the device of host arrays of integers, which keep the lower bits that these dtypes have."""
+        found = self.empty(*((array.shape, dtype) for array, dtype in arrays))
+        for (array, _), to in zip(arrays, found, strict=True):
+            self._room.send(array, to)
+        return found
 
     def bounds(self, below_L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return how many changes are before each line and how many in its range, from those below each of `limit_L`."""
@@ -177,7 +183,7 @@ class Table:
                 kinds.append((self._kinds[number], first, end))
             first = end
         at_once_ = at_once(row_R.size, int(self._span_S[lines].sum()), STREAM_BLOCK)
-        return Rows(self.sent(row_R), tuple(kinds), lines, at_once_)
+        return Rows(self.sent(row_R)[0], tuple(kinds), lines, at_once_)
 
 
 class Writes:
@@ -214,11 +220,12 @@ class Writes:
         self._touched = np.flatnonzero(count_S)
         self.write_SC_host = np.stack((low_S, count_S, np.cumsum(count_S) - count_S), axis=1)
         in_place = mutates and (self.write_SC_host[self._touched, PLACE] == low_S[self._touched]).all()
-        self.value_V = step_K if in_place else table.empty((int(count_S.sum()),), step_K.dtype)
+        values = 0 if in_place else int(count_S.sum())
+        self.sum_3S, value_V = table.empty(((3, len(table.lines)), torch.int64), ((values,), step_K.dtype))
+        self.value_V = step_K if in_place else value_V
         row_R, _ = _rows(self._touched, -(-count_S[self._touched] // SCATTER_BLOCK))
-        self.write_SC, self.row_R = table.sent(self.write_SC_host), table.sent(row_R)
+        self.write_SC, self.row_R = table.sent(self.write_SC_host, row_R)
         self.at_once = at_once(row_R.size, int(count_S.sum()), SCATTER_BLOCK)
-        self.sum_3S = table.empty((3, len(table.lines)), torch.int64)
         self.changed = 0
         self.nbytes = sum(each.nbytes for each in (low_K, self.value_V, self.write_SC, self.row_R, self.sum_3S))
 

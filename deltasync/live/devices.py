@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from deltasync.errors import StageError, get_logger
-from deltasync.kernels import SegmentKernels, segment_kernels
+from deltasync.kernels import SegmentKernels, compares, segment_kernels
 
 logger = get_logger(__name__)
 
@@ -63,6 +63,11 @@ class Device:
     def kernels(self) -> SegmentKernels:
         """The kernels for this device."""
         return segment_kernels(self.device)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether payloads can be decoded on it."""
+        return compares(self.device)
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Allocate bytes on the device, inside of `staging`.

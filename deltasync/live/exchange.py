@@ -157,7 +157,7 @@ class DeviceCopy:
     Args:
         pieces: Views of live memory, and on the host their new and their old bits, flat, in row-major order.
         room_B: A buffer on the device, large enough for any piece: to copy to memory with gaps would take memory.
-        chunks: What the host's bits lie in.
+        chunks: The host's memory.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from deltasync.live import staging
 from deltasync.live.devices import Device, device_of
 from deltasync.live.exchange import Copy, Swap, Target
 from deltasync.live.segments import Prints, Segment, Union, unsigned
-from deltasync.live.staging import DevicePlaces, DeviceStaging, Digests, HostPlaces, HostStaging, Staged
+from deltasync.live.staging import DevicePlaces, DeviceStaging, DeviceSteps, Digests, HostPlaces, HostStaging, Staged
 from deltasync.tensors import (
     Changed,
     Delta,
@@ -43,6 +44,10 @@ from deltasync.tensors.device import DeviceSparse
 
 _Places = tuple[dict[int, HostPlaces], dict[int, list[DevicePlaces]]]
 """Where the segments of each vector lie: on the host and on devices."""
+
+
+if TYPE_CHECKING:
+    from deltasync.codec import device as codec_device
 
 
 class LiveMemory:
@@ -219,6 +224,32 @@ class LiveMemory:
             ]
         return host, devices
 
+    @functools.cached_property
+    def decoding(self) -> tuple[Device, dict[int, codec_device.Places]] | None:
+        """The device on which payloads are decoded, and where the old bits of each vector lie there.
+
+        None unless all tensors lie there as wholes, in their order, and Triton serves it.
+        """
+        if len(self._devices) != 1 or self.is_on_host:
+            return None
+        (device,), placed = self._devices, (self._places[1], self._tied[1])
+        held = [each for devices in placed for of_width in devices.values() for each in of_width]
+        if not device.decodes or not all(each.are_whole for each in held):
+            return None
+        from deltasync.codec import device as codec_device
+
+        found = {}
+        for width, vector in self._layout.vectors.items():
+            address_T, range_T2 = np.zeros((len(vector.specs),), np.int64), np.zeros((len(vector.specs), 2), np.int64)
+            for t, spec in enumerate(vector.specs):
+                segments = self._segments.get(spec.name, ())
+                if spec.element_count:
+                    if not segments:
+                        return None
+                    address_T[t], range_T2[t, 1] = segments[0].live.data_ptr(), spec.element_count
+            found[width] = codec_device.Places(address_T, range_T2)
+        return device, found
+
     def warm_up(self) -> None:
         """Compile the kernels that commits to an accelerator need, so that no commit waits for them."""
         for places in itertools.chain.from_iterable(self._places[1].values()):
@@ -283,18 +314,28 @@ class LiveMemory:
             StageError: a tensor has no place in live memory, or its device has too little memory.
         """
         delta, fingerprints = changed
+        return self.stage_steps(delta.steps, fingerprints, getattr(delta, "ready", None))  # of a `DeviceDelta`
+
+    def stage_steps(
+        self,
+        of: Mapping[int, Sparse | DeviceSteps],
+        fingerprints: Mapping[str, int | None],
+        ready: torch.cuda.Event | None = None,
+    ) -> Staged:
+        """As `stage`, of steps by element width; those on a device may be waited for by its event."""
         self._check_places(fingerprints)
         staged = Staged(fingerprints=dict(fingerprints))
         host_places, device_places = self._places
-        ready = getattr(delta, "ready", None)  # of a `DeviceDelta`
         host = HostStaging()
-        for width, steps in delta.steps.items():
+        for width, steps in of.items():
             for on_device in device_places[width]:
                 swap = on_device.swap(steps, ready)
                 staged.swaps += [] if swap is None else [swap]
             if (places := host_places[width]).targets:
                 index = self._layout.vectors[width].index_dtype
-                host.elements(places, steps.host(index) if isinstance(steps, DeviceSparse) else steps)
+                on_host = steps.host(index) if isinstance(steps, DeviceSparse) else steps
+                assert isinstance(on_host, Sparse), "steps of a decoder are for one device"
+                host.elements(places, on_host)
         host.finish(staged)
         self._finish(staged)
         return staged

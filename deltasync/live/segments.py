@@ -134,7 +134,7 @@ class Union:
 
     Args:
         names: The tensors.
-        regions: What the segments of each shard hold, by tensor name; segments are numbered in this order.
+        regions: The regions of each shard's segments, by tensor name; segments are numbered in this order.
     """
 
     def __init__(self, names: Sequence[str], regions: Sequence[Mapping[str, list[Region]]]) -> None:

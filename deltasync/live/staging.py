@@ -12,7 +12,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -231,6 +231,22 @@ class HostStaging:
             staged.readouts.append(functools.partial(host_fingerprints, [target for target, _ in self._copies]))
 
 
+class DeviceSteps(Protocol):
+    """Steps of one vector on a device, as `DeviceSparse` or as a decoder leaves them."""
+
+    @property
+    def low_K(self) -> torch.Tensor:
+        """The lower 32 bits of ascending positions."""
+
+    @property
+    def step_K(self) -> torch.Tensor:
+        """The steps."""
+
+    @property
+    def count_T(self) -> np.ndarray:
+        """Number of changes of each tensor of the vector, on the host."""
+
+
 class DevicePlaces:
     """The segments of one vector in the memory of one device: their table there, made once.
 
@@ -239,6 +255,7 @@ class DevicePlaces:
         table: The table.
         segments: The segment of each line.
         lines: The numbers of the lines of each segment, by its part.
+        first: The position of each tensor's first element.
 
     Raises:
         StageError: a segment overlaps itself or has too many dimensions, or the device has too little memory.
@@ -253,8 +270,12 @@ class DevicePlaces:
         self.segments = [piece for _, piece in held]
         with device.staging():
             self.table = Table([line for line, _ in held], device)
-            self._limit_L = self.table.sent(self.table.limit_L)
-            self._sum_S = self.table.empty((len(held),), torch.int64)
+            (self._limit_L,) = self.table.sent(self.table.limit_L)
+            (self._sum_S,) = self.table.empty(((len(held),), torch.int64))
+        edge_T = vector.first_T
+        at_L = np.searchsorted(edge_T, self.table.limit_L)
+        # Where segments are whole tensors, changes before them follow from those of each tensor.
+        self._edge_L = at_L if (edge_T[at_L] == self.table.limit_L).all() else None
         self.lines: dict[int, list[int]] = {}
         for number, part in enumerate(self.table.part_S.tolist()):
             self.lines.setdefault(part, []).append(number)
@@ -280,23 +301,28 @@ class DevicePlaces:
         value_S = self._sum_S.cpu().numpy().view(np.uint64)
         return Values(self.table.part_S[rows.lines], value_S[rows.lines])
 
-    def swap(self, steps: Sparse | DeviceSparse, ready: torch.cuda.Event | None = None) -> DeviceSwap | None:
+    @property
+    def are_whole(self) -> bool:
+        """Whether each segment is a whole tensor, in its order."""
+        return self._edge_L is not None and bool(self.table.contiguous_S.all())
+
+    def swap(self, steps: Sparse | DeviceSteps, ready: torch.cuda.Event | None = None) -> DeviceSwap | None:
         """Return the exchange of what steps change in these segments, prepared; None for nothing.
 
-        `ready` is the event that steps on the device wait for. They are not mutated.
+        `ready` is the event that steps on the device wait for. They are not mutated, but those of a decoder are: only its
+        caller has them.
         """
         table = self.table
         if isinstance(steps, DeviceSparse) and steps.low_K.device != self.device.device:
             steps = steps.host(np.dtype(np.int64))
         with self.device.staging():
             self.device.wait(ready)
-            if isinstance(steps, DeviceSparse):
-                low_K, step_K = steps.low_K, steps.step_K
-                below_L = steps.count_below(self._limit_L).cpu().numpy()
+            if not isinstance(steps, Sparse):
+                low_K, step_K = steps.low_K.view(torch.int32), steps.step_K.view(table.dtype)
+                below_L = self._below(steps)
             else:
                 searched = copiers().submit(count_below, steps.at_K, table.limit_L)
-                low_K = table.crossed(steps.at_K, torch.int32)
-                step_K = table.crossed(steps.data_K, table.dtype)
+                low_K, step_K = table.crossed((steps.at_K, torch.int32), (steps.data_K, table.dtype))
                 below_L = searched.result()
             low_S, count_S = table.bounds(below_L)
             if not count_S.any():
@@ -304,6 +330,15 @@ class DevicePlaces:
             mutates = not isinstance(steps, DeviceSparse)
             writes = Writes(table, low_K, step_K, low_S, count_S, mutates=mutates)
             return DeviceSwap(self.device, writes)
+
+    def _below(self, steps: DeviceSteps) -> np.ndarray:
+        """Return how many changes there are before each limit of the table."""
+        if self._edge_L is not None:
+            below: np.ndarray = np.append(0, np.cumsum(steps.count_T))[self._edge_L]
+            return below
+        assert isinstance(steps, DeviceSparse), "steps of a decoder are for whole tensors"
+        below = steps.count_below(self._limit_L).cpu().numpy()
+        return below
 
 
 class _Piece(NamedTuple):
@@ -413,7 +448,7 @@ class DeviceStaging:
             table = held[0][0].places.table
             count_S = np.zeros(len(table.lines), np.int64)
             total = sum(count for _, count in held)
-            low_K, step_K = table.empty((total,), torch.int32), table.empty((total,), table.dtype)
+            low_K, step_K = table.empty(((total,), torch.int32), ((total,), table.dtype))
             done = 0
             for piece, count in held:
                 here = slice(done, done + count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from deltasync.channel import documents, keys
@@ -22,7 +22,7 @@ from deltasync.errors import (
     MissingVersionError,
     ObjectMissingError,
 )
-from deltasync.maintenance.retention import References
+from deltasync.maintenance.retention import References, lineage
 from deltasync.maintenance.scan import (
     WHOLE,
     check_listing,
@@ -35,6 +35,9 @@ from deltasync.maintenance.scan import (
 
 if TYPE_CHECKING:
     from deltasync.following import Follower, StagedVersion
+
+
+_CLOCK_S = 1.0  # stores give whole seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Report:
     garbage_objects: int  # files that no document names; `prune` deletes them when they are old
     garbage_bytes: int
     unreachable: list[int]
+    orphans: list[str]  # keys of versions that the newest one does not descend from: their publishers had been succeeded
     proven: list[int] | None  # versions whose replayed bits have the published fingerprints; None if data was not read
     unproven: list[int]  # all other versions, if data was read. They, or versions that they build on, are damaged.
 
@@ -277,10 +281,24 @@ class Inspection:
         for file in stored.record.files:
             self._read_file(stored, file)
 
+    def _orphans(self, reached: Collection[Slot]) -> set[Slot]:
+        """Return the versions that the newest one does not descend from: their publishers had been succeeded."""
+        versions = self.versions
+        found = versions.keys() - set(lineage(self.documents()))
+        bases = {stored.record.base.slot for stored in versions.values() if stored.record.base is not None}
+        stored_s = {slot: self._held.slots[slot].modified_s for slot in versions}
+        for slot in versions.keys() - reached - bases:  # the versions around it were forgotten, so only times tell
+            if any(0 < stored_s[other] < stored_s[slot] - _CLOCK_S for other in versions if other.epoch > slot.epoch):
+                found.add(slot)
+        return found
+
     def report(self) -> Report:
         """Record missing records that make versions unreachable as damages, and return the report."""
         versions, reached = self.versions, self.reachable()
+        orphans = self._orphans(reached)
         for slot, stored in sorted(versions.items()):
+            if slot in orphans:
+                continue
             base = stored.base
             if slot in reached or base is None or base.key in self.damages or not self.usable(stored):
                 continue
@@ -305,9 +323,10 @@ class Inspection:
             publishing=len(unnamed) - len(garbage),
             garbage_objects=len(garbage),
             garbage_bytes=sum(self._sizes[key] for key in garbage),
-            unreachable=_numbers(versions.keys() - reached),
+            unreachable=_numbers(versions.keys() - reached - orphans),
+            orphans=sorted(slot.key for slot in orphans),
             proven=None if self.proven is None else _numbers(self.proven),
-            unproven=[] if self.proven is None else _numbers(versions.keys() - self.proven),
+            unproven=[] if self.proven is None else _numbers(versions.keys() - self.proven - orphans),
         )
 
 

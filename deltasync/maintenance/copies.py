@@ -103,7 +103,7 @@ def copy(source: ChannelReader, target: Store) -> Copied:
     done = in_parallel(one, parts_first, "files", WHOLE)
     done += in_parallel(one, shortcuts, "compactions", WHOLE)
     done += in_parallel(one, records, "records", 1)  # in order, so that the base of the newest is always there
-    small = [_file(info) for info in source.store.list(keys.EPOCHS)]
+    small = [_file(info) for info in source.store.list(keys.EPOCHS) if keys.epoch_of(info.key)]
     openings = {keys.epoch_document(slot.epoch) for slot in held.slots}
     check_listing(source, sorted(openings.difference(file.key for file in small)))
     done += [one(item) for item in (*small, File(key=keys.CHANNEL, bytes=there.get(keys.CHANNEL, 0), sha256=""))]

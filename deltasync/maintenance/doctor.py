@@ -14,9 +14,11 @@ from importlib import metadata
 from typing import Literal
 
 from deltasync.channel import heartbeat, keys
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError, NotPublishedError, StoreError
 from deltasync.maintenance import quota
+from deltasync.maintenance.scan import exists
 from deltasync.stores.base import Store
 from deltasync.stores.probe import decides
 
@@ -105,7 +107,8 @@ def _try_store(store: Store, parameters: float) -> Generator[Finding, None, None
         if decides(store, f"{key}-create"):
             yield Finding("create", "ok", "The store refuses to create an existing object, which fences a second publisher.")
         else:
-            found = "The store cannot refuse to create an existing object. A lease fences a second publisher instead."
+            lacks = "There are no hard links here, so the" if store.url.startswith("file:") else "The"
+            found = f"{lacks} store cannot refuse to create an existing object. A lease fences a second publisher instead."
             yield Finding("create", "warning", found, "Opening a channel takes half a minute here.")
 
         up_s, down_s = _timed(lambda: store.put(key, blob)), _timed(lambda: read(blob))
@@ -138,13 +141,24 @@ def _clock(stored_s: float, began_s: float, ended_s: float) -> Finding:
     return Finding("clock", "warning", found, "Correct it, or lag and the age of heartbeats will be wrong.")
 
 
+_ROOTLESS = f"{keys.CHANNEL} is missing, though something was published here: nobody can join."
+_EXPIRY = (
+    "A running publisher puts back what it knows and writes full weights; otherwise restore it from a copy of the channel. "
+    "Look for a rule of the bucket that deletes old objects."
+)
+
+
 def _channel(reader: ChannelReader) -> Iterator[Finding]:
     try:
         reader.channel()
         newest = reader.newest()
         beats = [] if newest is None else heartbeat.read_all(reader.store, newest.record.run_id)
     except NotPublishedError:
-        yield Finding("channel", "ok", "There is no channel yet.")
+        remains = next(iter(reader.store.list(keys.VERSIONS)), None) is not None or exists(reader.store, keys.HEAD)
+        if remains:
+            yield Finding("channel", "failure", _ROOTLESS, _EXPIRY)
+        else:
+            yield Finding("channel", "ok", "There is no channel yet.")
         return
     except DeltaSyncError as error:
         yield Finding("channel", "failure", str(error), "`deltasync check` shows details.")
@@ -153,6 +167,12 @@ def _channel(reader: ChannelReader) -> Iterator[Finding]:
         yield Finding("channel", "ok", "The channel has no version yet.")
         return
     version = newest.version if newest.record.is_version else newest.base
+    try:
+        if version is not None:
+            find_chain(reader, None, version)
+    except DeltaSyncError as error:
+        yield Finding("channel", "failure", f"Nobody can join: {error}", _EXPIRY)
+        return
     age_s = time.time() - newest.record.created_s
     yield Finding("channel", "ok", f"The newest version is {version}; the last record was written {age_s:,.0f} s ago.")
     live = [beat for beat in beats if heartbeat.is_live(beat)]

@@ -16,21 +16,22 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Channel, EpochDocument, Record, VersionId, sha256_hex
 from deltasync.channel.keys import Slot
-from deltasync.channel.reading import ChannelReader
+from deltasync.channel.reading import MOST_DAMAGED, ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer, require_signer
-from deltasync.config import PublisherSettings
+from deltasync.config import AUTO, PublisherSettings
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
     CorruptDataError,
     FencedError,
+    FormatError,
     MissingVersionError,
     NotPublishedError,
     ObjectMissingError,
@@ -43,6 +44,9 @@ from deltasync.stores.base import ObjectInfo
 from deltasync.stores.probe import decides
 
 logger = logging.getLogger(__name__)
+
+_MOST_FOREIGN = 1024
+"""Most objects newer than the newest record that are read, and passed over, before an opening is given up."""
 
 _Result = TypeVar("_Result")
 
@@ -59,21 +63,14 @@ class _End(NamedTuple):
 
 
 class _Listed(NamedTuple):
-    """All slots, the epochs that have a document, and those that channel.json and head.json name."""
+    """All slots, and the epochs that have a document. Anybody who may write can add to both."""
 
     slots: list[tuple[Slot, ObjectInfo]]
     documents: list[str]
-    known: list[str]
 
-    @property
-    def epochs(self) -> set[str]:
-        return {*(slot.epoch for slot, _ in self.slots), *self.documents}
 
-    def log(self, epoch: str) -> list[tuple[Slot, ObjectInfo]]:
-        return [(slot, info) for slot, info in self.slots if slot.epoch == epoch]
-
-    def next_epoch(self, *others: str) -> str:
-        return keys.new_epoch(1 + max(map(keys.epoch_number, {*self.epochs, *self.known, *others}), default=0))
+def _next_epoch(epochs: Iterable[str]) -> str:
+    return keys.new_epoch(1 + max(map(keys.epoch_number, epochs), default=0))
 
 
 def open_channel(
@@ -99,12 +96,13 @@ class _Opener:
         self._settings = settings
         self._signer = signer
         self._lease = lease
+        self._foreign: dict[str, str] = {}  # why objects that are listed do not count, by key; empty once that was said
 
     def open(self, resume: bool) -> Log:
         channel = self._retried(self._channel)
         if channel is not None:
             self._check(channel, resume)
-        listed = self._list(channel)
+        listed = self._list()
         if channel is None and (listed.slots or self._retried(self._has_head)):
             if self._retried(self._channel) is not None:
                 return self.open(resume)  # another publisher has created it meanwhile
@@ -112,17 +110,21 @@ class _Opener:
                 f"{self._store.url} holds versions, but its {keys.CHANNEL} is missing. Put it back from a copy of the "
                 "channel, or use another URL."
             )
-        seals = self._seals(channel, listed)
+        end = None if channel is None else self._end(channel, listed)
+        epochs = self._epochs(channel, listed, end)
+        self._warn_of_foreign()
+        seals = self._seals(channel, epochs)
         run_id = uuid.uuid4().hex if channel is None else channel.run_id
-        epoch, tip, claimed_s = listed.next_epoch(), None, 0.0
+        epoch, tip, claimed_s = _next_epoch(epochs), None, 0.0
         if not seals:
             self._put_opening(run_id, epoch, None)
             claimed_s = boot_s()
             if channel is not None:
                 self._lease.wait(claimed_s)
-                tip = self._end(channel, self._list(channel), below=epoch).version
-        elif channel is not None:
-            tip, epoch = self._seal(channel, listed)
+                tip = self._end(channel, self._list(), below=epoch).version
+                self._warn_of_foreign()
+        elif channel is not None and end is not None:
+            tip, epoch = self._seal(channel, end, epochs)
             self._put_opening(run_id, epoch, tip)
         logger.info("opened run=%s epoch=%s after=%s fencing=%s", run_id, epoch, tip, "seal" if seals else "lease")
         return Log(
@@ -137,18 +139,17 @@ class _Opener:
             claimed_s=claimed_s,
         )
 
-    def _retried(self, action: Callable[[], _Result]) -> _Result:
-        return writes.reread(self._settings, action)
+    def _retried(self, action: Callable[[], _Result], level: int = logging.WARNING) -> _Result:
+        return writes.reread(self._settings, action, level)
 
     def _channel(self) -> Channel | None:
         with contextlib.suppress(NotPublishedError):
             return self._reader.channel()
         return None
 
-    def _list(self, channel: Channel | None) -> _Listed:
-        head = None if channel is None else self._retried(self._reader.head)
-        known = [] if channel is None else [channel.epoch, *([] if head is None else [head.epoch])]
-        return self._retried(lambda: _Listed(self._reader.slots(), self._reader.epochs(), known))
+    def _list(self) -> _Listed:
+        slots, found = self._retried(lambda: (self._reader.slots(), self._reader.epochs()))
+        return _Listed([(slot, info) for slot, info in slots if info.key not in self._foreign], found)
 
     def _has_head(self) -> bool:
         with contextlib.suppress(ObjectMissingError):
@@ -161,15 +162,18 @@ class _Opener:
             raise ChannelInUseError(
                 f"{self._store.url} already holds run {channel.run_id}. Pass resume=True to continue it, or use another URL."
             )
-        if channel.dtype != self._settings.dtype:
-            raise ChannelInUseError(f"Run {channel.run_id} is published in {channel.dtype}, not in {self._settings.dtype}.")
+        if self._settings.dtype not in (AUTO, channel.dtype):
+            raise ChannelInUseError(
+                f"Run {channel.run_id} is published in {channel.dtype}, not in {self._settings.dtype}. Continue it with "
+                f'dtype="{channel.dtype}", or use another URL.'
+            )
         require_signer(self._signer, self._reader.signed)
 
-    def _seals(self, channel: Channel | None, listed: _Listed) -> bool:
+    def _seals(self, channel: Channel | None, epochs: Iterable[str]) -> bool:
         """Whether the store decides which writer wins."""
         if channel is not None and channel.fencing == "lease":
             return False
-        key = keys.probe(listed.next_epoch())
+        key = keys.probe(_next_epoch(epochs))
         if self._retried(lambda: decides(self._store, key)):
             return True
         if channel is not None:
@@ -194,13 +198,14 @@ class _Opener:
         )
         key, data = keys.epoch_document(epoch), documents.encode(document)
         documents.decode(data, EpochDocument, key)
+        if self._signer is not None:
+            data = self._signer.seal(key, data)
         self._retried(lambda: self._store.put(key, data))
 
-    def _seal(self, channel: Channel, listed: _Listed) -> tuple[VersionId | None, str]:
+    def _seal(self, channel: Channel, end: _End, epochs: set[str]) -> tuple[VersionId | None, str]:
         """End the log. Return the version it ended with, and the epoch that goes on."""
         while True:
-            end = self._end(channel, listed)
-            epoch = listed.next_epoch(end.epoch)
+            epoch = _next_epoch({*epochs, end.epoch})
             # Meanwhile the old writer may go on: then what it stored is the end.
             while (taken := self._put_seal(channel, end, epoch)) is not None:
                 if taken.epoch != end.epoch:
@@ -208,10 +213,13 @@ class _Opener:
                         f"Another publisher opens {self._store.url} too, as epoch {taken.epoch}. Run one of the two."
                     )
                 end = taken
-            listed = self._list(channel)
-            if not any(slot > end.next_slot for slot, _ in listed.log(end.epoch)):
+            listed = self._list()
+            later = [(slot, info) for slot, info in listed.slots if slot.epoch == end.epoch and slot > end.next_slot]
+            if not any(isinstance(self._found(slot, info), _End) for slot, info in later):
                 return end.version, epoch
             logger.info("The seal of epoch %s took the place of a forgotten version and does not count.", end.epoch)
+            end = self._end(channel, listed)
+            epochs = self._epochs(channel, listed, end)
 
     def _put_seal(self, channel: Channel, end: _End, epoch: str) -> _End | None:
         """Put a seal after the end. Return None, or where the log ends if its slot holds something else."""
@@ -228,8 +236,15 @@ class _Opener:
         data = record.encode(seal, slot.key, None, self._signer).data
         assert data is not None
         record.decode(data, slot.key, self._reader.trusted)
-        created = self._retried(lambda: writes.create(self._store, slot.key, data))
-        return None if created else self._read(slot)
+        if self._retried(lambda: writes.create(self._store, slot.key, data)):
+            return None
+        taken = self._found(slot)
+        if taken is None:
+            raise TransientStoreError(f"{slot.key} is there, but cannot be read.")
+        if isinstance(taken, CorruptDataError):
+            taken = self._damaged(slot, taken)
+            self._warn_of_foreign()  # if it is None: no writer can store anything there, so it ends the log as a seal does
+        return taken
 
     def _end(self, channel: Channel, listed: _Listed, below: str | None = None) -> _End:
         """Return the end of the log, of all epochs or of those before `below`. A listing may lie, lag or be cut."""
@@ -237,15 +252,19 @@ class _Opener:
         newness = ("", 0) if end.version is None else end.version.slot.newness
         if known is not None and known.slot.newness > newness and (below is None or known.epoch < below):
             logger.warning("A listing of %s does not show version %s, which head names.", self._store.url, known)
-            end = self._read(known.slot)
-        epochs = [epoch for epoch in sorted({*listed.epochs, *listed.known}) if below is None or epoch < below]
+            end = _End(known, known.epoch)
+        epochs = sorted(epoch for epoch in self._epochs(channel, listed, end) if below is None or epoch < below)
         while True:  # read on by keys alone, also where a later epoch has a document whose records were not listed
             number = end.next_slot.version
+            if number > keys.LARGEST_VERSION:
+                raise ChannelInUseError(
+                    f"{self._store.url} has used its last version number, {number - 1}: use another URL."
+                )
             slots = [end.next_slot, *(Slot(number, epoch) for epoch in epochs if epoch > end.epoch)]
-            following = next(filter(self._is_taken, slots), None)
+            following = next((found for slot in slots if (found := self._taken(slot)) is not None), None)
             if following is None:
                 return end
-            end = self._read(following)
+            end = following
 
     def _known(self) -> VersionId | None:
         """Return the version that head names, if it is there."""
@@ -255,40 +274,125 @@ class _Opener:
         except (MissingVersionError, CorruptDataError):
             return None
 
-    def _is_taken(self, slot: Slot) -> bool:
-        try:
-            return self._retried(lambda: self._reader.slot(slot)) is not None
-        except CorruptDataError:
-            return True
+    def _epochs(self, channel: Channel | None, listed: _Listed, end: _End | None) -> set[str]:
+        """Return the epochs that count: of the log, of head, and those that were opened after it."""
+        found = set() if channel is None or end is None else {channel.epoch, end.epoch}
+        if channel is not None and (known := self._retried(self._known)) is not None:
+            found.add(known.epoch)
+        newest = max(map(keys.epoch_number, found), default=0)
+        for epoch in listed.documents:
+            number = keys.epoch_number(epoch)
+            if number <= newest or self._retried(lambda: self._reader.is_opening(epoch, newest)):  # noqa: B023
+                found.add(epoch)
+                newest = max(newest, number)
+            else:
+                self._foreign.setdefault(keys.epoch_document(epoch), "it is no opening of this run")
+        return found
+
+    def _warn_of_foreign(self) -> None:
+        """Name what was found in the channel and does not count, once."""
+        new = {key: why for key, why in self._foreign.items() if why}
+        if new:
+            key, why = next(iter(new.items()))
+            more = f", and {len(new) - 1:,} more" if len(new) > 1 else ""
+            logger.warning(
+                "%s holds %s%s, which no publisher of this run has stored: %s. Nothing builds on it; delete it.",
+                *(self._store.url, key, more, why.rstrip(".")),
+            )
+            self._foreign |= dict.fromkeys(new, "")
 
     def _listed_end(self, channel: Channel, listed: _Listed, below: str | None) -> _End:
-        for epoch in sorted({*listed.epochs, channel.epoch}, reverse=True):
-            if below is not None and epoch >= below:
+        """Return the end of the log as far as it was listed: the newest record that is this run's, readable or not."""
+        end, damaged = _End(None, channel.epoch), list[tuple[Slot, CorruptDataError]]()
+        for slot, info in sorted(listed.slots, key=lambda pair: pair[0].newness, reverse=True):
+            if below is not None and slot.epoch >= below:
                 continue
-            if log := listed.log(epoch):
-                return self._read(*log[-1])
-            opening = self._retried(lambda epoch=epoch: self._reader.opening(epoch))  # type: ignore[misc]
-            if opening is not None and opening.run_id == channel.run_id and opening.continues is not None:
-                return _End(opening.continues, epoch)
-        return _End(None, channel.epoch)
+            found = self._found(slot, info)
+            if found is None:
+                raise TransientStoreError(f"{slot.key} is listed, but cannot be read.")
+            if isinstance(found, _End):
+                end = found
+                break
+            damaged.append((slot, found))
+            if len(damaged) > _MOST_FOREIGN:
+                raise ChannelInUseError(
+                    f"{self._store.url} has more than {_MOST_FOREIGN:,} newer objects under {keys.VERSIONS} that are no "
+                    f"records of this run, such as {slot.key}: {found} Nothing was written. Delete them."
+                )
+        if damaged:
+            end = self._pass_damaged(end, damaged[::-1])
+        begun = {slot.epoch for slot, _ in listed.slots}
+        for epoch in sorted(self._epochs(channel, listed, end) - begun, reverse=True):
+            if epoch < end.epoch or (below is not None and epoch >= below):
+                continue
+            opening = self._retried(lambda: self._reader.opening(epoch))  # noqa: B023
+            if opening is None or opening.run_id != channel.run_id or (on := opening.continues) is None:
+                continue
+            if on == end.version or any(slot == on.slot for slot, _ in listed.slots):
+                return _End(on, epoch)
+        return end
 
-    def _read(self, slot: Slot, known: ObjectInfo | None = None) -> _End:
-        """Return the end of the log whose last slot this is."""
+    def _pass_damaged(self, end: _End, damaged: Sequence[tuple[Slot, CorruptDataError]]) -> _End:
+        """Return the end where these newer records, ascending, cannot be read.
 
-        def read() -> StoredRecord:
-            stored = self._reader.slot(slot, known)
-            if stored is None:
-                raise TransientStoreError(f"{slot.key} is there, but cannot be read.")
-            return stored
+        Versions that shortcuts lead to exist. In a signed channel a damaged record counts if its signature holds; in others
+        if it follows a version that exists, so that one object of a great number decides nothing.
+        """
+        newest = max((found.version for found in self._shortcuts()), key=lambda version: version.slot.newness, default=None)
+        if newest is not None and (end.version is None or newest.slot.newness > end.version.slot.newness):
+            end = _End(newest, newest.epoch)
+        head = self._retried(self._reader.head)
+        exist = {0 if end.version is None else end.version.version, *(() if head is None else (head.version,))}
+        if end.version is None and head is None:
+            exist.add(damaged[0][0].version)
+        for slot, error in damaged:
+            follows = not exist.isdisjoint((slot.version, slot.version - 1))
+            found = self._damaged(slot, error) if follows or self._reader.trusted is not None else None
+            if found is None:
+                self._foreign.setdefault(slot.key, str(error))
+            else:
+                exist.add(slot.version)
+                end = found
+        return end
 
+    def _shortcuts(self) -> Iterator[StoredRecord]:
+        listed = sorted(self._retried(self._reader.shortcuts), key=lambda pair: pair[0].version, reverse=True)
+        for _, info in listed[:MOST_DAMAGED]:
+            with contextlib.suppress(FormatError, MissingVersionError):
+                yield self._reader.stored(info.key, known=info)
+
+    def _taken(self, slot: Slot) -> _End | None:
+        """Return where the log ends if this is its last slot; None if nothing of this run is there."""
+        found = self._found(slot)
+        return self._damaged(slot, found) if isinstance(found, CorruptDataError) else found
+
+    def _found(self, slot: Slot, known: ObjectInfo | None = None) -> _End | CorruptDataError | None:
+        """Return where the log ends if this is its last slot; None if it is empty, or why it cannot be read."""
         try:
-            last = self._retried(read)
-        except CorruptDataError:
-            version = VersionId(slot.version, slot.epoch, self._retried(lambda: self._digest(slot)))
-            logger.warning("Version %s cannot be read. The next version has full weights.", version)
-            return _End(version, slot.epoch)
+            last = self._retried(lambda: self._reader.slot(slot, known), logging.DEBUG)
+        except CorruptDataError as error:
+            return error
+        if last is None:
+            return None
         following = last.record.next_epoch
         return _End(last.version, slot.epoch) if following is None else _End(last.record.base, following)
+
+    def _damaged(self, slot: Slot, error: CorruptDataError) -> _End | None:
+        """Return where the log ends if this is its last slot, which cannot be read; None if it is not this run's."""
+        if self._reader.trusted is not None:
+            try:
+                found = self._retried(lambda: self._document(slot), logging.DEBUG)
+            except (FormatError, ObjectMissingError):
+                self._foreign.setdefault(slot.key, str(error))
+                return None
+            if found.next_epoch is not None:
+                return _End(found.base, found.next_epoch)
+        return _End(VersionId(slot.version, slot.epoch, self._retried(lambda: self._digest(slot))), slot.epoch)
+
+    def _document(self, slot: Slot) -> Record:
+        """Return the document of a record whose body is damaged, if a trusted key has signed it."""
+        data = self._store.read(slot.key, self._reader.bounds.most_bytes(slot.key))
+        return record.decode_document(data, len(data), slot.key, self._reader.trusted)
 
     def _digest(self, slot: Slot) -> str:
         """Return the digest of a record that cannot be read; if it is too large, the digest of its beginning."""

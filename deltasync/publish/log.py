@@ -29,12 +29,13 @@ from deltasync.errors import (
     FencedError,
     FormatError,
     MissingVersionError,
+    NotPublishedError,
     PublishPendingError,
+    StoreError,
     TransientStoreError,
     get_logger,
 )
 from deltasync.publish import writes
-from deltasync.publish.writes import MeteredStore
 from deltasync.stores.base import REQUEST_S
 
 logger = get_logger(__name__)
@@ -88,7 +89,8 @@ class Log:
         claimed_s: When the epoch was claimed, by `boot_s`.
 
     Attributes:
-        store: The channel's store, which measures how long puts take.
+        store: The channel's store.
+        stored_s: When it last took a file or a record, by `time.monotonic`.
         epoch: This writer's epoch, which is part of all keys.
         fencing: As in channel.json.
         channel: The channel's description; None until it is stored.
@@ -96,7 +98,7 @@ class Log:
         pending: A record that was put and not answered yet; its number is taken.
         published: Digests of the records that this log stored, by number; the newest 65,536.
         stop: Set it to end every wait between two attempts; what is under way fails then.
-        emptied: Whether channel.json went, and late joiners have no full weights since then.
+        doubted: Whether head went, so that other objects may have gone too.
     """
 
     def __init__(
@@ -119,16 +121,19 @@ class Log:
         self.tip = tip
         self.pending: StoredRecord | None = None
         self.published: dict[int, str] = {}
-        self.emptied = False
+        self.doubted = False
         self.stop = threading.Event()
-        self._reader, self.store = reader, MeteredStore(reader.store)
+        self._reader, self.store = reader, reader.store
+        self.stored_s = time.monotonic()
         self._settings = settings
         self._signer = signer
         self._lease = lease
         self._claimed_s = claimed_s
         self._bounds = Bounds.of({} if channel is None else channel.specs)
         self._new_channel: tuple[Channel, bytes] | None = None
+        self._channel_data = None if channel is None else reader.channel_data
         self._fenced: FencedError | None = None
+        self._foreign = set[str]()  # epochs that nobody opened
         self._attempts: dict[int, int] = {}
         self._compactions: dict[str, StoredRecord] = {}
         self._anchor: tuple[int, str] | None = None
@@ -158,7 +163,9 @@ class Log:
             StoreError: it may be stored, or may be later. A caller that does not put the same bytes again calls `give_up`.
         """
         self._check()
-        return writes.put_file(self.store, self._settings, f"{folder}/{name}", data, self.stop)
+        file = writes.put_file(self.store, self._settings, f"{folder}/{name}", data, self.stop)
+        self.stored_s = time.monotonic()
+        return file
 
     def create_channel(self, channel: Channel) -> Channel:
         """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call repeats it.
@@ -217,6 +224,7 @@ class Log:
             return
         assert stored.data is not None
         self._put(stored.key, stored.data, f"version {stored.record.version}")
+        self.stored_s = time.monotonic()
         self.tip, self.pending = stored.version, None
         self.published[self.tip.version] = self.tip.sha256
         self.published.pop(self.tip.version - _MOST_PUBLISHED, None)
@@ -234,7 +242,6 @@ class Log:
         stored = self.compaction(version, fingerprint, None, anchor=anchor, requires=requires)
         with self._lock:
             self._anchor = max(self._anchor or (0, ""), (version.version, stored.key))
-            self.emptied = False
         self._follow_with_head()
         return stored
 
@@ -307,7 +314,7 @@ class Log:
         assert self._new_channel is not None
         channel, data = self._new_channel
         self._put(keys.CHANNEL, data, keys.CHANNEL)
-        self.channel, self._bounds = channel, Bounds.of(channel.specs)
+        self.channel, self._channel_data, self._bounds = channel, data, Bounds.of(channel.specs)
 
     def _put(self, key: str, data: bytes, what: str) -> None:
         """Put an object that only one writer may put, until the store answers."""
@@ -327,28 +334,57 @@ class Log:
 
     def _put_guarded(self, key: str, data: bytes) -> None:
         """Put an object after a look at the epochs, which is made while its bytes are uploaded."""
-        if key == keys.CHANNEL:
-            self.store.put(key, data, guard=self._check_channel)
+        look, looked_s = Workers(1, "deltasync-look").submit(self._read_epochs), 0.0
+
+        def guard() -> None:
+            nonlocal looked_s
+            if key == keys.CHANNEL:
+                self._check_channel()
+            looked_s = self._check_lease(look.result())
+
+        self.store.put(key, data, guard=guard)
+        self._check_in_time(key, looked_s)
+
+    def _check_in_time(self, key: str, looked_s: float) -> None:
+        """Look again after a put that took longer than a look is good for, as where this process or its host stood still.
+
+        Another publisher may have opened the channel before the request took effect. Then nothing builds on the object.
+        """
+        assert self._lease is not None
+        if 0 <= boot_s() - looked_s <= self._lease.recheck_s:
             return
-        look = Workers(1, "deltasync-look").submit(self._read_epochs)
-        self.store.put(key, data, guard=lambda: self._check_lease(look.result()))
+        try:
+            self._retried(self._read_epochs)
+        except FencedError as error:
+            logger.error("%s was stored too late and is not part of the channel: %s", key, error)
+            raise
 
     def _read_epochs(self) -> float:
         """Raise if this epoch is not the newest; return when this look began, by `boot_s`."""
         began_s = boot_s()
-        newest = max(self._reader.epochs(), default="")
-        if newest > self.epoch:
-            raise self._fence(f"Another publisher opened the channel as epoch {newest}, after {self.epoch}")
+        for newest in self._reader.epochs():
+            if newest > self.epoch and self._is_opening(newest):
+                raise self._fence(f"Another publisher opened the channel as epoch {newest}, after {self.epoch}")
         return began_s
 
-    def _check_lease(self, began_s: float) -> None:
-        """Raise if another epoch may have begun since a look; if that is too old, look again first."""
+    def _is_opening(self, epoch: str) -> bool:
+        """Whether a publisher has opened an epoch: anybody who may write could have stored its document."""
+        if self._reader.is_opening(epoch, keys.epoch_number(self.epoch)):
+            return True
+        if epoch not in self._foreign:
+            self._foreign.add(epoch)
+            logger.warning("%s in %s is no opening of this run and does not count; delete it.", epoch, self.store.url)
+        return False
+
+    def _check_lease(self, began_s: float) -> float:
+        """Raise if another epoch may have begun since a look; if that is too old, look again first. Return when it began."""
         assert self._lease is not None
         if not 0 <= boot_s() - began_s <= self._lease.recheck_s:
             began_s = self._read_epochs()
         age_s = boot_s() - began_s
         if not 0 <= age_s <= self._lease.recheck_s:
             raise TransientStoreError(f"A look at the epochs took {age_s:.1f} s and is too old, so nothing was sent.")
+        return began_s
 
     def _is_there(self, version: VersionId) -> bool:
         """Whether a version that head names exists: a damaged byte of head must stop nobody."""
@@ -359,24 +395,46 @@ class Log:
         return True
 
     def _check_channel(self) -> None:
+        """Raise if another publisher has created the channel."""
         assert self._new_channel is not None
         if writes.holds(self.store, keys.CHANNEL, self._new_channel[1]) is False:
             raise self._fence("Another publisher created the channel")
-        self._check_lease(self._read_epochs())
 
-    def _restore_channel(self) -> None:
-        """Put channel.json back if it went, as where somebody emptied the bucket: without it nobody can join."""
-        assert self.channel is not None
-        data = documents.encode(self.channel)
-        if self._signer is not None:
-            data = self._signer.seal(keys.CHANNEL, data)
-        if writes.holds(self.store, keys.CHANNEL, data) is None:
-            self.emptied = True
-            logger.error(
-                "%s of %s is gone: somebody emptied the channel. It is put back, and full weights follow for late joiners.",
-                *(keys.CHANNEL, self.store.url),
-            )
+    def check_channel(self) -> str | None:
+        """Put channel.json back if it is gone or was overwritten: without it nobody can join. Return what had happened.
+
+        Raises:
+            FencedError: another publisher has begun a run here.
+        """
+        data = self._channel_data
+        if data is None or self._begins_with(data[: documents.SMALL_BYTES]):
+            return None
+        there = writes.holds(self.store, keys.CHANNEL, data)
+        if there:
+            return None
+        if there is False and self._is_other_run():
+            raise self._fence("Another publisher has begun a run in this place")
+        if there is None and self._lease is None:
+            self._retried(lambda: writes.create(self.store, keys.CHANNEL, data))
+        else:
             self._retried(lambda: self.store.put(keys.CHANNEL, data))
+        return f"{keys.CHANNEL} was {'gone' if there is None else 'overwritten'} and is put back"
+
+    def _begins_with(self, first: bytes) -> bool:
+        try:
+            return self._retried(lambda: self.store.read_range(keys.CHANNEL, 0, len(first))) == first
+        except TransientStoreError:
+            raise
+        except StoreError:  # it is gone or shorter
+            return False
+
+    def _is_other_run(self) -> bool:
+        """Whether channel.json is of a run that was begun after this publisher opened the channel."""
+        try:
+            found = ChannelReader(self._reader.store, self._reader.trusted).channel()
+        except (FormatError, NotPublishedError):
+            return False
+        return found.run_id != self.run_id and (self._lease is None or found.epoch > self.epoch)
 
     def _follow_with_head(self) -> None:
         with self._lock:
@@ -392,14 +450,20 @@ class Log:
             tip, anchor = self.tip, self._anchor
         assert tip is not None
         try:
-            before = self._retried(self._reader.head)
-            if before is None and self._had_head:
-                self._restore_channel()
+            before = None
+            try:
+                before = self._retried(self._reader.head)
+                self.doubted |= before is None and self._had_head
+            except NotPublishedError:  # channel.json is gone
+                self.doubted = True
             if before is not None and before.epoch > self.epoch and self._is_there(before.newest):
                 raise self._fence(
                     f"head names epoch {before.epoch}, after {self.epoch}: another publisher opened the channel"
                 )
             known = None if before is None else before.anchor
+            span = keys.shortcut_of(known or "")
+            if span is None or span.base or span.version > tip.version:
+                known = None  # anybody could have put it there
             head = Head(
                 run_id=self.run_id,
                 version=tip.version,

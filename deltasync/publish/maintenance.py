@@ -9,6 +9,7 @@ since. `Chain` estimates that and says when to shorten it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
@@ -18,21 +19,24 @@ from concurrent.futures import Future
 import numpy as np
 
 from deltasync import maintenance
-from deltasync.channel import anchors, keys, requests
+from deltasync.channel import anchors, checkpoint, keys, requests
 from deltasync.channel.documents import Anchor, Delta, File
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import Workers
 from deltasync.config import Retention
-from deltasync.errors import ChainError, CorruptDataError, DeltaSyncError, FormatError, get_logger
+from deltasync.errors import ChainError, CorruptDataError, DeltaSyncError, FormatError, MissingVersionError, get_logger
 from deltasync.maintenance import KeepPolicy
 from deltasync.maintenance.budget import Budget
+from deltasync.maintenance.scan import exists
 from deltasync.publish import compaction
 from deltasync.publish.collect import Weights
 from deltasync.publish.compaction import STORED_AT_ONCE
 from deltasync.publish.log import Log
 from deltasync.publish.shadow import Shadow
 from deltasync.ranks.peers import Signals
+from deltasync.stores.retries import retried
 from deltasync.tensors import fingerprint
 
 logger = get_logger(__name__)
@@ -42,6 +46,9 @@ _LEAST_BETWEEN = 16
 
 _REFRESH_S = 15.0
 """From one look for a request to the next, at least."""
+
+_LOOK_S, _LOOK_VERSIONS = 60.0, 16
+"""From one look whether a late joiner could start to the next, whichever is over first."""
 
 _MOST_BESIDE_BYTES = 1 << 27
 """A larger weight file is stored before the next one is made."""
@@ -57,7 +64,8 @@ class Maintenance:
         chain: The objects that a late joiner fetches.
         storing: Whether an anchor or a compaction is being stored.
         failed: Whether the last anchor could not be stored, or the one that a compaction needs cannot be read.
-        asked: The newest version when somebody asked for an anchor, 0 if nobody did.
+        lost: Whether the store, or the checkpoint that the channel refers to, has lost what a late joiner starts from.
+        asked: The newest version when somebody asked for an anchor, as far as it exists; 0 if nobody asks.
         affords: Whether the budget pays for an anchor that the ranks have to collect with the next version.
     """
 
@@ -74,9 +82,11 @@ class Maintenance:
         self.reader = reader
         self.retention = retention
         self.chain = chain
-        self.storing = self.failed = self.affords = False
-        self.asked = 0
-        self._refreshed_s = time.monotonic()
+        self.storing = self.failed = self.lost = self.affords = False
+        self.asked = self._request = 0  # the second one is the number in the request that was read last
+        self._refreshed_s = self._looked_s = time.monotonic()
+        self._looked = self._looks = 0  # the version at the last look, and the number of looks
+        self._losses = self._lost_from = 0  # how often something was lost, and the version from which it may be again
         self._anchor_every, self._signals = anchor_every, signals
         self._log = log
         self._model_files = model_files
@@ -90,7 +100,7 @@ class Maintenance:
             return False
         since = version - chain.base_version
         asked = self.asked > chain.base_version or (self.asked > 0 and chain.by_reference)
-        due = self.failed or self._log.emptied or asked or (every is not None and since >= every)
+        due = self.failed or self.lost or asked or (every is not None and since >= every)
         return due or self.affords
 
     def wanted(self, version: int, shadow: Shadow) -> str | None:
@@ -151,7 +161,11 @@ class Maintenance:
         """Look after the channel now that a version is visible: forget and prune if that is due, and see what is asked."""
         if time.monotonic() - self._refreshed_s >= _REFRESH_S and not self._workers.busy:
             self._refreshed_s = time.monotonic()
-            self._workers.submit(self._guarded, self._refresh)
+            self._workers.submit(self._guarded, self._read_request)
+        passed = version >= self._looked + _LOOK_VERSIONS or time.monotonic() - self._looked_s >= _LOOK_S
+        if (passed or self._log.doubted) and not self._workers.busy:
+            self._looked, self._looked_s, self._log.doubted = version, time.monotonic(), False
+            self._workers.submit(self._guarded, self._look)
         keep_last = self.retention.keep_last
         due = max(_LEAST_BETWEEN, (keep_last or 0) // 2)
         if (keep_last is not None or self.retention.keep_anchors is not None) and version >= self._collected + due:
@@ -186,6 +200,8 @@ class Maintenance:
         weights.close()
         if self.failed:
             self._log.give_up(version.version)
+        else:
+            self.lost = False
         self.storing = False
 
     def _compact(self, stored: StoredRecord, folder: str, target: compaction.Target, serial: int) -> None:
@@ -195,11 +211,14 @@ class Maintenance:
 
         def store() -> None:
             nonlocal compacted
+            self._look()
+            if self.lost:
+                return
             try:
                 compacted = self._store_compaction(base, stored, folder, target, serial)
             except (FormatError, ChainError) as error:
                 chain.can_compact = False
-                self.failed = not chain.by_reference  # the next version gets an anchor
+                self.failed = True  # the next version gets an anchor
                 logger.warning("The full weights of version %d cannot be read: %s", base.record.version, error)
 
         self._guarded(store)
@@ -224,8 +243,77 @@ class Maintenance:
         delta = Delta(codec=compaction.CODEC, changed=sum(parts.changed for parts in ranks), parts=files)
         return log.compaction(stored.version, str(stored.record.fingerprint), inline, base=base.version, delta=delta)
 
-    def _refresh(self) -> None:
-        self.asked = max(self.asked, requests.asked(self.reader.store))
+    def _look(self) -> None:
+        """See by a few small requests whether a late joiner could start. Put back what is known, or order full weights.
+
+        A bucket may have a rule that deletes old objects, somebody may have emptied it, or a run may have saved into the
+        directory of the checkpoint that it started from.
+        """
+        url, restored, base = self.reader.store.url, self._log.check_channel(), self.chain.base
+        if restored is not None:
+            logger.error("%s: %s. Nobody could join without it: look for a rule that deletes old objects.", url, restored)
+        self._looks += 1
+        newest = 0 if self._log.tip is None else self._log.tip.version
+        if base is None or self.lost or newest < self._lost_from:
+            return
+        key, problem = self._problem(base)
+        if key is None or self._starts_elsewhere(base, key, problem):
+            return
+        self.lost, self._losses = True, self._losses + 1
+        self._lost_from = newest + _LOOK_VERSIONS * 2**self._losses  # a store that goes on losing them gets fewer
+        logger.error(
+            "%s: %s. Nobody can join the channel now; the next version brings full weights for late joiners. Look for a "
+            "rule that deletes old objects, or for a run that saves into the directory of its first checkpoint.",
+            *(url, problem),
+        )
+
+    def _problem(self, base: StoredRecord) -> tuple[str | None, str]:
+        """Return the key of an object that a late joiner needs and that is not as it was, and what is wrong with it.
+
+        Of weight files and of records after the newest compaction, each look sees one.
+        """
+        reader, record = self.reader, base.record
+        try:
+            if retried(lambda: reader.stored(base.key), 2, passing=(FormatError,)).sha256 != base.sha256:
+                return base.key, f"{base.key} was overwritten"
+        except MissingVersionError:
+            return base.key, f"{base.key} is gone"
+        except FormatError as error:
+            return base.key, str(error).rstrip(".")
+        if record.reference is not None and checkpoint.stamp(record.reference) != self.chain.stamp:
+            return base.key, f"{record.reference}, which version {record.version} refers to, was overwritten"
+        for file in record.payload_files[self._looks % max(len(record.payload_files), 1) :][:1]:
+            if not _is_whole(reader, file):
+                return base.key, f"{file.key} is gone, or has another size"
+        last = self.chain.last_compaction
+        later = [keys.slot(number, self._log.epoch) for number in list(self._log.published) if number > self.chain.compacted]
+        needed = ([] if last is None else [last]) + later
+        key = needed[self._looks % len(needed)] if needed else None
+        if key is not None and not exists(reader.store, key):
+            return key, f"{key} is gone"
+        return None, ""
+
+    def _starts_elsewhere(self, base: StoredRecord, key: str, problem: str) -> bool:
+        """Whether a late joiner has another chain, as where a tool stored an anchor and forgot what was before."""
+        if self._log.tip is None:
+            return False
+        try:
+            chain = find_chain(self.reader, None, self._log.tip, {key: f"{problem}."})
+        except (MissingVersionError, FormatError):
+            return False
+        if not all(_is_whole(self.reader, file) for file in chain[0].record.payload_files):
+            return False
+        if chain[0].key != base.key:
+            self.chain.begin(dataclasses.replace(chain[0], data=None), None, sum(map(_bytes_of, chain[1:])))
+        return True
+
+    def _read_request(self) -> None:
+        """See whether somebody asks for an anchor: anybody can, with any number, so each request counts once."""
+        request, before = requests.asked(self.reader.store), self._request
+        self._request = request
+        if request != before:
+            newest = 0 if self._log.tip is None else self._log.tip.version
+            self.asked = min(request, newest)
 
     def _collect_garbage(self) -> None:
         grace_s = self.retention.prune_grace_s
@@ -297,6 +385,8 @@ class Chain:
         base: The newest full weights that are stored, None if there are none.
         bytes: Bytes of the deltas since then.
         can_compact: Whether the base's weights could be read when a compaction was last made of them.
+        stamp: `checkpoint.stamp` of the checkpoint that the base refers to, if it does.
+        last_compaction: Key of the newest compaction since the base, None if there is none.
     """
 
     def __init__(self, chain: Sequence[StoredRecord] = ()) -> None:
@@ -309,6 +399,13 @@ class Chain:
         self._factor = 1.0  # actual by estimated size of the last compaction
         self._sample: Sample | None = None
         self._lock = threading.Lock()
+        self.stamp = _stamp(self.base)
+        self.last_compaction = next((stored.key for stored in reversed(chain) if stored.is_compaction), None)
+
+    @property
+    def compacted(self) -> int:
+        """Number of the version to which the newest compaction leads, or the full weights."""
+        return self._budget.compacted
 
     @property
     def base_version(self) -> int:
@@ -327,6 +424,7 @@ class Chain:
         """
         with self._lock:
             self.base, self.bytes, self.can_compact, self._sample = base, later_bytes, True, sample
+            self.stamp, self.last_compaction = _stamp(base), None
             self._before_bytes = 0
             self._budget.end(base.record.version, base.record.payload_bytes if paid else 0)
 
@@ -363,9 +461,19 @@ class Chain:
         """Note a compaction to a version; None if it could not be stored."""
         with self._lock:
             size = 0 if stored is None else _bytes_of(stored)
+            self.last_compaction = self.last_compaction if stored is None else stored.key
             self._budget.end(version, size)
             if size and self._estimated:
                 self._factor = size / self._estimated
+
+
+def _is_whole(reader: ChannelReader, file: File) -> bool:
+    """Whether a file is in the store with its size."""
+    return any((info.key, info.bytes) == (file.key, file.bytes) for info in reader.store.list(file.key))
+
+
+def _stamp(base: StoredRecord | None) -> object:
+    return None if base is None or base.record.reference is None else checkpoint.stamp(base.record.reference)
 
 
 def _bytes_of(stored: StoredRecord) -> int:

@@ -17,7 +17,7 @@ from deltasync.config import PublisherSettings
 from deltasync.errors import PublishError, PublishPendingError, error_of, get_logger
 from deltasync.publish import writes
 from deltasync.publish.compaction import Parts, Target, store_parts
-from deltasync.publish.encode import Choice, encode_groups
+from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.job import Job
 from deltasync.publish.upload import PUTS
 from deltasync.ranks.peers import Signals, attempt
@@ -32,7 +32,7 @@ class PartUploader:
         self._reader, self._store = reader, reader.store
         self.settings = settings
         self._signals = signals
-        self._choice = Choice(settings.codec, None)
+        self._encoder = GroupEncoder(settings.codec)
         self._pending: dict[int, Job] = {}
         self._changed = threading.Condition()
         self._closing = False
@@ -109,7 +109,7 @@ class PartUploader:
 
         try:
             job = self._submitted(serial)
-            encoded = encode_groups(job, self._choice, store, inline=False)
+            encoded = self._encoder.encode(job, store, inline=False)
             self._compaction = None if base is None else (base, folder, Target.of(job))
             job.released.set()
             files = [future.result() for future in encoded.files]

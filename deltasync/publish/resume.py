@@ -134,6 +134,8 @@ def open_first(store: Store, settings: PublisherSettings, resume: bool, files: M
             logger.warning("Version %s cannot be read: %s The next version has full weights.", tip, error)
     number = 0 if tip is None else tip.version
     options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()}
+    if log.channel is not None:
+        options["dtype"] = log.channel.dtype
     return Start(options, log.channel, log.run_id, number, chain, None if signer is None else signer.trusted.names), log
 
 

@@ -119,13 +119,13 @@ class Shadow:
                     memory.set(name, part.held)
                 memory.is_settled()
                 return cls(specs, ranges, memory, place)
-            place = "host"
         held: dict[str, np.ndarray] = {}
         ranges, some = {}, list[torch.Tensor]()
         for name, part in parts:
             held[name], ranges[name] = _copied(part.held, specs[name]), (part.start, part.stop)
             some = [*some, part.held.new_empty(1)][:1] if part.held.numel() else some
         shadow = cls(specs, ranges, held, place)
+        shadow._is_settled = isinstance(parts, list)
         if settle:
             shadow._settle_place(some)
         return shadow
@@ -457,10 +457,12 @@ def _first_parts(tensors: Tensors, dtype: str, rank: int, specs: dict[str, Tenso
         given[name] = part.held.dtype
     if not specs:
         raise ModelMismatchError("The stream held no tensors; nothing was published.")
-    _warn_of_rounding(given, specs, max(sizes, key=lambda dtype: sizes[dtype]))
+    _warn_of_rounding(given, specs, max(sizes, key=lambda dtype: sizes[dtype]), dtype)
 
 
-def _warn_of_rounding(given: Mapping[str, torch.dtype], specs: Mapping[str, TensorSpec], main: torch.dtype) -> None:
+def _warn_of_rounding(
+    given: Mapping[str, torch.dtype], specs: Mapping[str, TensorSpec], main: torch.dtype, rule: str
+) -> None:
     """Warn of tensors that the model holds in a wider dtype than most, and that are published in a narrower one."""
     rounded = [
         name
@@ -473,7 +475,7 @@ def _warn_of_rounding(given: Mapping[str, torch.dtype], specs: Mapping[str, Tens
             "%d tensors are wider than the model's %s, and published in %s: %s. A server with their dtype will differ. "
             'To publish them as they are: dtype="%s,*%s=keep".',
             *(len(rounded), str(main).removeprefix("torch."), specs[name].dtype, ", ".join(rounded[:5])),
-            *(specs[name].dtype, ".".join(name.split(".")[-2:])),
+            *(rule, ".".join(name.split(".")[-2:])),
         )
 
 

@@ -25,7 +25,7 @@ from deltasync.errors import (
 )
 from deltasync.publish.collect import Weights, requires_of
 from deltasync.publish.compaction import Target
-from deltasync.publish.encode import Choice, encode_groups
+from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.job import Job, without_frames
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance, Sample
@@ -57,7 +57,7 @@ class Uploader:
         self._log = log
         self.maintenance = maintenance
         self._signals = signals if signals.others else None  # of a sharded trainer
-        self._choice = Choice(settings.codec, None if signals.others else log.store)
+        self._encoder = GroupEncoder(settings.codec)
         self._lock = threading.RLock()
         self._waiting: list[Job] = []
         self._running: Job | None = None
@@ -159,7 +159,7 @@ class Uploader:
             running = self._running
             if running is not None and not running.released.is_set():
                 waits_since_s = time.monotonic()
-            if time.monotonic() - max(waits_since_s, self._log.store.stored_s) >= EXIT_S:
+            if time.monotonic() - max(waits_since_s, self._log.stored_s) >= EXIT_S:
                 break
             time.sleep(0.01)
         with self._lock:
@@ -271,9 +271,8 @@ class Uploader:
         if self._signals is not None:
             base = maintenance.chain.base if wanted == "compaction" else None
             self._signals.begin(job.serial, folder, None if base is None else base.key)
-        encoded = encode_groups(
+        encoded = self._encoder.encode(
             job,
-            self._choice,
             lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
         )
         sample, target, others = None, None, list[File]()
@@ -288,7 +287,7 @@ class Uploader:
             payload_bytes = encoded.bytes + sum(file.bytes for file in others)
             parts = [future.result() for future in encoded.files] + others
             job.end_encoding(payload_bytes)
-            delta = Delta(codec=encoded.codec, changed=job.changed, parts=parts)
+            delta = Delta(codec=self.settings.codec, changed=job.changed, parts=parts)
             stored = log.append(job.record(log.run_id, log.epoch, delta=delta), encoded.inline)
         except BaseException:
             if target is not None:

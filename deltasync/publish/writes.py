@@ -1,16 +1,13 @@
-"""Requests of a publisher: repeated after errors that may pass, and timed.
+"""Requests of a publisher, repeated after errors that may pass.
 
 Each key gets one content, however often it is put.
 """
 
 from __future__ import annotations
 
-import contextlib
-import statistics
+import logging
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from deltasync.channel.documents import File, sha256_hex
@@ -19,11 +16,8 @@ from deltasync.config import PublisherSettings
 from deltasync.errors import CorruptDataError, ObjectExistsError, ObjectMissingError, TransientStoreError
 from deltasync.stores import retries
 from deltasync.stores.base import Store
-from deltasync.stores.wrapper import WrappedStore
 
-_SMALL_BYTES = 4096  # a put of up to this size takes only the time that any put takes
-
-_READS = 3
+READS = 3
 """How often bytes that look damaged are read: they may be so on the way only."""
 
 _LARGE_BYTES = 4 << 20
@@ -37,9 +31,9 @@ def retried(settings: PublisherSettings, action: Callable[[], _Result], stop: th
     return retries.retried(action, settings.retries, settings.retry_delay_s, stop=stop)
 
 
-def reread(settings: PublisherSettings, action: Callable[[], _Result]) -> _Result:
-    """As `retried`; `action` is also run again if what it reads is damaged."""
-    return retries.retried(lambda: retried(settings, action), _READS - 1, passing=(CorruptDataError,))
+def reread(settings: PublisherSettings, action: Callable[[], _Result], level: int = logging.WARNING) -> _Result:
+    """As `retried`; `action` is also run again if what it reads is damaged, which is logged at `level`."""
+    return retries.retried(lambda: retried(settings, action), READS - 1, passing=(CorruptDataError,), level=level)
 
 
 def put_file(
@@ -82,7 +76,7 @@ def holds(store: Store, key: str, data: bytes) -> bool | None:
 
     Other bytes are read again before they are taken for another publisher's.
     """
-    for _ in range(_READS):
+    for _ in range(READS):
         try:
             if store.read(key, len(data)) == data:
                 return True
@@ -91,60 +85,3 @@ def holds(store: Store, key: str, data: bytes) -> bool | None:
         except CorruptDataError:
             continue  # larger
     return False
-
-
-class MeteredStore(WrappedStore):
-    """A store that measures how long puts take.
-
-    Attributes:
-        stored_s: When the last put ended well, by `time.monotonic`.
-    """
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__(inner)
-        self._lock = threading.Lock()
-        self._under_way = self._bytes = 0
-        self._began_s, self._whole = 0.0, True
-        self._small_s: deque[float] = deque(maxlen=16)
-        self._large: deque[tuple[int, float]] = deque(maxlen=5)
-        self.stored_s = time.monotonic()
-
-    def create(self, key: str, data: bytes) -> None:
-        """See `Store.create`."""
-        with self._timed(len(data)):
-            super().create(key, data)
-
-    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
-        """See `Store.put`."""
-        with self._timed(len(data)):
-            super().put(key, data, guard=guard)
-
-    @property
-    def byte_s(self) -> float | None:
-        """Seconds per byte, beside the time that any put takes; None until a large object was put."""
-        with self._lock:
-            any_s = min(self._small_s, default=0.0)
-            rates = [max(seconds - any_s, 0.0) / size for size, seconds in self._large]
-        return statistics.median(rates) if rates else None
-
-    @contextlib.contextmanager
-    def _timed(self, size: int) -> Iterator[None]:
-        """Time a put. Puts at the same time share the link, so they are timed together; if one fails, none counts."""
-        with self._lock:
-            if not self._under_way:
-                self._began_s, self._bytes, self._whole = time.perf_counter(), 0, True
-            self._under_way += 1
-            self._bytes += size
-        stored = False
-        try:
-            yield
-            stored, self.stored_s = True, time.monotonic()
-        finally:
-            with self._lock:
-                self._under_way -= 1
-                self._whole &= stored
-                seconds = time.perf_counter() - self._began_s
-                if self._whole and not self._under_way and self._bytes > _SMALL_BYTES:
-                    self._large.append((self._bytes, seconds))
-                elif self._whole and not self._under_way:
-                    self._small_s.append(seconds)

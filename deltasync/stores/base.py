@@ -113,7 +113,7 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the finished objects whose key starts with `prefix`, in ascending key order."""
+        """Yield the finished objects whose key starts with `prefix` and is valid, in ascending key order."""
         ...
 
     def delete(self, *keys: str) -> None:
@@ -137,9 +137,14 @@ def check_key(key: str) -> str:
     """Return `key` unchanged, or raise ConfigError: of letters, digits and `._=+@-/`, no part starts with a dot, 900 at
     most.
     """
-    if not _KEY.fullmatch(key) or len(key) > 900:
+    if not is_key(key):
         raise ConfigError(f"Not a valid object key: {key!r}.")
     return key
+
+
+def is_key(key: str) -> bool:
+    """Whether `check_key` accepts a key. Listings leave other ones out: another program has stored these objects."""
+    return len(key) <= 900 and _KEY.fullmatch(key) is not None
 
 
 def check_size(place: str, size: int, most_bytes: int) -> None:

@@ -47,6 +47,11 @@ def translate(error: BaseException, place: str, operation: Operation, answered: 
 
     `answered` says whether the store has answered this client before, which proves that credentials are set.
     """
+    if is_panic(error) and re.search(r"Invalid(Uri|Port|Domain|Ipv4|Ipv6)|EmptyHost", str(error)):
+        return ConfigError(
+            f"{place}: the address of the server is not valid. Check the endpoint, and gcs_base_url in the file of a Google "
+            "service account."
+        )
     if is_panic(error):
         return StoreError(f"{place}: the store's client failed ({error}); the server's reply may be malformed.")
     message, _, internals = str(error).partition("\n\nDebug source")
@@ -95,6 +100,13 @@ def may_be_renewed(error: BaseException) -> bool:
     """Whether other credentials may help, so that the next attempt should read them again."""
     _, status, _ = _answer(*str(error).partition("\n\nDebug source")[::2])
     return status in RENEWABLE or has_expired(error)
+
+
+def has_timed_out(error: BaseException) -> bool:
+    """Whether there was no answer in time, as over a connection that the network has forgotten."""
+    message, _, internals = str(error).partition("\n\nDebug source")
+    is_sent = "status code" not in message and "kind: Connect," not in internals
+    return is_sent and re.search(r"\bTimedOut\b|timed out", internals) is not None
 
 
 def has_expired(error: BaseException) -> bool:

@@ -1,13 +1,14 @@
 """`s3://` for all S3-compatible servers, `gs://` and `az://`.
 
 Timeouts of one request: 10 s to connect, 30 s until the reply begins and for each further piece of it, more for a large
-upload (`_REPLY_WITHIN`). After 5xx, 429, 408, dropped connections and read timeouts, the client makes at most three
-attempts within a minute, 0.1 and 0.2 s apart. Callers retry further: an uploader as `PublisherSettings.retries` says, a
-replica at its next poll.
+upload (`_REPLY_WITHIN`). After 5xx, 429, 408 and dropped connections, the client makes at most three attempts within 25 s,
+0.1 and 0.2 s apart. After a timeout, as where a gateway has forgotten all idle connections, one more goes over new ones.
+Callers retry further: an uploader as `PublisherSettings.retries` says, a replica at its next poll.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import re
@@ -23,6 +24,7 @@ from deltasync.stores.base import REQUEST_S, check_key
 from deltasync.stores.environment import aws_profile, check_cloud, check_role, is_endpoint
 from deltasync.stores.object import LARGEST_BYTES, ObstoreStore, mark_process
 from deltasync.stores.replies import is_panic
+from deltasync.stores.slow import PATIENCE_S, watched
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config, S3CredentialProvider
@@ -35,7 +37,7 @@ _REPLY_WITHIN = ((8 << 20, 30), (256 << 20, 120), (LARGEST_BYTES, 900))
 _RETRIES: RetryConfig = {
     "max_retries": 2,
     "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1), "base": 2},
-    "retry_timeout": timedelta(minutes=1),
+    "retry_timeout": timedelta(seconds=25),  # less than any time limit: after that, `ObstoreStore` connects again
 }
 _NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=REQUEST_S)}
 
@@ -74,8 +76,11 @@ class CloudStore(ObstoreStore):
             self._clients[key] = _connect(self._parsed, *key)
         return self._clients[key]
 
-    def forget_credentials(self) -> None:
-        """Connect again for the next request, because keys, profiles and tokens may have been renewed."""
+    def _watched(self, key: str) -> contextlib.AbstractContextManager[None]:
+        return watched(self._place(key), PATIENCE_S)
+
+    def connect_again(self) -> None:
+        """Connect again for the next request: keys, profiles and tokens may have been renewed, or connections forgotten."""
         self._clients = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -140,7 +145,7 @@ def _connect(place: Place, within_s: float, once: bool) -> ObjectStore:
         # obstore applies this limit from sending until the reply begins, and then to each piece of the reply.
         "read_timeout": timedelta(seconds=within_s),
         "timeout": timedelta(seconds=within_s) if once else timedelta(hours=1),
-        "pool_idle_timeout": timedelta(minutes=5),  # versions may be minutes apart
+        "pool_idle_timeout": timedelta(minutes=1),  # gateways forget idle connections after some minutes
         # Without endpoint=, the environment may name an http:// server.
         "allow_http": place.endpoint is None or place.endpoint.startswith("http://"),
     }

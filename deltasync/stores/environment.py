@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import ipaddress
 import os
 import re
 import socket
@@ -65,13 +66,15 @@ def check_hub() -> None:
     _check([name for name in _HUB if name in os.environ])
 
 
-def check_xet_cache() -> None:
-    """Check the folder that uploads to the Hub use. Raises ConfigError like `check_cloud`."""
+def check_xet_cache(writes: bool) -> None:
+    """Check the folder that transfers of the Hub use; only uploads write to it. Raises ConfigError like `check_cloud`."""
     folder = os.environ.get("HF_XET_CACHE", "")
     existing = folder
     while existing and not os.path.lexists(existing):
         existing = os.path.dirname(existing)
-    if existing and not (os.path.isdir(existing) and os.access(existing, os.W_OK)):
+    if existing and not os.path.isdir(existing):
+        raise ConfigError(f"HF_XET_CACHE: {folder!r} is not a folder.")
+    if existing and writes and not os.access(existing, os.W_OK):
         raise ConfigError(f"HF_XET_CACHE: the folder {folder!r} is not writable.")
 
 
@@ -100,11 +103,22 @@ def is_endpoint(url: str) -> bool:
         return False
     return (
         parts.scheme in ("http", "https")
-        and bool(parts.hostname)
+        and _is_host(parts.hostname or "")
         and re.search(r"[\s\x00-\x20\x7f]", url) is None
         and port != 0
         and not ("@" in parts.netloc or parts.query or parts.fragment)
     )
+
+
+def _is_host(host: str) -> bool:
+    """Whether clients take this for a host: a name whose last part is a number has to be an IPv4 address."""
+    if not re.fullmatch(r"[0-9]+|0x[0-9a-f]*", host.rstrip(".").rpartition(".")[2]):
+        return bool(host)
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _check(names: Iterable[str]) -> None:

@@ -106,8 +106,8 @@ class EventWatch:
                 logger.debug("%s ended: %s", self._url, error)
                 available = True
             self._live, self._socket = False, None
-            if not available:
-                delay_s = max(_UNAVAILABLE_DELAY_S, 2 * self._asked_s)  # at least half of it is waited
+            if not available or self._asked_s:  # at least half of the delay is waited
+                delay_s = max(0.0 if available else _UNAVAILABLE_DELAY_S, 2 * self._asked_s)
             elif time.monotonic() - started > _GOOD_S:
                 delay_s = _FIRST_DELAY_S
             else:

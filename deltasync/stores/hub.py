@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from deltasync.errors import ConfigError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import ObjectInfo, check_key, check_size
+from deltasync.stores.base import ObjectInfo, check_key, check_size, is_key
 from deltasync.stores.events import EventWatch
 from deltasync.stores.hub_api import BucketApi, Entry
 from deltasync.stores.retries import retried
@@ -139,7 +139,7 @@ class HubStore:
             if query in asked:
                 raise StoreError(f"{self.url}: the Hub's listing repeats itself and does not end.")
         for entry in sorted(found, key=lambda entry: entry.path):
-            if entry.type == "file" and entry.path.startswith(start):
+            if entry.type == "file" and entry.path.startswith(start) and is_key(entry.path.removeprefix(self._start)):
                 stored = entry.uploaded_at or entry.mtime
                 modified_s = 0.0 if stored is None else stored.timestamp()
                 yield ObjectInfo(entry.path.removeprefix(self._start), entry.size, modified_s, entry.xet_hash)

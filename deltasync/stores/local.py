@@ -17,15 +17,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import ObjectInfo, check_key, read_file
+from deltasync.stores.base import ObjectInfo, check_key, is_key, read_file
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a FIFO would block
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 _LASTING = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EFBIG),
     *(errno.ELOOP, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+    *_UNSUPPORTED,
 )
 """Errors that no retry cures. A full disk is not among them."""
+_NO_LINKS = "this file system has no hard links"
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -47,7 +50,11 @@ class LocalStore:
                 os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except FileExistsError:
                 raise ObjectExistsError(f"{self.url}/{key} already exists.") from None
-            os.fsync(folder)
+            except OSError as error:
+                if error.errno not in (*_UNSUPPORTED, errno.EPERM):
+                    raise
+                raise StoreError(f"{self.url}/{key} cannot be created: {_NO_LINKS} ({error.strerror}).") from None
+            _sync(folder)
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
         """Sync a temporary file, then rename it. The rename has no time limit. See `Store.put`."""
@@ -56,7 +63,7 @@ class LocalStore:
                 guard()
             with self._writing(key):
                 os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-                os.fsync(folder)
+                _sync(folder)
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         with self._opened(key) as file:
@@ -79,7 +86,7 @@ class LocalStore:
                     inside = "/".join([*folders, *folder.split("/")[1:], ""])
                     for name in names:
                         key = inside + name
-                        if key.startswith(prefix) and not name.startswith("."):
+                        if key.startswith(prefix) and is_key(key):
                             with contextlib.suppress(FileNotFoundError):
                                 status = os.stat(name, dir_fd=at, follow_symlinks=False)
                                 if stat.S_ISREG(status.st_mode):
@@ -132,7 +139,7 @@ class LocalStore:
         except FileExistsError:
             if path in self._durable:
                 return
-        os.fsync(above)
+        _sync(above)
         self._durable.add(path)
 
     @contextlib.contextmanager
@@ -194,6 +201,15 @@ class LocalStore:
             raise self._failed(key, "written", error) from error
 
 
+def _sync(folder: int) -> None:
+    """Sync the entries of a folder. Some network file systems cannot, and keep each change on their server."""
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, *_UNSUPPORTED):
+            raise
+
+
 def _unlink(name: str, folder: int) -> None:
     with contextlib.suppress(OSError):
         os.unlink(name, dir_fd=folder)
@@ -212,7 +228,7 @@ def _make_durable(root: Path) -> None:
         except PermissionError:
             break
         try:
-            os.fsync(descriptor)
+            _sync(descriptor)
         finally:
             os.close(descriptor)
         if os.path.ismount(above):

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import obstore
 from obstore.exceptions import InvalidPathError
 from obstore.store import LocalStore, MemoryStore
 
 from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import ObjectInfo, check_key, check_size
-from deltasync.stores.client_errors import CLIENT_ERRORS, has_expired, may_be_renewed, translate
+from deltasync.stores.base import ObjectInfo, check_key, check_size, is_key
+from deltasync.stores.client_errors import CLIENT_ERRORS, has_expired, has_timed_out, may_be_renewed, translate
 from deltasync.stores.replies import Operation, is_panic
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -27,8 +29,14 @@ LARGEST_BYTES = 5 << 30
 """S3's limit for one put. Multipart uploads may be larger, but not every server honours their precondition."""
 _PIECE_BYTES = 8 << 20
 
+_Result = TypeVar("_Result")
+
 _process: int | None = None
 """The process that used obstore first. A forked child has no copy of its threads, so calls there would hang."""
+
+
+class _NoAnswerError(TransientStoreError):
+    """A request had no answer in time."""
 
 
 class ObstoreStore:
@@ -42,6 +50,10 @@ class ObstoreStore:
     def __init__(self, url: str, client: ObjectStore) -> None:
         self.url = url
         self._opened = client
+
+    @functools.cached_property
+    def _warned(self) -> set[str]:
+        return set()
 
     def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
         """Return the client for a body of this size. With `once`, the client never retries and fails after `REQUEST_S`."""
@@ -61,26 +73,36 @@ class ObstoreStore:
             with contextlib.suppress(StoreError), self._mapped("probe", "list"):
                 obstore.list(self.client(len(data), once), prefix="probe").collect()  # connects, and fetches credentials
             guard()
-        with self._mapped(key, "put"):
+
+        def send() -> None:
             obstore.put(self.client(len(data), once), key, data, mode="overwrite", use_multipart=False)
+
+        if not once:
+            self._repeated(key, "put", send)
+            return
+        with self._mapped(key, "put"):
+            send()
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         """Read the object, and check its announced size and the bytes that arrive. See `Store.read`."""
         check_key(key)
-        place, pieces, size = self._place(key), [], 0
-        with self._mapped(key, "read"):
+        place = self._place(key)
+
+        def receive() -> bytes:
+            pieces, size = [], 0
             reply = obstore.get(self.client(), key)
             check_size(place, reply.meta["size"], most_bytes)
             for piece in reply.stream(min(most_bytes + 1, _PIECE_BYTES)):
                 pieces.append(piece)
                 size += len(piece)
                 check_size(place, size, most_bytes)
-        return b"".join(pieces)
+            return b"".join(pieces)
+
+        return self._repeated(key, "read", receive)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         check_key(key)
-        with self._mapped(key, "read"):
-            data = bytes(obstore.get_range(self.client(), key, start=start, end=end))
+        data = self._repeated(key, "read", lambda: bytes(obstore.get_range(self.client(), key, start=start, end=end)))
         if len(data) < end - start:
             raise StoreError(f"{self._place(key)} ends before byte {end}.")
         return data
@@ -88,23 +110,33 @@ class ObstoreStore:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """List a folder with obstore, and match the last part of `prefix` here. See `Store.list`."""
         folder = prefix.rpartition("/")[0]
-        with self._mapped(prefix, "list"):
-            try:
-                found = self._listed(folder)
-            except InvalidPathError as error:
-                # Another program's keys with `//` and `./` sort before ours, which start with letters and digits.
-                logger.warning("%s", translate(error, self._place(prefix), "list"))
-                found = self._listed(folder, after=f"{folder}/0" if folder else "0")
-        # Web consoles create an empty object for a "folder". Its key here is "".
-        yield from (found[key] for key in sorted(found) if key.startswith(prefix) and key)
+        found = self._repeated(prefix, "list", lambda: self._listed_around(folder))
+        yield from (found[key] for key in sorted(found) if key.startswith(prefix) and is_key(key))
+
+    def _listed_around(self, folder: str) -> dict[str, ObjectInfo]:
+        """List a folder without the keys of other programs that obstore refuses, such as `a//b` and `a/../b`."""
+        try:
+            return self._listed(folder)
+        except InvalidPathError:
+            pass  # a page with such a key is lost: list its folder's neighbours one by one
+        try:
+            level = obstore.list_with_delimiter(self.client(), folder or None)
+        except InvalidPathError as error:  # it is in this folder itself; such keys sort before ours, by their next character
+            message = str(translate(error, self._place(folder), "list"))
+            if message not in self._warned:
+                self._warned.add(message)
+                logger.warning("%s It is passed over.", message)
+            return self._listed(folder, after=f"{folder}/0" if folder else "0")
+        found = _infos(level["objects"])
+        for inner in level["common_prefixes"]:
+            found |= self._listed_around(inner)
+        return found
 
     def _listed(self, folder: str, after: str | None = None) -> dict[str, ObjectInfo]:
         found: dict[str, ObjectInfo] = {}
         for page in obstore.list(self.client(), prefix=folder or None, offset=after, chunk_size=1000):
             before = len(found)
-            found |= {
-                meta["path"]: ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in page
-            }
+            found |= _infos(page)
             if page and len(found) == before:
                 raise StoreError(f"{self._place(folder)}: the store's listing repeats itself and does not end.")
         return found
@@ -127,8 +159,7 @@ class ObstoreStore:
         """Return None: these stores cannot watch."""
 
     def _delete(self, keys: Sequence[str]) -> None:
-        with self._mapped(keys[0], "delete"):
-            obstore.delete(self.client(), list(keys))
+        self._repeated(keys[0], "delete", lambda: obstore.delete(self.client(), list(keys)))
 
     def _check_size(self, key: str, size: int) -> None:
         check_key(key)
@@ -139,23 +170,38 @@ class ObstoreStore:
         """Return the key's URL without options, for messages."""
         return f"{self.url.partition('?')[0]}/{key}"
 
-    def forget_credentials(self) -> None:
-        """Read the credentials again for the next request."""
+    def _watched(self, key: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def connect_again(self) -> None:
+        """Read the credentials again, and open new connections, for the next request."""
+
+    def _repeated(self, key: str, operation: Operation, action: Callable[[], _Result]) -> _Result:
+        """Send a request, and once more over a new connection if it had no answer in time."""
+        try:
+            with self._mapped(key, operation):
+                return action()
+        except _NoAnswerError as error:
+            logger.warning("%s Trying once more over a new connection.", error)
+        with self._mapped(key, operation):
+            return action()
 
     @contextlib.contextmanager
     def _mapped(self, key: str, operation: Operation) -> Iterator[None]:
         login = self._login
         try:
-            yield
+            with self._watched(key):
+                yield
             self._answered, self._accepted = True, login
         except CLIENT_ERRORS as error:
             found = translate(error, self._place(key), operation, self._answered)
             if has_expired(error) and (login < self._login or self._accepted == login):
                 found = TransientStoreError(str(found))  # they were accepted before, and may have been renewed
-            if may_be_renewed(error) and login == self._login:
+            timed_out = isinstance(found, TransientStoreError) and has_timed_out(error)
+            if (may_be_renewed(error) or timed_out) and login == self._login:
                 self._login += 1
-                self.forget_credentials()
-            raise found from None
+                self.connect_again()
+            raise _NoAnswerError(str(found)) if timed_out else found from None
         except BaseException as error:
             if not is_panic(error):
                 raise
@@ -179,6 +225,10 @@ class PortableStore(ObstoreStore):
         if self._local is None:
             self._local = LocalStore(self._root, mkdir=True, automatic_cleanup=True)
         return self._local
+
+
+def _infos(found: Sequence[ObjectMeta]) -> dict[str, ObjectInfo]:
+    return {meta["path"]: ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in found}
 
 
 _in_memory: dict[str, ObstoreStore] = {}

@@ -150,8 +150,7 @@ class Xet:
 
     def _session(self, scope: str) -> Any:
         if scope not in self._sessions:
-            if scope == "write":
-                check_xet_cache()
+            check_xet_cache(writes=scope == "write")
             config = hf_xet.XetConfig().with_config(CONFIG[scope])
             if scope == "write" and self._direct:
                 with contextlib.suppress(*_ERRORS):  # older hf_xet lacks this setting

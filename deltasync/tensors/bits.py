@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from deltasync.config import AUTO
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.tensors.specs import ITEM_BYTES, TensorSpec
 
@@ -161,7 +162,7 @@ _EXACT = re.compile(
 
 
 def dtype_for(name: str, rule: str) -> str:
-    """Return a tensor's dtype, or `keep`, by a rule like `bfloat16,*.router.*=float32`; the last match counts.
+    """Return a tensor's dtype, `auto` or `keep`, by a rule like `auto,*.router.*=float32`; the last match counts.
 
     Without a match, what servers keep exactly is kept, whatever the rule's first dtype is.
     """
@@ -180,6 +181,8 @@ def served_name(name: str, dtype: torch.dtype, rule: str) -> str:
 def _served(given: torch.dtype, dtype: str) -> torch.dtype:
     if dtype == "keep" or not given.is_floating_point or given.itemsize < 2:
         return given
+    if dtype == AUTO:
+        return given if given.itemsize == 2 else torch.bfloat16
     return getattr(torch, dtype)
 
 
@@ -189,5 +192,5 @@ def served_dtype(tensor: torch.Tensor, dtype: str) -> torch.dtype:
 
 
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Cast floats of 16 bits or more to this dtype, rounding to nearest even; with `keep`, cast nothing."""
+    """Cast floats of 16 bits or more to this dtype, to nearest even; for `auto` and `keep` see `PublisherSettings`."""
     return tensor.detach().to(served_dtype(tensor, dtype))

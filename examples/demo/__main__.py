@@ -17,7 +17,7 @@ import click
 
 from deltasync.cli.output import echo, echo_json, field
 from deltasync.cli.program import Program
-from deltasync.config import AUTO, CODECS
+from deltasync.config import CODECS
 from deltasync.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 @click.option("--steps", type=click.IntRange(min=1), default=40, help="Optimizer steps.")
 @click.option("--seed", type=int, default=0, help="Seed of model, prompts and trainer.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="Port of the server.")
-@click.option("--codec", type=click.Choice([*CODECS, AUTO]), default=AUTO, help="Encoding of the deltas.")
+@click.option("--codec", type=click.Choice(CODECS), default="context", help="Encoding of the deltas.")
 @click.option(
     "--task",
     default="counting",

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -30,6 +36,52 @@ from tests.servers.reverse_proxy import Action, Reply
 from tests.servers.s3 import KEYS, MotoServer
 
 FOREVER = 1000
+
+
+class ForgetfulGateway:
+    """Passes connections on to a server; those that were `forget`-ten lose all bytes, without a reset."""
+
+    def __init__(self, endpoint: str) -> None:
+        server = urlsplit(endpoint)
+        self._server = (server.hostname, server.port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._alive: list[list[bool]] = []
+        self._sockets: list[socket.socket] = []
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def forget(self) -> None:
+        """Lose all bytes of the connections that there are."""
+        for alive in self._alive:
+            alive[0] = False
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server, alive = socket.create_connection(self._server), [True]
+                self._alive.append(alive)
+                self._sockets += [client, server]
+                for one, other in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass_on, args=(one, other, alive), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(one: socket.socket, other: socket.socket, alive: list[bool]) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                if alive[0]:
+                    other.sendall(data)
+            if alive[0]:
+                other.shutdown(socket.SHUT_WR)
 
 
 class TestMotoStore(StoreContract, DecidingSharedContract, RefusingContract):
@@ -119,6 +171,8 @@ class TestUrl:
             ("s3://bkt?session_token=hidden", "holds no credentials"),
             ("s3://bkt?endpoint=https://key:hidden@host", "endpoint="),
             ("s3://bkt?endpoint=host:9000", "endpoint="),
+            ("s3://bkt?endpoint=http://300.1.2.3", "endpoint="),
+            ("s3://bkt?endpoint=http://1.2.3:9000", "endpoint="),
             ("s3://bkt?endpoint=https://", "endpoint="),
             ("s3://bkt?endpoint=https://host?x=hidden", "endpoint="),
             ("s3://bkt?bogus=hidden", "Unknown option bogus="),
@@ -348,12 +402,63 @@ class TestListing:
         assert "another program's object" in caplog.text
         s3_server.client.delete_object(Bucket=s3_bucket, Key=f"run/versions{key}")
 
+    @pytest.mark.parametrize(
+        "key", ["versions/0000001//x", "versions/0000000/../x", "head.json//x", "zz/./x", "versions//x"]
+    )
+    @pytest.mark.parametrize("prefix", ["", "versions/", "versions/0000001/"])
+    def test_a_key_of_another_program_is_passed_over_anywhere(
+        self, s3_server: MotoServer, s3_bucket: str, key: str, prefix: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store = open_store(s3_server.url(s3_bucket))
+        names = ["head.json", "versions/0000000/a", "versions/0000000/b", "versions/0000001/c", "versions/0000002/d/e"]
+        for name in names:
+            store.put(name, b"1")
+        s3_server.client.put_object(Bucket=s3_bucket, Key=f"run/{key}", Body=b"x")
+        for _ in range(2):
+            assert [info.key for info in store.list(prefix)] == [name for name in names if name.startswith(prefix)]
+        assert caplog.text.count("It is passed over") == key.startswith(prefix)
+        s3_server.client.delete_object(Bucket=s3_bucket, Key=f"run/{key}")
+
     def test_one_that_cannot_be_passed_over_is_named(self, s3_server: MotoServer, s3_bucket: str) -> None:
         store = open_store(s3_server.url(s3_bucket))
         s3_server.client.put_object(Bucket=s3_bucket, Key="run/compactions/x\x01y", Body=b"x")
         with pytest.raises(StoreError, match=r"the key 'run/compactions/x.*y', which cannot be listed: delete or rename it"):
             list(store.list("compactions/"))
         s3_server.client.delete_object(Bucket=s3_bucket, Key="run/compactions/x\x01y")
+
+
+class TestForgottenConnections:
+    """A gateway has forgotten all idle connections: bytes over them vanish, and new ones work."""
+
+    @pytest.mark.parametrize("verb", ["read", "read_range", "list", "put", "delete"])
+    def test_cost_one_timeout_and_a_line_in_the_log(
+        self,
+        proxy: FaultProxy,
+        s3_server: MotoServer,
+        s3_bucket: str,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        verb: str,
+    ) -> None:
+        monkeypatch.setattr(cloud, "_REPLY_WITHIN", ((cloud.LARGEST_BYTES, 1.5),))
+        monkeypatch.setitem(cloud._RETRIES, "retry_timeout", timedelta(seconds=1))
+        monkeypatch.setattr(cloud, "PATIENCE_S", 0.5)
+        with ForgetfulGateway(proxy.url) as gateway:  # the proxy keeps connections open
+            store = open_store(s3_server.url(s3_bucket, endpoint=gateway.url))
+            store.put("a", b"one")
+            with ThreadPoolExecutor(4) as pool:  # several idle connections
+                assert set(pool.map(lambda _: store.read("a", 3), range(8))) == {b"one"}
+            gateway.forget()
+            ask: dict[str, Callable[[], object]] = {
+                "read": lambda: store.read("a", 3),
+                "read_range": lambda: store.read_range("a", 0, 3),
+                "list": lambda: list(store.list("")),
+                "put": lambda: store.put("a", b"two"),
+                "delete": lambda: store.delete("a"),
+            }
+            ask[verb]()
+        assert caplog.text.count("has had no answer for 0.5 s") == 1
+        assert caplog.text.count("Trying once more over a new connection") == 1
 
 
 class TestRenewal:
@@ -575,9 +680,9 @@ class TestConnections:
             action()
             assert len(proxy.exchanges) - before == (2 if number == 3 else 1)
 
-    def test_they_are_kept_between_versions(self, s3_env: object) -> None:
+    def test_they_are_closed_before_a_gateway_forgets_them(self, s3_env: object) -> None:
         client = cloud.CloudStore("s3://bkt/a?region=us-east-1").client()
-        assert client.client_options["pool_idle_timeout"] == "5m"
+        assert client.client_options["pool_idle_timeout"] == "1m"
 
 
 class TestRequests:

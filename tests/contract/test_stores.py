@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from deltasync import open_store
+from deltasync.channel.reading import ChannelReader
 from deltasync.errors import (
     ConfigError,
     CorruptDataError,
@@ -21,9 +22,11 @@ from deltasync.errors import (
     StoreError,
     TransientStoreError,
 )
+from deltasync.maintenance.doctor import examine
 from deltasync.stores import Store
 from deltasync.stores.base import check_key
 from deltasync.stores.object import PortableStore
+from deltasync.stores.probe import decides
 from tests.contract.store_contract import BAD_KEYS, DecidingContract, DecidingSharedContract, StoreContract
 
 
@@ -225,6 +228,48 @@ class TestFileStore(StoreContract, DecidingSharedContract):
         with pytest.raises(StoreError, match=os.strerror(number)) as refused:
             getattr(store, verb)("a", b"1")
         assert not isinstance(refused.value, TransientStoreError)
+
+    @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.EMLINK, errno.EPERM])
+    def test_a_file_system_without_hard_links_is_leased(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        def fail(*arguments: object, **options: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "link", fail)
+        store = open_store(f"file://{tmp_path}")
+        with pytest.raises(StoreError, match="no hard links") as refused:
+            store.create("a", b"1")
+        assert not isinstance(refused.value, TransientStoreError)
+        assert not decides(store, "probe/a")
+        found = {finding.check: finding for finding in examine(ChannelReader(store), parameters=1e9)}
+        assert found["create"].state == "warning" and "no hard links here" in found["create"].found
+
+    @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
+    def test_a_file_system_that_cannot_sync_folders_holds_objects(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        sync = os.fsync
+
+        def fail(descriptor: int) -> None:
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(number, os.strerror(number))
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fail)
+        store = open_store(f"file://{tmp_path}/new")
+        store.create("a/b", b"1")
+        store.put("a/c", b"2")
+        assert [info.key for info in store.list("")] == ["a/b", "a/c"]
+
+    def test_names_of_other_programs_are_not_listed(self, tmp_path: Path) -> None:
+        store = open_store(f"file://{tmp_path}")
+        store.create("replicas/a.json", b"1")
+        for name in ("a b.json", ".hidden", "\udcff.json", "x~"):
+            (tmp_path / "replicas" / name).write_bytes(b"x")
+        (tmp_path / "replicas/.folder").mkdir()
+        (tmp_path / "replicas/.folder/b").write_bytes(b"x")
+        assert [info.key for info in store.list("")] == ["replicas/a.json"]
 
     def test_deleting_what_is_a_folder_is_a_store_error(self, tmp_path: Path) -> None:
         store = open_store(f"file://{tmp_path}")

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from deltasync import Publisher, Replica
 from deltasync.errors import DeltaSyncError
 from deltasync.publish.stream import TensorRange, by_rows
+from tests.wrapped import Forwarding, OnlyDequantized, Scaled
 
 FOLDER = Path(sys.argv[1])
 Weights = dict[str, torch.Tensor]
@@ -120,6 +121,37 @@ def bf16() -> MixedPrecisionPolicy:
 
 def size() -> int:
     return dist.get_world_size()
+
+
+def wrapped_shards() -> Case:
+    """As float8 training holds them: each shard is a wrapper subclass."""
+    model = made()
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for layer in (model.up, model.down, model.few):
+        layer.weight = nn.Parameter(Forwarding(layer.weight.detach()))
+        fully_shard(layer)
+    case = of_tensors(weights, lambda: model)
+
+    def step() -> None:
+        for name, param in model.named_parameters():
+            local: Any = param.detach().to_local()
+            getattr(local, "held", local).add_(1)
+            weights[name] += 1
+
+    case.step = step
+    return case
+
+
+def wrapped() -> Case:
+    """Quantized weights that each rank holds whole."""
+    values = whole_weights()
+    weights: dict[str, Scaled] = {name: Scaled.of(values[name]) for name in "ab"} | {"c": OnlyDequantized.of(values["c"])}
+
+    def step() -> None:
+        for value in weights.values():
+            value.values.view(-1)[::3] += 1
+
+    return Case(lambda: weights, lambda: {name: value.plain() for name, value in weights.items()}, step)
 
 
 def root_only() -> Case:
@@ -326,6 +358,7 @@ KINDS: dict[str, Callable[[], Case]] = {
         torch.compile(fsdp2(), backend="eager")
     ),
     "hsdp": lambda: of_module(fsdp2(mesh=mesh(2, size() // 2))),
+    "fsdp2 wrapper subclasses": wrapped_shards,
     "fsdp1": fsdp1(False),
     "fsdp1 use_orig_params": fsdp1(True),
     "tensor parallel": lambda: (lambda model: of_module(model))(tensor_parallel()),
@@ -343,6 +376,7 @@ KINDS: dict[str, Callable[[], Case]] = {
     "mesh without a rank": without_this_rank,
     "TensorRange": ranges,
     "whole on all ranks": replicated,
+    "wrapper subclasses on all ranks": wrapped,
     "pipeline stages, experts by global names": stages,
     "experts by local names": local_experts,
     "empty on other ranks": empties,

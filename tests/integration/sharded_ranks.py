@@ -125,7 +125,7 @@ def world() -> DeviceMesh:
 
 def train() -> None:
     """Every kind of version: first, delta, without changes, delta with an anchor of several files, resumed."""
-    for codec in ("packed", "context", "raw", "auto"):
+    for codec in ("packed", "context", "raw"):
         scenario = Scenario(f"train-{codec}")
         model, step = trainer(world())
         assert any(p.to_local().numel() == 0 for p in model.parameters()) or dist.get_rank() < 3

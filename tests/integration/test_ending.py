@@ -146,11 +146,11 @@ class Away(WrappedStore):
         if self.away:
             raise TransientStoreError("away")
         return action()
-encode = upload.encode_groups
+encode = upload.GroupEncoder.encode
 def encode_slowly(*arguments):
     time.sleep(3)
     return encode(*arguments)
-upload.encode_groups = encode_slowly
+upload.GroupEncoder.encode = encode_slowly
 upload.EXIT_S = 1.0
 store = Away(open_store(sys.argv[1]))
 import torch

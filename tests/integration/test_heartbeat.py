@@ -18,8 +18,10 @@ from deltasync.channel import heartbeat
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import AckTimeoutError, ConfigError, StoreError, TransientStoreError
+from deltasync.following.status import HeartbeatWriter, Status
 from deltasync.stores import Store, open_store
 from tests.faults import FaultyStore
+from tests.hub.fixtures import wait_until
 
 RUN = "run-1"
 LONG_AGO_S = 2 * heartbeat.LIVE_S
@@ -512,3 +514,66 @@ def test_a_server_that_hangs_is_not_waited_for(store: Store) -> None:
         with pytest.raises(AckTimeoutError, match="does not answer in time"):
             wait(store, 2, "all", timeout_s=0.2, urls=[url])
         assert time.monotonic() - before < 4.5
+
+
+def told(store: Store, boot: str, version: int, state: str = "serving", pin: str | None = None) -> Status:
+    """The status of a replica in a container, where each has the same name."""
+    identity: dict[str, Any] = {"version": version, "epoch": EPOCH, "sha256": PUBLISHED[version]}
+    return Status(replica_id="localhost-1", channel=store.url, run_id=RUN, state=state, boot=boot, pin=pin, **identity)
+
+
+def test_two_replicas_of_one_name_are_two_and_both_say_so(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("deltasync.following.status._LOOK_S", 0.0)
+    store.put("channel.json", b"{}")
+    writers = {boot: HeartbeatWriter(store, 10.0) for boot in ("0000000a", "0000000b")}
+    names = {boot: f"localhost-1 (boot {boot})" for boot in writers}
+
+    def write(boot: str, version: int, **options: Any) -> None:
+        writers[boot].update(told(store, boot, version, **options))
+        wait_until(lambda: any((beat.boot, beat.version) == (boot, version) for beat in heartbeat.read_all(store, RUN)))
+
+    write("0000000a", 1)
+    assert wait(store, 1, 1) == ["localhost-1"]
+    write("0000000b", 2)
+    assert {beat.replica_id: beat.version for beat in heartbeat.read_all(store, RUN)} == {
+        names["0000000a"]: 1,
+        names["0000000b"]: 2,
+    }
+    assert wait(store, 2, "any") == [names["0000000b"]]
+    with pytest.raises(AckTimeoutError, match=r"these replicas lag: localhost-1 \(boot 0000000a\)"):
+        wait(store, 2, "all")
+    write("0000000b", 3, pin="3")  # which nobody waits for, and hides no other
+    with pytest.raises(AckTimeoutError, match=r"these replicas lag: localhost-1 \(boot 0000000a\)"):
+        wait(store, 2, "all")
+    write("0000000a", 2)
+    assert wait(store, 2, "all") == [names["0000000a"]]
+    write("0000000b", 4)
+    assert {*wait(store, 2, "all")} == {*names.values()}
+    write("0000000a", 3)
+    wait_until(lambda: len([each for each in caplog.messages if "another replica is named localhost-1 too" in each]) == 2)
+    for boot in writers:
+        writers[boot].stop(told(store, boot, 4, heartbeat.STOPPED))
+        assert f"this one's (boot {boot})" in caplog.text
+    assert len(heartbeat.read_all(store, RUN)) == 1
+
+
+def test_a_replica_that_starts_again_is_one_and_does_not_warn(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("deltasync.following.status._LOOK_S", 0.0)
+    assert isinstance(store, FaultyStore)
+    store.put("channel.json", b"{}")
+    for start, boot in enumerate(("0000000a", "0000000b", "0000000c")):
+        writer = HeartbeatWriter(store, 10.0)
+        for version in (1, 2):
+            writer.update(told(store, boot, version))
+            wait_until(lambda: any((b.boot, b.version) == (boot, version) for b in heartbeat.read_all(store, RUN)))  # noqa: B023
+        (found,) = heartbeat.read_all(store, RUN)
+        assert (found.replica_id, found.boot) == ("localhost-1", boot)
+        if start:  # killed, a while ago
+            store.age(LONG_AGO_S, f"replicas/localhost-1.{boot}.json")
+        else:
+            writer.stop(told(store, boot, 2, heartbeat.STOPPED))
+    assert "another replica" not in caplog.text

@@ -17,7 +17,15 @@ _ROW = re.compile(r"^\| `([^`]+)` \| (published|refused at the start|refused aft
 SAID = dict(_ROW.findall(_PAGE.read_text()))
 """The kinds of the guide's table, and what it says of each."""
 
-FEW = ["fsdp2 root", "fsdp2 named_parameters", "fsdp1", "tensor parallel", "experts by local names"]
+FEW = [
+    "fsdp2 root",
+    "fsdp2 named_parameters",
+    "fsdp2 wrapper subclasses",
+    "fsdp1",
+    "tensor parallel",
+    "wrapper subclasses on all ranks",
+    "experts by local names",
+]
 _FIRST = [[1, "anchor"], [2, "delta"], [3, "delta"], [4, "delta"]]
 
 

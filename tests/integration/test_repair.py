@@ -329,3 +329,32 @@ def test_repair_as_a_command(tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert [each["outcome"] for each in json.loads(done.stdout)["objects"]] == ["put back"]
     assert CliRunner().invoke(main, ["check", url, "--read-data"]).exit_code == 0
+
+
+def _rotted(data: bytes) -> bytes:
+    """One digit of the model's fingerprint is another one: the record is whole, and promises bits that it does not give."""
+    at = data.rindex(b'"fingerprint":"') + 15
+    return data[:at] + (b"1" if data[at : at + 1] == b"0" else b"0") + data[at + 1 :]
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_running_replica_takes_a_restored_record_though_it_refused_what_was_in_its_place(
+    memory_url: str, later: int
+) -> None:
+    store = open_store(memory_url)
+    made, _ = filled(store, STATES[:3])
+    replica = Replica(store)
+    assert _is_right(replica, 3)
+    stored = made.delta(STATES[3])
+    assert stored.data is not None
+    if later:
+        made.delta(STATES[4])
+    store.put(stored.key, _rotted(stored.data))
+    for _ in range(2):  # alone, then around it
+        with pytest.raises(DeltaSyncError):
+            replica.sync()
+    assert replica.version == 3
+    store.put(stored.key, stored.data)
+    assert _is_right(replica, 4 + later)
+    made.delta(STATES[4 + later])
+    assert _is_right(replica, 5 + later)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -36,6 +38,7 @@ from tests.integration.trainers import (
     TOKEN_METRICS,
     FlushEachStep,
     Recorder,
+    anchor_directory,
     beat,
     make_trainer,
     published_bits,
@@ -65,6 +68,119 @@ def test_routers_in_float32_beside_matrices_in_bfloat16(tmp_path: Path) -> None:
     assert_same_bits(published_bits(url), expected)
     (folder,) = (tmp_path / "channel" / "anchors").glob("0000000001.*")
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_channel_has_the_dtype_of_the_policy_where_that_has_16_bits(
+    tmp_path: Path, dtype: torch.dtype, wide: bool
+) -> None:
+    url = f"file://{tmp_path}/channel"
+    model = tiny_model().to(dtype)
+    if wide:
+        model.model.register_parameter("more", torch.nn.Parameter(torch.full((32,), 1.001)))
+    make_trainer(model, tmp_path / "out", DeltaSyncCallback(url), max_steps=2, optim="sgd").train()
+    served = torch.float16 if dtype is torch.float16 else torch.bfloat16
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert_same_bits(published_bits(url), {name: tensor.to(served) for name, tensor in saved.items()})
+    config = json.loads((anchor_directory(tmp_path) / "config.json").read_text())
+    assert config["dtype"] == str(served).removeprefix("torch.")
+
+
+def test_a_policy_of_both_dtypes_of_16_bits_is_published_as_it_is(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    model = tiny_model().to(torch.bfloat16)
+    model.model.register_parameter("more", torch.nn.Parameter(torch.full((32,), 1.001, dtype=torch.float16)))
+    make_trainer(model, tmp_path / "out", DeltaSyncCallback(url), max_steps=1, optim="sgd").train()
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_bits(published_bits(url), load_file(tmp_path / "saved" / "model.safetensors"))
+
+
+class Averaging(torch.optim.SGD):
+    """Two sets of weights, as schedule-free optimizers have: `eval` brings the average of all steps, `train` the others."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.others: dict[torch.Tensor, torch.Tensor] = {
+            param: param.detach().clone() for group in self.param_groups for param in group["params"]
+        }
+        self.is_training, self.evals = True, 0
+
+    def step(self, closure: Any = None) -> None:
+        assert self.is_training
+        super().step(closure)
+        for param, average in self.others.items():
+            average.lerp_(param.detach(), 0.25)
+
+    def _switch(self, is_training: bool) -> None:
+        if self.is_training != is_training:
+            self.is_training = is_training
+            for param, other in self.others.items():
+                held = param.detach().clone()
+                param.data.copy_(other)
+                other.copy_(held)
+
+    def train(self) -> None:
+        self._switch(True)
+
+    def eval(self) -> None:
+        self._switch(False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"eval_strategy": "steps", "eval_steps": 4},
+        {"eval_strategy": "steps", "eval_steps": 3},
+        {
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            "save_strategy": "steps",
+            "save_steps": 3,
+            "load_best_model_at_end": True,
+        },
+    ],
+    ids=["no evaluation", "evaluated at the end", "evaluated before", "best model"],
+)
+def test_the_final_version_of_two_sets_of_weights_is_what_is_saved(
+    tmp_path: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    url, model = f"file://{tmp_path}/channel", tiny_model()
+    sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved")
+    trainer = make_trainer(model, tmp_path / "out", recorder, sync, FlushEachStep(sync), **settings)
+    trainer.optimizer = optimizer = Averaging(model.parameters())
+    trainer.train()
+    assert not optimizer.is_training
+    final = published_bits(url)
+    assert_same_bits(final, saved_bits(model, tmp_path / "saved"))
+    trainer.evaluate()
+    assert_same_bits(final, saved_bits(model, tmp_path / "saved"))
+    assert_same_bits(published_bits(url, 3), recorder.bits[2])
+    assert sum("Averaging has two sets of weights" in record.message for record in caplog.records) == 1
+
+
+def test_other_optimizers_have_one_set_of_weights() -> None:
+    from accelerate import Accelerator
+
+    model = torch.nn.Linear(2, 2)
+    for optimizer in (torch.optim.AdamW(model.parameters()), None):
+        assert compat.averages(optimizer) is None
+    assert compat.averages(Accelerator(cpu=True).prepare(torch.optim.AdamW(model.parameters()))) is None
+    average = Averaging(model.parameters())
+    assert compat.averages(Accelerator(cpu=True).prepare(average)) is average
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_callback_is_pickled_by_its_settings(tmp_path: Path, when: str) -> None:
+    sync = DeltaSyncCallback(f"file://{tmp_path}/channel", publish_steps=2)
+    if when == "after":
+        make_trainer(tiny_model(), tmp_path / "out", sync, max_steps=1).train()
+    for other in (pickle.loads(pickle.dumps(sync)), copy.deepcopy(sync)):
+        assert type(other) is DeltaSyncCallback
+        assert other.config == sync.config
+        assert other.history == []
 
 
 def test_the_best_model_is_what_is_published_last(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -28,6 +30,7 @@ from tests.integration.trainers import (
     published_bits,
     tiny_model,
 )
+from tests.wrapped import Forwarding, Scaled
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, adapter, gather
 from trl_callback.gather import as_saved
 
@@ -189,6 +192,44 @@ def test_a_base_that_was_loaded_from_a_checkpoint_equals_it_in_any_dtype(tmp_pat
         base = AdapterBase.decode(gather.adapter_base_file(changed(model))[FILE])
         assert base.name == str(tmp_path)
         assert base.compare(load(find(tmp_path))) == ([], [])
+
+
+def wrapped_base(kind: Callable[[torch.Tensor], torch.Tensor]) -> PeftModel:
+    """An adapted model whose linear layers hold their frozen weights in a wrapper subclass, as those of torchao."""
+    model = tiny_model(tied=False)
+    for layer in model.model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight = torch.nn.Parameter(kind(layer.weight.detach()), requires_grad=False)
+    return get_peft_model(model, LoraConfig(**LORA, init_lora_weights=False))
+
+
+def test_an_adapter_over_quantized_weights_is_published_and_these_are_left_out_of_its_base(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, model = f"file://{tmp_path}/channel", wrapped_base(Scaled.of)
+    make_trainer(
+        model, tmp_path / "out", DeltaSyncCallback(url, adapter_only=True, served_dtype="keep"), max_steps=2
+    ).train()
+    assert_same_bits(published_bits(url), adapter_bits(model, tmp_path / "adapter"))
+    base = AdapterBase.decode((anchor_directory(tmp_path) / FILE).read_bytes())
+    assert not any("_proj" in name for name in base.tensors)
+    assert "model.norm.weight" in base.tensors
+    (said,) = [record.message for record in caplog.records if "are quantized" in record.message]
+    assert said.startswith("14 of the base model's 25 tensors are quantized, so servers cannot compare them")
+
+
+def test_adapters_are_merged_into_wrapped_weights_or_refused_and_never_lost(tmp_path: Path, memory_url: str) -> None:
+    url, model = f"file://{tmp_path}/channel", wrapped_base(Forwarding)
+    make_trainer(model, tmp_path / "out", DeltaSyncCallback(url), max_steps=2).train()
+    published = published_bits(url)
+    for name, layer in model.get_base_model().named_modules():
+        if isinstance(layer, LoraLayer):
+            merged = layer.get_base_layer().weight.held + layer.get_delta_weight("default").detach()
+            assert_same_bits({name: published[f"{name}.weight"]}, {name: merged.to(torch.bfloat16)})
+    with pytest.raises(
+        ConfigError, match=r"what PEFT merges into .*_proj\.weight, a Scaled, is lost\. Load the base unquantized"
+    ):
+        make_trainer(wrapped_base(Scaled.of), tmp_path / "out", DeltaSyncCallback(memory_url))
 
 
 def test_the_active_adapter_of_several_is_published(tmp_path: Path) -> None:

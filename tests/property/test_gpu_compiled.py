@@ -88,8 +88,8 @@ def test_commits(target: str) -> None:
                     writes = Writes(of, low_K, step_K, np.zeros(3, np.int64), np.array([count, 0, 3]), mutates=mutates)
                     gpu_segments.prepare(writes)
                     gpu_segments.swap(writes)
-            gpu_segments.fingerprint(of, of.whole, of.empty((3,), torch.int64))
-            gpu_segments.fingerprint(of, of.rows(np.arange(1, 3)), of.empty((3,), torch.int64))
+            gpu_segments.fingerprint(of, of.whole, *of.empty(((3,), torch.int64)))
+            gpu_segments.fingerprint(of, of.rows(np.arange(1, 3)), *of.empty(((3,), torch.int64)))
     _check(found)
     names = ["_fingerprint"] * 8 + ["_fingerprint_strided"] * 4 + ["_prepare"] * 4 + ["_swap"] * 4
     assert sorted(kernel.name for kernel in found) == names

@@ -8,8 +8,17 @@ import pytest
 
 from tests.interpreter import RUNS, run_again
 
-FILES = ("test_gpu_diff.py", "test_live_devices.py", "test_segment_kernels.py")
-TESTS = "test_gpu_diff or gpu_segments or constant_number or warming or served or python_calls"
+FILES = (
+    "test_device_codec.py",
+    "test_gpu_diff.py",
+    "test_gpu_following.py",
+    "test_live_devices.py",
+    "test_segment_kernels.py",
+)
+TESTS = (
+    "test_gpu_diff or test_device_codec or gpu_segments or constant_number or warming or served or python_calls "
+    "or test_gpu_following"
+)
 
 
 @pytest.mark.skipif(RUNS, reason="the tests beside this one run as they are")

@@ -156,7 +156,7 @@ def test_a_commit_is_a_constant_number_of_launches(segment_count: int, kernels: 
     staged = memory.stage(Changed(Delta(Layout(specs), {2: steps}), dict.fromkeys(specs, 0)))
     for device in held:
         assert device.launches == ["fingerprint", "prepare"]
-        assert len(device.allocated) == 11  # five for a table, six for a version
+        assert len(device.allocated) == 7  # four for a table, three for a version
         device.launches.clear()
     launched = []
     with contextlib.ExitStack() as stack:
@@ -516,7 +516,7 @@ def test_python_calls_do_not_depend_on_the_number_of_tensors(kernels: ModuleType
     assert all(most <= 1.1 * least + 3 for least, most in zip(few, many, strict=True)), found
 
 
-@with_kernels
+@pytest.mark.parametrize("kernels", KERNELS[:1])  # Triton's interpreter computes in numpy
 def test_a_delta_on_the_device_makes_no_arrays_of_its_size_on_the_host(kernels: ModuleType) -> None:
     model = _Flat(7, 7 * 40_000, kernels)
     model.memory.audit()
@@ -529,7 +529,7 @@ def test_a_delta_on_the_device_makes_no_arrays_of_its_size_on_the_host(kernels: 
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-    made_bytes = sum(each for each in model.device.allocated[-6:])  # numpy's memory stands for the device's
+    made_bytes = sum(each for each in model.device.allocated[-2:])  # numpy's memory stands for the device's
     assert peak - before < made_bytes + model.at_K.size // 2
     assert sum(call.args[0].nbytes for call in send.call_args_list) < model.at_K.size // 2
     model.memory.commit(staged)

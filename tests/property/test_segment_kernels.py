@@ -142,7 +142,7 @@ def test_prepare_and_swap_are_the_reference(kernels: ModuleType, model: Any, twi
     at_K = np.concatenate(at_K)
     step_K = random.integers(0, 256, at_K.size * of.width, np.uint8).view(f"u{of.width}")
     low_S, count_S = of.bounds(count_below(at_K, of.limit_L))
-    low_K, steps = of.crossed(at_K, torch.int32), of.crossed(step_K, of.dtype)
+    low_K, steps = of.crossed((at_K, torch.int32), (step_K, of.dtype))
     writes = Writes(of, low_K, steps, low_S, count_S, mutates=mutates)
     kernels.prepare(writes)
     parts, gains, check = writes.prepared()
@@ -185,7 +185,7 @@ def test_fingerprints_are_the_reference(kernels: ModuleType, model: Any) -> None
     of = Table(lines, Room())
     chosen = np.flatnonzero(random.random(len(lines)) < 0.7)
     for rows in (of.whole, of.rows(chosen)):
-        gain_S = of.empty((len(lines),), torch.int64)
+        (gain_S,) = of.empty(((len(lines),), torch.int64))
         kernels.fingerprint(of, rows, gain_S)
         sums = gain_S.cpu().numpy().view(np.uint64)
         for number in rows.lines.tolist():
@@ -207,7 +207,7 @@ def test_elements_past_every_limit_of_int32(kernels: ModuleType) -> None:
     at_K = np.array([0, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, size - 1])
     old_K, step_K = _bits(dest[torch.from_numpy(at_K)]), np.arange(1, 6, dtype=np.uint8)
     low_S, count_S = of.bounds(count_below(at_K, of.limit_L))
-    writes = Writes(of, of.crossed(at_K, torch.int32), of.crossed(step_K, of.dtype), low_S, count_S)
+    writes = Writes(of, *of.crossed((at_K, torch.int32), (step_K, of.dtype)), low_S, count_S)
     kernels.prepare(writes)
     parts, gains, _ = writes.prepared()
     new_K = old_K + step_K
@@ -231,7 +231,7 @@ def test_a_swap_whose_launch_fails_has_exchanged_nothing(
     lives = [torch.zeros(9, dtype=torch.int16, device=DEVICE) for _ in range(2)]
     of = Table([line(0, Segment(live, (1,), 0), 9 * number) for number, live in enumerate(lives)], Room())
     writes = Writes(
-        of, of.crossed(np.arange(18), torch.int32), of.crossed(np.ones(18, "u2"), of.dtype), *map(np.array, ([0, 9], [9, 9]))
+        of, *of.crossed((np.arange(18), torch.int32), (np.ones(18, "u2"), of.dtype)), *map(np.array, ([0, 9], [9, 9]))
     )
     kernels.prepare(writes)
     writes.prepared()
@@ -299,9 +299,9 @@ def test_warming_up_compiles_all_that_commits_need() -> None:
         dest = torch.zeros(2048, dtype=torch.int16, device=DEVICE)
         of = Table([line(count << 50, Segment(part, (1,), 1)) for part in (dest[: 2 * count], dest[1::2][:count])], Room())
         zero, counts = np.zeros(2, np.int64), np.array([count, count])
-        low_K, step_K = of.crossed(np.arange(1, count + 1), torch.int32), of.crossed(np.zeros(count, "u2"), of.dtype)
+        low_K, step_K = of.crossed((np.arange(1, count + 1), torch.int32), (np.zeros(count, "u2"), of.dtype))
         writes = Writes(of, low_K, step_K, zero, counts)
         gpu_segments.prepare(writes)
         gpu_segments.swap(writes)
-        gpu_segments.fingerprint(of, of.whole, of.empty((2,), torch.int64))
+        gpu_segments.fingerprint(of, of.whole, *of.empty(((2,), torch.int64)))
     assert [len(kernel.device_caches[of_device][0]) for kernel in kernels] == compiled

@@ -17,7 +17,7 @@ def test_explicit_beats_environment_beats_default() -> None:
     settings = PublisherSettings.from_env(environ, anchor_every=3)
     assert settings.anchor_every == 3
     assert settings.codec == "raw"
-    assert settings.dtype == "bfloat16"
+    assert settings.dtype == "auto"
 
 
 def test_explicit_zero_is_not_lost() -> None:
@@ -33,7 +33,7 @@ def test_none_means_not_given() -> None:
 
 
 def test_empty_variable_means_not_set() -> None:
-    assert PublisherSettings.from_env({"DELTASYNC_CODEC": ""}).codec == "auto"
+    assert PublisherSettings.from_env({"DELTASYNC_CODEC": ""}).codec == "context"
 
 
 def test_values_are_parsed_to_the_fields_type() -> None:
@@ -129,7 +129,7 @@ def test_variables_of_others_are_left_alone() -> None:
             PublisherSettings,
             "DELTASYNC_CODEC",
             "zip",
-            "DELTASYNC_CODEC must be one of packed, context, raw, auto, not 'zip'",
+            "DELTASYNC_CODEC must be one of packed, context, raw, not 'zip'",
         ),
         (PublisherSettings, "DELTASYNC_RETRIES", "-1", "DELTASYNC_RETRIES must be at least 0, not -1"),
         (ReplicaSettings, "DELTASYNC_CACHE_DIR", "tmp", "DELTASYNC_CACHE_DIR must be an absolute path, not 'tmp'"),

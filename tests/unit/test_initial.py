@@ -261,3 +261,21 @@ def test_a_publisher_that_keeps_house_goes_by_the_reference(memory_url: str, bas
             state = trained(state, seed)
     spans = [(span.base, span.version) for span, _ in ChannelReader(open_store(memory_url)).compactions()]
     assert spans == [(1, 3), (1, 5), (1, 7)]
+
+
+def test_a_joiner_of_a_base_that_was_overwritten_logs_its_reason_once_and_raises_it(
+    memory_url: str, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = safetensors.torch.load_file(base / "model.safetensors")
+    with Publisher(memory_url, initial=base) as publisher:
+        for _ in range(3):
+            publisher.publish(weights).wait(60)
+            weights = {name: tensor + 1 for name, tensor in weights.items()}
+        safetensors.torch.save_file(weights, base / "model.safetensors")
+        with pytest.raises(MissingVersionError, match="is not version 1"):
+            Replica(memory_url).sync()
+    reasons = [record.getMessage() for record in caplog.records if "is not version 1" in record.getMessage()]
+    assert [text.partition(":")[2].partition(":")[0].strip() for text in reasons] == [
+        "CorruptDataError",
+        "MissingVersionError",
+    ]

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from deltasync import codec, tensors
+from deltasync import codec, maintenance, tensors
 from deltasync.channel import documents, keys, payloads, record
 from deltasync.channel.documents import Anchor, Delta, File, Record, sha256_hex
 from deltasync.channel.reading import ChannelReader
@@ -24,7 +24,6 @@ from deltasync.errors import (
 )
 from deltasync.publish import log as log_module
 from deltasync.publish.log import Lease
-from tests.builders import wait_for_head
 from tests.faults import flipped
 from tests.writers import TENSORS, Place, Script, head, history, snapshot
 
@@ -195,7 +194,7 @@ class TestSuspended:
         assert history(leased.store) == [first, second.version]
 
     def test_a_request_later_than_is_assumed_costs_a_fork_and_no_object(self, leased: Place) -> None:
-        """A zombie: it has looked, and its request takes effect long after the next writer has settled."""
+        """A zombie: it has looked, and its request takes effect long after the next writer has settled. It learns of it."""
         store = leased.writer()
         a = Script(store)
         first = a.publish().version
@@ -207,13 +206,15 @@ class TestSuspended:
             assert b.tip == first
             second = b.publish("b")
             gate.opened.set()
-            fork = late.result()
+            with pytest.raises(FencedError, match="Another publisher opened the channel as epoch"):
+                late.result()
+        fork = ChannelReader(leased.store).stored(keys.slot(2, a.log.epoch))
         assert (fork.record.version, fork.record.base) == (2, first)
         assert fork.key != second.key
-        wait_for_head(a.log)
         with pytest.raises(FencedError):
             a.publish("never")
         assert history(leased.store) == [first, second.version]
+        assert maintenance.check(ChannelReader(leased.store)).orphans == [fork.key]
         third = leased.script("c").publish("c")
         assert third.record.base == second.version
         assert history(leased.store) == [first, second.version, third.version]
@@ -224,7 +225,7 @@ class TestSuspended:
         a.publish()
         store.calls.clear()
         # Two looks, each by its beginning and its end: the first one is too old, or the clock was set back meanwhile.
-        for times in ([0.0, 9.0, 10.0, 10.001], [9.0, 0.0, 10.0, 10.001]):
+        for times in ([0.0, 9.0, 10.0, 10.001, 10.002], [9.0, 0.0, 10.0, 10.001, 10.002]):
             ticks = iter([100.0, *times])
             monkeypatch.setattr(log_module, "boot_s", lambda ticks=ticks: next(ticks))
             a.publish(wait=False)
@@ -253,6 +254,7 @@ class TestHead:
         store = quick.writer()
         a = Script(store, lease=quick.lease)
         gate = store.hold_at("put", keys.HEAD)
+        store.calls.clear()
         found = [a.publish(str(number), wait=False).version for number in range(5)]
         assert gate.entered.wait(60)
         assert history(quick.store) == found

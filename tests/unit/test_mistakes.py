@@ -71,7 +71,7 @@ def test_paths_are_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown codec": ({"codec": "zip"}, "codec must be one of packed, context, raw, auto, not 'zip'."),
+    "an unknown codec": ({"codec": "zip"}, "codec must be one of packed, context, raw, not 'zip'."),
     "an unknown dtype": (
         {"dtype": "bf16"},
         "dtype must be one of bfloat16, float16, float32, fp8, keep, or with patterns",
@@ -257,7 +257,7 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], str, str]] = {
     "a codec in capitals": (
         {"DELTASYNC_CODEC": "AUTO"},
         "memory://a",
-        "DELTASYNC_CODEC must be one of packed, context, raw, auto",
+        "DELTASYNC_CODEC must be one of packed, context, raw",
     ),
     "a truth by a word": ({"DELTASYNC_KEEP_LAST": "yes"}, "memory://a", "DELTASYNC_KEEP_LAST='yes' is not a valid int"),
     "a signing key that is not there": ({"DELTASYNC_SIGNING_KEY": "/no/key"}, "memory://a", "/no/key"),

@@ -31,6 +31,7 @@ from deltasync.errors import (
 from deltasync.publish.acquire import open_channel
 from deltasync.publish.log import Lease
 from deltasync.stores import Store
+from tests.channels import EPOCH, filled, states_of
 from tests.faults import flipped
 from tests.writers import QUICK, Place, Script, WriterStore, head, history, restore, snapshot
 
@@ -352,7 +353,8 @@ class TestDamage:
         quick.damage(keys.epoch_document(epoch), documents.encode(opening))
         b = quick.script("b")
         assert b.tip == first.version
-        assert keys.epoch_number(b.log.epoch) == 8
+        assert keys.epoch_number(b.log.epoch) == 2
+        assert b.publish().record.version == 2
 
     def test_a_record_of_a_newer_writer_is_not_passed_over(self, quick: Place) -> None:
         a = quick.script("a")
@@ -362,6 +364,104 @@ class TestDamage:
         quick.damage(first.key, newer)
         with pytest.raises(UnsupportedFormatError, match="Upgrade"):
             quick.script("b")
+
+
+_FAR = "999999-ffffffff"
+
+
+def _junk(what: str, a: Script) -> tuple[str, bytes]:
+    """A key and the bytes that somebody without the signing key stores there, in the channel of `a` at version 2."""
+    channel, end = a.log.channel, a.log.tip
+    assert channel is not None and end is not None
+    far = VersionId(keys.LARGEST_VERSION - 1, _FAR, "0" * 64)
+    if what == "an epoch":
+        return keys.epoch_document(_FAR), b"{}"
+    if what == "an opening":
+        opening = EpochDocument(run_id=channel.run_id, epoch=_FAR, continues=far, writer="", created_at=documents.now())
+        return keys.epoch_document(_FAR), documents.encode(opening)
+    if what == "head":
+        head = documents.Head(run_id=channel.run_id, version=far.version, epoch=_FAR, sha256=far.sha256)
+        return keys.HEAD, documents.encode(head)
+    version, epoch = {
+        "the next record": (3, end.epoch),
+        "a far record": (5_000_000_000, end.epoch),
+        "the last number": (keys.LARGEST_VERSION, _FAR),
+        "a record that was signed for another place": (3, "000002-ffffffff"),
+    }[what]
+    signed = a.reader.stored(end.key).data
+    assert signed is not None
+    return keys.slot(version, epoch), b"x" if "signed" not in what else signed
+
+
+class TestJunk:
+    @pytest.mark.parametrize(
+        "what",
+        [
+            *("an epoch", "an opening", "head", "the next record", "a far record", "the last number"),
+            "a record that was signed for another place",
+        ],
+    )
+    def test_what_nobody_signed_decides_nothing_and_leaves_nothing(
+        self, quick: Place, tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        new_key(tmp_path / "key", "test")
+        signer = Signer(tmp_path / "key")
+        a = quick.script("a", signer=signer)
+        a.publish()
+        second = a.publish().version
+        key, data = _junk(what, a)
+        quick.damage(key, data)
+        b = quick.script("b", signer=signer)
+        assert b.tip == second
+        named = [found.getMessage() for found in caplog.records if key in found.getMessage()]
+        assert len(named) == (what != "head")
+        third = b.publish()
+        assert third.record.base == second
+        assert keys.epoch_number(third.record.epoch) == 2
+        for _ in range(2):
+            with pytest.raises(FencedError):
+                a.publish()
+        quick.forget(key)
+        c = quick.script("c", signer=signer)
+        assert c.tip == third.version
+        assert c.publish().record.version == 4
+        assert keys.epoch_number(c.log.epoch) == 3
+
+    @pytest.mark.parametrize("what", ["an epoch", "an opening", "head", "a far record", "the last number"])
+    def test_one_object_of_a_great_number_moves_no_number_of_an_unsigned_channel(self, quick: Place, what: str) -> None:
+        a = quick.script("a")
+        a.publish()
+        second = a.publish().version
+        key, data = _junk(what, a)
+        quick.damage(key, data)
+        b = quick.script("b")
+        assert (b.tip, keys.epoch_number(b.log.epoch)) == (second, 2)
+        quick.forget(key)
+        assert b.publish().record.version == 3
+
+    def test_a_damaged_record_whose_signature_holds_is_the_end(self, quick: Place, tmp_path: Path) -> None:
+        new_key(tmp_path / "key", "test")
+        signer = Signer(tmp_path / "key")
+        a = quick.script("a", signer=signer)
+        a.publish()
+        second = a.publish()
+        data = quick.store.read(second.key, 1 << 30)
+        quick.damage(second.key, bytes([data[0] ^ 1]) + data[1:])
+        b = quick.script("b", signer=signer)
+        assert b.end is None
+        assert b.publish().record.version == 3
+
+    def test_an_end_whose_record_is_junk_is_the_one_that_a_signed_shortcut_names(self, tmp_path: Path) -> None:
+        """All between was forgotten: the version before the junk is known by a compaction only."""
+        store = open_store(f"memory://{uuid.uuid4().hex}")
+        new_key(tmp_path / "key", "test")
+        signer = Signer(tmp_path / "key")
+        _, versions = filled(store, states_of(500, 5), compactions=((1, 4),), signer=signer)
+        store.delete(*(keys.slot(number, EPOCH) for number in (2, 3, 4)))
+        store.put(keys.slot(5, EPOCH), b"x")
+        b = Script(store, lease=QUICK, signer=signer)
+        assert b.tip == versions[3]
+        assert b.publish().record.version == 5
 
 
 class TestRestoredBackup:

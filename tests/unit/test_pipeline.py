@@ -73,14 +73,14 @@ def test_parts_go_up_while_later_ones_are_encoded(store: FaultyStore, monkeypatc
     first, second = states(2)
     with Publisher(store, codec="packed") as publisher:
         publisher.publish(first.items()).wait(60)
-        gate, timed, on_its_way = store.hold_at("put", keys.PARTS), encode._timed_encode, list[bool]()
+        gate, timed, on_its_way = store.hold_at("put", keys.PARTS), encode.encode, list[bool]()
 
         def noting(*arguments: Any) -> Any:
             encoded = timed(*arguments)
             on_its_way.append(gate.entered.wait(60 if on_its_way else 0))
             return encoded
 
-        monkeypatch.setattr(encode, "_timed_encode", noting)
+        monkeypatch.setattr(encode, "encode", noting)
         receipt = publisher.publish(second.items())
         assert gate.entered.wait(60)
         assert not receipt.done

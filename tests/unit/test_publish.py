@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Iterator
@@ -15,10 +17,11 @@ from safetensors.torch import save_file
 from torch.optim.swa_utils import AveragedModel
 
 from deltasync import Publisher, Receipt, Replica, open_store
-from deltasync.channel import keys
+from deltasync.channel import keys, requests
 from deltasync.channel.documents import Record
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec.vector import VectorCodec
+from deltasync.config import Retention
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
@@ -37,7 +40,6 @@ from tests import builders
 from tests.builders import Weights
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
-from tests.hub.fixtures import wait_until
 
 
 def _record(store: Store, version: int) -> Record:
@@ -152,7 +154,7 @@ def test_tied_tensors_are_carried_under_both_names(channel_url: str) -> None:
     assert_same_bits(replica.state_dict(), weights)
 
 
-def test_floats_are_rounded_to_the_served_dtype_and_everything_else_is_kept(memory_url: str) -> None:
+def test_floats_of_16_bits_are_kept_and_wider_ones_are_rounded_to_bfloat16(memory_url: str) -> None:
     weights = {
         "single": torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, float("nan"), -0.0]),
         "half": torch.tensor([1.5], dtype=torch.float16, requires_grad=True),
@@ -163,9 +165,33 @@ def test_floats_are_rounded_to_the_served_dtype_and_everything_else_is_kept(memo
         builders.publish(publisher, weights)
     replica = Replica(memory_url)
     replica.sync()
-    served = {name: tensor.detach().to(torch.bfloat16) for name, tensor in weights.items() if name in ("single", "half")}
-    assert_same_bits(replica.state_dict(), weights | served)
+    assert_same_bits(replica.state_dict(), weights | {"single": weights["single"].to(torch.bfloat16)})
     assert replica.state_dict()["single"][:2].tolist() == [1.0, 1.015625]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stream", ["mapping", "generator"])
+def test_the_channel_has_the_trainers_dtype_of_16_bits(memory_url: str, dtype: torch.dtype, stream: str) -> None:
+    weights = {"w": torch.randn(9, 5).to(dtype), "router.e_score_correction_bias": torch.randn(3)}
+    served = weights | ({"w": weights["w"].to(torch.bfloat16)} if dtype is torch.float32 else {})
+    for resumed in (False, True):
+        with Publisher(memory_url, resume=resumed) as publisher:
+            for _ in range(2):
+                weights["w"] += 1.0
+                served["w"] = weights["w"].to(served["w"].dtype, copy=True)
+                publisher.publish(weights if stream == "mapping" else iter(weights.items())).wait(60)
+                replica = Replica(memory_url)
+                replica.sync()
+                assert_same_bits(replica.state_dict(), served)
+
+
+def test_a_resumed_run_keeps_its_rule_of_dtypes(memory_url: str) -> None:
+    weights = {"w": torch.randn(9, 5)}
+    with Publisher(memory_url, dtype="float16") as publisher:
+        builders.publish(publisher, weights)
+    with Publisher(memory_url, resume=True) as publisher:
+        assert publisher.settings.dtype == "float16"
+        assert builders.publish(publisher, weights).changed == 0
 
 
 @pytest.mark.parametrize("dtype", ["keep", "float16", "float32"])
@@ -204,9 +230,10 @@ def test_tensors_have_dtypes_by_pattern(memory_url: str, initial: bool, tmp_path
     replica.sync()
     assert_same_bits(replica.state_dict(), served | {"layers.0.router.weight": weights["layers.0.router.weight"]})
     with pytest.raises(ChannelInUseError, match="published in bfloat16,"):
-        Publisher(memory_url, resume=True)
-    with Publisher(memory_url, resume=True, dtype=rule) as publisher:
-        assert builders.publish(publisher, weights).changed == 0
+        Publisher(memory_url, resume=True, dtype="bfloat16")
+    for same in (rule, None):
+        with Publisher(memory_url, resume=True, dtype=same) as publisher:
+            assert builders.publish(publisher, weights).changed == 0
 
 
 @pytest.mark.parametrize(
@@ -686,16 +713,117 @@ def test_a_channel_that_was_emptied_is_described_again_and_gets_full_weights(
         for seed in range(2):
             publisher.publish(model.items()).wait(60)
             model = builders.trained(model, seed)
-        wait_until(lambda: any(store.list(keys.HEAD)))
+        builders.settle(publisher)
         store.delete(*(info.key for info in store.list("")))
-        for seed in range(2, 5):
+        for seed in range(2, 7):
             publisher.publish(model.items()).wait(60)
-            wait_until(lambda: any(store.list(keys.HEAD)))
+            builders.settle(publisher)
             published, model = model, builders.trained(model, seed)
-    assert "somebody emptied the channel" in caplog.text
+    assert caplog.text.count("channel.json was gone and is put back") == 1
+    assert caplog.text.count("Nobody can join the channel now") == 1
     late = Replica(memory_url)
-    assert late.sync() == 5
+    assert late.sync() == 7
     assert_same_bits(late.state_dict(), published)
+
+
+@pytest.mark.parametrize(
+    ("gone", "problem"),
+    [
+        ("channel.json", "channel.json was gone and is put back"),
+        ("channel.json overwritten", "channel.json was overwritten and is put back"),
+        ("versions/", "is gone"),
+        ("anchors/", "is gone"),
+        ("everything but head", "is gone"),
+    ],
+)
+def test_a_rule_that_deletes_old_objects_is_noticed_and_made_up_for(
+    memory_url: str, caplog: pytest.LogCaptureFixture, gone: str, problem: str
+) -> None:
+    """While it trains on: head is always young, and the publisher needs nothing of what is gone."""
+    store, model = open_store(memory_url), builders.weights()
+
+    def publish(count: int) -> None:
+        nonlocal model
+        for _ in range(count):
+            model = builders.trained(model, publisher.version, 0.001)
+            publisher.publish(model.items()).wait(60)
+            builders.finish_maintenance(publisher)
+
+    with Publisher(memory_url) as publisher:
+        publish(3)
+        builders.settle(publisher)
+        before = store.read(keys.CHANNEL, 1 << 20)
+        if gone == "channel.json overwritten":
+            store.put(keys.CHANNEL, b"{}")
+        else:
+            store.delete(*(info.key for info in store.list("" if "everything" in gone else gone) if info.key != keys.HEAD))
+        publish(17)
+        found = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert problem in caplog.text
+        assert len(found) == 1 + ("everything" in gone)
+        assert store.read(keys.CHANNEL, 1 << 20) == before
+        late = Replica(memory_url)
+        assert late.sync() == publisher.version
+        assert_same_bits(late.state_dict(), model)
+        publish(17)
+        assert [record for record in caplog.records if record.levelno == logging.ERROR] == found
+
+
+def test_another_publishers_channel_is_not_put_back(memory_url: str) -> None:
+    store, model = open_store(memory_url), builders.weights()
+    with contextlib.suppress(FencedError), Publisher(memory_url) as publisher:
+        publisher.publish(model.items()).wait(60)
+        builders.settle(publisher)
+        store.delete(*(info.key for info in store.list("")))
+        with Publisher(memory_url) as other:
+            other.publish(model.items()).wait(60)
+            theirs = store.read(keys.CHANNEL, 1 << 20)
+            with pytest.raises(FencedError):
+                for seed in range(60):
+                    publisher.publish(builders.trained(model, seed).items()).wait(60)
+                    builders.finish_maintenance(publisher)
+            assert store.read(keys.CHANNEL, 1 << 20) == theirs
+
+
+def test_a_checkpoint_that_the_run_overwrites_is_made_up_for(
+    memory_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run saves into the directory of `initial=`, which late joiners start from."""
+    model = builders.weights()
+    bits = {name: tensor.contiguous() for name, tensor in model.items()}
+    save_file(bits, tmp_path / "model.safetensors")
+    with Publisher(memory_url, initial=tmp_path) as publisher:
+        for seed in range(2):
+            publisher.publish(model.items()).wait(60)
+            model = builders.trained(model, seed)
+        save_file({name: tensor.contiguous() for name, tensor in model.items()}, tmp_path / "model.safetensors")
+        for seed in range(17):
+            model = builders.trained(model, seed, 0.001)
+            publisher.publish(model.items()).wait(60)
+            builders.finish_maintenance(publisher)
+        assert "was overwritten" in caplog.text
+        late = Replica(memory_url)
+        assert late.sync() == publisher.version
+        assert_same_bits(late.state_dict(), model)
+
+
+def test_a_request_for_an_anchor_of_any_number_counts_once(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.publish.maintenance._REFRESH_S", 0.0)
+    store, model = open_store(memory_url), builders.weights()
+
+    def publish(count: int) -> int:
+        for _ in range(count):
+            publisher.publish(model.items()).wait(60)
+            builders.finish_maintenance(publisher)
+        return len(list(store.list(keys.ANNOUNCEMENTS)))
+
+    with Publisher(memory_url, retention=Retention(compact_every=0)) as publisher:
+        publish(3)
+        for anchors, number in enumerate((keys.LARGEST_VERSION - 1, None, keys.LARGEST_VERSION), start=1):
+            requests.ask(store, number or publisher.version)
+            assert publish(6) == anchors
+        store.delete(keys.ANCHOR_REQUEST)
+        assert publish(6) == 3
 
 
 def test_nothing_is_published_if_nothing_changed_and_that_is_asked_for(memory_url: str) -> None:
@@ -752,9 +880,9 @@ def test_what_is_wider_than_the_model_is_named_with_the_pattern_that_keeps_it(
     with Publisher(f"{memory_url}-a") as publisher:
         publisher.publish(tensors).wait(60)
     assert "b.norm.weight. A server with their dtype will differ. " in caplog.text
-    assert 'dtype="bfloat16,*norm.weight=keep"' in caplog.text
+    assert 'dtype="auto,*norm.weight=keep"' in caplog.text
     caplog.clear()
-    with Publisher(f"{memory_url}-b", dtype="bfloat16,*norm.weight=keep") as publisher:
+    with Publisher(f"{memory_url}-b", dtype="auto,*norm.weight=keep") as publisher:
         publisher.publish(tensors).wait(60)
     with Publisher(f"{memory_url}-c") as publisher:
         publisher.publish({name: tensor.float() for name, tensor in tensors.items()}).wait(60)

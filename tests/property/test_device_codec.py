@@ -1,0 +1,180 @@
+"""Payloads of a delta in a device's memory: the same bytes as the host writes, and decoded there to the same changes.
+
+Triton's interpreter takes milliseconds for each change of the longest stream and for each program, so models are tiny here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from deltasync import codec
+from deltasync.codec import tiled, tiles, vector
+from deltasync.codec.base import Encoded, Payload
+from deltasync.errors import CorruptDataError
+from deltasync.tensors import Delta, Layout, TensorSpec
+from deltasync.tensors.bits import bits_of
+from deltasync.tensors.device import ALIGNED, BLOCK, DeviceBits, DeviceDelta, DeviceSparse
+from tests import deltas
+from tests.interpreter import DEVICE, RUNS
+
+if RUNS:
+    from deltasync.codec import device as on_device
+    from deltasync.publish.encode_device import DeviceCoder
+
+pytestmark = pytest.mark.skipif(not RUNS, reason="needs a GPU or Triton's interpreter")
+
+CODECS = ("packed", "context")
+SHAPES = {
+    "bfloat16": [(12, 10), (3,), (0,), (2, 4, 6), (1,)],
+    "float8_e5m2": [(8, 6)],
+    "float32": [(8, 6), (7,)],
+    "int64": [(6, 8)],
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks, tiles, groups and batches in a few hundred elements."""
+    monkeypatch.setattr(vector, "BLOCK", 97)
+    monkeypatch.setattr(tiled, "GROUP_CHANGED", 20)
+    for name, value in {"TILE": 40, "SMALL": 60, "LEAST": 40, "FEW": 1}.items():
+        monkeypatch.setattr(tiles, name, value)
+    if RUNS:
+        from deltasync.kernels import gpu_classes
+
+        monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 12)
+        monkeypatch.setattr(on_device, "MOST_CHANGED", 60)
+
+
+@dataclasses.dataclass
+class Case:
+    """A model before and after a step."""
+
+    layout: Layout
+    old: dict[str, np.ndarray]
+    new: dict[str, np.ndarray]
+
+    @property
+    def delta(self) -> Delta:
+        return deltas.between(self.layout, self.old, self.new)
+
+    @property
+    def digests(self) -> dict[int, np.ndarray]:
+        found = deltas.digests(self.new)
+        return {w: np.array([found[name] for name in of.names], np.uint64) for w, of in self.layout.vectors.items()}
+
+    def there(self, are_new: bool = True) -> DeviceDelta:
+        """The delta and the bits on the device, in buffers with gaps."""
+        steps, bits = dict[int, DeviceSparse](), dict[int, DeviceBits]()
+        for width, of in self.layout.vectors.items():
+            count_T = np.diff(of.first_T)
+            place_T = np.cumsum(-(-count_T // ALIGNED) * ALIGNED) - -(-count_T // ALIGNED) * ALIGNED
+            room = np.full(int((-(-count_T // ALIGNED) * ALIGNED).sum()), 85, f"i{width}")
+            for name, place, count in zip(of.names, place_T, count_T, strict=True):
+                room[place : place + count] = (self.new if are_new else self.old)[name].view(f"i{width}")
+            runs = np.stack((of.first_T[:-1], count_T, place_T), axis=1)
+            bits[width] = DeviceBits(torch.from_numpy(room).to(DEVICE), runs)
+            if width in self.delta.steps:
+                at_K, step_K = self.delta.steps[width]
+                base_B = np.unique(np.concatenate([np.arange(*edges, BLOCK) for edges in _pairs(of.first_T)]))
+                bound_B = np.append(np.searchsorted(at_K, base_B), at_K.size)
+                arrays = at_K.astype(np.int32), step_K.view(f"i{width}"), base_B, bound_B
+                steps[width] = DeviceSparse(*(torch.from_numpy(each).to(DEVICE) for each in arrays), of.count(at_K))
+        return DeviceDelta(self.layout, steps, bits)
+
+    def encoded(self, name: str, most: int) -> list[Encoded]:
+        """What the host writes."""
+        of = deltas.digests(self.new)
+        return [
+            codec.get(name).encode(part, lambda tensor: (self.new[tensor], 0), of, 8, 7) for part in self.delta.split(most)
+        ]
+
+
+def _pairs(edges: np.ndarray) -> Iterator[tuple[int, int]]:
+    return zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+
+
+def case(fraction: float, shapes: dict[str, list[tuple[int, ...]]] = SHAPES, seed: int = 0) -> Case:
+    """Weights and a step that changes small ones rather than large ones, by small steps and a few of any size."""
+    random, specs, old, new = np.random.default_rng(seed), dict[str, TensorSpec](), {}, {}
+    for number in range(max(map(len, shapes.values()))):
+        for dtype, of in shapes.items():
+            if number < len(of):
+                spec = TensorSpec(f"{dtype}.{number}", dtype, of[number])
+                values = random.standard_normal(spec.element_count) * (100 if dtype == "int64" else 0.05)
+                before = bits_of(torch.from_numpy(values).to(getattr(torch, dtype)))
+                step = random.choice(np.array([1, -1, 1, -1, 2, -3, 7], f"i{before.itemsize}"), before.size)
+                wild = random.random(before.size) < 0.02
+                step[wild] = np.frombuffer(random.bytes(before.nbytes), step.dtype)[wild] | 1
+                likely = np.minimum(1, fraction * 2 * np.exp(-np.abs(values) / np.abs(values).mean() if before.size else 0))
+                moves = random.random(before.size) < (likely if fraction < 1 else 1)
+                specs[spec.name], old[spec.name] = spec, before
+                new[spec.name] = np.where(moves, before + step.view(before.dtype), before)
+    return Case(Layout(specs), old, new)
+
+
+def _written(made: Case, name: str, most: int) -> tuple[list[bytes], DeviceDelta]:
+    there = made.there()
+    pieces = list(on_device.split(there, most))
+    encoder = on_device.Encoder(made.layout)
+    found = [each.to_bytes() for each in encoder.encode(name, there, made.digests, 8, 7, pieces)]
+    return found, there
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_device_writes_the_hosts_bytes_and_reads_them(name: str) -> None:
+    made = case(0.12)
+    found, there = _written(made, name, 16)
+    assert found == [each.to_bytes() for each in made.encoded(name, 16)]
+    assert len(found) > 2
+    DeviceCoder(there).prove(name, there, made.digests, 8, found)
+    other = dict(made.digests)
+    other[2] = other[2] + np.uint64(1)
+    with pytest.raises(CorruptDataError):
+        DeviceCoder(there).prove(name, there, other, 8, found)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(("fraction", "shapes"), [(1.0, [(6, 8)]), (0.3, [(1,)] * 9), (0.02, [(9, 30)])], ids=str)
+def test_all_few_and_tiny(name: str, fraction: float, shapes: list[tuple[int, ...]]) -> None:
+    made = case(fraction, {"bfloat16": shapes}, seed=3)
+    found, there = _written(made, name, 10**6)
+    assert found == [each.to_bytes() for each in made.encoded(name, 10**6)]
+    DeviceCoder(there).prove(name, there, made.digests, 8, found)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_words_of_a_stranger_end_where_the_host_ends(name: str) -> None:
+    made = case(0.2, {"bfloat16": [(10, 9)]}, seed=5)
+    there = made.there(are_new=False)
+    places = {2: on_device.Places.of(made.layout.vectors[2], there.bits[2])}
+    (encoded,) = made.encoded(name, 10**6)
+    entry = ".2.words" if name == "packed" else ".2.tile_words"
+    random = np.random.default_rng(1)
+    for _ in range(3):
+        words = encoded.arrays[entry].clone()
+        words[int(random.integers(words.numel()))] ^= int(random.integers(1, 1 << 31))
+        payload = codec.open_payload(dataclasses.replace(encoded, arrays=encoded.arrays | {entry: words}).to_bytes())
+        assert _read(made, payload, places) == _read_by_the_host(made, payload)
+
+
+def _read(made: Case, payload: Payload, places: dict[int, on_device.Places]) -> object:
+    try:
+        found = on_device.Decoder(made.layout, torch.device(DEVICE)).decode([payload], places)[2]
+    except CorruptDataError:
+        return None
+    return found.low_K.tolist(), found.step_K.cpu().view(torch.int16).tolist()
+
+
+def _read_by_the_host(made: Case, payload: Payload) -> object:
+    try:
+        delta, _ = codec.get(payload.codec).decode(payload, made.layout, made.old.__getitem__)
+    except CorruptDataError:
+        return None
+    at_K, step_K = delta.steps[2]
+    return at_K.tolist(), step_K.view(np.int16).tolist()
