@@ -109,11 +109,11 @@ def take(key: int, bits_N: np.ndarray, out_N: np.ndarray) -> int:
 
 
 class Compared(NamedTuple):
-    """What differs between two versions of a vector.
+    """The difference of two versions of a vector.
 
     Attributes:
         steps: The steps from the old bits to the new ones.
-        gain_T: What each tensor's fingerprint gains, uint64.
+        gain_T: The gain of each tensor's fingerprint, uint64.
         above_T: How many new bit patterns of each tensor exceed its bound, int64.
     """
 
