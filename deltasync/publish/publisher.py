@@ -447,10 +447,10 @@ class Publisher:
         If the shadow may have any bits, the next version has full weights.
         """
         self._uploader.let_go()
-        if isinstance(self._uploader, Uploader) and self._peers.size == 1 and self._is_unsure:
-            self._uploader.drop_taken()
         if self._shadow is not None:
             let_go(self._shadow.lock)
         if isinstance(self._uploader, Uploader) and self._peers.size == 1:
+            if self._is_unsure:
+                self._uploader.drop_taken()
+                self._is_unsure, self._starts_over, self._shadow = False, self._channel is not None, None
             self._uploader.release()
-            self._starts_over, self._shadow = self._channel is not None, None
