@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import tracemalloc
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -356,6 +357,32 @@ class _Fake:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self.kernel
+
+
+@pytest.mark.parametrize("lasting", [True, False], ids=["a mapping", "a generator"])
+def test_a_publisher_whose_shadow_is_on_the_device(lasting: bool) -> None:
+    pytest.importorskip("zstandard", reason="what stores and reads is not on every machine with a GPU")
+    from deltasync import Publisher, Replica
+
+    url = f"memory://{uuid.uuid4().hex}"
+    weights = {
+        "router": torch.randn(7, 9),
+        "half": torch.randn(65).bfloat16(),
+        "one": torch.ones(()),
+        "count": torch.arange(9),
+    }
+    weights = {name: tensor.to(DEVICE) for name, tensor in weights.items()}
+    with Publisher(url, dtype="bfloat16,router=keep", shadow="device") as publisher:
+        for version in range(1, 4):
+            for tensor in weights.values():
+                tensor.view(-1)[:: 3 * version] += 1
+            publisher.publish(weights if lasting else iter(weights.items())).wait(120)
+            replica = Replica(url)
+            assert replica.sync() == version
+            for name, found in replica.state_dict().items():
+                served = weights[name].cpu() if name in ("router", "count") else weights[name].cpu().bfloat16()
+                np.testing.assert_array_equal(bits_of(found), bits_of(served))
+        assert publisher.shadow_bytes["host"] == 0 < publisher.shadow_bytes["device"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no GPU")
