@@ -220,22 +220,13 @@ _SWEPT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _TIED = {"more": {_HEAD: _EMBEDDINGS}, "tied": True, "alone": True}
-_DRAFTER = {f"model.layers.2.{name}.weight": f"model.layers.1.{name}.weight" for name in ("input_layernorm", "mlp.gate")}
 CASES |= {
     # The trainer's model has a head of its own, and is equal to the embeddings, with which vLLM computes.
     "tied": Case(transformers.Qwen3Config, {**_HEADS, "tie_word_embeddings": True}, **_TIED),
     # The checkpoint has it too; vLLM ties it again, because it is equal.
     "tied_again": Case(transformers.Qwen3Config, {**_HEADS, "tie_word_embeddings": True}, **_TIED, stored=True),
     # vLLM's model has no such module.
-    "tied_gemma": Case(transformers.Gemma2Config, _GEMMA, **_TIED),
-    # Layers for speculation, which the model does not compute with.
-    "drafter": Case(
-        transformers.DeepseekV3Config,
-        {**_DEEPSEEK, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "num_nextn_predict_layers": 1},
-        more=_DRAFTER,
-        stored=True,
-        alone=True,
-    ),
+    "tied_gemma": Case(transformers.Gemma2Config, _GEMMA, more={_HEAD: _EMBEDDINGS}),
 }
 CASES |= {name: Case(getattr(transformers, config), fields, alone=True) for name, (config, fields) in _SWEPT.items()}
 
