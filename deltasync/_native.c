@@ -45,7 +45,9 @@ enum {
     LANES = 64,
     RATIO_BITS = 8,
     SAMPLE = 32,
+    WIDE = 4,  // blocks that are coded at a time: each symbol of a block waits for the symbol before
 };
+#define EACH(n) _Pragma("GCC unroll 4") for (int n = 0; n < WIDE; n++)
 
 // ---- Threads: one pool for the process, started by the first large job; a fork has none and starts its own ----
 
@@ -255,6 +257,7 @@ typedef struct {
     i64 *count_B, blocks, changes;
 } Regroup;
 typedef struct { u64 inverse; u32 freq, start; } Coding;  // of a symbol
+typedef struct { u8 symbol[SLOTS]; u32 range[SYMBOLS]; } Decoding;  // a table: symbol of each slot; slots and first slot of each symbol
 
 #define BAD(job, code) (atomic_store(&(job)->failed, code))
 #define BY_WIDTH(body, job, of) \
@@ -276,12 +279,12 @@ INLINE u32 bucket(u64 value, u32 *extra) {
     return 4 * exponent + ((u32)(value >> *extra) & 3);
 }
 INLINE u64 zigzag(u64 step, int w) {
-    u64 top = (u64)1 << (8 * w - 1);
-    return step & top ? ((top - step) << 1) + (top << 1) - 2 : (step << 1) - 1;
+    i64 signed_ = (i64)(step << (64 - 8 * w)) >> (64 - 8 * w), sign = signed_ >> 63;  // no branch: every second one is negative
+    return 2 * (((u64)signed_ ^ (u64)sign) - (u64)sign) - 1 + (u64)sign;
 }
 INLINE u64 unzigzag(u64 value) {
-    u64 magnitude = (value >> 1) + 1;
-    return value & 1 ? magnitude : 0 - magnitude;
+    u64 magnitude = (value >> 1) + 1, sign = (value & 1) - 1;
+    return (magnitude ^ sign) - sign;
 }
 // The class in which the gap before change k of a block begins, and the gap.
 INLINE i64 gap_before(const Code *of, i64 b, i64 k, i64 *gap, int one) {
@@ -325,6 +328,7 @@ INLINE i64 gap_before(const Code *of, i64 b, i64 k, i64 *gap, int one) {
 #define change ISA(change)
 #define decode_lanes ISA(decode_lanes)
 #define fields ISA(fields)
+#define field_row ISA(field_row)
 #define counts_ahead ISA(counts_ahead)
 #define place_block ISA(place_block)
 #define neon_bits ISA(neon_bits)
@@ -381,6 +385,7 @@ INLINE i64 gap_before(const Code *of, i64 b, i64 k, i64 *gap, int one) {
 #undef change
 #undef decode_lanes
 #undef fields
+#undef field_row
 #undef counts_ahead
 #undef place_block
 #undef neon_bits
@@ -470,6 +475,30 @@ static int ascends(const i64 *p, i64 count, i64 least, i64 most) {
     return 1;
 }
 
+// Memory that is used again, because new memory is slow when first written.
+enum { MOST_SPARE = 64 << 20 };
+static void *spare;
+static i64 spare_bytes;
+
+static void *take_spare(i64 bytes) {
+    pthread_mutex_lock(&pool_lock);
+    void *found = spare_bytes >= bytes ? spare : NULL;
+    if (found) spare = NULL, spare_bytes = 0;
+    pthread_mutex_unlock(&pool_lock);
+    return found ? found : malloc((size_t)bytes);
+}
+
+static void keep_spare(void *p, i64 bytes) {
+    pthread_mutex_lock(&pool_lock);
+    if (p && bytes > spare_bytes && bytes <= MOST_SPARE) {
+        void *other = spare;
+        spare = p, spare_bytes = bytes;
+        p = other;
+    }
+    pthread_mutex_unlock(&pool_lock);
+    free(p);
+}
+
 ENTRY(fingerprint, "nnrro")  // threads, key, first index of each run, bits, copy
     _Atomic u64 sum = 0;
     Stream of = {.w = call.item[3], .key = (u64)call.n[1], .start = call.p[2], .bits = call.p[3], .out = call.p[4], .sum = &sum};
@@ -492,12 +521,12 @@ ENTRY(scan, "nrrrwwww")  // threads, rows, keys, bounds, positions, steps, gains
         const i64 *row = of.row + 6 * r;
         if (row[0] < 0 || row[0] >= tensors || row[2] < 0 || row[2] > ROW) WRONG;
     }
-    i64 *numbers = calloc((size_t)MAX(rows, 1), 5 * 8);
-    of.arena_offset = malloc((size_t)of.room * 2 + 2);
-    of.arena_step = malloc((size_t)(of.room * of.w) + 8);
+    i64 *numbers = calloc((size_t)MAX(rows, 1), 5 * 8), arena_bytes = of.room * (of.w + 2) + 16;
+    of.arena_step = take_spare(arena_bytes);
+    of.arena_offset = (u16 *)(of.arena_step + of.room * of.w + (of.room & of.w & 1));
     of.count_R = numbers, of.place_R = numbers + rows, of.start_R = numbers + 2 * rows, of.above_R = numbers + 3 * rows;
     of.gain_R = (u64 *)numbers + 4 * rows;
-    failed = numbers && of.arena_offset && of.arena_step ? 0 : NO_MEMORY;
+    failed = numbers && of.arena_step ? 0 : NO_MEMORY;
     if (!failed) RUN(scan, &of, rows, call.n[0], failed);
     for (i64 r = 0; !failed && r < rows; r++) {
         of.start_R[r] = total;
@@ -510,7 +539,8 @@ ENTRY(scan, "nrrrwwww")  // threads, rows, keys, bounds, positions, steps, gains
             ((i64 *)call.p[7])[of.row[6 * r]] += of.above_R[r];
         }
     }
-    free(numbers), free(of.arena_offset), free(of.arena_step);
+    free(numbers);
+    keep_spare(of.arena_step, arena_bytes);
     if (failed) return report(&call, failed);
     return finish(&call, PyLong_FromLongLong(total));
 }
@@ -623,25 +653,25 @@ ENTRY(encode, "nrrrrorrrrww")  // threads, blocks and changes, frequencies, rati
     return report(&call, failed);
 }
 
-// Returns the slots of tables: slots of the symbol less one, distance from its first slot, symbol. NULL if they do not fit.
-static u32 *slots_of(const u32 *freq_TS, i64 tables) {
-    u32 *slot = malloc((size_t)(tables * SLOTS) * 4);
-    for (i64 t = 0; slot && t < tables; t++) {
-        i64 at = 0;
-        for (u32 s = 0; s < SYMBOLS && at <= SLOTS; s++) {
-            u32 freq = freq_TS[t * SYMBOLS + s];
-            if (freq > SLOTS - at) {
-                at = SLOTS + 1;
-                break;
-            }
-            for (u32 i = 0; i < freq; i++) slot[t * SLOTS + at++] = (freq - 1) << 20 | i << 8 | s;
+// Returns tables with these slots for each symbol; NULL if they do not add up.
+static Decoding *slots_of(const u32 *freq_TS, i64 tables) {
+    Decoding *found = malloc((size_t)tables * sizeof *found);
+    for (i64 t = 0; found && t < tables; t++) {
+        u32 at = 0;
+        int is_right = 1;
+        for (u32 s = 0; s < SYMBOLS; s++) {
+            u32 freq = MIN(freq_TS[t * SYMBOLS + s], SLOTS - at);
+            memset(found[t].symbol + at, (int)s, freq);
+            found[t].range[s] = freq << 16 | at;
+            at += freq;
+            is_right &= freq == freq_TS[t * SYMBOLS + s];
         }
-        if (at != SLOTS) {
-            free(slot);
+        if (at != SLOTS || !is_right) {
+            free(found);
             return NULL;
         }
     }
-    return slot;
+    return found;
 }
 
 ENTRY(decode, "nrrrrrrww")  // threads, words, words of blocks, base, sizes, bounds, frequencies, positions, steps
@@ -651,7 +681,7 @@ ENTRY(decode, "nrrrrrrww")  // threads, words, words of blocks, base, sizes, bou
     if (call.item[1] != 4 || blocks < 0 || !IS(2, 2 * blocks, 8) || !IS(3, blocks, 8) || !IS(4, blocks, 8) || call.item[5] != 8 ||
         !IS(6, 2 * SYMBOLS, 4) || !INDEX(7) || call.size[7] != changes || !WIDTH(8) || !ascends(of.bound_B, blocks + 1, 0, changes) ||
         !ascends(of.word_B2, 2 * blocks, 0, call.size[1])) WRONG;
-    u32 *slot = slots_of(call.p[6], 2);
+    Decoding *slot = slots_of(call.p[6], 2);
     if (!slot) return refuse(&call, "tables of wrong sums");
     of.coding = slot;
     RUN(decode, &of, (blocks + 3) / 4, call.n[0], failed);
@@ -693,7 +723,7 @@ ENTRY(decode_classes, "nrrrrrrrrww")  // threads, blocks, bounds, words, words o
     if (!classes_of(&of, &call, 1, 5) || call.item[3] != 4 || !IS(4, 2 * of.blocks, 8) || !IS(7, 2 * of.classes * SYMBOLS, 4) ||
         !IS(8, of.classes * of.classes, 8) || !INDEX(9) || call.size[9] != changes || !WIDTH(10) ||
         !ascends(of.bound_B, of.blocks + 1, 0, changes) || !ascends(of.word_B2, 2 * of.blocks, 0, call.size[3])) WRONG;
-    u32 *slot = slots_of(call.p[7], 2 * of.classes);
+    Decoding *slot = slots_of(call.p[7], 2 * of.classes);
     i64 *size_BC = calloc((size_t)MAX(of.blocks * of.classes, 1), 8);
     if (!slot || !size_BC) {
         free(slot), free(size_BC);
@@ -964,7 +994,7 @@ INLINE void ahead(const char *p, i64 bytes) {
 // Writes offsets and steps of the elements that differ, and returns how many there are; up to 64 more are written.
 INLINE i64 find(const char *old, const char *new_, i64 count, u16 *offset, char *step, int w) {
     i64 found = 0, i = 0;
-    enum { FAR = 2048 };
+    enum { FAR = 4096 };  // bytes that memory is asked for ahead
 #if defined(AVX512)
     if (w == 2) {
         __m512i place = _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10,
@@ -1206,13 +1236,36 @@ KERNEL(swap, Swap)
 
 // ---- Counting and encoding ----
 
+// As below, for one class: four counters of each symbol, as the same symbol often follows.
+INLINE void ISA(count_one)(Code *of, i64 r, i64 *count_TS, int w) {
+    u32 count[4][2][SYMBOLS], extra;
+    memset(count, 0, sizeof count);
+    const void *at_K = of->at, *step_K = of->step;
+    int wide = of->wide;
+    for (i64 b = of->run_R[r]; b < of->run_R[r + 1]; b++) {
+        i64 before = of->base_B[b] - 1, end = of->bound_B[b + 1];
+        for (i64 k = of->bound_B[b]; k < end; k++) {
+            i64 at = at_of(at_K, k, wide);
+            count[k & 3][0][bucket((u64)(at - before - 1), &extra)]++;
+            count[k & 3][1][bucket(zigzag(get(step_K, k, w), w), &extra)]++;
+            before = at;
+        }
+    }
+    for (int i = 0; i < 4; i++)
+        for (int s = 0; s < 2 * SYMBOLS; s++) count_TS[s] += count[i][s / SYMBOLS][s % SYMBOLS];
+}
+
 INLINE void ISA(count_body)(Job *job, Code *of, int w) {
     for (i64 r; (r = take(job)) >= 0;) {
         i64 *count_TS = of->count_RTS + r * 2 * of->classes * SYMBOLS, gap;
         u32 extra;
+        if (!of->class_K) {
+            ISA(count_one)(of, r, count_TS, w);
+            continue;
+        }
         for (i64 b = of->run_R[r]; b < of->run_R[r + 1]; b++)
             for (i64 k = of->bound_B[b]; k < of->bound_B[b + 1]; k++) {
-                i64 begin = gap_before(of, b, k, &gap, !of->class_K), c = of->class_K ? of->class_K[k] : 0;
+                i64 begin = gap_before(of, b, k, &gap, 0), c = of->class_K[k];
                 count_TS[2 * begin * SYMBOLS + bucket((u64)gap, &extra)]++;
                 count_TS[(2 * c + 1) * SYMBOLS + bucket(zigzag(get(of->step, k, w), w), &extra)]++;
             }
@@ -1224,7 +1277,7 @@ INLINE void flush(u32 **out, u64 *x, u64 freq, u32 bits) {
     (*out)[-1] = (u32)*x;  // without a branch, which would often be mispredicted
     u64 full = (*x >> (64 - bits)) >= freq;
     *out -= full;
-    *x = full ? *x >> 32 : *x;
+    *x >>= 32 * full;
 }
 INLINE void push_bits(u32 **out, u64 *x, u64 value, u32 bits) {
     flush(out, x, 1, bits);
@@ -1245,33 +1298,31 @@ INLINE void push(u32 **out, u64 *x, u64 value, const Coding *table) {
 }
 
 INLINE void ISA(encode_lanes)(Job *job, Code *of, int w, int one) {
-    enum { WIDE = 4 };  // blocks at a time: each symbol of a block waits for the symbol before
     const Coding *coding = of->coding;
+    const void *step_K = of->step;
     for (i64 r; (r = take(job)) >= 0;) {
         u32 *out[WIDE];
         u64 x[WIDE];
         i64 low[WIDE], k[WIDE], block[WIDE], gap, least = INT64_MAX;
-        int lanes = (int)MIN(WIDE, of->blocks - WIDE * r);
-        for (int lane = 0; lane < lanes; lane++) {
-            i64 b = block[lane] = WIDE * r + lane;
+        EACH(lane) {
+            i64 b = block[lane] = MIN(WIDE * r + lane, of->blocks - 1);
             out[lane] = of->out + of->room_B[b + 1];
             x[lane] = 1;
             low[lane] = of->bound_B[b];
-            k[lane] = of->bound_B[b + 1];
+            k[lane] = WIDE * r + lane < of->blocks ? of->bound_B[b + 1] : low[lane];
             least = MIN(least, k[lane] - low[lane]);
         }
 #define PUSH(lane) \
     do { \
         i64 change = --k[lane], begin = gap_before(of, block[lane], change, &gap, one), c = one ? 0 : of->class_K[change]; \
-        push(&out[lane], &x[lane], zigzag(get(of->step, change, w), w), coding + (2 * c + 1) * SYMBOLS); \
+        push(&out[lane], &x[lane], zigzag(get(step_K, change, w), w), coding + (2 * c + 1) * SYMBOLS); \
         push(&out[lane], &x[lane], (u64)gap, coding + 2 * begin * SYMBOLS); \
     } while (0)
-        if (lanes == WIDE)
-            for (i64 t = 0; t < least; t++)
-                for (int lane = 0; lane < WIDE; lane++) PUSH(lane);
-        for (int lane = 0; lane < lanes; lane++) {
+        for (i64 t = 0; t < least; t++) EACH(lane) PUSH(lane);
+        EACH(lane) {
             while (k[lane] > low[lane]) PUSH(lane);
             i64 b = block[lane];
+            if (WIDE * r + lane >= of->blocks) continue;
             if (of->bound_B[b + 1] > low[lane]) {
                 if (x[lane] >> 32) *--out[lane] = (u32)(x[lane] >> 32);
                 *--out[lane] = (u32)x[lane];
@@ -1298,19 +1349,19 @@ typedef struct {
 
 // Renormalises without a branch, which would often be mispredicted; behind the last word of the block not at all.
 INLINE void pull(Lane *lane, int checked) {
-    u64 is_short = (lane->x >> 32) == 0;
-    const u32 *word = lane->next;
+    u64 is_short = (lane->x >> 32) == 0, word;
     if (checked) {
         is_short &= lane->next < lane->end;
-        word = lane->next < lane->end ? lane->next : lane->end - 1;
-    }
-    lane->x = is_short ? lane->x << 32 | *word : lane->x;
+        word = *(lane->next < lane->end ? lane->next : lane->end - 1);
+    } else word = *lane->next;
+    lane->x = lane->x << 32 * is_short | (word & (0 - is_short));
     lane->next += is_short;
 }
 
-INLINE u64 number(Lane *lane, const u32 *table, int checked) {
-    u32 slot = table[lane->x & (SLOTS - 1)], symbol = slot & 255;  // slots of the symbol less one, distance, symbol
-    lane->x = (u64)((slot >> 20) + 1) * (lane->x >> TABLE_BITS) + (slot >> 8 & (SLOTS - 1));
+INLINE u64 number(Lane *lane, const Decoding *table, int checked) {
+    u64 slot = lane->x & (SLOTS - 1);
+    u32 symbol = table->symbol[slot], range = table->range[symbol];
+    lane->x = (u64)(range >> 16) * (lane->x >> TABLE_BITS) + slot - (range & 0xFFFF);
     pull(lane, checked);
     if (symbol < 16) return symbol;
     u32 extra = (symbol >> 2) - 2;
@@ -1325,22 +1376,20 @@ INLINE u64 number(Lane *lane, const u32 *table, int checked) {
     return value;
 }
 
-// Where a gap leads beyond the end of the class `c`: 0 if nowhere.
-static int ISA(cross)(const Code *of, Lane *lane, u64 gap) {
-    i64 classes = of->classes, c = lane->c;
-    if (gap >> 56) return 0;
+// The class that a gap leads to beyond the end of class `c`, and 256 times the place in it; -1 if there is none.
+static i64 ISA(cross)(const Code *of, const i64 *size_C, i64 c, u64 gap) {
+    i64 classes = of->classes;
+    if (gap >> 56) return -1;
     i64 rest = (i64)gap;
     for (i64 to = c + 1; to < classes; to++) {
-        i64 ratio = of->ratio_CC[c * classes + to], span = (lane->size_C[to] * ratio) >> RATIO_BITS;
+        i64 ratio = of->ratio_CC[c * classes + to], span = (size_C[to] * ratio) >> RATIO_BITS;
         if (rest < span) {
             i64 wanted = (rest + 1) << RATIO_BITS, place = (wanted + ratio - 1) / ratio;
-            lane->c = to;
-            lane->place = place - 1;
-            return place >= 1 && place <= lane->size_C[to] && (place * ratio) >> RATIO_BITS == rest + 1;
+            return place >= 1 && place <= size_C[to] && (place * ratio) >> RATIO_BITS == rest + 1 ? (place - 1) << 8 | to : -1;
         }
         rest -= span;
     }
-    return 0;
+    return -1;
 }
 
 INLINE int open_lane(const Code *of, Lane *lane, i64 b, i64 k, i64 end_k) {
@@ -1364,18 +1413,20 @@ INLINE int open_lane(const Code *of, Lane *lane, i64 b, i64 k, i64 end_k) {
     return lane->x >> 32 != 0;
 }
 
-INLINE int change(const Code *of, Lane *lane, int w, int one, const u32 *table, void *at, u8 *class_K, char *step, int checked) {
+INLINE int change(const Code *of, Lane *lane, int w, int one, const Decoding *table, void *at, u8 *class_K, char *step, int checked) {
     i64 c = one ? 0 : lane->c;
-    u64 gap = number(lane, table + 2 * c * SLOTS, checked), left = (u64)(lane->size_C[c] - lane->place - 1);
+    u64 gap = number(lane, table + 2 * c, checked), left = (u64)(lane->size_C[c] - lane->place - 1);
     int good = gap < left;
-    if (one) lane->place += good ? 1 + (i64)gap : 0;
+    if (one) lane->place += (i64)((1 + gap) & (0 - (u64)good));
     else if (good) lane->place += 1 + (i64)gap;
     else {
-        good = ISA(cross)(of, lane, gap - left);
-        c = lane->c;
-        if (!good) return 0;
+        i64 found = ISA(cross)(of, lane->size_C, c, gap - left);
+        if (found < 0) return 0;
+        good = 1;
+        lane->c = c = found & 255;
+        lane->place = found >> 8;
     }
-    u64 value = number(lane, table + (2 * c + 1) * SLOTS, checked);
+    u64 value = number(lane, table + 2 * c + 1, checked);
     good &= value <= 2 * (((u64)1 << (8 * w - 1)) - 1);
     at_set(at, lane->k, lane->base + lane->place, one && of->wide);
     if (!one) class_K[lane->k] = (u8)c;
@@ -1387,33 +1438,33 @@ INLINE int change(const Code *of, Lane *lane, int w, int one, const u32 *table, 
 #define ENOUGH(lane) ((lane).end - (lane).next >= 8)  // words that a change takes at most
 // Decodes the changes of lanes into arrays that each lane counts in by itself. Returns 0 if any is malformed.
 INLINE int decode_lanes(
-    const Code *of, Lane *lane, int lanes, int most, int w, int one, void **at, u8 **class_K, char **step
+    const Code *of, const Lane *given, int w, int one, void *const *at, u8 *const *class_K, char *const *step
 ) {
-    const u32 *table = of->coding;
+    const Decoding *table = of->coding;
     int good = 1;
-    if (lanes == most)
-        for (;;) {
-            int go = good;
-            for (int n = 0; n < most; n++) go &= (lane[n].k < lane[n].end_k) & ENOUGH(lane[n]);
-            if (!go) break;
-            for (int n = 0; n < most; n++) good &= change(of, &lane[n], w, one, table, at[n], class_K[n], step[n], 0);
-        }
-    for (int n = 0; n < lanes; n++) {
-        Lane now = lane[n];
-        while (good && now.k < now.end_k && ENOUGH(now)) good = change(of, &now, w, one, table, at[n], class_K[n], step[n], 0);
-        while (good && now.k < now.end_k) good = change(of, &now, w, one, table, at[n], class_K[n], step[n], 1);
-        good &= now.next == now.end && now.x == 1;
+    Lane lane[WIDE];  // a copy whose address nobody has, so that it is in registers
+    EACH(n) lane[n] = given[n];
+    for (;;) {
+        int go = good;
+        EACH(n) go &= (lane[n].k < lane[n].end_k) & ENOUGH(lane[n]);
+        if (!go) break;
+        EACH(n) good &= change(of, &lane[n], w, one, table, at[n], class_K[n], step[n], 0);
+    }
+    EACH(n) {
+        while (good && lane[n].k < lane[n].end_k && ENOUGH(lane[n])) good = change(of, &lane[n], w, one, table, at[n], class_K[n], step[n], 0);
+        while (good && lane[n].k < lane[n].end_k) good = change(of, &lane[n], w, one, table, at[n], class_K[n], step[n], 1);
+        good &= lane[n].next == lane[n].end && lane[n].x == 1;
     }
     return good;
 }
 
 INLINE void ISA(decode_body)(Job *job, Code *of, int w) {
-    enum { WIDE = 4 };
     for (i64 r; (r = take(job)) >= 0;) {
-        Lane lane[WIDE];
-        void *at[WIDE];
+        Lane lane[WIDE] = {{0}};  // those without a block end at once
+        EACH(n) lane[n].x = 1;
+        void *at[WIDE] = {NULL};
         u8 *class_K[WIDE] = {NULL};
-        char *step[WIDE];
+        char *step[WIDE] = {NULL};
         int lanes = (int)MIN(WIDE, of->blocks - WIDE * r), good = 1;
         for (int n = 0; n < lanes; n++) {
             i64 b = WIDE * r + n;
@@ -1421,7 +1472,7 @@ INLINE void ISA(decode_body)(Job *job, Code *of, int w) {
             at[n] = of->at_to;
             step[n] = of->step_to;
         }
-        if (!good || !decode_lanes(of, lane, lanes, WIDE, w, 1, at, class_K, step)) BAD(job, MALFORMED);
+        if (!good || !decode_lanes(of, lane, w, 1, at, class_K, step)) BAD(job, MALFORMED);
     }
 }
 KERNEL(decode, Code)
@@ -1459,6 +1510,14 @@ static void ISA(free_room)(Room *room) {
     free(room->rank), free(room->class_K), free(room->place), free(room->step);
 }
 
+INLINE void field_row(const char *from, u8 *to, i64 columns, int shift, u8 mask) {
+    for (i64 i = 0; i < columns; i++) {
+        u16 bits;
+        memcpy(&bits, from + 2 * i, 2);
+        to[i] = (u8)(bits >> shift) & mask;
+    }
+}
+
 // Writes the fields of a block as bytes, filled up with 0 to a multiple of 64.
 INLINE void fields(const i64 *row, u8 *field, i64 words, int w) {
     const char *bits = pointer(row[0]);
@@ -1470,7 +1529,9 @@ INLINE void fields(const i64 *row, u8 *field, i64 words, int w) {
         const char *from = bits + at * stride * w;
         u8 *to = field + at * columns;
         if (rows > 1) ahead(from + 8 * stride * w, columns * w);
-        for (i64 i = 0; i < columns; i++) to[i] = (u8)(get(from, i, w) >> shift) & mask;
+        if (w == 2 && shift == 7) field_row(from, to, columns, 7, mask);  // of numbers known here, narrow vectors are made
+        else if (w == 2 && shift == 10) field_row(from, to, columns, 10, mask);
+        else for (i64 i = 0; i < columns; i++) to[i] = (u8)(get(from, i, w) >> shift) & mask;
     }
 }
 
@@ -1563,13 +1624,13 @@ INLINE void place_block(const Code *of, Room *room, const i64 *row, i64 low, i64
 }
 
 INLINE void ISA(decode_classes_body)(Job *job, Code *of, int w) {
-    enum { WIDE = 4 };
     Room room[WIDE] = {{0}};
     for (i64 r; (r = take(job)) >= 0;) {
-        Lane lane[WIDE];
-        void *at[WIDE];
-        u8 *class_K[WIDE];
-        char *step[WIDE];
+        Lane lane[WIDE] = {{0}};
+        EACH(n) lane[n].x = 1;
+        void *at[WIDE] = {NULL};
+        u8 *class_K[WIDE] = {NULL};
+        char *step[WIDE] = {NULL};
         int lanes = (int)MIN(WIDE, of->blocks - WIDE * r), good = 1;
         for (int n = 0; n < lanes; n++) {
             i64 b = WIDE * r + n, count = of->bound_B[b + 1] - of->bound_B[b];
@@ -1592,7 +1653,7 @@ INLINE void ISA(decode_classes_body)(Job *job, Code *of, int w) {
             class_K[n] = room[n].class_K;
             step[n] = room[n].step;
         }
-        if (!good || !decode_lanes(of, lane, lanes, WIDE, w, 0, at, class_K, step)) {
+        if (!good || !decode_lanes(of, lane, w, 0, at, class_K, step)) {
             BAD(job, MALFORMED);
             break;
         }

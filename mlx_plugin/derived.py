@@ -33,16 +33,16 @@ class Kept:
         like = _built_anew(model)
         self._can_build = like is not None
         source = model if like is None else like
-        known = _known(source)
         self._built: dict[str, tuple[type, dict[str, Any]]] = {
-            path: (type(module), {key: value for key, value in _attributes(module) if id(value) not in known})
-            for path, module in source.named_modules()
+            path: (type(module), dict(_attributes(module))) for path, module in source.named_modules()
         }
-        for of, own in ((source, known), (model, _known(model))):  # a graph is computed in the thread that built it
-            held = (
-                each for module in of.modules() for _, value in _attributes(module) for each in _within(value, own, set())
+        for of in (source, model):  # a graph is computed in the thread that built it
+            known = _Known(of)
+            kept = (
+                each for module in of.modules() for key, value in _attributes(module) for each in known.within(key, value)
             )
-            mx.eval([each for each in held if isinstance(each, mx.array)])
+            mx.eval([each for each in kept if isinstance(each, mx.array)])
+        self._known_built = _Known(source)
 
     def drop(self) -> None:
         """Drop those that calls have made. Nobody may compute meanwhile. Mutates the model's attributes.
@@ -50,15 +50,15 @@ class Kept:
         Raises:
             ModelMismatchError: the model keeps something that cannot be dropped and may be made from weights.
         """
-        own = _known(self._model)
+        known = _Known(self._model)
         for path, module in self._model.named_modules():
             kind, built = self._built.get(path, (type(None), {}))
             for key, value in list(_attributes(module)):
-                found = list(_within(value, own, set()))
+                found = known.within(key, value)
                 if not found:
                     continue
                 was = built.get(key, _ABSENT)
-                constants = list(_within(was, set(), set()))
+                constants = self._known_built.within(key, was)
                 if isinstance(module, kind) and not constants and _is_plain(was):
                     _restore(module, key, was)
                 elif not (isinstance(module, kind) and self._can_build and _are_same(found, constants)):
@@ -88,9 +88,17 @@ def _built_anew(model: nn.Module) -> nn.Module | None:
         mx.random.seed(high << 32 | low)  # which building has moved on
 
 
-def _known(model: nn.Module) -> set[int]:
-    """Return the identifiers of a model's parameters and modules."""
-    return {id(array) for _, array in tree_flatten(model.parameters())} | {id(each) for each in model.modules()}
+class _Known:
+    """A model's modules, and its parameters, which count as such only where `parameters()` looks for them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {id(each) for each in model.modules()}
+        self._parameters = {id(array) for _, array in tree_flatten(model.parameters())}
+
+    def within(self, key: str, value: Any) -> list[Any]:
+        """Return the arrays and the compiled functions that a module keeps in an attribute and that are no parameters."""
+        may_be_parameter = not key.startswith("_") and isinstance(value, mx.array | dict | list)
+        return list(_within(value, self._modules | self._parameters if may_be_parameter else self._modules, set()))
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

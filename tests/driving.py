@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
@@ -75,9 +76,22 @@ class Engine(IdleEngine):
         await asyncio.sleep(0)
         return [getattr(self.worker, method)(*args)]
 
-    async def call_utility_async(self, method: str, *args: object, engine: object) -> bool:
+    async def call_utility_async(self, method: str, *args: Any, engine: object) -> Any:
+        if method == "deltasync_exchange":
+            return await self.exchange(*args)
         assert method in ("deltasync_salts", "deltasync_guard")
         return self.salted
+
+    async def exchange(self, call: list[Any], name: str | None, recomputes: bool, resumes: bool | None) -> list[Any]:
+        """As `vllm_plugin.engine.exchange_here`."""
+        self._note("pause")
+        answers, resumed_s = [self.worker.deltasync_call(*call)], None
+        if name is not None and "error" not in answers[0]:
+            self.set_weight_version(name)
+            if resumes is not False:
+                self._note("resume")
+                resumed_s = time.monotonic()
+        return [answers, False, time.monotonic(), resumed_s]
 
     async def generate(self, prompt: object) -> AsyncIterator[object]:
         yield SimpleNamespace(outputs=[])
@@ -97,11 +111,15 @@ class Engine(IdleEngine):
         self._note("resume")
 
     async def update_weight_version(self, version: str) -> None:
+        self.set_weight_version(version)
+
+    def set_weight_version(self, version: str) -> None:
         self.weight_version = version
 
     def _note(self, what: str) -> None:
         if self.driver is not None:
-            self.events.append((what, self.driver.version))
+            announced = self.weight_version.partition("-")[0]
+            self.events.append((what, int(announced) if announced.isdecimal() else None))
 
 
 class Driver(Follow):

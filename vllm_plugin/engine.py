@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Any
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 from deltasync.errors import ConfigError
 from vllm_plugin import logger
@@ -43,6 +46,82 @@ class Unguarded:
         return method.__get__(self._engine) if callable(method) else getattr(self._engine, name)
 
 
+class Exchanged(NamedTuple):
+    """The reply of engines to a call of their workers in a pause.
+
+    Attributes:
+        answers: The workers', in the order of engines and ranks.
+        was_paused: Whether an engine was paused before.
+        idle_s: When the last one had finished its last step, by `time.monotonic`.
+        resumed_s: When it was resumed; None if it is paused still.
+    """
+
+    answers: list[Any]
+    was_paused: bool
+    idle_s: float
+    resumed_s: float | None
+
+
+def exchange_here(
+    core: Any, call: Sequence[Any], name: str | None, recomputes: bool, resumes: bool | None
+) -> Exchanged | Future[Exchanged]:
+    """In an engine's process: pause, and once its last step has ended, make a call of all workers, announce, resume.
+
+    Args:
+        core: vLLM's `EngineCore`.
+        call: The arguments of `deltasync_call`.
+        name: The version's, if this is the last call of a commit. If all workers succeed, it is announced.
+        recomputes: Whether requests drop what older weights have computed.
+        resumes: Whether generation goes on after that; None to leave it as it was.
+    """
+    was_paused = core.is_scheduler_paused()
+
+    def finish() -> Exchanged:
+        idle_s, resumed_s = time.monotonic(), None
+        if recomputes:
+            core.deltasync_recompute()
+        answers = core.collective_rpc("deltasync_call", None, tuple(call), None)
+        if name is not None and not any("error" in answer for answer in answers):
+            core.set_weight_version(name)
+            if resumes or (resumes is None and not was_paused):
+                core.resume_scheduler()
+                resumed_s = time.monotonic()
+        return Exchanged(answers, was_paused, idle_s, resumed_s)
+
+    pausing = core.pause_scheduler(mode="keep", clear_cache=False)
+    if pausing is None:
+        return finish()
+    exchanged: Future[Exchanged] = Future()
+
+    def finish_later(paused: Future[Any]) -> None:
+        try:
+            paused.result()
+            exchanged.set_result(finish())
+        except BaseException as error:  # noqa: BLE001 - whoever called raises it
+            exchanged.set_exception(error)
+
+    pausing.add_done_callback(finish_later)
+    return exchanged
+
+
+async def exchange(engine: Any, call: Sequence[Any], name: str | None, recomputes: bool, resumes: bool | None) -> Exchanged:
+    """Call `exchange_here` in all engines. Several stay paused: they resume together, or wait for each other for ever."""
+    if engine.engine_core is None:
+        answers = await engine.collective_rpc("deltasync_call", args=tuple(call))
+        if name is not None and not any("error" in answer for answer in answers):
+            await engine.update_weight_version(name)
+        return Exchanged(list(answers), False, now_s := time.monotonic(), now_s)
+    resumes = resumes if len(engine.engine_core.core_engines) == 1 else False
+    replies = await _call_engines(engine, "deltasync_exchange", [*call], name, recomputes, resumes)
+    found = [Exchanged(*reply) for reply in replies]
+    return Exchanged(
+        [answer for each in found for answer in each.answers],
+        any(each.was_paused for each in found),
+        max(each.idle_s for each in found),
+        found[0].resumed_s,
+    )
+
+
 def install() -> None:
     """Add the calls below to engines of this process. Call before the first is made. A second call does nothing."""
     from vllm.v1.engine.core import EngineCore
@@ -68,6 +147,7 @@ def install() -> None:
             raise RuntimeError("vLLM could not drop the keys of running requests.")
         self.reset_encoder_cache()
 
+    EngineCore.deltasync_exchange = exchange_here
     EngineCore.deltasync_guard = guard
     EngineCore.wake_up = wake_up_paused
     EngineCore.deltasync_recompute = recompute
@@ -88,11 +168,6 @@ async def guard(engine: Any) -> None:
 async def is_asleep(engine: Any) -> bool:
     """Whether an engine has memory that is not there."""
     return any(await _call_engines(engine, "deltasync_asleep"))
-
-
-async def recompute(engine: Any) -> None:
-    """Have paused engines drop keys and encoder outputs of all requests, which will compute them again."""
-    await _call_engines(engine, "deltasync_recompute")
 
 
 def check_salted(llm: Any) -> None:

@@ -1,6 +1,6 @@
 """vLLM's workers as a target of the follow loop (`deltasync.following.Follow`).
 
-    stage -> (poll) -> pause_generation(keep) -> commit -> [confirm] -> update_weight_version -> resume_generation
+    stage -> (poll) -> pause, commit, announce, resume      in one call to the engine (`Pauses.exchange`)
 
 The loop runs in a thread of vLLM's API server and hands the workers the records that it has read, so all of them take the
 same chain, and a small version costs one request. Workers stage while tokens are generated; the pause covers the commit
@@ -76,6 +76,10 @@ class LiveVersions:
     def __init__(self) -> None:
         self._numbers: list[int | None] = [None]
         self._dropped = 0
+
+    def expect(self, number: int) -> None:
+        """Note that a version may be live before `note` says so: replies that begin or end until then may have it."""
+        self._numbers += [number, self.now]
 
     def note(self, number: int | None) -> None:
         """Note that another version is live; None for no version of the channel."""
@@ -168,6 +172,9 @@ class EngineTarget:
         """Tell vLLM which version is live, which labels tokens and keeps the prefix cache apart."""
         name = "unknown" if version is None else unique_name(self._names, version)
         self._run(self._engine.update_weight_version(name))
+        self._note(version)
+
+    def _note(self, version: VersionId | None) -> None:
         self.version = version
         self.live.note(None if version is None else version.version)
 
@@ -187,12 +194,14 @@ class EngineTarget:
 
     def commit(self, staged: Sequence[StoredRecord]) -> Commit:
         """Pause, commit, compare the bits with the published fingerprints, announce, resume."""
-        running = running_requests()
+        running, version = running_requests(), staged[-1].version
+        name = unique_name(self._names, version)
         self._is_committing = True
         try:
-            with self._metrics.attempt(lambda: self.pauses.last_s), self._paused():
-                done = self.workers.commit()
-                self._announce(staged[-1].version)
+            with self._metrics.attempt(lambda: self.pauses.last_s), self._alone():
+                self.live.expect(version.version)
+                done = self.workers.commit(lambda call, is_last: self.pauses.exchange(call, name if is_last else None))
+                self._note(version)
         finally:
             self._is_committing = False
         self._sure_s = time.monotonic()
@@ -200,16 +209,16 @@ class EngineTarget:
         return commit_of(staged, done, pause_s=self.pauses.last_s, running_requests=running, tokens_during_sync=tokens)
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """As `Pauses.paused`, in the follow loop's thread."""
-        pause = self.pauses.paused(self._settings.kv_cache == "recompute")
-        self._run(pause.__aenter__())
+    def _alone(self) -> Iterator[None]:
+        """As `Pauses.committing`, in the follow loop's thread."""
+        alone = self.pauses.committing(self._settings.kv_cache == "recompute")
+        self._run(alone.__aenter__())
         try:
             yield
         except BaseException as error:
-            self._run(pause.__aexit__(type(error), error, None))
+            self._run(alone.__aexit__(type(error), error, None))
             raise
-        self._run(pause.__aexit__(None, None, None))
+        self._run(alone.__aexit__(None, None, None))
 
     def digest(self) -> dict[str, str]:
         """As `Shards.digest`."""

@@ -6,7 +6,7 @@ Workers reply in plain data, which vLLM can send: `{"result": ...}`, `{"error": 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -14,12 +14,15 @@ import msgspec
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import StageError, describe
 from deltasync.following.engine import Failure, succeeded
+from deltasync.following.shard import Done
 from deltasync.following.shards import Shards
 from vllm_plugin import logger
 from vllm_plugin.engine import call_workers
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine on the engine client's event loop, and returns or raises what it does."""
+
+Exchange = Callable[[Sequence[Any], bool], Coroutine[Any, Any, list[Any]]]
 
 _POLL_S = (0.002, 0.05)  # shortest and longest time between polls of long calls, which are RPCs between engine steps
 
@@ -65,6 +68,15 @@ class Workers(Shards):
         self._engine, self._run = engine, run
         self.progressed_s = 0.0
         self.closed = False
+        self._exchange: Exchange | None = None
+
+    def commit(self, exchange: Exchange | None = None) -> Done:
+        """As `Shards.commit`; `exchange` makes its calls, given one and whether it is the last, instead of plain RPCs."""
+        self._exchange = exchange
+        try:
+            return super().commit()
+        finally:
+            self._exchange = None
 
     def open(self, channel: str, trusted_keys: str | None) -> int:
         """Have all workers record the load plan, and prove it. Returns the model's fingerprint.
@@ -98,5 +110,9 @@ class Workers(Shards):
         return [parse(reply, kind) for reply in replies]
 
     def _ask(self, rpc: str, *args: Any) -> list[Any]:
-        replies: list[Any] = self._run(call_workers(self._engine, rpc, args))
+        if self._exchange is not None and args[0] in ("commit", "confirm"):
+            is_last = args[0] == "confirm" or bool(args[1])
+            replies: list[Any] = self._run(self._exchange(args, is_last))
+        else:
+            replies = self._run(call_workers(self._engine, rpc, args))
         return replies

@@ -75,7 +75,7 @@ class FailoverStore(WrappedStore):
 
     def _ask_failover(self, action: Callable[[Store], _Result]) -> _Result:
         """Read from the fastest store; if it fails, from the next one. Raises ConfigError if they hold different runs."""
-        if self._due_s is None:
+        if self._due_s is None or (self._problem is not None and time.monotonic() > self._due_s):
             self._review()
         elif time.monotonic() > self._due_s and not self._lock.locked():
             self._due_s = time.monotonic() + REVIEW_S
@@ -109,7 +109,9 @@ class FailoverStore(WrappedStore):
             if len(run_ids) > 1:
                 urls = " and ".join(store.url for store in self._stores)
                 self._problem = ConfigError(f"{urls} hold different runs; name one channel and copies of it.")
+                self._due_s = time.monotonic() + REVIEW_S
                 return
+            self._problem = None
             if not run_ids:  # nothing is published yet; ask again
                 return
             if looks[0] is None and self._due_s is None:

@@ -191,11 +191,8 @@ def _groups(blocks: Blocks, steps: Sparse) -> tuple[list[int], list[np.ndarray]]
 
 def _table_bits(count_TS: np.ndarray) -> float:
     """Return the bits that symbols take beside their extra bits, with their tables."""
-    bits = 0.0
-    for count_S in count_TS:
-        some = count_S[count_S > 0]
-        bits += float(some.sum() * np.log2(max(int(some.sum()), 1)) - (some * np.log2(some)).sum()) + 12 * some.size
-    return bits
+    total_T, some = np.maximum(count_TS.sum(axis=1), 1), count_TS[count_TS > 0]
+    return float((total_T * np.log2(total_T)).sum() - (some * np.log2(some)).sum()) + 12 * some.size
 
 
 def _cuts(vector: Vector, count_T: np.ndarray, new: NewBits) -> dict[int, Cut]:

@@ -74,7 +74,7 @@ class Following:
         waits_s = 0.0 if since_s is None else time.monotonic() - since_s
         if waits_s > _WAIT_S:
             return f"A version has waited for forward calls or a hold() to end for {waits_s:.0f} s."
-        return None if self._follow.state == "waiting" else self._follow.error or self._gate.refusal
+        return None if self._follow.state == "waiting" else self._follow.error
 
     @property
     def exchanges(self) -> int:

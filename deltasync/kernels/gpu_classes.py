@@ -39,6 +39,7 @@ _CHANGES = 256  # changes of a band or block that a program takes at once
 _RANKED = 8  # changes of which a program reads the chunks at once
 _CHUNKS = 8  # chunks that a program counts
 _TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_MOVED = 512  # changes that a program moves
 _SAMPLE = 32  # consecutive elements of a sample, as in `kernels.native`
 _MARKS = 1024  # words of a bitmap that a program counts
 _ADDRESS, _COLUMNS, _STRIDE, _ROWS, _FIRST, _PITCH, _SHIFT, _MASK = map(tl.constexpr, range(8))
@@ -761,12 +762,12 @@ def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
             )  # fmt: skip
             _rank[(triton.cdiv(end - begin, _RANKED),)](
                 bits.table_BF, classes.low_L, classes.high_L, count_N, place_P, number_K, at_place_K, from_class_K, key_K,
-                int(bits.row_BF[low, COUNT]), pair, end - begin, width, _RANKED,
+                int(bits.row_BF[low, COUNT]), pair, end - begin, width, _RANKED, num_warps=8,
             )  # fmt: skip
             marks, ends = _bitmap(key_K, 0, elements)
-            _move_ranked[(triton.cdiv(end - begin, 1024),)](
+            _move_ranked[(triton.cdiv(end - begin, _MOVED),)](
                 key_K, marks, ends, from_class_K, from_step_K, ordered_K, class_K[begin:end], to_step_K[begin:end],
-                end - begin, 1024,
+                end - begin, _MOVED,
             )  # fmt: skip
             _first_classes[(triton.cdiv(high - low, 128),)](
                 bits.table_BF[low:high], bits.size_P, first_B[low:high], high - low, 128
@@ -860,16 +861,17 @@ def place(bits: Bits, found: Ranked, spans: Sequence[Span], at_K: torch.Tensor, 
         with on(at_K.device):
             _places[(triton.cdiv(end - begin, _RANKED),)](
                 bits.table_BF, bits.classes.low_L, bits.classes.high_L, count_N, number_K, found.rank_K[begin:end],
-                found.class_K[begin:end], key_K, int(bits.row_BF[low, COUNT]), end - begin, _UNSIGNED[bits.width], _RANKED,
+                found.class_K[begin:end], key_K, int(bits.row_BF[low, COUNT]), end - begin, _UNSIGNED[bits.width],
+                _RANKED, num_warps=8,
             )  # fmt: skip
         done = begin
         for start in range(first, last, MOST_ELEMENTS):  # more than one only where a single band is larger
             size = min(MOST_ELEMENTS, last - start)
             marks, ends = _bitmap(key_K, start, size)
             with on(at_K.device):
-                _move_placed[(triton.cdiv(end - begin, 1024),)](
+                _move_placed[(triton.cdiv(end - begin, _MOVED),)](
                     key_K, marks, ends, found.step_K[begin:end], at_K[done:end], step_K[done:end], start, end - begin, size,
-                    at, 1024,
+                    at, _MOVED,
                 )  # fmt: skip
             if start + size < last:
                 done += int(ends[-1])

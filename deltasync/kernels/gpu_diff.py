@@ -62,8 +62,6 @@ def _marks(old_ptr, new_ptr, left, W: tl.constexpr, NEW_W: tl.constexpr, ALIGNED
     Aligned elements of one or two bytes are read as words of `PER` elements. Loads without a mask are the widest.
     """
     word = tl.arange(0, BLOCK // 32)[:, None]
-    if ALIGNED:
-        old_ptr, new_ptr = tl.multiple_of(old_ptr, 16), tl.multiple_of(new_ptr, 16)
     if ALIGNED and NEW_W < 4:
         PER: tl.constexpr = 4 // W
         old_ptr = tl.multiple_of(old_ptr.to(tl.pointer_type(tl.uint32), bitcast=True), 16)
@@ -140,6 +138,8 @@ def _compare(
     left = tl.load(entry_ptr + _COUNT) - base
     old_ptr = tl.load(entry_ptr + _OLD).to(tl.pointer_type(OLD_TYPE)) + base
     new_ptr = tl.load(entry_ptr + _NEW).to(tl.pointer_type(NEW_TYPE)) + base
+    if ALIGNED:  # here, because arguments of a function carry no hints
+        old_ptr, new_ptr = tl.multiple_of(old_ptr, 16), tl.multiple_of(new_ptr, 16)
     marks = _marks(old_ptr, new_ptr, left, W, NEW_W, ALIGNED, BLOCK)
     n = marks - ((marks >> 1) & 0x55555555)  # counts the ones; LLVM recognizes this form as one instruction
     n = (n & 0x33333333) + ((n >> 2) & 0x33333333)

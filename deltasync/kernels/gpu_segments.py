@@ -17,11 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
+from deltasync.errors import undoing
 from deltasync.kernels import reference, table
 from deltasync.kernels.table import Line, Rows, Table, Writes
 
 _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
-_READ_BLOCK = 1024  # elements that a program reads at once from a row of `table.STREAM_BLOCK`
+_READ_BLOCK = 512  # elements that a program reads at once from a row of `table.STREAM_BLOCK`
 
 _DEST, _KEY, _OFFSET, _FIRST, _SPAN, _DIMS, _COLUMNS, _MOST_DIMS, _LOW, _COUNT, _PLACE, _WRITE_COLUMNS = (
     tl.constexpr(column)
@@ -71,24 +72,22 @@ def _line(row_ptr, line_ptr):
 
 
 @triton.jit
-def _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK: tl.constexpr):
+def _changes(line, number, block, dim_ptr, write_ptr, low_ptr, STRIDED: tl.constexpr, BLOCK: tl.constexpr):
     """Find the changes of a program.
 
-    Returns their numbers, where their values lie, their offsets from the line's first element in the tensor and live memory,
-    and whether each is an element of the segment. Contiguous lines take no division, the others one of 32 bits a dimension.
+    Returns the numbers of the first one and of its value, their offsets from the line's first element in the tensor and live
+    memory, and whether each is in the segment. Contiguous lines take no division, the others one of 32 bits a dimension.
     """
     write = write_ptr + number * _WRITE_COLUMNS
-    j = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    inside = j < tl.load(write + _COUNT)
-    k = tl.load(write + _LOW) + j
-    offset = tl.load(low_ptr + k, inside, other=0) - tl.load(line + _FIRST).to(tl.uint32)
-    offset = tl.where(inside, offset, 0)
-    to = offset.to(tl.int64)
-    dims = tl.load(line + _DIMS)
-    if dims > 0:
-        rest = offset
-        to = to * 0
-        for dim in range(dims):
+    first = block * BLOCK
+    lane = tl.arange(0, BLOCK)
+    inside = lane < (tl.load(write + _COUNT) - first)
+    k = tl.load(write + _LOW) + first
+    offset = tl.load(low_ptr + k + lane, inside, other=0) - tl.load(line + _FIRST).to(tl.uint32)
+    if STRIDED:
+        rest = tl.where(inside, offset, 0)
+        to = rest.to(tl.int64) * 0
+        for dim in range(tl.load(line + _DIMS)):
             triple = dim_ptr + (number * 2 * _MOST_DIMS + dim) * 3
             stride = tl.load(triple).to(tl.uint32)
             coordinate = rest // stride
@@ -96,7 +95,9 @@ def _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK: tl.constex
             inside = inside & (coordinate < tl.load(triple + 1).to(tl.uint32))
             to += coordinate.to(tl.int64) * tl.load(triple + 2)
         inside = inside & (rest == 0)
-    return k, tl.load(write + _PLACE) + j, offset, to, inside
+    else:
+        to = offset
+    return k, tl.load(write + _PLACE) + first, offset, to, inside
 
 
 @triton.jit(do_not_specialize_on_alignment=_prepare_arguments)
@@ -112,32 +113,46 @@ def _prepare(
     check_ptr,
     kept_ptr,
     BITS: tl.constexpr,
+    STRIDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     number, line, block = _line(row_ptr, line_ptr)
-    k, place, offset, to, inside = _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK)
+    k, place, offset, to, inside = _changes(line, number, block, dim_ptr, write_ptr, low_ptr, STRIDED, BLOCK)
+    lane = tl.arange(0, BLOCK)
     old = tl.load(tl.load(line + _DEST).to(tl.pointer_type(BITS)) + to, inside, other=0)
     tl.atomic_add(check_ptr + number, tl.sum(_weighted(to, old), axis=0).to(tl.int64, bitcast=True), sem="relaxed")
-    new = tl.load(step_ptr + k, inside, other=0) + old
-    tl.store(value_ptr + place, new, inside)
+    new = tl.load(step_ptr + k + lane, inside, other=0) + old
+    tl.store(value_ptr + place + lane, new, inside)
     key = tl.load(line + _KEY).to(tl.uint64, bitcast=True)
     index = tl.load(line + _OFFSET) + offset.to(tl.int64)
     # Outside, old and new are both 0 and add nothing.
     gained = tl.sum(_cell(key, index, new) - _cell(key, index, old), axis=0)
     tl.atomic_add(gain_ptr + number, gained.to(tl.int64, bitcast=True), sem="relaxed")
-    if tl.load(line + _DIMS) > 0:
+    if STRIDED:
         tl.atomic_add(kept_ptr + number, tl.sum(inside.to(tl.int64), axis=0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=_swap_arguments)
-def _swap(line_ptr, dim_ptr, write_ptr, row_ptr, low_ptr, value_ptr, check_ptr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+def _swap(
+    line_ptr,
+    dim_ptr,
+    write_ptr,
+    row_ptr,
+    low_ptr,
+    value_ptr,
+    check_ptr,
+    BITS: tl.constexpr,
+    STRIDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     number, line, block = _line(row_ptr, line_ptr)
-    _, place, _, to, inside = _changes(line, number, block, dim_ptr, write_ptr, low_ptr, BLOCK)
-    dest_ptr = tl.load(line + _DEST).to(tl.pointer_type(BITS))
-    new = tl.load(value_ptr + place, inside, other=0)
-    old = tl.load(dest_ptr + to, inside, other=0)
-    tl.store(dest_ptr + to, new, inside)
-    tl.store(value_ptr + place, old, inside)
+    _, place, _, to, inside = _changes(line, number, block, dim_ptr, write_ptr, low_ptr, STRIDED, BLOCK)
+    value_ptr += place + tl.arange(0, BLOCK)
+    dest_ptr = tl.load(line + _DEST).to(tl.pointer_type(BITS)) + to
+    new = tl.load(value_ptr, inside, other=0)
+    old = tl.load(dest_ptr, inside, other=0)
+    tl.store(dest_ptr, new, inside)
+    tl.store(value_ptr, old, inside)
     tl.atomic_add(check_ptr + number, tl.sum(_weighted(to, old), axis=0).to(tl.int64, bitcast=True), sem="relaxed")
 
 
@@ -214,17 +229,37 @@ def prepare(of: Writes) -> None:
     of.sum_3S.zero_()
     held, bits = of.table, _BITS[of.table.width]
     step_K, value_V = _unsigned(of.step_K), _unsigned(of.value_V)
-    for row_R in of.row_R.split(of.at_once):  # launches that end soon: an engine's kernels come between them
-        arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, _unsigned(of.low_K), step_K, value_V, *of.sum_3S)
-        _launch(_prepare, row_R.numel(), arguments, bits, table.SCATTER_BLOCK)
+    for is_strided, of_kind in _kinds(of):
+        for row_R in of_kind.split(of.at_once):  # launches that end soon: an engine's kernels come between them
+            arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, _unsigned(of.low_K), step_K, value_V, *of.sum_3S)
+            _launch(_prepare, row_R.numel(), arguments, bits, is_strided, table.SCATTER_BLOCK)
 
 
 def swap(of: Writes) -> None:
     """See `SegmentKernels.swap`."""
-    held, check_S = of.table, of.sum_3S[table.CHECK]
-    check_S.zero_()
-    arguments = (held.line_SC, held.dim_S2D3, of.write_SC, of.row_R, _unsigned(of.low_K), _unsigned(of.value_V), check_S)
-    _launch(_swap, of.row_R.numel(), arguments, _BITS[held.width], table.SCATTER_BLOCK)
+    of.sum_3S[table.CHECK].zero_()
+    launched: list[tuple[bool, torch.Tensor]] = []
+    try:
+        for kind in _kinds(of):
+            _swap_kind(of, *kind)
+            launched.append(kind)
+    except BaseException:
+        with undoing():
+            for kind in launched:
+                _swap_kind(of, *kind)
+        raise
+
+
+def _swap_kind(of: Writes, is_strided: bool, row_R: torch.Tensor) -> None:
+    held, low_K, value_V = of.table, _unsigned(of.low_K), _unsigned(of.value_V)
+    arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, low_K, value_V, of.sum_3S[table.CHECK])
+    _launch(_swap, row_R.numel(), arguments, _BITS[held.width], is_strided, table.SCATTER_BLOCK)
+
+
+def _kinds(of: Writes) -> list[tuple[bool, torch.Tensor]]:
+    """Return the rows of contiguous lines, and of the others; at least one kind, and none without rows."""
+    rows = (False, of.row_R[: of.contiguous_rows]), (True, of.row_R[of.contiguous_rows :])
+    return [(is_strided, row_R) for is_strided, row_R in rows if row_R.numel()]
 
 
 def fingerprint(of: Table, rows: Rows, gain_S: torch.Tensor) -> None:
@@ -278,10 +313,10 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     """
     room = _Anywhere(device)
     dest = room.allocate(16 * dtype.itemsize).view(dtype)
+    low_K, step_K = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=dtype, device=device)
     for first, layout in ((0, ()), (1, ()), (0, ((2, 1, 1),))):
         of = Table([Line(0, dest[first : first + 1], 0, 0, 1, layout)], room)
         fingerprint(of, of.whole, *of.empty(((1,), torch.int64)))
-    low_K, step_K = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=dtype, device=device)
-    writes = Writes(of, low_K, step_K, np.zeros(1, np.int64), np.ones(1, np.int64))
-    prepare(writes)
-    swap(writes)
+        writes = Writes(of, low_K, step_K, np.zeros(1, np.int64), np.ones(1, np.int64))
+        prepare(writes)
+        swap(writes)

@@ -18,6 +18,7 @@ import importlib
 import logging
 import os
 import platform
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ _ROW, _CHUNK = 1 << 16, 1 << 12  # most elements, and most changes, of a row of 
 _SWAP_CHUNK = 1 << 14
 _LAUNCH = 1 << 28  # elements that one call compares
 _SMALL = 1 << 15  # elements, or eight times the changes, that one thread handles sooner than several
-_MOST_DIMS = 8
+_PIECE = 8 << 20  # bytes that `_room` allocates at once
 
 _most: int | None = None  # most threads of one call; None for all cores
 
@@ -108,11 +109,11 @@ def take(key: int, bits_N: np.ndarray, out_N: np.ndarray) -> int:
 
 
 class Compared(NamedTuple):
-    """What differs between two versions of a vector.
+    """The difference of two versions of a vector.
 
     Attributes:
         steps: The steps from the old bits to the new ones.
-        gain_T: What each tensor's fingerprint gains, uint64.
+        gain_T: The gain of each tensor's fingerprint, uint64.
         above_T: How many new bit patterns of each tensor exceed its bound, int64.
     """
 
@@ -171,12 +172,30 @@ def _compare(
     if native is None:
         return reference.compare(row_RF, vector, bound_T2, gain_T, above_T)
     while True:
-        at_K, step_K = np.empty(room, vector.index_dtype), np.empty(room, vector.bits_dtype)
+        at_K, step_K = _room(room, vector.index_dtype), _room(room, vector.bits_dtype)
         given = vector.key_T, bound_T2, at_K, step_K, gain_T, above_T
         found = native.scan(threads(int(row_RF[:, 2].sum())), row_RF, *given)
         if found <= room:
             return Sparse(at_K[:found], step_K[:found])
         room = found
+
+
+class _Kept(threading.local):
+    """Memory of a thread that `_room` cuts up."""
+
+    left = np.empty(0, np.uint8)
+
+
+_kept = _Kept()
+
+
+def _room(count: int, dtype: np.dtype) -> np.ndarray:
+    """Return an array, cut out of memory that has huge pages: small pages take longer to clear than to fill."""
+    size = -(-count * dtype.itemsize // 64) * 64
+    if _kept.left.size < size:
+        _kept.left = np.empty(max(_PIECE, size), np.uint8)
+    array, _kept.left = _kept.left[: count * dtype.itemsize], _kept.left[size:]
+    return array.view(dtype)
 
 
 def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

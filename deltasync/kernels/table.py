@@ -34,11 +34,11 @@ GAIN, CHECK, KEPT = range(3)
 """Sums of each line: what its fingerprint gains; the checksum of old values; how many of its changes lie in the segment."""
 
 SCATTER_BLOCK = 512
-STREAM_BLOCK = 1 << 16
+STREAM_BLOCK = 1 << 14
 """Most elements of a row: `SCATTER_BLOCK` changes to write, or `STREAM_BLOCK` of a segment's memory to read."""
 
-ROWS_AT_ONCE = 4096
-"""Most full rows of one launch outside of a commit's pause: two on each place of a large GPU, so about 0.1 ms."""
+WRITTEN_AT_ONCE, READ_AT_ONCE = 1 << 21, 1 << 28
+"""Most elements of one launch outside of a commit's pause: 0.1 and 0.3 ms of a large GPU, some programs on each place."""
 
 MOST_ELEMENTS = 1 << 31
 """Of a line, so that offsets in it have 32 bits. Larger segments take several."""
@@ -95,9 +95,9 @@ class Rows:
     at_once: int
 
 
-def at_once(rows: int, elements: int, block: int) -> int:
-    """Return how many rows one launch takes outside of a pause: the launches depend on the elements, not on the segments."""
-    return -(-rows // max(1, -(-elements // (ROWS_AT_ONCE * block)))) or 1
+def at_once(rows: int, elements: int, most: int) -> int:
+    """Return how many rows one launch takes outside of a pause: launches depend on the elements, not on the segments."""
+    return -(-rows // max(1, -(-elements // most))) or 1
 
 
 class Room(Protocol):
@@ -182,7 +182,7 @@ class Table:
             else:
                 kinds.append((self._kinds[number], first, end))
             first = end
-        at_once_ = at_once(row_R.size, int(self._span_S[lines].sum()), STREAM_BLOCK)
+        at_once_ = at_once(row_R.size, int(self._span_S[lines].sum()), READ_AT_ONCE)
         return Rows(self.sent(row_R)[0], tuple(kinds), lines, at_once_)
 
 
@@ -199,7 +199,8 @@ class Writes:
 
     Attributes:
         value_V: New bits once it is prepared, on the device; old ones after an exchange.
-        write_SC, row_R: The lines and rows, on the device.
+        write_SC, row_R: The lines and rows, on the device; those of contiguous lines first.
+        contiguous_rows: How many those are.
         at_once: Rows of one launch outside of a pause.
         sum_3S: The sums of each line, on the device.
         changed: Number of elements that are written, once it is prepared.
@@ -224,8 +225,9 @@ class Writes:
         self.sum_3S, value_V = table.empty(((3, len(table.lines)), torch.int64), ((values,), step_K.dtype))
         self.value_V = step_K if in_place else value_V
         row_R, _ = _rows(self._touched, -(-count_S[self._touched] // SCATTER_BLOCK))
+        self.contiguous_rows = int(np.searchsorted(row_R, int(table.contiguous_S.sum()) << 32))
         self.write_SC, self.row_R = table.sent(self.write_SC_host, row_R)
-        self.at_once = at_once(row_R.size, int(count_S.sum()), SCATTER_BLOCK)
+        self.at_once = at_once(row_R.size, int(count_S.sum()), WRITTEN_AT_ONCE)
         self.changed = 0
         self.nbytes = sum(each.nbytes for each in (low_K, self.value_V, self.write_SC, self.row_R, self.sum_3S))
 

@@ -28,7 +28,7 @@ RESERVE_BYTES = 256 << 20
 
 _STEP_BYTES = 2 << 20  # what PyTorch's allocator rounds large requests up to
 _SENT_BYTES = 8 << 20  # of a room of `Device.send`
-_ROOMS = 8
+_ROOMS = 16
 _COPIERS = min(16, max(2, os.cpu_count() or 1))
 """Threads that copy between host memory: one alone copies 11 GB/s, which is a fifth of what crosses to a device."""
 
@@ -121,9 +121,11 @@ class Device:
         """
         if not self._is_cuda:
             return torch.empty(size_bytes, dtype=torch.uint8)
-        mapped = mmap.mmap(-1, max(1, size_bytes))
-        with contextlib.suppress(OSError, AttributeError, ValueError):
-            mapped.madvise(mmap.MADV_HUGEPAGE)
+        # Private, because shared memory gets no huge pages; but not in forks, where writing would move this process's pages.
+        mapped = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError, AttributeError):
+                mapped.madvise(getattr(mmap, advice))
         memory = np.frombuffer(mapped, np.uint8)
         # Pages that are there already are registered in a fifth of the time; many threads get them faster.
         pages = memory[:: mmap.PAGESIZE]
@@ -185,7 +187,7 @@ class Device:
         """Run work inside this context on a stream beside the engine's; by default wait for it at the end.
 
         CUDA has no priority below that of the streams that engines use. So staging launches and copies little at a time
-        (`table.ROWS_AT_ONCE`, `send`), and the engine's work comes between.
+        (`table.WRITTEN_AT_ONCE`, `send`), and the engine's work comes between.
         """
         if not self._is_cuda:
             yield

@@ -321,15 +321,32 @@ class DevicePlaces:
                 low_K, step_K = steps.low_K.view(torch.int32), steps.step_K.view(table.dtype)
                 below_L = self._below(steps)
             else:
-                searched = copiers().submit(count_below, steps.at_K, table.limit_L)
                 low_K, step_K = table.crossed((steps.at_K, torch.int32), (steps.data_K, table.dtype))
-                below_L = searched.result()
+                below_L = self._searched(steps.at_K, low_K)
             low_S, count_S = table.bounds(below_L)
             if not count_S.any():
                 return None
             mutates = not isinstance(steps, DeviceSparse)
             writes = Writes(table, low_K, step_K, low_S, count_S, mutates=mutates)
             return DeviceSwap(self.device, writes)
+
+    def _searched(self, at_K: np.ndarray, low_K: torch.Tensor) -> np.ndarray:
+        """Return the same of positions on the host, whose lower halves are on the device and searched there.
+
+        Halves ascend from one multiple of 2**32 to the next. A search through the host's memory would take 10 ms.
+        """
+        limit_L = self.table.limit_L
+        turn = count_below(at_K, np.arange(int(limit_L[-1] >> 32) + 1, dtype=np.int64) << 32)
+        edges = np.append(turn, at_K.size)
+        low_L, high_L, wanted_L = self.table.sent(edges[limit_L >> 32], edges[(limit_L >> 32) + 1], limit_L & 0xFFFFFFFF)
+        for _ in range(at_K.size.bit_length()):
+            middle_L = (low_L + high_L) >> 1
+            found_L = low_K[middle_L.clamp(max=at_K.size - 1)].to(torch.int64) & 0xFFFFFFFF
+            is_below_L = (low_L < high_L) & (found_L < wanted_L)
+            low_L = torch.where(is_below_L, middle_L + 1, low_L)
+            high_L = torch.where(is_below_L, high_L, middle_L)
+        below: np.ndarray = low_L.cpu().numpy()
+        return below
 
     def _below(self, steps: DeviceSteps) -> np.ndarray:
         """Return how many changes there are before each limit of the table."""

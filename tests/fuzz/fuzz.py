@@ -3,8 +3,8 @@
 FOLDER is the corpus, which grows. Ends with an error at the first input that makes the reader do what it must not, or takes
 more than 60 s or 2 GiB; that input is the last one in FOLDER.last (8 bytes of size, then the input).
 
-The decoders of deltasync.kernels are run as Python (NUMBA_DISABLE_JIT=1 for the codecs' targets, see `tests.fuzz.run`), so
-that coverage is seen in them too.
+The codecs' targets run the decoders of `kernels.reference` in Python (DELTASYNC_SIMD=none, see `tests.fuzz.run`), so that
+coverage is seen in them too; `tests.fuzz.sanitized` feeds the extension.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import logging
 import mmap
-import os
 import pkgutil
 import random
 import resource
@@ -29,11 +28,8 @@ _LIMIT_BYTES = 2 << 30
 _LIMIT_S = 60  # on a machine that does other things too
 _MOST_BYTES = 1 << 20
 
-# What numba compiles must be as it was written.
-_KERNELS = [f"deltasync.kernels.{name}" for name in ("coder", "cpu", "gpu", "torch_ops")]
-_INTERPRETED = "NUMBA_DISABLE_JIT" in os.environ
 _ROOMS = "tensors", "codec", "stores", "channel", "live", "replicas", "maintenance", "dashboard"
-with atheris.instrument_imports(include=["deltasync", "vllm_plugin"], exclude=[] if _INTERPRETED else _KERNELS):
+with atheris.instrument_imports(include=["deltasync", "vllm_plugin"]):
     import deltasync
     import deltasync.following.requests
     from tests.fuzz import mutate
@@ -83,7 +79,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for folder in folders:
         for path in Path(folder).iterdir():
-            TARGETS[name](path.read_bytes())  # kernels are compiled without a limit
+            TARGETS[name](path.read_bytes())
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, hardest = resource.getrlimit(resource.RLIMIT_AS)  # of a merge, which starts itself again, the outer one's
     limit = used + _LIMIT_BYTES if hardest == resource.RLIM_INFINITY else min(used + _LIMIT_BYTES, hardest)

@@ -105,7 +105,7 @@ def _streams(seconds: float) -> int:
         bits = np.dtype(f"u{width}")
         old_N = random.integers(0, 256, size * width, np.uint8).view(bits)
         low_C = (np.arange(classes) * (256 // classes)).astype(np.uint8)
-        span_C = np.full(classes, 256 // classes - 1, np.uint8)
+        span_C = np.diff(low_C.astype(np.int64), append=256).astype(np.uint8) - np.uint8(1)
         row_BF = np.array([[0, size, size, 1, 0, 8 * width - 8, 255]])
         changed = np.sort(random.choice(size, int(random.integers(1, size + 1)), replace=False)).astype(np.int32)
         step_K = random.integers(1, 1 << 63, changed.size).astype(bits)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from deltasync import follow
+from deltasync import Publisher, follow
 from deltasync.errors import ApplyError, ConfigError, ModelMismatchError, StageError
 from tests import http_server
 from tests.http_server import Server, digests, save, weights_of
@@ -274,6 +276,156 @@ def test_experts_that_mlx_lm_stacks(memory_url: str, tmp_path: Path) -> None:
                 assert any(".switch_mlp." in own for own in held)
                 for own, array in expected.items():
                     np.testing.assert_array_equal(bits(held[own]), bits(array), err_msg=own)
+
+
+_ANY: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6, "vocab_size": 64, "head_dim": 8, "max_position_embeddings": 512, "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+_KIMI = {
+    "kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4,
+    "gate_lower_bound": -5.0,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _ANY | {"tie_word_embeddings": True},
+    "gemma3_text": _ANY | {"sliding_window": 64, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
+    "kimi_k3": {
+        "text_config": _ANY
+        | _EXPERTS
+        | _LATENT
+        | {"linear_attn_config": _KIMI, "attn_res_block_size": 1, "activation_situ_beta": 1.0, "first_k_dense_replace": 1}
+    },
+    "mamba2": _ANY
+    | {
+        "num_heads": 4, "state_size": 8, "n_groups": 1, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True,
+        "time_step_limit": (0.0, 100.0), "time_step_rank": "auto", "layer_norm_epsilon": 1e-5,
+    },
+    "plamo3": _ANY | {"window_size": 64, "sliding_window_pattern": 2},
+}  # fmt: skip
+
+
+def built(family: str, weights: Weights) -> Any:
+    """A small model of a family, with these weights; or with random ones if there are none."""
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    model = module.Model(module.ModelArgs.from_dict({"model_type": family} | FAMILIES[family]))
+    model.set_dtype(mx.float32)  # experts on a CPU take no other
+    model.eval()
+    for own, array in arrays(model).items():
+        if own in weights:
+            new = mx.array(weights[own].numpy())
+        else:
+            new = (0.3 * mx.random.normal(array.shape, key=mx.random.key(len(weights) + hash(own) % 1000))).astype(
+                array.dtype
+            )
+        model.load_weights([(own, new)], strict=False)
+    mx.eval(model.parameters())
+    return model
+
+
+def logits(model: Any) -> Any:
+    found = model(mx.array([PROMPT])).astype(mx.float32)
+    mx.eval(found)
+    return np.array(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_tensor_that_is_published_alone_is_computed_with(family: str, memory_url: str) -> None:
+    model = built(family, {})
+    weights = {own: torch.from_numpy(bits(each).copy()).view(torch.float32) for own, each in arrays(model).items()}
+    logits(model)  # before the first version, as a server warms up
+    publisher = Publisher(memory_url, dtype="keep", retention=None)
+    with publisher, follow(model, memory_url, background=False) as following:
+        different = 0
+        before = None
+        for own in [None, *weights]:
+            if own is not None:
+                weights[own] = -weights[own]
+            publisher.publish(weights.items()).wait(PATIENCE_S)
+            following.sync()
+            found = logits(model)
+            np.testing.assert_array_equal(found, logits(built(family, weights)), err_msg=str(own))
+            different += before is not None and not np.array_equal(found, before)
+            before = found
+    assert different > len(weights) / 2, "few tensors change an answer, which proves little"
+
+
+class Keeping(nn.Module):
+    """A model that keeps something that it made of its weight."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.args = args
+        self.weight = mx.ones((4,), mx.bfloat16)
+        self._constant = mx.arange(4).astype(mx.float32)
+        self._twice = None
+        self.by_size: dict[int, Any] = {}
+        self.step = None
+        if args == "compiled":
+            self.step = mx.compile(self.compute)
+        if args == "hidden":
+            self.holder = types.SimpleNamespace(arrays=[])
+
+    def compute(self, x: Any) -> Any:
+        return x * self.weight
+
+    def __call__(self, x: Any) -> Any:
+        if self._twice is None:
+            self._twice = self.weight * 2
+        if self.args == "by size":
+            self.by_size.setdefault(x.size, (self.weight * 3,))
+            return x * self.by_size[x.size][0]
+        if self.args == "changed":
+            self._constant = self._constant + self.weight
+        if self.args == "hidden":
+            self.holder.arrays.append(self.weight)
+        if self.args == "own":
+            self.made = (self.weight * 3,)
+            self.step = self.step or mx.compile(self.compute)
+        return x * self._twice + self._constant
+
+
+@pytest.mark.parametrize("args", ["plain", "own", "by size", "compiled", "changed", "hidden", None])
+def test_arrays_made_of_weights_are_made_anew_or_refused_by_name(args: str | None, memory_url: str) -> None:
+    model = Keeping(args)
+    mx.random.seed(7)
+    expected = mx.random.uniform(shape=(2,)).tolist()
+    mx.random.seed(7)
+    refused = {"compiled": "step", "changed": "_constant", "hidden": "holder", None: "_constant"}.get(args)
+    one = mx.ones((4,), mx.bfloat16)
+    publisher = Publisher(memory_url, retention=None)
+    with publisher:
+        publisher.publish([("weight", torch.ones(4))]).wait(PATIENCE_S)
+        if args in ("compiled", None):
+            with pytest.raises(ModelMismatchError, match=f"{refused} of the model is .* cannot follow"):
+                follow(model, memory_url)
+            return
+        with follow(model, memory_url, background=False) as following:
+            assert mx.random.uniform(shape=(2,)).tolist() == expected
+            for value in (1.0, 2.0, 3.0):
+                if value > 1:
+                    publisher.publish([("weight", torch.full((4,), value))]).wait(PATIENCE_S)
+                    if refused is not None:
+                        with pytest.raises(ModelMismatchError, match=f"^{refused} of the model is an array"):
+                            following.sync()
+                        assert following.version == 1
+                        continue
+                    following.sync()
+                    assert model.step is None and "made" not in model
+                found = model(one)
+                if args != "changed":
+                    factor = 3 if args == "by size" else 2
+                    constant = 0 if args == "by size" else model._constant
+                    assert mx.array_equal(found, one * factor * value + constant), value
 
 
 def test_what_is_refused(checkpoint: Path, memory_url: str) -> None:

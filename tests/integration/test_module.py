@@ -647,7 +647,7 @@ def test_nothing_is_computed_with_weights_that_something_else_wrote_or_moved(
         trainer.publish()
         with follow(model, memory_url, background=False) as following:
             change(model)
-            assert following.error is not None and following.not_ready is not None
+            assert following.not_ready is not None and following.status.state == "failed"
             with pytest.raises(ApplyError, match="something else wrote, converted or replaced"):
                 model(tokens)
             for version in (1, 2):

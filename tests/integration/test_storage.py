@@ -23,7 +23,6 @@ from deltasync.maintenance.budget import LEAST_COMPACTED, Budget
 from deltasync.publish import compaction, encode
 from deltasync.publish.maintenance import Sample
 from deltasync.publish.shadow import Shadow
-from deltasync.tensors.bits import bits_of
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -79,13 +78,12 @@ def test_the_week_in_the_manual_is_what_the_command_prints() -> None:
 
 def test_the_size_of_a_compaction_is_computed_and_estimated_as_it_is() -> None:
     random, weights = np.random.default_rng(1), storage.model(1_000_000)
-    bits = {name: bits_of(tensor) for name, tensor in weights.items()}
     sample = Sample(Shadow.whole(weights))
-    assert sample.compaction_bytes(bits) == 0
+    assert sample.compaction_bytes(Shadow.whole(weights)) == 0
     for _ in range(40):
         storage.move(random, weights, 0.01)
-    elements = sum(held.size for held in bits.values())
-    assert sample.compaction_bytes(bits) == pytest.approx(elements * compaction_bits(0.01, 40) / 8, rel=0.02)
+    computed = sum(tensor.numel() for tensor in weights.values()) * compaction_bits(0.01, 40) / 8
+    assert sample.compaction_bytes(Shadow.whole(weights)) == pytest.approx(computed, rel=0.02)
     assert delta_bits(0.01) == pytest.approx(9.88, abs=0.01)
     assert (PART_CHANGED, COMPACTION_PART_ELEMENTS) == (encode.GROUP_CHANGED, compaction.GROUP_ELEMENTS)
 

@@ -31,6 +31,7 @@ RELOADED = {
     "fp8": {CHANGED: 14},
 }
 REFUSED = {
+    "tied_gemma": "There is no module or parameter named 'lm_head'",
     "gpt_oss": "having it load them again does not change GptOssRoutedExperts, so this model cannot be updated",
     "deepseek_v2_fp8": "vLLM computed W_UK_T, W_UV of MLAAttention from weights of other layers, and would not do so again",
 }
@@ -38,7 +39,9 @@ REFUSED = {
 # Of these each tensor changes alone as well. On CPUs with AVX-512 BF16 vLLM packs the weights of a convolution, and keeps
 # those that it loaded in Mamba2's mixer beside them: such a model is refused.
 MAY_BE_REFUSED = ("falcon_h1", "mamba2", "nemotron_h", "granite_hybrid")
+TIED = ("tied", "tied_again")
 SWEPT = (
+    *TIED,
     *(
         "phi",
         "mamba",
@@ -71,9 +74,9 @@ SWEPT = (
 
 # Each is laid out, or refused, as another one here is.
 SLOW = (
-    *SWEPT[2:],
+    *(case for case in SWEPT if case not in ("tied", "phi", "mamba")),
     # llama, qwen3_moe_swapped and mamba stand for the first three.
-    *("phi", "phi3", "qwen3_moe", "gemma2", "gemma3", "qwen3_moe_loaded", "deepseek_v2_fp8"),
+    *("phi", "phi3", "qwen3_moe", "gemma2", "gemma3", "qwen3_moe_loaded", "deepseek_v2_fp8", "tied_gemma"),
 )
 
 
@@ -142,6 +145,14 @@ def test_what_can_be_neither_patched_nor_loaded_again_is_refused_and_untouched(
         assert REFUSED[case] in status["error"]
     assert found["touched"] == []
     assert found["differences"] == found["changed"] != []
+
+
+@pytest.mark.parametrize("case", marked(*TIED))
+def test_a_version_in_which_tensors_differ_that_are_one_is_refused(case: str, told: dict[str, dict[str, Any]]) -> None:
+    served = {version for _, version in told[case]["untied"]}
+    assert len(served) == 1 and len(told[case]["untied"]) == 2
+    for error, _ in told[case]["untied"]:
+        assert "lm_head.weight and model.embed_tokens.weight are one tensor in the model, and differ in version" in error
 
 
 @pytest.mark.parametrize("case", marked(*SWEPT))

@@ -62,7 +62,13 @@ class Case:
     dtype: str = "keep"
     """The publisher's. With patterns the trainer's weights are float32, all of them."""
     alone: bool = False
-    """Whether each tensor changes alone as well, in a version of its own."""
+    """Whether each tensor changes alone as well, in a version of its own; those that are one in the model, together."""
+    more: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Tensors of the channel beside those that the model saves, each a copy of another one."""
+    stored: bool = False
+    """Whether the checkpoint has these too."""
+    tied: bool = False
+    """Whether they are one with the others in the model, so that a version in which one changes alone is refused."""
 
 
 _EXPERTS = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
@@ -212,6 +218,16 @@ _SWEPT: dict[str, tuple[str, dict[str, Any]]] = {
         for name in ["Qwen3Config", "GlmConfig", "Glm4Config", "Ernie4_5Config", "HunYuanDenseV1Config", "SeedOssConfig"]
     },
 }
+_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+_TIED = {"more": {_HEAD: _EMBEDDINGS}, "tied": True, "alone": True}
+CASES |= {
+    # The trainer's model has a head of its own, and is equal to the embeddings, with which vLLM computes.
+    "tied": Case(transformers.Qwen3Config, {**_HEADS, "tie_word_embeddings": True}, **_TIED),
+    # The checkpoint has it too; vLLM ties it again, because it is equal.
+    "tied_again": Case(transformers.Qwen3Config, {**_HEADS, "tie_word_embeddings": True}, **_TIED, stored=True),
+    # vLLM's model has no such module.
+    "tied_gemma": Case(transformers.Gemma2Config, _GEMMA, more={_HEAD: _EMBEDDINGS}),
+}
 CASES |= {name: Case(getattr(transformers, config), fields, alone=True) for name, (config, fields) in _SWEPT.items()}
 
 
@@ -276,7 +292,7 @@ def caught_up(following: Follow) -> dict[str, Any]:
     assert isinstance(target, EngineTarget)
     told: dict[str, Any] = msgspec.to_builtins(following.status())
     reloaded, reasons = len(target.workers.reloaded), target.workers.by_reason().items()
-    patched = len(following.reader.specs) - reloaded
+    patched = target.workers.patched_count if target.workers.is_open else 0
     shown = [{"reason": why, "tensors": len(names), "first": names[0]} for why, names in reasons]
     return told | {"patched_tensors": patched, "reloaded_tensors": reloaded, "reloaded": shown}
 
@@ -284,6 +300,8 @@ def caught_up(following: Follow) -> dict[str, Any]:
 def follow(folder: Path, case: Case) -> dict[str, Any]:
     path = save_model(folder, case.config, **case.fields)
     first = {name: cast(w, dtype_for(name, case.dtype)) for name, w in load_file(path / "model.safetensors").items()}
+    first |= {name: first[other].clone() for name, other in case.more.items()}
+    save(path, case, first)
     kept = case.dtype == "keep"
     second = {name: (w.float() * 1.01 + 0.01).to(w.dtype) for name, w in first.items()}
     config, model = load(path, case.arguments)
@@ -299,13 +317,39 @@ def follow(folder: Path, case: Case) -> dict[str, Any]:
         publisher.publish(second.items() if kept else [(name, w.float()) for name, w in second.items()]).wait(60)
         told["second"] = caught_up(following)
     shutil.copytree(path, folder / "second")
-    save_file(second, folder / "second" / "model.safetensors", metadata={"format": "pt"})
+    save(folder / "second", case, second)
     wanted = tensors_of(load(folder / "second", case.arguments)[1])
     told["differences"] = differences(tensors_of(model), wanted)
     told["changed"] = differences(wanted, loaded)
     if case.alone and told["second"]["version"] == 2:
         told["alone"] = alone(folder, case, second, lambda: caught_up(following), model)
+    if case.tied and not told["alone"]:
+        told["untied"] = untied(folder, case, second, lambda: caught_up(following), model)
     return told
+
+
+def save(path: Path, case: Case, weights: dict[str, torch.Tensor]) -> None:
+    held = {name: tensor for name, tensor in weights.items() if case.stored or name not in case.more}
+    save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def untied(
+    folder: Path,
+    case: Case,
+    weights: dict[str, torch.Tensor],
+    follow_on: Callable[[], dict[str, Any]],
+    model: torch.nn.Module,
+) -> list[tuple[str, int]]:
+    """Change tensors alone that are one in the model. Returns error and version after each; live tensors stay."""
+    found, before = [], tensors_of(model)
+    with Publisher(f"file://{folder}/channel", dtype=case.dtype, resume=True) as publisher:
+        for name in next(iter(case.more.items())):
+            other = weights | {name: -weights[name] - 0.5}
+            publisher.publish(other.items()).wait(60)
+            status = follow_on()
+            found.append((status["error"], status["version"]))
+            assert differences(tensors_of(model), before) == []
+    return found
 
 
 def alone(
@@ -318,12 +362,15 @@ def alone(
     """Change each tensor in a version of its own. Returns what is then other than in a fresh load, by the tensor."""
     wrong = {}
     with Publisher(f"file://{folder}/channel", dtype=case.dtype, resume=True) as publisher:
-        for name, before in weights.items():
-            weights[name] = -before - 0.5
+        for name in [*weights]:
+            together = [name, *(case.more[name] for _ in "1" if case.tied and name in case.more)]
+            if case.tied and name in case.more.values():
+                continue
+            weights |= {each: -weights[each] - 0.5 for each in together}
             version = publisher.publish(weights.items())
             version.wait(60)
             status = follow_on()
-            save_file(weights, folder / "second" / "model.safetensors", metadata={"format": "pt"})
+            save(folder / "second", case, weights)
             found = differences(tensors_of(model), tensors_of(load(folder / "second", case.arguments)[1]))
             if found or status["version"] != version.version:
                 wrong[name] = [str(status["error"]), *found]

@@ -18,7 +18,9 @@ from tests.interpreter import HAS_TRITON, INTERPRETED, run_again
 COMPILES = HAS_TRITON and not INTERPRETED
 
 if COMPILES:
-    from deltasync.kernels import gpu_diff, gpu_segments
+    from deltasync.kernels import gpu_classes, gpu_coder, gpu_diff, gpu_segments
+    from deltasync.kernels.gpu_classes import Bands, Bits, Changes, Classes
+    from deltasync.kernels.gpu_coder import Numbers, Streams
     from tests.triton_compiled import TARGETS, Compiled, compiling
 else:
     TARGETS = {}
@@ -91,11 +93,58 @@ def test_commits(target: str) -> None:
             gpu_segments.fingerprint(of, of.whole, *of.empty(((3,), torch.int64)))
             gpu_segments.fingerprint(of, of.rows(np.arange(1, 3)), *of.empty(((3,), torch.int64)))
     _check(found)
-    names = ["_fingerprint"] * 8 + ["_fingerprint_strided"] * 4 + ["_prepare"] * 4 + ["_swap"] * 4
+    names = ["_fingerprint"] * 8 + ["_fingerprint_strided"] * 4 + ["_prepare"] * 8 + ["_swap"] * 8
     assert sorted(kernel.name for kernel in found) == names
     assert len(found) == warm
     wide = [kernel for kernel in found if re.search(r"ld\.global\.(v4\.b32|v2\.b64|v2\.b32|b64)|_load_dwordx", kernel.code)]
     assert sum(kernel.name == "_fingerprint" for kernel in wide) >= 4  # what is aligned is read many elements at a time
+
+
+@compiled_only
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("widths", [(2,), pytest.param((1, 4, 8), marks=pytest.mark.slow)], ids=str)
+def test_codecs(target: str, widths: tuple[int, ...]) -> None:
+    """All widths of elements, positions and gaps; encoding, undoing, decoding and ordering."""
+    zeros, device, kinds = torch.zeros, torch.device("cpu"), (torch.int32, torch.int64)
+    with compiling(target, gpu_coder, gpu_classes) as found:
+        for width in widths:
+            unsigned = getattr(torch, f"uint{8 * width}")
+            long_S, int_S = zeros(5, dtype=torch.int64), zeros(5, dtype=torch.int32)
+            streams = Streams(zeros(6, dtype=torch.int64), long_S, int_S, int_S)
+            numbers = Numbers(zeros(40, dtype=torch.int32), zeros(40, dtype=unsigned))
+            count = gpu_coder.count(streams, numbers, int_S, 3)
+            gpu_coder.join(count, torch.tensor([0, 3], dtype=torch.int32))
+            fitted = gpu_coder.fit(count)
+            gpu_coder.encode(streams, numbers, fitted)
+            slots, words = gpu_coder.slots(fitted.freq_TS), zeros(9, dtype=torch.int32)
+            for kind in kinds:
+                to = zeros(40, dtype=kind), zeros(40, dtype=unsigned)
+                gpu_coder.decode(streams, long_S, words, long_S, long_S, slots, *to)
+            row_BF = np.zeros((5, gpu_classes.FIELDS), np.int64)
+            bits_N = zeros(4000, dtype=torch.int64)
+            row_BF[:] = bits_N.data_ptr(), 7, 20, 100, 0, 20, *[0] * (gpu_classes.FIELDS - 6)
+            bands = Bands(zeros(2, 6, dtype=torch.int64), *(zeros(2, dtype=torch.int64) for _ in range(3)))
+            changes = Changes(bands, np.array([0, 3, 5]), numbers.gap_K, numbers.step_K, bits_N)
+            bands.tally(numbers.gap_K, 5)
+            bits = Bits(row_BF, np.arange(6, dtype=np.int64) * 8, width, device, changes)
+            bits.survey(np.array([0, 3, 5]), np.array([3, 5]))
+            classes = Classes.of([(np.array([1, 9]), np.array([8, 200]), np.array([9, 4]))], device)
+            bits.divide(np.zeros(5, np.int64), np.array([0, 2]), classes)
+            for gap_bits in (32, 40):
+                gap_K, class_K, step_K, first_B = gpu_classes.rank(bits, gap_bits)
+                streams = Streams(bits.bound, long_S, int_S, first_B)
+                gpu_coder.count_classes(streams, Numbers(gap_K, step_K, class_K), 4)
+                gpu_coder.encode(streams, Numbers(gap_K, step_K, class_K), fitted, gap_bits)
+            spans = [(0, 3, 0, 5000), (3, 5, 5000, 9000)]
+            ranked = gpu_classes.decode(bits, words, long_S, long_S, slots, spans)
+            for kind in kinds:
+                gpu_classes.place(bits, ranked, spans, zeros(40, dtype=kind), zeros(40, dtype=unsigned))
+    _check(found)
+    assert {kernel.name for kernel in found} == {"_" + name for name in _LAUNCHED.split()}
+
+
+_LAUNCHED = """classify count count_chunks count_classes count_marks decode encode first_classes fit gaps gather join mark
+    move_placed move_ranked places rank size slots sum_chunks survey_elements survey_steps tally undo"""
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="the tests above run as they are")

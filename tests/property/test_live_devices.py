@@ -52,7 +52,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small tensors take several programs and pieces."""
     monkeypatch.setattr(table, "SCATTER_BLOCK", 64)
     monkeypatch.setattr(table, "STREAM_BLOCK", 256)
-    monkeypatch.setattr(table, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(table, "WRITTEN_AT_ONCE", 3 * 64)
+    monkeypatch.setattr(table, "READ_AT_ONCE", 3 * 256)
     monkeypatch.setattr(staging, "_DEVICE_PIECE_BYTES", 512)
     if INTERPRETED:
         monkeypatch.setattr(gpu_segments, "_READ_BLOCK", 128)
@@ -137,6 +138,34 @@ def test_commit_and_rollback(kernels: ModuleType, kind: str, small: None) -> Non
     assert memory.fingerprints == before
 
 
+@with_kernels
+@with_patches
+@pytest.mark.parametrize("unequal", [False, True])
+def test_a_tie_is_read_where_the_other_tensor_is_and_never_written(
+    kernels: ModuleType, kind: str, unequal: bool, small: None
+) -> None:
+    random = np.random.default_rng(3)
+    old_N = random.integers(0, 1 << 16, 900, np.uint16)
+    new_N = np.where(random.random(900) < (1.0 if kind == "whole" else 0.05), old_N ^ np.uint16(5), old_N)
+    live = signed_view(old_N.copy())
+    specs = {name: TensorSpec(name, "bfloat16", (900,)) for name in ("embeddings", "head")}
+    segments = {"embeddings": [Segment(live[:400], (1,), 0), Segment(live[400:], (1,), 400)], "head": []}
+    device = StandIn(kernels)
+    memory = LiveMemory(specs, segments, lambda _: device, ties={"head": "embeddings"})
+    memory.audit()
+    before = {"embeddings": old_N, "head": old_N}
+    assert memory.fingerprints == deltas.digests(before)
+    after = {"embeddings": new_N, "head": old_N if unequal else new_N}
+    staged = Model(memory, before).stage(kind, after)
+    memory.commit(staged)
+    np.testing.assert_array_equal(live.numpy().view(np.uint16), new_N)
+    wrong, total = memory.compare(staged)
+    assert (total == sum(deltas.digests(after).values()) & MASK) is not unequal
+    assert wrong == (["head"] if unequal else [])
+    memory.rollback(staged)
+    assert memory.fingerprints == deltas.digests(before)
+
+
 @pytest.mark.parametrize("kernels", KERNELS[-1:])
 @pytest.mark.parametrize("segment_count", [339, pytest.param(18_819, marks=pytest.mark.slow)])
 def test_a_commit_is_a_constant_number_of_launches(segment_count: int, kernels: ModuleType) -> None:
@@ -156,7 +185,7 @@ def test_a_commit_is_a_constant_number_of_launches(segment_count: int, kernels: 
     staged = memory.stage(Changed(Delta(Layout(specs), {2: steps}), dict.fromkeys(specs, 0)))
     for device in held:
         assert device.launches == ["fingerprint", "prepare"]
-        assert len(device.allocated) == 7  # four for a table, three for a version
+        assert len(device.allocated) == 8  # four for a table, four for a version
         device.launches.clear()
     launched = []
     with contextlib.ExitStack() as stack:
@@ -446,6 +475,20 @@ def test_staging_launches_little_at_a_time_and_a_commit_everything(kernels: Modu
     assert max(rows for name, rows in launched if name == "_swap") > 3
 
 
+@pytest.mark.parametrize("last", [1, 9, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, 3 << 32, (3 << 32) + 7])
+def test_positions_are_searched_by_their_lower_halves(last: int) -> None:
+    random = np.random.default_rng(last)
+    near = np.concatenate([(turn << 32) + np.arange(-3, 4) for turn in range(5)] + [random.integers(0, last, 50)])
+    at_K = np.unique(near[(near >= 0) & (near < last)])
+    limit_L = np.unique(np.concatenate((at_K, at_K + 1, [0, last])))
+    sent = lambda *arrays: [torch.from_numpy(array.astype(np.int64)) for array in arrays]  # noqa: E731
+    places: Any = SimpleNamespace(table=SimpleNamespace(limit_L=limit_L, sent=sent))
+    for held in (at_K, at_K[:0], at_K[-1:]):
+        low_K = torch.from_numpy(held.astype(np.uint32).view(np.int32))
+        found = staging.DevicePlaces._searched(places, held, low_K)
+        np.testing.assert_array_equal(found, np.searchsorted(held, limit_L))
+
+
 def _calls(run: Any) -> int:
     """Return how many functions Python calls, also those of C."""
     count = 0
@@ -577,7 +620,7 @@ def test_positions_cross_once_with_32_bits_and_checkpoint_indices_never() -> Non
     segments = sum(map(len, model.memory._segments.values()))
     assert staged.changed == changed.delta.changed
     crossed = sum(steps.at_K.size * (4 + width) for width, steps in changed.delta.steps.items())
-    assert crossed <= sum(sent) <= crossed + segments * 8 * (table.WRITE_COLUMNS + 2)
+    assert crossed <= sum(sent) <= crossed + segments * 8 * (table.WRITE_COLUMNS + 8)
 
 
 def test_warming_up_serves_each_dtype_of_a_device() -> None:

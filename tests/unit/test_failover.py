@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import TypeVar
 
@@ -142,6 +143,23 @@ def test_other_channels_are_refused(region: Region, memory_url: str) -> None:
     made.head()
     with pytest.raises(ConfigError, match=r"memory://.* and memory://.*-other hold different runs; name one channel and"):
         Replica(FailoverStore([region.source, other])).sync()
+
+
+def test_another_channels_head_at_a_copy_refuses_only_as_long_as_it_is_there(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody who may write to the copy can store one: head is not signed."""
+    monkeypatch.setattr(failover, "REVIEW_S", 0.0)
+    made = Made(open_store(f"memory://{uuid.uuid4().hex}"), run_id="another")
+    made.create(STATES[0])
+    made.anchor(STATES[0])
+    made.head()
+    before = region.far.read(keys.HEAD, 1 << 20)
+    region.far.put(keys.HEAD, made.store.read(keys.HEAD, 1 << 20))
+    with pytest.raises(ConfigError, match="hold different runs"):
+        list(region.store.list(""))
+    region.far.put(keys.HEAD, before)
+    region.assert_serves(region.made)
 
 
 def test_a_store_that_does_not_answer_is_waited_for_once(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:

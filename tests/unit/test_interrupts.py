@@ -14,8 +14,12 @@ import pytest
 import torch
 
 import deltasync
-from deltasync import Publisher, Replica
+from deltasync import Publisher, Replica, open_store
+from deltasync.channel import keys
+from deltasync.errors import PublishLostError
+from deltasync.kernels import native
 from tests.conftest import assert_same_bits
+from tests.faults import FaultyStore
 
 ROOT = str(Path(deltasync.__file__).parent)
 PATIENCE_S = 60.0
@@ -155,3 +159,76 @@ def test_a_forked_child_is_told_what_to_do_in_one_sentence(tmp_path: Path) -> No
     assert len(said) == 13 and set(ended) == {"ended 0"}, done.stdout
     assert all("ConfigError" in line and "of which this one is a fork" in line and "'spawn'" in line for line in said), said
     assert "Terminating" not in done.stderr
+
+
+@pytest.mark.parametrize("comes", ["before", "after"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
+def test_what_stops_while_the_shadow_takes_a_difference_is_followed_by_full_weights(
+    kind: type[BaseException], comes: str, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Publisher(memory_url) as publisher:
+        publisher.publish(weights(0)).wait(PATIENCE_S)
+        add = native.add
+
+        def stopped(*arguments: Any) -> Any:
+            if comes == "after":
+                add(*arguments)
+            raise kind
+
+        with monkeypatch.context() as patched, pytest.raises(kind):
+            patched.setattr(native, "add", stopped)
+            publisher.publish(weights(1))
+        receipt = publisher.publish(weights(2)).wait(PATIENCE_S)
+        assert (receipt.version, receipt.kind) == (2, "anchor")
+        receipt = publisher.publish(weights(3)).wait(PATIENCE_S)
+        assert (receipt.version, receipt.kind) == (3, "delta")
+    for version, wanted in ((2, weights(2)), (3, weights(3))):
+        replica = Replica(memory_url)
+        replica.sync(version)
+        assert_same_bits(replica.state_dict(), wanted)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
+def test_what_stops_while_a_stream_is_compared_is_followed_by_a_delta(
+    kind: type[BaseException], memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Publisher(memory_url) as publisher:
+        publisher.publish(weights(0)).wait(PATIENCE_S)
+
+        def stopped(*_: Any) -> Any:
+            raise kind
+
+        with monkeypatch.context() as patched, pytest.raises(kind):
+            patched.setattr(native, "compare", stopped)
+            publisher.publish(weights(1))
+        receipt = publisher.publish(weights(2)).wait(PATIENCE_S)
+        assert (receipt.version, receipt.kind) == (2, "delta")
+    replica = Replica(memory_url)
+    replica.sync()
+    assert_same_bits(replica.state_dict(), weights(2))
+
+
+def test_a_waiting_version_is_lost_if_the_shadow_is(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be encoded from bits that nobody knows."""
+    store = FaultyStore(open_store(memory_url))
+    with Publisher(store) as publisher:
+        publisher.publish(weights(0)).wait(PATIENCE_S)
+        gate = store.hold_at("create", keys.VERSIONS)
+        first = publisher.publish(weights(1))
+        assert gate.entered.wait(PATIENCE_S)
+        waiting = publisher.publish(weights(2))
+
+        def stopped(*_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(native, "add", stopped)
+            publisher.publish(weights(3))
+        last = publisher.publish(weights(4))
+        gate.opened.set()
+        with pytest.raises(PublishLostError):
+            waiting.wait(PATIENCE_S)
+        assert (first.wait(PATIENCE_S).version, last.wait(PATIENCE_S).version, last.kind) == (2, 3, "anchor")
+    replica = Replica(store)
+    assert replica.sync() == 3
+    assert_same_bits(replica.state_dict(), weights(4))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
-from vllm_plugin.engine import IdleEngine, Unguarded
+from vllm_plugin.engine import IdleEngine, Unguarded, exchange_here
 from vllm_plugin.pauses import Pauses
 from vllm_plugin.workers import answer
 
@@ -32,19 +33,38 @@ class Engine(IdleEngine):
             core_engines=[b"0"], _call_utility_async=self.call, pause_scheduler_async=self.pause_scheduler
         )
 
-    async def call(self, method: str, *, engine: bytes) -> Any:
+    async def call(self, method: str, *args: Any, engine: bytes) -> Any:
         if method == "deltasync_guard":
             self.guarded = True
-        elif method == "deltasync_recompute":
-            assert self.is_off
-            self.events.append("recompute")
+        elif method == "deltasync_exchange":
+            return self.exchange(*args)
         return self.asleep
 
-    async def pause_scheduler(self, *, mode: str, clear_cache: bool) -> None:
-        assert not clear_cache, "vLLM would drop the cache of inputs in one process before it does in the other"
+    def exchange(self, call: list[str], name: str | None, recomputes: bool, resumes: bool | None) -> Any:
+        core = SimpleNamespace(
+            is_scheduler_paused=lambda: self.is_off,
+            pause_scheduler=self.switch_off,
+            deltasync_recompute=lambda: self.events.append("recompute"),
+            collective_rpc=lambda *_: [answer(lambda: self.events.append(call[0]))],
+            set_weight_version=lambda name: self.events.append(name),
+            resume_scheduler=self.switch_on,
+        )
+        return [*exchange_here(core, call, name, recomputes, resumes)]  # type: ignore[misc]  # not a future
+
+    def switch_off(self, mode: str, clear_cache: bool) -> None:
+        assert mode == "keep" and not clear_cache, (
+            "vLLM would drop the cache of inputs in one process before it does in the other"
+        )
         if not self.is_off:
             self.events.append("pause")
         self.is_off = True
+
+    async def pause_scheduler(self, *, mode: str, clear_cache: bool) -> None:
+        self.switch_off(mode, clear_cache)
+
+    def switch_on(self) -> None:
+        self.events.append("resume")
+        self.is_off = False
 
     async def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[Any]:
         if method == "deltasync_call":
@@ -78,28 +98,63 @@ class Engine(IdleEngine):
         self.events.append("another has paused")
 
     async def resume_generation(self) -> None:
-        self.events.append("resume")
-        self.is_off = False
+        self.switch_on()
 
 
+@pytest.mark.parametrize("calls", [["commit"], ["commit", "confirm"]])
 @pytest.mark.parametrize("already", [False, True])
-def test_it_is_afterwards_as_before(already: bool) -> None:
+def test_it_is_afterwards_as_before(already: bool, calls: list[str]) -> None:
     async def body() -> None:
         engine = Engine()
         engine.is_off = already
         pauses = Pauses(engine)
         for fails in (False, True):
+            engine.events.clear()
             try:
-                async with pauses.paused(clear_cache=False):
-                    assert engine.is_off
+                async with pauses.committing(clear_cache=True):
+                    for call in calls:
+                        is_last = call == calls[-1] and not fails
+                        await pauses.exchange([call], "7" if is_last else None)
+                        assert engine.is_off is (already or not is_last), "the last call has resumed by itself"
                     if fails:
                         raise StageError
             except StageError:
                 assert fails
+            switched, named = [] if already else ["pause"], [] if fails else ["7"]
+            assert engine.events == [*switched, "recompute", *calls, *named, *([] if already else ["resume"])]
             assert engine.is_off is already
             assert pauses.last_s > 0
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_with_a_step_under_way_exchanges_once_it_has_ended(fails: bool) -> None:
+    events: list[str] = []
+    pausing: Future[None] = Future()
+    core = SimpleNamespace(
+        is_scheduler_paused=lambda: False,
+        pause_scheduler=lambda **_: pausing,
+        collective_rpc=lambda *call: events.append("commit") or [{"error": {}} if fails else {"result": None}],  # type: ignore[func-returns-value]
+        set_weight_version=events.append,
+        resume_scheduler=lambda: events.append("resume"),
+    )
+    exchanged = exchange_here(core, ["commit", True], "7", recomputes=False, resumes=None)
+    assert isinstance(exchanged, Future)
+    assert events == [] and not exchanged.done()
+    pausing.set_result(None)
+    assert events == (["commit"] if fails else ["commit", "7", "resume"])
+    assert (exchanged.result().resumed_s is None) is fails
+
+
+def test_a_pause_that_fails_is_said_to_whoever_commits() -> None:
+    pausing: Future[None] = Future()
+    core = SimpleNamespace(is_scheduler_paused=lambda: False, pause_scheduler=lambda **_: pausing)
+    exchanged = exchange_here(core, ["commit", True], "7", recomputes=False, resumes=None)
+    pausing.set_exception(RuntimeError("no device"))
+    assert isinstance(exchanged, Future)
+    with pytest.raises(RuntimeError, match="no device"):
+        exchanged.result()
 
 
 def test_a_commit_waits_for_a_pause_that_is_under_way_and_keeps_the_next_one_waiting() -> None:
@@ -113,9 +168,9 @@ def test_a_commit_waits_for_a_pause_that_is_under_way_and_keeps_the_next_one_wai
             await engine.pause_generation(mode="wait", clear_cache=True)
 
         async def commit() -> None:
-            async with pauses.paused(clear_cache=False):
+            async with pauses.committing(clear_cache=False):
                 await asyncio.sleep(0.02)
-                done.append("commit")
+                await pauses.exchange(["commit"], "7")
 
         first = asyncio.create_task(another())
         await asyncio.sleep(0.001)
@@ -127,7 +182,7 @@ def test_a_commit_waits_for_a_pause_that_is_under_way_and_keeps_the_next_one_wai
         assert engine.is_off
         return done
 
-    waited = ["another begins", "another has paused", "commit"]
+    waited = ["another begins", "another has paused", "commit", "7"]
     assert asyncio.run(body()) == [*waited, "another begins", "another has paused"]
 
 
@@ -136,8 +191,8 @@ def test_other_calls_do_not_wait() -> None:
         engine = Engine()
         pauses = Pauses(Unguarded(engine))
         await pauses.guard(engine)
-        async with pauses.paused(clear_cache=True):
-            assert engine.events == ["pause", "recompute"]
+        async with pauses.committing(clear_cache=False):
+            await pauses.exchange(["commit"], None)
             assert await engine.abort() == "True"
         with pytest.raises(ConfigError, match="which names its weights"):
             await engine.update_weight_version("mine")
@@ -212,8 +267,8 @@ def test_a_commit_waits_for_replies_of_one_version_and_they_for_it() -> None:
                 done.append(name)
 
         async def commit() -> None:
-            async with pauses.paused(clear_cache=False):
-                done.append("commit")
+            async with pauses.committing(clear_cache=False):
+                await pauses.exchange(["commit"], "7")
 
         first = asyncio.create_task(reply("first"))
         await asyncio.sleep(0.001)
@@ -227,13 +282,14 @@ def test_a_commit_waits_for_replies_of_one_version_and_they_for_it() -> None:
         await frozen
         return done
 
-    assert asyncio.run(body()) == ["first", "pause", "commit", "resume", "second", "commit", "frozen"]
+    assert asyncio.run(body()) == ["first", "pause", "commit", "7", "resume", "second", "commit", "7", "frozen"]
 
 
 def test_generation_stays_paused_while_nobody_knows_what_the_weights_are() -> None:
     async def commit(pauses: Pauses, error: Exception | None = None) -> None:
         try:
-            async with pauses.paused(False):
+            async with pauses.committing(False):
+                await pauses.exchange(["commit"], "7" if error is None else None)
                 if error is not None:
                     raise error
         except (ZeroDivisionError, StageError):
@@ -275,8 +331,8 @@ def test_a_resume_that_fails_is_tried_again_by_release(monkeypatch: pytest.Monke
         with monkeypatch.context() as patch:
             patch.setattr(engine, "resume_generation", fail)
             with pytest.raises(RuntimeError):
-                async with pauses.paused(clear_cache=False):
-                    pass
+                async with pauses.committing(clear_cache=False):
+                    await pauses.exchange(["commit"], None)
             assert (engine.is_off, pauses.held) == (True, True)
             with pytest.raises(RuntimeError):
                 await pauses.release()

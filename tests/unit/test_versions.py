@@ -195,7 +195,7 @@ def test_one_version_makes_a_reply_of_several_pooled_requests() -> None:
         engine.pauses = pauses = Pauses(Switch())
 
         async def commit() -> None:
-            async with pauses.paused(clear_cache=False):
+            async with pauses.committing(clear_cache=False):
                 engine.live.note(10)
 
         for _ in range(2):  # a score is one of a question, and then of documents
@@ -207,7 +207,7 @@ def test_one_version_makes_a_reply_of_several_pooled_requests() -> None:
     async def outside() -> None:  # of a reply, so each is one of its own
         engine.pauses = pauses = Pauses(Switch())
         await drain(engine.encode("a"))
-        async with pauses.paused(clear_cache=False):
+        async with pauses.committing(clear_cache=False):
             pass
 
     assert request(body, live=engine.live)[0]["x-deltasync-versions"] == "9..9"
