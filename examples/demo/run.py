@@ -64,9 +64,7 @@ def run(
         save_checkpoint(out / "untrained", model, tokenizer)
         server = stack.enter_context(_server(environ, out, channel, port, vllm_options))
         place = "GPU" if gpu.has_gpu() else "CPU"
-        say(
-            f"starting vLLM ({place}, port {port}), untrained; it knows only {channel} (log: {out / 'server.log'})"
-        )
+        say(f"starting vLLM ({place}, port {port}), untrained; it knows only {channel} (log: {out / 'server.log'})")
         _warm_up(out, url, seed, say, lesson, tokenizer, model)
         train = [sys.executable, "-m", "demo.train", "--model", f"{out}/model", "--channel", channel]
         train += ["--server-url", url, "--steps", str(steps), "--seed", str(seed), "--task", task]

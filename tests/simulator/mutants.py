@@ -150,8 +150,9 @@ MUTANTS = {
     ),
     "a version counts before it is stored": Mutant(
         "deltasync.publish.log",
-        '        self._put(stored.key, stored.data, f"version {stored.record.version}")\n        self.tip, self.pending = stored.version, None\n',
-        '        self.tip, self.pending = stored.version, None\n        self._put(stored.key, stored.data, f"version {stored.record.version}")\n',
+        '        self._put(stored.key, stored.data, f"version {stored.record.version}")\n',
+        "        self.tip, self.pending = stored.version, None\n"
+        '        self._put(stored.key, stored.data, f"version {stored.record.version}")\n',
     ),
     "a lost version is built on": Mutant(
         "deltasync.publish.upload",
@@ -169,8 +170,8 @@ MUTANTS = {
     ),
     "an interrupt in apply is forgotten": Mutant(
         "deltasync.publish.publisher",
-        "            self._is_unsure = True\n            self._shadow.apply(found)",
-        "            self._shadow.apply(found)",
+        "            self._is_unsure = self._is_taken = True\n            shadow.apply(found)",
+        "            shadow.apply(found)",
     ),
     "folders of a lost version are used again": Mutant(
         "deltasync.publish.log", "        self._attempts[version] = self.attempt(version) + 1", "        pass"
