@@ -60,7 +60,7 @@ class Streams:
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """What streams code, on the device.
+    """The coded streams, on the device.
 
     Attributes:
         gap_K: Gaps, uint32 or uint64; without classes positions, int32 or int64, of which the low 32 bits count.
@@ -451,7 +451,7 @@ class Fitted:
 
     Attributes:
         freq_TS: Slots of each symbol, int16[T, 256].
-        code_TS, inverse_TS, cost_TS: What encoding looks up.
+        code_TS, inverse_TS, cost_TS: Look-up tables for encoding.
     """
 
     freq_TS: torch.Tensor
@@ -513,7 +513,7 @@ def encode(streams: Streams, numbers: Numbers, fitted: Fitted, gap_bits: int = 3
 
     Args:
         streams: The streams.
-        numbers: What they code.
+        numbers: The numbers that the streams code.
         fitted: The tables.
         gap_bits: Bits that no gap exceeds.
 

@@ -285,11 +285,11 @@ def _print(table_ptr, row_ptr, sum_ptr, above_ptr, OLD_TYPE: tl.constexpr, BLOCK
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
-    """What a comparison found in one vector.
+    """The changes that a comparison found in one vector.
 
     Attributes:
         steps: The steps; None if nothing changed.
-        gain_T: What they add to the fingerprint of each tensor, uint64[T].
+        gain_T: Sum of what they add to the fingerprint of each tensor, uint64[T].
         above_T: How many elements of each tensor become NaN, int64[T].
     """
 

@@ -33,7 +33,7 @@ class Difference:
 
     Attributes:
         pieces: The steps, in pieces of different elements.
-        gains: What they add to the fingerprints, by width; uint64[T] each.
+        gains: Sum of what they add to the fingerprints, by width; uint64[T] each.
         aboves: How many elements of each tensor become NaN, by width; int64[T] each.
         apply: Adds them to the shadow's bits. If it raises, or is interrupted, these are not known any more.
     """

@@ -145,7 +145,7 @@ class HostShadow:
 
 
 class _Collected:
-    """What one comparison has found, and the rows that wait to be compared together."""
+    """The findings of one comparison, and the rows that wait to be compared together."""
 
     def __init__(self, shadow: HostShadow) -> None:
         self._shadow, self._layout, self._memory = shadow, shadow._layout, shadow._memory

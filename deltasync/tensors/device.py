@@ -120,7 +120,7 @@ class DeviceBits:
     Attributes:
         bits_N: One buffer, as signed integers of the width, [N]. Runs begin at multiples of `ALIGNED` elements, so there are
             gaps between them, with any contents.
-        run_T3: What is held of each tensor of the vector: position of the first element in the vector, number of elements,
+        run_T3: The held run of each tensor of the vector: position of the first element in the vector, number of elements,
             and place of the first one in `bits_N`; int64[T, 3], on the host. Nothing may be held of a tensor.
     """
 
