@@ -74,7 +74,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown codec": ({"codec": "zip"}, "codec must be one of packed, context, raw, not 'zip'."),
     "an unknown dtype": (
         {"dtype": "bf16"},
-        "dtype must be one of bfloat16, float16, float32, fp8, keep, or with patterns",
+        "dtype must be one of auto, bfloat16, float16, float32, fp8, keep, or with patterns",
     ),
     "a dtype of torch": ({"dtype": torch.bfloat16}, "dtype must be one of"),
     "no anchors": ({"anchor_every": 0}, "anchor_every must be at least 1"),
