@@ -36,11 +36,12 @@ def main(words: Sequence[str] | None = None) -> None:
         default="cpu",
         help="where vLLM runs; on a GPU only pauses and throughput of a server are measured",
     )
+    parser.add_argument("options", nargs="*", metavar="-- OPTIONS", help="options for vLLM's servers")
     given = parser.parse_args(words)
     if not 1e-4 <= given.changed <= 0.1 or min(given.commits, given.window, given.pairs) < 1:
         parser.error("--changed must be between 0.0001 and 0.1, and --commits, --window and --pairs at least 1")
     interrupt_on_sigterm()
-    result = measure.run(given.size, given.changed, given.commits, given.window, given.pairs, given.device)
+    result = measure.run(given.size, given.changed, given.commits, given.window, given.pairs, given.device, given.options)
     common.emit(given.json, result, report.lines(result))
 
 

@@ -15,7 +15,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,15 @@ _REPEATS = 5
 _ENGINE_S = 1800.0
 
 
-def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs: int, device: str) -> dict[str, Any]:
+def run(
+    size: str,
+    changed_fraction: float,
+    commits: int,
+    window_s: float,
+    pairs: int,
+    device: str,
+    options: Sequence[str] = (),
+) -> dict[str, Any]:
     """Measure commits, pauses and throughput.
 
     Args:
@@ -41,6 +49,7 @@ def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs
         pairs: Number of windows with and without versions.
         device: Where vLLM runs, `cpu` or `cuda`. On a GPU only its server is measured, with its CUDA graphs: the commit in
             one process writes into memory of the host.
+        options: Further options for vLLM's servers.
 
     Returns:
         `model`: its size, elements, tensors, changed elements and payload; `commit`: see `patch.measure`, None on a GPU;
@@ -57,7 +66,7 @@ def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs
             say("commits into a model that vLLM loaded")
             commit = _commit(folder, versions)
         say(f"starting a server ({size})")
-        with server.serve(versions, folder / "server.log", device) as serving:
+        with server.serve(versions, folder / "server.log", device, options) as serving:
             say(f"{commits} pauses")
             pause = server.pauses(serving, commits)
             if tiny:
@@ -66,7 +75,7 @@ def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs
         if not tiny:
             versions_of_tiny = prepare("tiny", folder / "tiny", arrivals)
             say("starting a server (tiny)")
-            with server.serve(versions_of_tiny, folder / "tiny.log", device) as serving:
+            with server.serve(versions_of_tiny, folder / "tiny.log", device, options) as serving:
                 say("throughput")
                 throughput = server.throughput(serving, window_s, pairs)
     model = {

@@ -23,6 +23,7 @@ from benchmarks.commit.versions import Versions
 from deltasync.channel import heartbeat
 from deltasync.errors import DeltaSyncError
 from deltasync.stores import open_store
+from demo import gpu
 from demo.processes import Child, get_json
 from demo.run import HOST, free_port
 
@@ -47,7 +48,7 @@ _SETTINGS = {
 def environ(**settings: str) -> dict[str, str]:
     """Return the environment for vLLM, without the user's settings of deltasync."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
-    return {**inherited, **_SETTINGS, **settings}
+    return {**inherited, **_SETTINGS, **gpu.variables(), **settings}
 
 
 class Server:
@@ -112,15 +113,18 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(versions: Versions, log: Path, device: str = "cpu") -> Iterator[Server]:
-    """Run vLLM as a replica of the channel, at version 1, for the length of a `with` block; on a GPU with CUDA graphs."""
+def serve(versions: Versions, log: Path, device: str = "cpu", options: Sequence[str] = ()) -> Iterator[Server]:
+    """Run vLLM as a replica of the channel, at version 1, for the length of a `with` block; on a GPU with CUDA graphs.
+
+    `options` are further ones for vLLM.
+    """
     versions.show(1)
     port = free_port()
     url = f"http://{HOST}:{port}"
     command = [sys.executable, "-m", "deltasync", "serve", str(versions.checkpoint), "--channel", versions.channel]
     command += ["--host", HOST, "--port", str(port), "--served-model-name", "bench"]
-    command += ["--enforce-eager"] if device == "cpu" else []
     command += ["--max-model-len", str(_MAX_MODEL_LEN), "--max-num-seqs", "8", "--disable-uvicorn-access-log"]
+    command += [*gpu.options(device == "cuda"), *options]
     env = environ(DELTASYNC_DIGEST_ROUTE="1", DELTASYNC_POLL_INTERVAL_S="0.05", DELTASYNC_REPLICA_ID="bench")
     with Child("The vLLM server", command, env, log) as child:
         server = Server(url, versions, child)

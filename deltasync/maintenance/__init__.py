@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 from deltasync.maintenance.checks import Report, check
 from deltasync.maintenance.gc import Pruned, forget, prune
 from deltasync.maintenance.retention import ForgetPlan, KeepPolicy, lineage
-from deltasync.maintenance.scan import digests, identities, in_parallel, progressed, reporting, result_or_error, scan_channel
+from deltasync.maintenance.scan import (
+    digests,
+    exists,
+    identities,
+    in_parallel,
+    progressed,
+    reporting,
+    result_or_error,
+    scan_channel,
+)
 
 if TYPE_CHECKING:
     from deltasync.maintenance.compaction import write_compaction
@@ -40,6 +49,7 @@ __all__ = [
     "copy",
     "digests",
     "doctor",
+    "exists",
     "export",
     "forget",
     "identities",

@@ -27,9 +27,8 @@ from deltasync.channel.record import StoredRecord
 from deltasync.channel.threads import Workers
 from deltasync.config import Retention
 from deltasync.errors import ChainError, CorruptDataError, DeltaSyncError, FormatError, MissingVersionError, get_logger
-from deltasync.maintenance import KeepPolicy
+from deltasync.maintenance import KeepPolicy, exists
 from deltasync.maintenance.budget import Budget
-from deltasync.maintenance.scan import exists
 from deltasync.publish import compaction
 from deltasync.publish.collect import Weights
 from deltasync.publish.compaction import STORED_AT_ONCE

@@ -14,7 +14,7 @@ from deltasync.channel.documents import File
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.threads import Workers
 from deltasync.config import PublisherSettings
-from deltasync.errors import PublishError, PublishPendingError, error_of, get_logger
+from deltasync.errors import PublishError, PublishLostError, PublishPendingError, error_of, get_logger
 from deltasync.publish import writes
 from deltasync.publish.compaction import Parts, Target, store_parts
 from deltasync.publish.encode import GroupEncoder
@@ -57,6 +57,11 @@ class PartUploader:
 
     def let_go(self) -> None:
         """Do nothing."""
+
+    def drop_taken(self, job: Job | None = None) -> None:
+        """As `Uploader.drop_taken`."""
+        if job is not None:
+            job.fail(PublishLostError(f"Version {job.version} was lost: the next one could not be taken."))
 
     def release(self, job: Job | None = None) -> None:
         """Put back the job that was taken."""

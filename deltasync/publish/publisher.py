@@ -135,6 +135,7 @@ class Publisher:
         self._interrupted = False  # whether a publish was
         # Whether the shadow may have any bits, and whether the next version starts from new ones.
         self._is_unsure = self._starts_over = False
+        self._is_taken = False  # whether the shadow has begun to take the difference of this publish
         self._serial, self._closed = 0, False
         self._losses = Losses()
         self._owned = Ownership(self._peers)
@@ -235,7 +236,7 @@ class Publisher:
         problem: BaseException | None,
         if_changed: bool,
     ) -> Receipt:
-        before_s = time.perf_counter()
+        before_s, self._is_taken = time.perf_counter(), False
         step, token_lag = numbers
         base = self._agree_on_base(problem, f"step {step}")
         found: Difference | None
@@ -250,8 +251,12 @@ class Publisher:
                     found, problem = attempt(lambda: self._compare(named_tensors))
             jobs = self._jobs(base, found or Difference(), reference, problem)
         except BaseException as error:
-            self._is_unsure = self._is_unsure and not isinstance(error, Exception)
-            self._give_up(base, reference)
+            if self._is_taken:  # what waits would be encoded from other bits than its own
+                self._is_unsure = True
+                self._uploader.drop_taken(base.waiting)
+            else:
+                self._is_unsure = self._is_unsure and not isinstance(error, Exception)
+                self._give_up(base, reference)
             raise
         assert self._shadow is not None and found is not None
         if if_changed and self._last is not None and base.waiting is None and not base.full and not jobs[-1].changed:
@@ -259,9 +264,6 @@ class Publisher:
             self._give_up(base, reference)
             return self._last
         jobs[-1].step, jobs[-1].token_lag = step, token_lag
-        if found.pieces and reference is None:
-            self._is_unsure = True
-            self._shadow.apply(found)
         for job in jobs:
             if job.full:
                 job.end_encoding(0 if job.reference is not None else job.shadow.layout.nbytes)
@@ -413,6 +415,10 @@ class Publisher:
             raise problem
         elif not base.full or reference is not None:  # else the uploader computes them, so that the trainer does not wait
             fingerprints = shadow.fingerprints.with_gains(found.gains)
+        if found.pieces and reference is None:
+            self._is_unsure = self._is_taken = True
+            shadow.apply(found)  # before weights are collected, which are the new ones
+            self._starts_over = True  # unless the version is submitted
         jobs: list[Job] = []
         if reference is not None:
             known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}

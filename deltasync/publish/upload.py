@@ -95,11 +95,11 @@ class Uploader:
             self._held = None
         self._worker.submit(self._run)
 
-    def drop_taken(self) -> None:
-        """Fail the taken job, if there is one: the bits that it would be encoded from are not known any more."""
+    def drop_taken(self, job: Job | None = None) -> None:
+        """Fail the taken job, if there is one: the bits that it would be encoded from are not there any more."""
         with self._lock:
-            job, self._held = self._held, None
-            if job is not None:
+            job, self._held = self._held or job, None
+            if job is not None and job in self._waiting:
                 self._waiting.remove(job)
         if job is not None:
             job.fail(PublishLostError(f"Version {job.version} was lost: an interrupt came while its bits changed."))

@@ -41,11 +41,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     help="What the model learns: counting or wordle.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of a table.")
-def main(out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_json: bool) -> None:
+@click.argument("vllm_options", nargs=-1, metavar="[-- VLLM_OPTIONS]")
+def main(
+    out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_json: bool, vllm_options: tuple[str, ...]
+) -> None:
     """Train a tiny model with TRL while a real vLLM follows it.
 
     This builds a tiny Qwen3, starts a real vLLM server that knows only the channel's URL, trains with TRL's
-    AsyncGRPOTrainer, and proves that the server's live weights are the published ones, bit for bit.
+    AsyncGRPOTrainer, and proves that the server's live weights are the published ones, bit for bit. Both use the GPU if
+    there is one. Options of vLLM follow --.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("The demo needs Linux, as vLLM does.")
@@ -59,7 +63,7 @@ def main(out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_
         echo(f"[{time.monotonic() - began_s:6.1f} s] {text}", err=True)
 
     interrupt_on_sigterm()
-    summary = run(out, say, steps=steps, seed=seed, port=port, codec=codec, task=task)
+    summary = run(out, say, steps=steps, seed=seed, port=port, codec=codec, task=task, vllm_options=vllm_options)
     if as_json:
         echo_json(summary, indent=2)
     else:

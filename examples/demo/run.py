@@ -17,13 +17,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from deltasync.cli.serve import check_port
 from deltasync.errors import ConfigError, DeltaSyncError
-from demo import report
+from demo import gpu, report
 from demo.processes import Child, get_json
 from demo.task import Task
 
@@ -39,11 +39,13 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "CI": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "
 Say = Callable[[str], None]
 
 
-def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, task: str) -> dict[str, Any]:
+def run(
+    out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, task: str, vllm_options: Sequence[str] = ()
+) -> dict[str, Any]:
     """Run the demo, write `summary.json` and `run.png`, and return the summary.
 
-    The options are those of `python examples/demo`; `say` is called with one line at a time. If the server or the trainer
-    ends, the error quotes the last line of its log.
+    The options are those of `python examples/demo`; `say` is called with one line at a time. Trainer and server use the GPU
+    if there is one. If the server or the trainer ends, the error quotes the last line of its log.
     """
     began_s = time.monotonic()
     paths = (str(EXAMPLES), os.environ.get("PYTHONPATH"))
@@ -60,8 +62,9 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
 
         lesson, tokenizer, model = begin(seed, task)
         save_checkpoint(out / "untrained", model, tokenizer)
-        server = stack.enter_context(_server(environ, out, channel, port))
-        say(f"starting vLLM on port {port}, untrained; it knows only the channel {channel} (log: {out / 'server.log'})")
+        server = stack.enter_context(_server(environ, out, channel, port, vllm_options))
+        place = "GPU" if gpu.has_gpu() else "CPU"
+        say(f"starting vLLM ({place}, port {port}), untrained; it knows only {channel} (log: {out / 'server.log'})")
         _warm_up(out, url, seed, say, lesson, tokenizer, model)
         train = [sys.executable, "-m", "demo.train", "--model", f"{out}/model", "--channel", channel]
         train += ["--server-url", url, "--steps", str(steps), "--seed", str(seed), "--task", task]
@@ -171,12 +174,14 @@ def _warm_up(out: Path, url: str, seed: int, say: Say, lesson: Task, tokenizer: 
     say(f"model ready: {model.num_parameters():,} parameters, warm-up loss {loss:.3f}")
 
 
-def _server(environ: dict[str, str], out: Path, channel: str, port: int) -> Child:
+def _server(environ: dict[str, str], out: Path, channel: str, port: int, vllm_options: Sequence[str]) -> Child:
     command = [sys.executable, "-m", "deltasync", "serve", f"{out}/untrained", "--channel", channel, "--host", HOST]
-    command += ["--port", str(port), "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"]
-    command += ["--disable-uvicorn-access-log", "--served-model-name", f"{out}/model"]  # as the trainer will call it
+    command += ["--port", str(port), "--max-model-len", "512", "--max-num-seqs", "16", "--disable-uvicorn-access-log"]
+    command += ["--served-model-name", f"{out}/model"]  # as the trainer will call it
+    command += [*gpu.options(gpu.has_gpu()), *vllm_options]
     env = {
         **environ,
+        **gpu.variables(),
         "DELTASYNC_DIGEST_ROUTE": "1",
         "DELTASYNC_POLL_INTERVAL_S": "0.05",
         "DELTASYNC_REPLICA_ID": "demo",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from demo import trl_on_cpu
+from demo import gpu, trl_on_cpu
 from demo.model import load_task
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def build_trainer(
         max_inflight_tasks=MAX_INFLIGHT_REQUESTS,
         vllm_server_base_url=args.server_url,
         token_budget=-1,  # a fixed number of samples per step, and no question to the server about its limits
-        use_cpu=True,
+        use_cpu=not gpu.has_gpu(),
         bf16=False,
         gradient_checkpointing=False,
         logging_steps=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -156,11 +157,14 @@ class _Calls:
         self.count = 0
 
     def __enter__(self) -> _Calls:
+        gc.collect()
+        gc.disable()  # others' callbacks would count
         sys.setprofile(self._profile)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        gc.enable()
 
     def _profile(self, frame: object, event: str, argument: object) -> None:
         self.count += event in ("call", "c_call")

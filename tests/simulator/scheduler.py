@@ -1,0 +1,558 @@
+"""Threads that run one at a time and change hands only at seams: a wait, a lock, a look at the clock, a store's call.
+
+Each simulated thread is a thread of the interpreter that holds the baton, or waits for it. At a seam the seed decides who
+goes on. If nobody can, the clock jumps to the next time at which somebody wants to wake up. The product's modules see
+`Threading` and `Clock` in place of `threading` and `time` while `Scheduler.installed` lasts.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import gc
+import hashlib
+import importlib
+import os
+import pkgutil
+import queue
+import random
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+EPOCH_S = 1_800_000_000.0
+_LOOK_S = 1e-6  # a look at the clock takes time, so that a loop that only looks at it ends
+_MOST_LOOKS = 200_000  # at one moment, without a wait: nobody would ever go on
+
+
+class Killed(BaseException):
+    """Ends the threads of a process that was killed; no product code catches it for good."""
+
+
+class Stuck(AssertionError):
+    """Nobody can go on, or somebody runs on without a wait."""
+
+
+class Process:
+    """A group of threads with a clock of its own, which may be suspended or killed.
+
+    Attributes:
+        ahead_s: Seconds by which its clock of the day is ahead.
+        suspended_until_s: Its threads do not run before.
+        killed: Its threads never run again.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.ahead_s, self.suspended_until_s, self.killed = name, 0.0, 0.0, False
+
+
+class Thread:
+    """A thread of the simulation, with the interface of `threading.Thread`."""
+
+    def __init__(
+        self,
+        target: Callable[..., object] | None = None,
+        name: str | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        daemon: bool | None = None,
+        group: None = None,
+        process: Process | None = None,
+    ) -> None:
+        self.scheduler = Scheduler.current
+        assert self.scheduler is not None
+        self.process = process or self.scheduler.running.process
+        self.number = next(self.scheduler.numbers)
+        self.name, self.daemon = name or f"thread-{self.number}", True
+        self.ident = self.native_id = None
+        self._target, self._args, self._kwargs = target, args, kwargs or {}
+        self.baton = _thread.allocate_lock()
+        self.baton.acquire()
+        self.ready: Callable[[], bool] | None = None  # what it waits for
+        self.until_s: float | None = None  # and how long
+        self.started = self.ended = self.interrupted = self.interruptible = False
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        if self.started:
+            raise RuntimeError("threads can only be started once")
+        self.started, self.ident = True, self.number
+        self.scheduler.threads.append(self)
+        _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        self.baton.acquire()
+        try:
+            if not self.process.killed and self._target is not None:
+                self._target(*self._args, **self._kwargs)
+        except Killed:
+            pass
+        except BaseException as error:  # noqa: BLE001 - the world says what it means
+            self.error = error
+            self.scheduler.failed.append((self, error))
+        self._target = None
+        self.ended = True
+        self.scheduler.leave(self)
+
+    def join(self, timeout: float | None = None) -> None:
+        self.scheduler.wait(lambda: self.ended, timeout, f"join {self.name}")
+
+    def is_alive(self) -> bool:
+        return self.started and not self.ended
+
+    def can_run(self, now_s: float) -> bool:
+        if self.process.killed:
+            return True  # to unwind
+        if self.process.suspended_until_s > now_s:
+            return False
+        return self.ready is None or self.ready() or (self.until_s is not None and self.until_s <= now_s)
+
+    def wakes_s(self) -> float | None:
+        held_s = self.process.suspended_until_s
+        if self.ready is None or self.ready():
+            return held_s
+        return None if self.until_s is None else max(self.until_s, held_s)
+
+
+class Scheduler:
+    """Decides by a seed which thread goes on.
+
+    Attributes:
+        random: Everything that is decided by chance.
+        now_s: Seconds since the start.
+        threads: Those that were started and have not ended.
+        failed: Threads that an exception ended, with it.
+        trace: Lines, if they are kept; `digest` is of all of them in any case.
+    """
+
+    current: Scheduler | None = None
+
+    def __init__(self, seed: int, keep_trace: bool = False) -> None:
+        self.random = random.Random(seed)
+        self.now_s, self.switches, self._looks = 0.0, 0, 0
+        self.numbers = iter(range(1, 1 << 60))
+        self.threads: list[Thread] = []
+        self.failed: list[tuple[Thread, BaseException]] = []
+        self.trace: list[str] | None = [] if keep_trace else None
+        self._hash = hashlib.sha256()
+        self.stuck: str | None = None
+        self.seed = seed
+
+    @property
+    def digest(self) -> str:
+        """Digest of the trace."""
+        return self._hash.hexdigest()
+
+    def say(self, line: str) -> None:
+        """Add a line to the trace."""
+        line = f"{self.now_s:.6f} {self.running.process.name}/{self.running.name} {line}"
+        self._hash.update(f"{line}\n".encode())
+        if self.trace is not None:
+            self.trace.append(line)
+
+    # --- seams ---
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float | None, what: str) -> bool:
+        """Wait until `ready()`, or for so long; return whether it is."""
+        me = self.running
+        if not ready():
+            me.ready, me.until_s = ready, None if timeout_s is None else self.now_s + max(0.0, timeout_s)
+            self._switch(what)
+            me.ready, me.until_s = None, None
+        return ready()
+
+    def sleep(self, seconds: float) -> None:
+        """Let so much time pass."""
+        me = self.running
+        me.ready, me.until_s = (lambda: False), self.now_s + max(0.0, seconds)
+        self._switch("sleep")
+        me.ready, me.until_s = None, None
+
+    def maybe_switch(self, what: str) -> None:
+        """Let another thread go on, now and then."""
+        self._check()
+        if self.random.random() < 0.05:
+            self._switch(what)
+
+    def look(self) -> float:
+        """Look at the clock."""
+        self._check()
+        self._looks += 1
+        if self._looks > _MOST_LOOKS:
+            raise Stuck(f"{self.running.name} looks at the clock all the time")
+        self.now_s += _LOOK_S
+        return self.now_s
+
+    def _check(self) -> None:
+        me = self.running
+        if me.process.killed:
+            raise Killed
+        if me.interrupted and me.interruptible:
+            me.interrupted = False
+            raise KeyboardInterrupt
+
+    def _switch(self, what: str) -> None:
+        me = self.running
+        self._check()
+        chosen = self._choose()
+        if chosen is None:
+            raise Stuck(self.stuck)
+        if chosen is not me:
+            self.say(f"{what} -> {chosen.process.name}/{chosen.name}")
+            self._give(chosen)
+            me.baton.acquire()
+        self._looks = 0
+        self._check()
+
+    def leave(self, thread: Thread) -> None:
+        """End a thread: another one goes on."""
+        self.threads.remove(thread)
+        chosen = self._choose()
+        self._give(self.driver if chosen is None else chosen)
+
+    def _give(self, chosen: Thread) -> None:
+        self.switches += 1
+        self.running = chosen
+        chosen.baton.release()
+
+    def _choose(self) -> Thread | None:
+        able = [thread for thread in self.threads if thread.can_run(self.now_s)]
+        if not able:
+            times = [time_s for thread in self.threads if (time_s := thread.wakes_s()) is not None]
+            if not times:
+                self.stuck = "; ".join(f"{thread.process.name}/{thread.name}" for thread in self.threads) + " wait for ever"
+                return None
+            self.now_s = max(self.now_s, min(times))
+            able = [thread for thread in self.threads if thread.can_run(self.now_s)]
+        return able[self.random.randrange(len(able))]
+
+    # --- the simulation ---
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Show the product `Threading` and `Clock` for the length of a `with` block, whose thread is the driver."""
+        assert Scheduler.current is None
+        Scheduler.current = self
+        self.driver = self.running = Thread(name="driver", process=Process("driver"))
+        self.driver.started, self.driver.ident = True, 0
+        self.threads.append(self.driver)
+        state, collects = random.getstate(), gc.isenabled()
+        gc.disable()
+        random.seed(self.seed)
+        with contextlib.ExitStack() as stack:
+            for module, name, value in _replacements(self):
+                before = getattr(module, name)
+                setattr(module, name, value)
+                stack.callback(setattr, module, name, before)
+            try:
+                yield
+            finally:
+                self._end()
+        random.setstate(state)
+        if collects:
+            gc.enable()
+        Scheduler.current = None
+
+    def _end(self) -> None:
+        """Kill what still runs, so that no thread of the interpreter stays."""
+        for thread in self.threads:
+            if thread is not self.driver:
+                thread.process.killed = True
+        for _ in range(10_000):
+            rest = [thread for thread in self.threads if thread is not self.driver]
+            if not rest:
+                return
+            self.driver.ready = lambda: len(self.threads) == 1
+            chosen = rest[0]
+            self._give(chosen)
+            self.driver.baton.acquire()
+        raise Stuck("threads of killed processes do not end")
+
+
+class Lock:
+    """`threading.Lock`, and `RLock` if `again`."""
+
+    def __init__(self, again: bool = False) -> None:
+        self._again, self._owner, self._count = again, None, 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        scheduler = Scheduler.current
+        if scheduler is None:  # a destructor, after the simulation
+            return True
+        me = scheduler.running
+        if self._again and self._owner is me:
+            self._count += 1
+            return True
+        if self._owner is None:
+            scheduler.maybe_switch("lock")
+        if self._owner is not None:
+            if not blocking:
+                return False
+            if not scheduler.wait(lambda: self._free(), None if timeout < 0 else timeout, "lock"):
+                return False
+        self._owner, self._count = me, 1
+        return True
+
+    def _free(self) -> bool:
+        return self._owner is None
+
+    def release(self) -> None:
+        if Scheduler.current is None:
+            return
+        if self._owner is None:
+            raise RuntimeError("release unlocked lock")
+        self._count -= 1
+        if not self._count:
+            self._owner = None
+
+    def locked(self) -> bool:
+        return self._owner is not None
+
+    def _is_owned(self) -> bool:
+        return Scheduler.current is not None and self._owner is Scheduler.current.running
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Condition:
+    """`threading.Condition`."""
+
+    def __init__(self, lock: Lock | None = None) -> None:
+        self._lock = Lock(again=True) if lock is None else lock
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+        self._waiting: deque[list[bool]] = deque()
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        scheduler = Scheduler.current
+        assert scheduler is not None
+        woken = [False]
+        self._waiting.append(woken)
+        count, self._lock._count, self._lock._owner = self._lock._count, 0, None
+        try:
+            found = scheduler.wait(lambda: woken[0], timeout, "condition")
+        finally:
+            if woken in self._waiting:
+                self._waiting.remove(woken)
+            me = scheduler.running
+            if not me.process.killed:
+                scheduler.wait(self._lock._free, None, "lock")
+            self._lock._owner, self._lock._count = me, count
+        return found
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        scheduler = Scheduler.current
+        assert scheduler is not None
+        end_s = None if timeout is None else scheduler.now_s + timeout
+        while not (found := predicate()):
+            left_s = None if end_s is None else end_s - scheduler.now_s
+            if left_s is not None and left_s <= 0:
+                break
+            self.wait(left_s)
+        return found
+
+    def notify(self, n: int = 1) -> None:
+        for _ in range(min(n, len(self._waiting))):
+            self._waiting.popleft()[0] = True
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiting))
+
+
+class Event:
+    """`threading.Event`."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        scheduler = Scheduler.current
+        assert scheduler is not None
+        return scheduler.wait(self.is_set, timeout, "event")
+
+
+class Semaphore:
+    """`threading.Semaphore`."""
+
+    def __init__(self, value: int = 1) -> None:
+        self._value = value
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        scheduler = Scheduler.current
+        assert scheduler is not None
+        if self._value <= 0 and (
+            not blocking or timeout == 0 or not scheduler.wait(lambda: self._value > 0, timeout, "semaphore")
+        ):
+            return False
+        self._value -= 1
+        return True
+
+    def release(self, n: int = 1) -> None:
+        self._value += n
+
+
+class Queue:
+    """`queue.SimpleQueue`."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        scheduler = Scheduler.current
+        assert scheduler is not None
+        if not self._items and not (block and scheduler.wait(lambda: bool(self._items), timeout, "queue")):
+            raise queue.Empty
+        return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        return not self._items
+
+
+class Threading:
+    """What the product sees as the module `threading`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.Thread, self.Condition, self.Event = Thread, Condition, Event
+        self.Semaphore = self.BoundedSemaphore = Semaphore
+        self.Lock, self.RLock = Lock, lambda: Lock(again=True)
+
+    def current_thread(self) -> Thread:
+        return self._scheduler.running
+
+    def main_thread(self) -> Thread:
+        return self._scheduler.driver
+
+    def get_ident(self) -> int:
+        return self._scheduler.running.number
+
+    def enumerate(self) -> list[Thread]:
+        return [*self._scheduler.threads]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+
+class Clock:
+    """What the product sees as the module `time`."""
+
+    CLOCK_BOOTTIME = 7
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.monotonic = self.perf_counter = scheduler.look
+        self.sleep = scheduler.sleep
+
+    def time(self) -> float:
+        return EPOCH_S + self._scheduler.look() + self._scheduler.running.process.ahead_s
+
+    def clock_gettime(self, clock: int) -> float:
+        return self._scheduler.look()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+class _Datetime:
+    """What `documents` sees as the module `datetime`."""
+
+    def __init__(self, clock: Clock) -> None:
+        import datetime as real
+
+        class Now(real.datetime):
+            @classmethod
+            def now(cls, tz: Any = None) -> Any:
+                return real.datetime.fromtimestamp(clock.time(), tz)
+
+        self._real, self.datetime = real, Now
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _Uuid:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._random = scheduler.random
+
+    def uuid4(self) -> uuid.UUID:
+        return uuid.UUID(int=self._random.getrandbits(128), version=4)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(uuid, name)
+
+
+class _Secrets:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._random = scheduler.random
+
+    def token_hex(self, size: int = 32) -> str:
+        return self._random.randbytes(size).hex()
+
+    def token_urlsafe(self, size: int = 32) -> str:
+        return self.token_hex(size)
+
+
+_PRODUCT = ("deltasync",)
+_LIBRARIES = ("concurrent.futures._base", "concurrent.futures.thread")
+
+
+def load_product() -> None:
+    """Import all modules of the product that can be imported here, so that each is shown the simulation."""
+    for package in _PRODUCT:
+        root = importlib.import_module(package)
+        for found in pkgutil.walk_packages(root.__path__, f"{package}."):
+            if not found.name.endswith("__main__"):
+                try:
+                    importlib.import_module(found.name)
+                except ModuleNotFoundError as error:
+                    if error.name != "triton":  # which is beside the environment
+                        raise
+
+
+def _replacements(scheduler: Scheduler) -> Iterator[tuple[Any, str, Any]]:
+    clock, seen = Clock(scheduler), Threading(scheduler)
+    shown = {
+        "threading": (threading, seen),
+        "time": (time, clock),
+        "uuid": (uuid, _Uuid(scheduler)),
+        "secrets": (importlib.import_module("secrets"), _Secrets(scheduler)),
+        "datetime": (importlib.import_module("datetime"), _Datetime(clock)),
+        "queue": (queue, type("Queues", (), {"SimpleQueue": Queue, "Empty": queue.Empty})),
+    }
+    yield os, "getpid", lambda: 4711
+    yield socket, "gethostname", lambda: "host"
+    names = [name for name in sys.modules if name.split(".")[0] in _PRODUCT or name in _LIBRARIES]
+    for name in sorted(names):
+        module = sys.modules[name]
+        for attribute, (real, value) in shown.items():
+            if vars(module).get(attribute) is real:
+                yield module, attribute, value

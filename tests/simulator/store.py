@@ -1,0 +1,285 @@
+"""A store with the semantics of a real one, a line to it with delays, and faults by the seed.
+
+Disk    the objects, and everything that was ever stored
+Line    a process's own view of it, which is the product's `Store`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
+from deltasync.stores.base import ObjectInfo, check_key, check_size
+from tests.simulator.scheduler import EPOCH_S, Process, Scheduler, Thread
+
+LATE_S = 18.0  # a request that was given up may still have its effect; a guarded one within `REQUEST_S`
+HUNG_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a store promises.
+
+    Attributes:
+        creates: Whether only one of two writers can create a key.
+        lag_s: How long a listing may miss a new object.
+        edge_s: How long a reader that asked for a missing key may be told so again.
+        feeds: Whether it reports changes.
+    """
+
+    name: str
+    creates: bool = True
+    lag_s: float = 0.0
+    edge_s: float = 0.0
+    feeds: bool = False
+
+
+KINDS = (
+    Kind(name="s3"),
+    Kind(name="edge", edge_s=5.0),
+    Kind(name="hub", creates=False, lag_s=4.0, edge_s=2.0, feeds=True),
+    Kind(name="ignores", creates=False),  # it claims to decide, and overwrites
+)
+
+
+@dataclasses.dataclass
+class Faults:
+    """How likely a request meets each fault; none by default."""
+
+    before: float = 0.0  # refused for now, without an effect
+    after: float = 0.0  # done, and the reply is lost
+    late: float = 0.0  # given up, and done later
+    doubled: float = 0.0  # done now, and once more later
+    hung: float = 0.0  # neither answered nor done for a minute
+    damaged: float = 0.0  # a body with another bit, or cut
+    stale: float = 0.0  # a listing without the newest objects, or without a page
+    refused: float = 0.0  # a lasting error, such as a full disk
+
+
+NO_FAULTS = Faults()
+
+
+@dataclasses.dataclass
+class _Object:
+    data: bytes
+    stored_s: float
+
+    @property
+    def content(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+
+class Disk:
+    """The objects of one store.
+
+    Attributes:
+        objects: Those that are there, by key.
+        ever: All bytes that ever were at a key.
+        requests: How many were made, by verb.
+        faults: What requests meet now.
+    """
+
+    def __init__(self, scheduler: Scheduler, kind: Kind, name: str = "bucket") -> None:
+        self.scheduler, self.kind, self.name = scheduler, kind, name
+        self.objects: dict[str, _Object] = {}
+        self.ever: dict[str, set[bytes]] = {}
+        self.requests: Counter[str] = Counter()
+        self.faults = NO_FAULTS
+        self.met: Counter[str] = Counter()
+        self.watches: list[_Watch] = []
+
+    def write(self, key: str, data: bytes) -> None:
+        self.objects[key] = _Object(data, self.scheduler.now_s)
+        self.ever.setdefault(key, set()).add(data)
+        self.scheduler.say(f"{self.name}: {key} has {len(data)} bytes, {hashlib.sha256(data).hexdigest()[:8]}")
+        for watch in self.watches:
+            watch.report(key)
+
+    def info(self, key: str) -> ObjectInfo:
+        held = self.objects[key]
+        content = held.content if self.kind.feeds else None
+        return ObjectInfo(key, len(held.data), EPOCH_S + held.stored_s, content)
+
+
+class Line:
+    """A process's line to a store. See `deltasync.stores.base.Store`."""
+
+    is_scarce = False
+
+    def __init__(self, disk: Disk, process: Process, *, claims: bool | None = None) -> None:
+        self.disk, self.process = disk, process
+        self.url = f"s3://{disk.name}"
+        self.can_create = disk.kind.creates if claims is None else claims
+        self._missing: dict[str, float] = {}
+
+    # --- what the product calls ---
+
+    def create(self, key: str, data: bytes) -> None:
+        check_key(key)
+
+        def effect() -> None:
+            if key in self.disk.objects and self.disk.kind.name != "ignores":
+                raise ObjectExistsError(f"{key} exists.")
+            self.disk.write(key, bytes(data))
+
+        self._change("create", key, effect)
+
+    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
+        check_key(key)
+        held = bytes(data)
+        if guard is not None:
+            self._pass("connect", key)
+            guard()
+        self._change("put", key, lambda: self.disk.write(key, held))
+
+    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
+        held = self._read("read", key, known)
+        check_size(key, len(held), most_bytes)
+        return held
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        data = self._read("read_range", key, None)[start:end]
+        if len(data) < end - start:
+            raise StoreError(f"{key} ends before byte {end}.")
+        return data
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self._pass("list", prefix)
+        disk, now_s = self.disk, self.disk.scheduler.now_s
+        keys = sorted(key for key in disk.objects if key.startswith(prefix))
+        lag_s = disk.kind.lag_s and self._random.uniform(0.0, disk.kind.lag_s)
+        keys = [key for key in keys if disk.objects[key].stored_s <= now_s - lag_s]
+        if self._meets("stale", disk.faults.stale) and keys:
+            cut = self._random.randrange(len(keys))
+            keys = (
+                keys[:cut]
+                if self._random.random() < 0.5
+                else [key for key in keys if disk.objects[key].stored_s < now_s - 10]
+            )
+        return iter([disk.info(key) for key in keys])
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self._change("delete", check_key(key), lambda key=key: self._drop(key))  # type: ignore[misc]
+
+    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> _Watch | None:
+        return _Watch(self, prefix, on_change) if self.disk.kind.feeds else None
+
+    # --- how it goes ---
+
+    @property
+    def _random(self) -> Any:
+        return self.disk.scheduler.random
+
+    def _drop(self, key: str) -> None:
+        if self.disk.objects.pop(key, None) is not None:
+            self.disk.scheduler.say(f"{self.disk.name}: {key} is deleted")
+
+    def _meets(self, name: str, chance: float) -> bool:
+        found = chance > 0 and self._random.random() < chance
+        if found:
+            self.disk.met[name] += 1
+        return found
+
+    def _pass(self, verb: str, key: str) -> None:
+        """The way to the store: time passes, and the request may not come back."""
+        disk, faults = self.disk, self.disk.faults
+        disk.requests[verb] += 1
+        disk.scheduler.sleep(self._random.uniform(0.001, 0.05))
+        if self._meets("hung", faults.hung):
+            disk.scheduler.say(f"{verb} {key} hangs")
+            disk.scheduler.sleep(self._random.uniform(1.0, HUNG_S))
+            raise TransientStoreError(f"{verb} {key}: no answer.")
+        if self._meets("before", faults.before):
+            raise TransientStoreError(f"{verb} {key}: refused for now.")
+
+    def _change(self, verb: str, key: str, effect: Callable[[], None]) -> None:
+        disk, faults = self.disk, self.disk.faults
+        self._pass(verb, key)
+        if verb != "delete" and self._meets("refused", faults.refused):
+            raise StoreError(f"{verb} {key}: no space left.")
+        if self._meets("late", faults.late):
+            self._later(effect)
+            raise TransientStoreError(f"{verb} {key}: no answer yet.")
+        self._missing.pop(key, None)
+        effect()
+        if self._meets("doubled", faults.doubled) and verb != "delete":
+            self._later(effect)
+        disk.scheduler.sleep(self._random.uniform(0.001, 0.02))
+        if self._meets("after", faults.after):
+            raise TransientStoreError(f"{verb} {key}: the reply is lost.")
+
+    def _later(self, effect: Callable[[], None]) -> None:
+        """Have the effect later, whatever becomes of the process: the request is on its way."""
+        delay_s = self._random.uniform(0.1, LATE_S)
+
+        def arrive() -> None:
+            self.disk.scheduler.sleep(delay_s)
+            with contextlib.suppress(StoreError):
+                effect()
+
+        Thread(target=arrive, name="late", process=NETWORK).start()
+
+    def _read(self, verb: str, key: str, known: ObjectInfo | None) -> bytes:
+        disk = self.disk
+        self._pass(verb, check_key(key))
+        now_s = disk.scheduler.now_s
+        if known is not None and known.content is not None:
+            for held in disk.ever.get(key, ()):
+                if hashlib.sha256(held).hexdigest() == known.content:
+                    return self._arrived(held)
+        if disk.kind.edge_s and self._missing.get(key, -1e9) > now_s - disk.kind.edge_s:
+            raise ObjectMissingError(f"{key} is not there.")
+        if key not in disk.objects:
+            self._missing[key] = now_s
+            raise ObjectMissingError(f"{key} is not there.")
+        self._missing.pop(key, None)
+        return self._arrived(disk.objects[key].data)
+
+    def _arrived(self, data: bytes) -> bytes:
+        if data and self._meets("damaged", self.disk.faults.damaged):
+            at = self._random.randrange(len(data))
+            return data[:at] if self._random.random() < 0.5 else data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+        return data
+
+
+NETWORK = Process("network")
+
+
+class _Watch:
+    """A feed of changes that may break off."""
+
+    def __init__(self, line: Line, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:
+        self._line, self._prefix, self._on_change = line, prefix, on_change
+        self.live = True
+        line.disk.watches.append(self)
+
+    def report(self, key: str) -> None:
+        if self.live and key.startswith(self._prefix) and not self._line.process.killed:
+            info = self._line.disk.info(key)
+            if self._line._meets("feed", self._line.disk.faults.before):
+                self.live = False
+                Thread(target=lambda: self._again(5.0), name="feed", process=self._line.process).start()
+                return
+            Thread(target=lambda: self._tell(info), name="feed", process=self._line.process).start()
+
+    def _tell(self, info: ObjectInfo | None) -> None:
+        self._line.disk.scheduler.sleep(self._line._random.uniform(0.0, 0.2))
+        if self.live:
+            self._on_change(info)
+
+    def _again(self, after_s: float) -> None:
+        self._line.disk.scheduler.sleep(after_s)
+        if self in self._line.disk.watches:
+            self.live = True
+            self._on_change(None)
+
+    def close(self) -> None:
+        self.live = False
+        if self in self._line.disk.watches:
+            self._line.disk.watches.remove(self)
