@@ -85,6 +85,7 @@ def exchange_here(
             core.set_weight_version(name)
             if resumes or (resumes is None and not was_paused):
                 core.resume_scheduler()
+                _wake(core)
                 resumed_s = time.monotonic()
         return Exchanged(answers, was_paused, idle_s, resumed_s)
 
@@ -102,6 +103,16 @@ def exchange_here(
 
     pausing.add_done_callback(finish_later)
     return exchanged
+
+
+def _wake(core: Any) -> None:
+    """Let the engine's loop look for work again.
+
+    The loop waits for a request of a client once its idle callbacks have run, and one of them has just resumed it.
+    """
+    requests = getattr(core, "input_queue", None)  # an engine in the client's process has none
+    if requests is not None:
+        requests.put_nowait((core.deltasync_wakeup, None))
 
 
 async def exchange(engine: Any, call: Sequence[Any], name: str | None, recomputes: bool, resumes: bool | None) -> Exchanged:
@@ -124,6 +135,7 @@ async def exchange(engine: Any, call: Sequence[Any], name: str | None, recompute
 
 def install() -> None:
     """Add the calls below to engines of this process. Call before the first is made. A second call does nothing."""
+    from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCore
 
     if hasattr(EngineCore, "deltasync_guard"):
@@ -148,6 +160,7 @@ def install() -> None:
         self.reset_encoder_cache()
 
     EngineCore.deltasync_exchange = exchange_here
+    EngineCore.deltasync_wakeup = EngineCoreRequestType.WAKEUP
     EngineCore.deltasync_guard = guard
     EngineCore.wake_up = wake_up_paused
     EngineCore.deltasync_recompute = recompute

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,12 +139,15 @@ def test_an_engine_with_a_step_under_way_exchanges_once_it_has_ended(fails: bool
         collective_rpc=lambda *call: events.append("commit") or [{"error": {}} if fails else {"result": None}],  # type: ignore[func-returns-value]
         set_weight_version=events.append,
         resume_scheduler=lambda: events.append("resume"),
+        deltasync_wakeup=b"wake up",
+        input_queue=SimpleQueue(),  # the engine's loop waits for it, and would not see that it was resumed
     )
     exchanged = exchange_here(core, ["commit", True], "7", recomputes=False, resumes=None)
     assert isinstance(exchanged, Future)
     assert events == [] and not exchanged.done()
     pausing.set_result(None)
     assert events == (["commit"] if fails else ["commit", "7", "resume"])
+    assert core.input_queue.empty() is fails
     assert (exchanged.result().resumed_s is None) is fails
 
 
