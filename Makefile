@@ -159,8 +159,8 @@ test-sglang: setup .venv-sglang/.ready
 # Real mlx and mlx-lm in an environment of their own; on Linux MLX computes on the CPU.
 MLX := 'mlx-lm==0.32.2' 'mlx[cpu]==0.32.4; sys_platform == "linux"' 'mlx==0.32.4'
 test-mlx: .venv-mlx/.ready
-	NUMBA_CACHE_DIR=$(abspath $(<D))/kernels $(<D)/bin/pytest -p no:cacheprovider tests/integration/test_mlx.py
-	NUMBA_CACHE_DIR=$(abspath $(<D))/kernels $(<D)/bin/pytest -p no:cacheprovider tests/contract/test_targets.py -k Mlx
+	$(<D)/bin/pytest -p no:cacheprovider tests/integration/test_mlx.py
+	$(<D)/bin/pytest -p no:cacheprovider tests/contract/test_targets.py -k Mlx
 
 .venv-mlx/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv --clear $(@D)
@@ -209,7 +209,7 @@ docs: setup
 # every index. Without what needs vLLM, TRL or transformers. Old libraries warn of each other; the old clients of the Hub make
 # other requests, some of which the stand-in of the tests does not answer.
 test-lowest: .venv-lowest/.ready
-	NUMBA_CACHE_DIR=.venv-lowest/kernels .venv-lowest/bin/pytest -p no:cacheprovider -W default \
+	.venv-lowest/bin/pytest -p no:cacheprovider -W default \
 	  --deselect tests/contract/test_hub_store.py::TestRequests::test_of_every_verb \
 	  --deselect tests/contract/test_hub_store.py::TestBucket::test_the_official_client_reads_and_writes_the_same_objects $$(grep -rLE --include='test_*.py' \
 	  '^ *(from|import) (vllm|trl|transformers|peft|starlette|fastapi|yaml)' tests/unit tests/property tests/contract tests/fuzz)

@@ -27,7 +27,7 @@ Told = list[dict[str, Any]]
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(
