@@ -20,7 +20,7 @@ from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Follower
 from deltasync.kernels import native, reference
-from deltasync.live import LiveMemory, Segment, combine, model_fingerprint
+from deltasync.live import LiveMemory, Segment, Union, model_fingerprint
 from deltasync.maintenance import KeepPolicy
 from deltasync.stores import Store
 from deltasync.tensors import TensorSpec, fingerprint
@@ -193,12 +193,13 @@ def by_shards(store: Store, count: int, shards: int) -> Proof:
     for stored in find_chain(reader, None, reader.numbered(count).version):
         committed = [follower.commit(follower.stage([stored])) for follower in followers]
         memories = [follower.memory for follower in followers]
-        digests = combine([memory.regions for memory in memories], [memory.parts for memory in memories])
+        union = Union([*reader.specs], [memory.regions for memory in memories])
+        found = union.of(np.concatenate([memory.known_parts for memory in memories]))
         for follower, one in zip(followers, committed, strict=True):
-            follower.confirm(one, digests, total_of(digests))
+            follower.confirm(one, found)
     assert [follower.version for follower in followers] == [reader.numbered(count).version] * shards
     whole = {name: np.concatenate([bits[name] for bits in held]) for name in reader.specs}
-    return proof(whole, total_of(digests))
+    return proof(whole, found.total)
 
 
 @pytest.mark.parametrize("codec", CODECS)
