@@ -280,15 +280,11 @@ def _check(name: str, opened: list[Any], delta: Any, vector: Any) -> int:
     from tests import coder_reference
 
     steps, bits = delta.steps[2], delta.bits[2].bits_N
-
-    def changes(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return all changes from position `first` on and below `last`, counted from there."""
-        begin, end = steps.count_below(torch.tensor([first, last], device=bits.device)).tolist()
-        return steps.positions(begin, end).cpu().numpy() - first, steps.step_K[begin:end].cpu().numpy().view(np.uint16)
-
     payload = opened[0]
     (width, row), *_ = codec_vector._rows(payload, delta.layout, codec_vector._elements(payload, "block_elements"))
     reader = codec_vector._Reader(payload, vector, row, codec_vector._elements(payload, "block_elements"))
+    at_K = steps.positions(0, min(steps.changed, 1 << 22)).cpu().numpy()
+    step_K = steps.step_K[: at_K.size].cpu().numpy().view(np.uint16)
     checked = 0
     if name == "packed":
         cursor = Cursor(tiled.read_tables(payload.arrays[f".{width}.tables"]))
@@ -296,30 +292,30 @@ def _check(name: str, opened: list[Any], delta: Any, vector: Any) -> int:
         group = [*row["groups"][1:], row["blocks"]][0]
         for b in range(min(2, group)):
             base = (row["block"] + b) * codec_vector.BLOCK
-            at_K, step_K = changes(base, min(base + codec_vector.BLOCK, vector.element_count))
-            held = int(reader._row_B2[b, 0])  # another payload may have the rest
-            words = coder_reference.encode_packed(at_K[:held], step_K[:held], *freq)
+            low, high = np.searchsorted(at_K, (base, base + codec_vector.BLOCK))
+            high = min(high, low + int(reader._row_B2[b, 0]))
+            words = coder_reference.encode_packed(at_K[low:high] - base, step_K[low:high], *freq)
             np.testing.assert_array_equal(words, reader._words[reader._word_B[b] : reader._word_B[b + 1]])
             checked += 1
         return checked
-    by_class = reader._tiled
-    t, cut = next(iter(by_class._cuts.items()))
+    held = reader._tiled
+    t, cut = next(iter(held._cuts.items()))
     cursor = Cursor(tiled.read_tables(payload.arrays[f".{width}.tile_tables"]))
     model, freq_TS = classes.Model.read(cursor)
     low_C, span_C = (each.astype(int).tolist() for each in model.classes)
     rows = [(low, low + span, level) for low, span, level in zip(low_C, span_C, model.level_C.tolist(), strict=True)]
     first_t = int(vector.first_T[t])
-    for b in range(min(2, *by_class._groups[1:2], cut.count)):
+    for b in range(min(2, held._groups[1] if len(held._groups) > 1 else 2, cut.count)):
         first, columns, stride, count = cut.tables()[0][b].tolist()
         place = torch.arange(columns * count, device=bits.device)
         index = first + place // columns * stride + place % columns
         field_R = ((bits[first_t + index] >> 7) & 255).cpu().numpy()
-        offset_K, step_K = changes(first_t + first, first_t + first + (count - 1) * stride + columns)
+        offset_K = at_K - first_t - first
         row_K, column_K = offset_K // stride, offset_K % stride
-        inside_K = column_K < columns
+        inside_K = (offset_K >= 0) & (row_K < count) & (column_K < columns)
         place_K = row_K[inside_K] * columns + column_K[inside_K]
         words = coder_reference.encode_context(field_R, place_K, step_K[inside_K], rows, freq_TS)
-        np.testing.assert_array_equal(words, by_class._words[by_class._word_B[b] : by_class._word_B[b + 1]])
+        np.testing.assert_array_equal(words, held._words[held._word_B[b] : held._word_B[b + 1]])
         checked += 1
     return checked
 

@@ -82,7 +82,7 @@ def groups(run_R: np.ndarray, element_RE: np.ndarray, step_RES: np.ndarray) -> t
     `kernels.native.survey`.
     """
     used_S = np.flatnonzero(np.bitwise_or.reduce(step_RES.reshape(-1, step_RES.shape[2])))
-    step_RES = np.ascontiguousarray(step_RES[:, :, used_S], np.int64)  # indexing leaves it in another order
+    step_RES = step_RES[:, :, used_S].astype(np.int64)
     firsts, found = tables.join_runs(
         zip(run_R[:-1].tolist(), zip(element_RE, step_RES, strict=True), strict=True),
         lambda one, other: (one[0] + other[0], one[1] + other[1]),

@@ -27,7 +27,6 @@ from deltasync.kernels.gpu_classes import ADDRESS, COLUMNS, FIRST, PITCH, ROWS, 
 from deltasync.kernels.gpu_coder import Numbers, Streams
 from deltasync.kernels.rans import RATIO, RATIO_BITS
 from deltasync.tensors import Layout, Vector
-from deltasync.tensors.bits import signed_view
 from deltasync.tensors.device import DeviceBits, DeviceDelta, DeviceSparse
 
 MOST_CHANGED = 1 << 25
@@ -516,7 +515,7 @@ class Decoder:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout, self._device = layout, device
         self._room = torch.empty(0, dtype=torch.uint8)
-        self._tilings: dict[int, tuple[dict[int, tiles.Cut], Tiling]] = {}
+        self._tilings: dict[int, Tiling] = {}
 
     def decode(
         self, opened: Sequence[Payload], places: Mapping[int, Places], undone: DeviceDelta | None = None
@@ -578,23 +577,14 @@ class Decoder:
             self._room = torch.empty(
                 1 << max(size - 1, 1).bit_length(), dtype=torch.uint8, pin_memory=self._device.type == "cuda"
             )
-        found = torch.empty(max(size // 4, 1), dtype=torch.int32, device=self._device)
-        at, room = 0, self._room[:size].view(torch.int32)
+        at, room = 0, self._room.numpy()
         for array in arrays:
-            part = slice(at, at + array.size)
-            room[part].copy_(signed_view(array))  # by several threads
-            found[part].copy_(room[part], non_blocking=True)
-            at += array.size
+            room[at : at + array.nbytes] = array.view(np.uint8)
+            at += array.nbytes
+        found = torch.empty(max(size // 4, 1), dtype=torch.int32, device=self._device)
+        found[: size // 4].copy_(self._room[:size].view(torch.int32), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the room is for the next words
-        return found
-
-    def _tiling(self, of: Vector, cut_T: dict[int, tiles.Cut], range_T2: np.ndarray) -> Tiling:
-        """Return the blocks of tensors; those of the last version mostly."""
-        cuts, found = self._tilings.get(of.width, ({}, None))
-        if found is None or cuts != cut_T or not np.array_equal(found.range_T2, range_T2):
-            found = Tiling.of(of, cut_T, range_T2)
-            self._tilings[of.width] = cut_T, found
         return found
 
     def _by_gap(self, of: Vector, readers: Sequence[vector._Reader]) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -642,7 +632,7 @@ class Decoder:
         cut_T = {t: cut for reader in readers for t, cut in reader._cuts.items()}
         is_in_T = np.zeros(len(of.specs), np.bool_)
         is_in_T[list(cut_T)] = True
-        tiling = self._tiling(of, cut_T, places.range_T2)
+        tiling = Tiling.of(of, cut_T, places.range_T2)
         row_BF, band_GF = tiling.chosen(is_in_T, places.address_T)
         row_B2 = np.concatenate([reader._row_B2 for reader in readers])
         if (row_B2[:, 0] > row_BF[:, COLUMNS] * row_BF[:, ROWS]).any():

@@ -38,7 +38,6 @@ BANDS = 6
 _CHANGES = 256  # changes of a band or block that a program takes at once
 _RANKED = 8  # changes of which a program reads the chunks at once
 _CHUNKS = 8  # chunks that a program counts
-_STEPS = 16  # as many chunks that a program counts one after the other, where only a block's sizes are wanted
 _TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _MOVED = 512  # changes that a program moves
 _SAMPLE = 32  # consecutive elements of a sample, as in `kernels.native`
@@ -166,9 +165,9 @@ def _survey_elements(
 
 @triton.jit
 def _count_chunks(
-    block_ptr, owner_ptr, program_ptr, class_ptr, count_ptr, b_base, base, BITS: tl.constexpr, CHUNKS: tl.constexpr
+    block_ptr, owner_ptr, program_ptr, low_ptr, high_ptr, count_ptr, b_base, base, BITS: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """Count the elements of each class in chunks of one block, those of four classes in the bytes of a number."""
+    """Count the elements of each class in chunks of one block."""
     program = tl.program_id(0)
     b = tl.load(owner_ptr + program).to(tl.int64)
     block = block_ptr + b * _FIELDS
@@ -176,38 +175,11 @@ def _count_chunks(
     chunks = tl.load(block + _CHUNK_COUNT)
     here = block + tl.zeros((CHUNKS, 1), tl.int64)
     field, element = _chunk_fields(here, chunk[:, None], (chunk < chunks)[:, None], BITS)
-    c = tl.load(class_ptr + tl.load(block + _GROUP) * 256 + field, element, other=255).to(tl.int32)
-    one = tl.full((CHUNKS, _CHUNK), 1, tl.int32) << (8 * (c & 3))
-    one = tl.where(element, one, 0)
-    classes = tl.load(block + _CLASSES)
+    first = tl.load(block + _CLASS)
     to = count_ptr + (tl.load(block + _COUNT) - base) + chunk
-    for four in range((classes + 3) // 4):
-        found = tl.sum(tl.where((c >> 2) == four, one, 0), axis=1)
-        for j in tl.static_range(4):
-            there = (chunk < chunks) & (4 * four + j < classes)
-            tl.store(to + (4 * four + j) * chunks, (found >> (8 * j)) & 255, there)
-
-
-@triton.jit
-def _size_classes(
-    block_ptr, owner_ptr, program_ptr, class_ptr, size_ptr, b_base, BITS: tl.constexpr, CHUNKS: tl.constexpr,
-    STEPS: tl.constexpr,
-):  # fmt: skip
-    """Count the elements of each class in one block."""
-    program = tl.program_id(0)
-    b = tl.load(owner_ptr + program).to(tl.int64)
-    block = block_ptr + b * _FIELDS
-    first = (program - tl.load(program_ptr + b - b_base)).to(tl.int64) * (CHUNKS * STEPS)
-    chunks = tl.load(block + _CHUNK_COUNT)
-    here = block + tl.zeros((CHUNKS, 1), tl.int64)
-    found = tl.zeros((256,), tl.int32)
-    for start in range(first, tl.minimum(first + CHUNKS * STEPS, chunks), CHUNKS):
-        chunk = (start + tl.arange(0, CHUNKS))[:, None]
-        field, element = _chunk_fields(here, chunk, chunk < chunks, BITS)
-        found += tl.histogram(tl.reshape(field, (CHUNKS * _CHUNK,)), 256, tl.reshape(element, (CHUNKS * _CHUNK,)))
-    c = tl.load(class_ptr + tl.load(block + _GROUP) * 256 + tl.arange(0, 256)).to(tl.int64)
-    to = size_ptr + tl.load(block + _PAIR) + c
-    tl.atomic_add(to, found.to(tl.int64), (c < tl.load(block + _CLASSES)) & (found > 0), sem="relaxed")
+    for c in range(tl.load(block + _CLASSES)):
+        is_of = element & (field >= tl.load(low_ptr + first + c)) & (field <= tl.load(high_ptr + first + c))
+        tl.store(to + c * chunks, tl.sum(is_of.to(tl.int32), axis=1), chunk < chunks)
 
 
 @triton.jit
@@ -262,8 +234,7 @@ def _classify(
         old = tl.load(address + row * tl.load(block + _STRIDE, is_in, other=0) + column, is_in, other=0)
         shift = tl.load(block + _SHIFT, is_in, other=0).to(old.dtype)
         field = (old >> shift).to(tl.int32) & tl.load(block + _MASK, is_in, other=0).to(tl.int32)
-        c = tl.load(class_ptr + tl.load(block + _GROUP, is_in, other=0) * 256 + field, is_in, other=0).to(tl.int64)
-        c = tl.minimum(c, tl.load(block + _CLASSES, is_in, other=1) - 1).to(tl.uint8)
+        c = tl.load(class_ptr + tl.load(block + _GROUP, is_in, other=0) * 256 + field, is_in, other=0)
         place = row * tl.load(block + _COLUMNS, is_in, other=0) + column
         tl.store(number_ptr + to + k, number.to(tl.int32), is_in)
         tl.store(place_ptr + to + k, place.to(tl.int32), is_in)
@@ -532,8 +503,7 @@ class Classes:
     Attributes:
         low_L, high_L: The first and the last value of the field of each, int32.
         level_L: Levels, int64.
-        class_GE: Class of each value of the field in each group, uint8[groups, 256]; 255 of one that is of no class (a group
-            of 256 classes has no such value).
+        class_GE: Class of each value of the field in each group, uint8[groups, 256].
     """
 
     low_L: torch.Tensor
@@ -544,7 +514,7 @@ class Classes:
     @classmethod
     def of(cls, groups: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], device: torch.device) -> Classes:
         """Return the classes of groups: first and last values and levels of each group's classes, by rank."""
-        class_GE = np.full((len(groups), 256), 255, np.uint8)
+        class_GE = np.zeros((len(groups), 256), np.uint8)
         for class_E, (low_C, high_C, _) in zip(class_GE, groups, strict=True):
             for c, (low, high) in enumerate(zip(low_C.tolist(), high_C.tolist(), strict=True)):
                 class_E[low : high + 1] = c
@@ -668,38 +638,21 @@ class Bits:
         last = row_BF[-1]
         count = int(last[COUNT] + last[CLASSES] * last[CHUNKS] - row_BF[0, COUNT])
         found = torch.empty(count, dtype=torch.int32, device=device)
-        owner, first_B, programs = self._programs(low, high, _CHUNKS)
-        pairs = int(row_BF[:, CLASSES].sum())
+        program_B = -(-row_BF[:, CHUNKS] // _CHUNKS)
         blocks = torch.arange(low, high, dtype=torch.int32, device=device)
+        first_B = torch.from_numpy(np.cumsum(program_B) - program_B).to(device)
+        programs, pairs = int(program_B.sum()), int(row_BF[:, CLASSES].sum())
+        owner = torch.repeat_interleave(blocks, torch.from_numpy(program_B).to(device), output_size=programs)
         pair_owner = torch.repeat_interleave(blocks, self.table_BF[low:high, CLASSES], output_size=pairs)
         with on(device):
             _count_chunks[(programs,)](
-                self.table_BF, owner, first_B, self.classes.class_GE, found, low, int(row_BF[0, COUNT]),
+                self.table_BF, owner, first_B, self.classes.low_L, self.classes.high_L, found, low, int(row_BF[0, COUNT]),
                 _UNSIGNED[self.width], _CHUNKS,
             )  # fmt: skip
             _sum_chunks[(pairs,)](
                 self.table_BF, pair_owner, found, self.size_P, int(row_BF[0, PAIR]), int(row_BF[0, COUNT]), 1024
             )  # fmt: skip
         return found
-
-    def sizes(self, low: int, high: int) -> None:
-        """Count the elements of each class of blocks from `low` on and below `high`, which is less work than `counts`."""
-        if self.changes is not None:
-            self._copy_old(self.changes, low, high)
-        owner, first_B, programs = self._programs(low, high, _CHUNKS * _STEPS)
-        with on(self.device):
-            _size_classes[(programs,)](
-                self.table_BF, owner, first_B, self.classes.class_GE, self.size_P, low, _UNSIGNED[self.width], _CHUNKS,
-                _STEPS,
-            )  # fmt: skip
-
-    def _programs(self, low: int, high: int, most: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return the block of each program that takes so many chunks, the first program of each block, and their number."""
-        program_B = -(-self.row_BF[low:high, CHUNKS] // most)
-        programs = int(program_B.sum())
-        blocks = torch.arange(low, high, dtype=torch.int32, device=self.device)
-        owner = torch.repeat_interleave(blocks, torch.from_numpy(program_B).to(self.device), output_size=programs)
-        return owner, torch.from_numpy(np.cumsum(program_B) - program_B).to(self.device), programs
 
     def _copy_old(self, changes: Changes, low: int, high: int) -> None:
         """Copy the bits of blocks, and undo their changes there."""
@@ -754,7 +707,7 @@ class Bands:
         return count_B
 
 
-MOST_COUNTS, MOST_ELEMENTS, MOST_CHANGES = 1 << 25, 1 << 28, 1 << 22
+MOST_COUNTS, MOST_ELEMENTS, MOST_CHANGES = 1 << 24, 1 << 28, 1 << 22
 """Most counts, elements and changes of blocks that are taken at once, if a single band has not more."""
 
 MOST_COPIED = 1 << 27
@@ -866,11 +819,8 @@ def decode(
         spans: All blocks, in order.
     """
     device, changed, width = bits.device, int(bits.bound_B[-1]), bits.width
-    if bits.changes is None:
-        bits.sizes(0, bits.count)
-    else:  # old bits are made in a copy, as much as it has room for
-        for low, high, _, _ in spans:
-            bits.sizes(low, high)
+    for low, high, _, _ in spans:
+        bits.counts(low, high)
     found = Ranked(
         torch.zeros(changed, dtype=torch.int32, device=device),
         torch.zeros(changed, dtype=torch.uint8, device=device),

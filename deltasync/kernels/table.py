@@ -33,7 +33,7 @@ LOW, COUNT, PLACE, WRITE_COLUMNS = range(4)
 GAIN, CHECK, KEPT = range(3)
 """Sums of each line: what its fingerprint gains; the checksum of old values; how many of its changes lie in the segment."""
 
-SCATTER_BLOCK = 512
+SCATTER_BLOCK = 256
 STREAM_BLOCK = 1 << 14
 """Most elements of a row: `SCATTER_BLOCK` changes to write, or `STREAM_BLOCK` of a segment's memory to read."""
 

@@ -143,43 +143,12 @@ def test_a_device_writes_the_hosts_bytes_and_reads_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(
-    ("fraction", "shapes"), [(1.0, [(6, 8)]), (0.3, [(1,)] * 9), (0.3, [(16, 20)]), (0.02, [(9, 30)])], ids=str
-)
+@pytest.mark.parametrize(("fraction", "shapes"), [(1.0, [(6, 8)]), (0.3, [(1,)] * 9), (0.02, [(9, 30)])], ids=str)
 def test_all_few_and_tiny(name: str, fraction: float, shapes: list[tuple[int, ...]]) -> None:
     made = case(fraction, {"bfloat16": shapes}, seed=3)
     found, there = _written(made, name, 10**6)
     assert found == [each.to_bytes() for each in made.encoded(name, 10**6)]
     DeviceCoder(there).prove(name, there, made.digests, 8, found)
-
-
-def test_elements_are_counted_by_class_where_chunks_are_of_one_class_and_values_of_none() -> None:
-    from deltasync.kernels import gpu_classes
-
-    random = np.random.default_rng(2)
-    field_N = np.concatenate((np.full(300, 9), random.integers(0, 14, 700), np.full(1000, 4))).astype(np.uint16)
-    bits = torch.from_numpy((field_N << 7 | random.integers(0, 128, field_N.size)).astype(np.int16)).to(DEVICE)
-    rows = [(0, 1000, 1000, 1), (1000, 10, 20, 50), (1010, 10, 20, 50)]  # first element, columns, stride, rows
-    row_BF = np.zeros((len(rows), gpu_classes.FIELDS), np.int64)
-    row_BF[:, :4] = rows
-    row_BF[:, 0] = bits.data_ptr() + 2 * row_BF[:, 0]
-    row_BF[:, gpu_classes.SHIFT], row_BF[:, gpu_classes.MASK] = 7, 255
-    low_C, high_C = np.array([[7, 0, 5, 9, 3, 12], [8, 2, 6, 9, 4, 12]])  # 10, 11 and 13 are of no class
-    blocks = gpu_classes.Bits(row_BF, np.zeros(len(rows) + 1, np.int64), 2, bits.device)
-    held = gpu_classes.Classes.of([(low_C, high_C, np.arange(6)[::-1])], bits.device)
-    blocks.divide(np.zeros(len(rows), np.int64), np.array([0, 6]), held)
-    blocks.sizes(0, len(rows))
-    sizes = blocks.size_P.tolist()
-    found = blocks.counts(0, len(rows)).tolist()
-    wanted_sizes, wanted = [], []
-    for first, columns, stride, count in rows:
-        field = field_N[first + np.arange(count)[:, None] * stride + np.arange(columns)].reshape(-1)
-        for low, high in zip(low_C, high_C, strict=True):
-            is_of = (field >= low) & (field <= high)
-            wanted_sizes.append(int(is_of.sum()))
-            wanted += [int(is_of[:at].sum()) for at in range(0, field.size, gpu_classes.CHUNK)]
-    assert sizes == blocks.size_P.tolist() == wanted_sizes
-    assert found == wanted
 
 
 @pytest.mark.parametrize("name", CODECS)
