@@ -170,10 +170,10 @@ def placed(draw: st.DrawFn) -> tuple[Vector, dict[str, np.ndarray], dict[str, np
     new = {spec.name: draw(our.new_bits(old[spec.name], spec.dtype)) for spec in specs}
     targets = []
     for spec, key in zip(specs, vector.key_T.tolist(), strict=True):
-        for number in range(draw(st.integers(0, 3))):
+        for _ in range(draw(st.integers(0, 3))):
             segment = draw(segments(spec))
             segment.live.copy_(segment.source(signed_view(old[spec.name])))
-            targets.append(Target(spec.name, number, segment, key))
+            targets.append(Target(spec.name, len(targets), segment, key))
     return vector, old, new, targets
 
 
@@ -198,7 +198,8 @@ def test_prepare_is_the_reference_whatever_the_strides(chunks: None, model: tupl
         _, added, one = reference.prepare(target.key, dest_N.view(step_K.dtype), at_K, step_K, False, index_K)
         expected.append((target, added, int(at_K.size)))
         expected_check = (expected_check + one) & MASK
-    assert [(target, gain) for target, gain in gains] == [(target, gain) for target, gain, _ in expected]
+    found = list(zip(gains.part_M.tolist(), gains.value_M.tolist(), strict=True))
+    assert found == [(target.part, gain) for target, gain, _ in expected]
     assert (check, changed) == (expected_check, sum(count for *_, count in expected))
     assert native.swap_by(table) == check
     for target in targets:
