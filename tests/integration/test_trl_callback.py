@@ -220,7 +220,7 @@ def test_every_step_is_published_bit_for_bit(
     sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved")
     trainer = make_trainer(make_model(), tmp_path / "out", sync, recorder)
     trainer.train()
-    said = f"deltasync: publishing to {url}, which begins with version 1, with codec auto."
+    said = f"deltasync: publishing to {url}, which begins with version 1, with codec context."
     assert f"{said} To see versions and replicas: deltasync watch {url}\n" in capfd.readouterr().err
 
     # Versions whose upload had not begun joined the next one, so not every step has a version.
