@@ -65,8 +65,9 @@ def works(url):
 folder = pathlib.Path(sys.argv[1])
 works((folder / "a run").as_uri())
 works("memory://run")
-# GPU kernels are for Linux; open_store takes object.PortableStore where there is no stores.local.
-LEFT_OUT = ("deltasync.kernels.gpu", "deltasync.stores.local", "deltasync.__main__")
+# GPU kernels and what calls them are for Linux; open_store takes object.PortableStore where there is no stores.local.
+LEFT_OUT = ("deltasync.kernels.gpu", "deltasync.codec.device", "deltasync.publish.encode_device")
+LEFT_OUT += ("deltasync.stores.local", "deltasync.__main__")
 for found in pkgutil.walk_packages(deltasync.__path__, "deltasync."):
     if not found.name.startswith(LEFT_OUT):
         importlib.import_module(found.name)

@@ -94,7 +94,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=(20 if "LONG_TESTS" in os.environ else 2) * PATIENCE_S,
+        timeout=(20 if "LONG_TESTS" in os.environ else 4) * PATIENCE_S,
         check=False,
     )
     lines = [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
