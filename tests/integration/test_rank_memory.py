@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.test_sharded import torchrun
 
-_MOST_MB = 128  # 64 before the native core and the shadow that is compared without being written
+_MOST_MB = 192  # 64 before the native core and the shadow that is compared without being written
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system does not say how much memory is anonymous")
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system does
     ("size", "megabytes"),
     [(2, 256), *(pytest.param(size, 512, marks=pytest.mark.slow) for size in (2, 4, 8))],
 )
-def test_a_tensor_of_half_the_model_takes_128_megabytes_beside_shard_and_shadow(
+def test_a_tensor_of_half_the_model_takes_at_most_192_megabytes_beside_shard_and_shadow(
     tmp_path: Path, size: int, megabytes: int
 ) -> None:
     torchrun(size, tmp_path, str(megabytes), script="memory_ranks.py", timeout_s=900)
