@@ -22,5 +22,6 @@ TESTS = (
 
 
 @pytest.mark.skipif(RUNS, reason="the tests beside this one run as they are")
+@pytest.mark.timeout(1800)
 def test_kernels_through_tritons_interpreter(tmp_path: Path) -> None:
     run_again([str(Path(__file__).with_name(file)) for file in FILES], tmp_path, "-k", TESTS, TRITON_INTERPRET="1")
