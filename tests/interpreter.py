@@ -33,5 +33,5 @@ def run_again(files: list[str], scratch: Path, *arguments: str, **environment: s
         **environment,
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *arguments]
-    done = subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout + done.stderr
