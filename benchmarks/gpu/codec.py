@@ -163,7 +163,7 @@ def _shapes(layers: int, hidden: int, inner: int, vocabulary: int, key_value: in
 def _small_blocks() -> None:
     from deltasync.codec import tiled, tiles, vector
 
-    vector.BLOCK, vector.GROUP_CHANGED, tiled.GROUP_CHANGED = 997, 50, 50
+    vector.BLOCK, tiled.GROUP_CHANGED = 997, 50
     tiles.TILE, tiles.SMALL, tiles.LEAST, tiles.FEW = 64, 200, 100, 1
 
 

@@ -27,6 +27,7 @@ from deltasync.kernels.gpu_classes import ADDRESS, COLUMNS, FIRST, PITCH, ROWS, 
 from deltasync.kernels.gpu_coder import Numbers, Streams
 from deltasync.kernels.rans import RATIO, RATIO_BITS
 from deltasync.tensors import Layout, Vector
+from deltasync.tensors.bits import SIGNED, UNSIGNED
 from deltasync.tensors.device import DeviceBits, DeviceDelta, DeviceSparse
 
 MOST_CHANGED = 1 << 25
@@ -324,7 +325,7 @@ class Encoder:
         first_P, last_P = block_T[tensor_P2[:, 0]], block_T[tensor_P2[:, 1]]
         band_B = np.append(band_GF[:, 5], len(row_BF))
         bands = _bands(of, steps, tiling, band_GF)
-        step_K = steps.step_K.view(_UNSIGNED[of.width])
+        step_K = steps.step_K.view(UNSIGNED[of.width])
         count_B = bands.tally(steps.low_K, len(row_BF)).cpu().numpy().astype(np.int64)
         bound_B = _bounds(count_B)
         changes = Changes(bands, band_B, steps.low_K, step_K, bits.bits_N)
@@ -378,9 +379,6 @@ class Encoder:
         return found
 
 
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-
-
 def _bands(of: Vector, steps: DeviceSparse, tiling: Tiling, band_GF: np.ndarray) -> Bands:
     """Return bands of blocks, with their changes in a delta and among those of all bands."""
     tensor_G = np.searchsorted(of.first_T, band_GF[:, 0], side="right") - 1
@@ -405,10 +403,8 @@ def addresses(of: Vector, bits: DeviceBits) -> np.ndarray:
 
 
 def _positions(steps: DeviceSparse, number_N: np.ndarray) -> np.ndarray:
-    """Return the positions of some changes."""
-    number = torch.from_numpy(number_N).to(steps.low_K.device)
-    base = steps.base_B[torch.searchsorted(steps.bound_B, number, right=True) - 1]
-    found: np.ndarray = (base + ((steps.low_K[number].to(torch.int64) - base) & 0xFFFFFFFF)).cpu().numpy()
+    """Return the positions of some changes, on the host."""
+    found: np.ndarray = steps.positions_of(torch.from_numpy(number_N).to(steps.low_K.device)).cpu().numpy()
     return found
 
 
@@ -418,7 +414,7 @@ def _selected(
     """Return the changes from number `start` on and below `stop` of those of some tensors."""
     first = int(np.searchsorted(bound_T, start, side="right")) - 1
     last = int(np.searchsorted(bound_T, stop, side="left"))
-    step_K = steps.step_K.view(_UNSIGNED[steps.step_K.element_size()])
+    step_K = steps.step_K.view(UNSIGNED[steps.step_K.element_size()])
     shift_T, count_T = (all_T - bound_T)[first:last], np.diff(bound_T)[first:last]
     if (shift_T[count_T > 0] == shift_T[count_T > 0][0]).all():
         shift = int(shift_T[count_T > 0][0])
@@ -435,9 +431,8 @@ def _runs(bound_B: np.ndarray, first_P: np.ndarray, last_P: np.ndarray) -> tuple
     firsts, run_P = [], [0]
     for low, high in zip(first_P.tolist(), last_P.tolist(), strict=True):
         if low < high:
-            changed_B = bound_B[low:high] - bound_B[low]
-            run_B = changed_B // max(tiled.GROUP_CHANGED, int(bound_B[high] - bound_B[low]) // tiled._MOST_RUNS)
-            firsts.append(low + np.append(0, np.flatnonzero(run_B[1:] != run_B[:-1]) + 1))
+            changed = bound_B[low : high + 1] - bound_B[low]
+            firsts.append(low + tiled.runs(changed, int(changed[-1]) // tiled.MOST_RUNS))
         run_P.append(run_P[-1] + (firsts[-1].size if low < high else 0))
     return np.append(np.concatenate(firsts), last_P[-1]), np.array(run_P)
 
@@ -566,7 +561,7 @@ class Decoder:
         elif parts:
             found = parts[0]
         else:
-            found = (torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=_UNSIGNED[width]))
+            found = (torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=UNSIGNED[width]))
         digest_T = np.concatenate([reader.digest_T for reader in readers])
         return Decoded(*found, all_T, number_T, digest_T)
 
@@ -615,7 +610,7 @@ class Decoder:
         slots = gpu_coder.slots(torch.from_numpy(np.concatenate(freqs).astype(np.int16)).to(device))
         words = self._upload([reader._words for reader in readers])
         at_K = torch.zeros(int(bound_S[-1]), dtype=torch.int32, device=device)
-        step_K = torch.zeros(int(bound_S[-1]), dtype=_UNSIGNED[of.width], device=device)
+        step_K = torch.zeros(int(bound_S[-1]), dtype=UNSIGNED[of.width], device=device)
         streams = Streams(there[0], there[1], table)
         good_S = gpu_coder.decode(streams, there[2], words, word[:-1], word[1:], slots, at_K, step_K)
         if not bool(good_S.all()):
@@ -653,7 +648,7 @@ class Decoder:
         changes = None
         if undone is not None:
             steps = undone.steps[of.width]
-            bands, step_K = _bands(of, steps, tiling, band_GF), steps.step_K.view(_UNSIGNED[of.width])
+            bands, step_K = _bands(of, steps, tiling, band_GF), steps.step_K.view(UNSIGNED[of.width])
             changes = Changes(bands, band_B, steps.low_K, step_K, undone.bits[of.width].bits_N)
         blocks = Bits(row_BF, bound_B, of.width, device, changes)
         class_G = _bounds(np.array([model.classes.low_C.size for model in models]))
@@ -669,7 +664,7 @@ class Decoder:
         if not bool(found.good_B.all()):
             raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")
         at_K = torch.zeros(int(bound_B[-1]), dtype=torch.int32, device=device)
-        step_K = torch.zeros(int(bound_B[-1]), dtype=_UNSIGNED[of.width], device=device)
+        step_K = torch.zeros(int(bound_B[-1]), dtype=UNSIGNED[of.width], device=device)
         gpu_classes.place(blocks, found, spans, at_K, step_K)
         return at_K, step_K
 
@@ -692,7 +687,7 @@ class Decoder:
             to_K = torch.repeat_interleave(*moved, output_size=part[0].numel())
             to_K += torch.arange(part[0].numel(), device=device)
             for into, data in zip(found, part, strict=True):
-                into.view(_SIGNED[into.element_size()])[to_K] = data.view(_SIGNED[data.element_size()])
+                into.view(SIGNED[into.element_size()])[to_K] = data.view(SIGNED[data.element_size()])
         return found[0], found[1]
 
 
@@ -712,6 +707,3 @@ class Decoded:
     count_T: np.ndarray
     number_T: np.ndarray
     digest_T: np.ndarray
-
-
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -22,7 +22,7 @@ from deltasync.tensors import Sparse, TensorSpec, Vector, count_below
 GROUP_CHANGED = 1 << 15
 """Changed elements that are worth tables of their own."""
 
-_MOST_RUNS = 64  # of which tables are counted before they are joined
+MOST_RUNS = 64  # of which tables are counted before they are joined
 _SAMPLED = 1 << 16  # elements of a run whose classes are counted
 _BATCH = 1 << 24  # elements whose old bits are wanted at once
 _MOST_ROWS = 1 << 24  # of a table of blocks in planes: small planes could ask for any amount of memory
@@ -45,8 +45,7 @@ def encode(
     bound_G = np.append(count_below(steps.at_K, band_GF[:, 0]), steps.at_K.size)
     at_K, step_K, count_B = native.regroup(bound_G, band_GF, True, *steps, len(row_BF))
     bound_B = bounds(count_B)
-    run_B = bound_B[:-1] // max(GROUP_CHANGED, at_K.size // _MOST_RUNS)
-    run_R = np.concatenate(([0], np.flatnonzero(run_B[1:] != run_B[:-1]) + 1, [count_B.size]))
+    run_R = np.append(runs(bound_B, at_K.size // MOST_RUNS), count_B.size)
     firsts, models = classes.groups(run_R, *native.survey(run_R, row_BF, bound_B, at_K, step_K, _SAMPLED))
     words, tables_, word_count_B = [], bytearray(), np.zeros_like(count_B)
     for (low, high), model in zip(itertools.pairwise([*firsts, count_B.size]), models, strict=True):
@@ -310,6 +309,13 @@ def read_tables(entry: torch.Tensor | None) -> bytes:
     if entry is None or entry.dtype != torch.uint8:
         raise CorruptDataError("Payload has no uint8 tables.")
     return entry.numpy().tobytes()
+
+
+def runs(bound_B: np.ndarray, least: int = 0) -> np.ndarray:
+    """Return the first block of each run of blocks with about `GROUP_CHANGED` changes, or `least`, if that is more."""
+    run_B = bound_B[:-1] // max(GROUP_CHANGED, least)
+    firsts: np.ndarray = np.append(0, np.flatnonzero(run_B[1:] != run_B[:-1]) + 1)
+    return firsts
 
 
 def bounds(count_B: np.ndarray) -> np.ndarray:

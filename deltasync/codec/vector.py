@@ -24,7 +24,7 @@ import torch
 from deltasync.codec import tables, tiled, tiles
 from deltasync.codec.base import Encoded, NewBits, OldBits, Payload, Wanted, take
 from deltasync.codec.tables import Cursor
-from deltasync.codec.tiled import GROUP_CHANGED, TiledReader, bounds, read_flags, read_groups, read_rows, read_tables
+from deltasync.codec.tiled import TiledReader, bounds, read_flags, read_groups, read_rows, read_tables, runs
 from deltasync.codec.tiles import Cut
 from deltasync.errors import CorruptDataError, ShareError
 from deltasync.kernels import native
@@ -177,16 +177,15 @@ def _groups(blocks: Blocks, steps: Sparse) -> tuple[list[int], list[np.ndarray]]
     Runs of blocks with about `GROUP_CHANGED` changes are joined as long as common tables take fewer bits than two of them.
     """
     bound_B = blocks.bound_B
-    run_B = bound_B[:-1] // GROUP_CHANGED
-    starts = np.append(0, np.flatnonzero(run_B[1:] != run_B[:-1]) + 1).tolist()
+    starts = runs(bound_B).tolist()
 
-    def runs() -> Iterator[tuple[int, np.ndarray]]:
+    def counted() -> Iterator[tuple[int, np.ndarray]]:
         for at in range(0, len(starts), _RUNS):
             run_R = np.array([*starts, bound_B.size - 1][at : at + _RUNS + 1])
             yield from zip(starts[at : at + _RUNS], native.count_runs(run_R, blocks, *given), strict=True)
 
     given = steps.at_K, None, steps.data_K, _ONE_CLASS
-    return tables.join_runs(runs(), np.add, _table_bits)
+    return tables.join_runs(counted(), np.add, _table_bits)
 
 
 def _table_bits(count_TS: np.ndarray) -> float:

@@ -57,6 +57,20 @@ def _popcount(bits):
 
 
 @triton.jit
+def _field(block, bits, inside):
+    """Return the field of elements of blocks by which they have a class."""
+    shift = tl.load(block + _SHIFT, inside, other=0).to(bits.dtype)
+    return (bits >> shift).to(tl.int32) & tl.load(block + _MASK, inside, other=0).to(tl.int32)
+
+
+@triton.jit
+def _place_of(block, row, column, is_in, BITS: tl.constexpr):
+    """Return where elements of blocks lie, by row and column."""
+    address = tl.load(block + _ADDRESS, is_in, other=0).to(tl.pointer_type(BITS))
+    return address + (row * tl.load(block + _STRIDE, is_in, other=0) + column)
+
+
+@triton.jit
 def _chunk_fields(block, chunk, inside, BITS: tl.constexpr):
     """Return the fields of chunks of blocks, [chunks, 128], and which of them are elements.
 
@@ -77,9 +91,7 @@ def _chunk_fields(block, chunk, inside, BITS: tl.constexpr):
     ends = (((start + lane).to(tl.float32) + 0.5) * part).to(tl.int32)
     element = inside & (lane < left)
     bits = tl.load(begin + (lane + ends.to(tl.int64) * jump), element, other=0)
-    shift = tl.load(block + _SHIFT, inside, other=0).to(bits.dtype)
-    mask = tl.load(block + _MASK, inside, other=0).to(tl.int32)
-    return (bits >> shift).to(tl.int32) & mask, element
+    return _field(block, bits, inside), element
 
 
 @triton.jit
@@ -121,13 +133,9 @@ def _survey_steps(
         is_in = k < high
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
         block = block_ptr + number * _FIELDS
-        address = tl.load(block + _ADDRESS, is_in, other=0).to(tl.pointer_type(BITS))
-        old = tl.load(address + row * tl.load(block + _STRIDE, is_in, other=0) + column, is_in, other=0)
         step = tl.load(step_ptr + k, is_in, other=1)
-        old -= step
-        shift = tl.load(block + _SHIFT, is_in, other=0).to(old.dtype)
-        mask = tl.load(block + _MASK, is_in, other=0).to(tl.int32)
-        field = (old >> shift).to(tl.int32) & mask
+        old = tl.load(_place_of(block, row, column, is_in, BITS), is_in, other=0) - step
+        field = _field(block, old, is_in)
         symbol, _ = _bucket(_zigzag(step))
         run = tl.load(run_ptr + number, is_in, other=0).to(tl.int64)
         tl.atomic_add(
@@ -230,10 +238,7 @@ def _classify(
         is_in = k < high
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
         block = block_ptr + number * _FIELDS
-        address = tl.load(block + _ADDRESS, is_in, other=0).to(tl.pointer_type(BITS))
-        old = tl.load(address + row * tl.load(block + _STRIDE, is_in, other=0) + column, is_in, other=0)
-        shift = tl.load(block + _SHIFT, is_in, other=0).to(old.dtype)
-        field = (old >> shift).to(tl.int32) & tl.load(block + _MASK, is_in, other=0).to(tl.int32)
+        field = _field(block, tl.load(_place_of(block, row, column, is_in, BITS), is_in, other=0), is_in)
         c = tl.load(class_ptr + tl.load(block + _GROUP, is_in, other=0) * 256 + field, is_in, other=0)
         place = row * tl.load(block + _COLUMNS, is_in, other=0) + column
         tl.store(number_ptr + to + k, number.to(tl.int32), is_in)
@@ -252,10 +257,9 @@ def _undo(band_ptr, begin_ptr, end_ptr, block_ptr, at_ptr, step_ptr, BITS: tl.co
         is_in = k < high
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
         block = block_ptr + number * _FIELDS
-        address = tl.load(block + _ADDRESS, is_in, other=0).to(tl.pointer_type(BITS))
-        at = row * tl.load(block + _STRIDE, is_in, other=0) + column
-        new = tl.load(address + at, is_in, other=0)
-        tl.store(address + at, new - tl.load(step_ptr + k, is_in, other=0), is_in)
+        place_ptr = _place_of(block, row, column, is_in, BITS)
+        new = tl.load(place_ptr, is_in, other=0)
+        tl.store(place_ptr, new - tl.load(step_ptr + k, is_in, other=0), is_in)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ import triton.language as tl
 
 from deltasync.kernels import groups
 from deltasync.kernels.gpu_segments import _cell
+from deltasync.tensors.bits import SIGNED
 from deltasync.tensors.device import DeviceSparse
 
 OLD, NEW, FIRST, COUNT, AT, KEY, INDEX, MASK, LARGEST = range(9)
@@ -44,7 +45,6 @@ Fill = Callable[[int, torch.Tensor], None]
 _ALIGNED_BYTES = 16
 _LANES = 1024  # elements that a program of `_print` reads at once
 _UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit
@@ -418,8 +418,8 @@ class Comparison:
         with self._here():
             slots = min(1 << (self.blocks - 1).bit_length(), groups.GROUP_BLOCKS) * groups.SLOT
             slot_at = torch.empty(slots, dtype=torch.int16, device=self.device)
-            slot_step = torch.empty(slots, dtype=_SIGNED[self.width], device=self.device)
-            of = _Launched.of(self.blocks, room, self.device, _SIGNED[self.width])
+            slot_step = torch.empty(slots, dtype=SIGNED[self.width], device=self.device)
+            of = _Launched.of(self.blocks, room, self.device, SIGNED[self.width])
             for low, high in self._groups:
                 self._fill(low, high, fill)
                 self._compare(low, high, of, slot_at.view(torch.uint16), slot_step, groups.GROUP_BLOCKS)

@@ -11,7 +11,7 @@ import torch
 from deltasync.kernels import groups
 from deltasync.publish.detect import Difference, addresses_of
 from deltasync.tensors import Fingerprints, Layout
-from deltasync.tensors.bits import nan_bounds
+from deltasync.tensors.bits import SIGNED, nan_bounds
 from deltasync.tensors.device import ALIGNED, DeviceBits, DeviceDelta, DeviceSparse, joined
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 LEFT_FREE = 0.1
 """Fraction of a device's memory that `auto` leaves free when it places the shadow there."""
-
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Cut = tuple[int, tuple[Any, ...], torch.dtype]
 """Place of a tensor among those given, an index of a part of it, and the dtype in which that is compared."""
@@ -82,7 +80,7 @@ class DeviceShadow:
             if buffers is None:
                 room_T = -(-count_T // ALIGNED) * ALIGNED
                 place_T = np.cumsum(room_T) - room_T
-                bits_N = torch.empty(int(room_T.sum()), dtype=_SIGNED[width], device=device)
+                bits_N = torch.empty(int(room_T.sum()), dtype=SIGNED[width], device=device)
             else:
                 bits_N, place_T = buffers[0][width], np.array([buffers[1][name] for name in vector.names], np.int64)
             self.there[width] = DeviceBits(bits_N, np.stack((vector.first_T[:-1] + start_T, count_T, place_T), axis=1))
@@ -212,20 +210,8 @@ class DeviceShadow:
             for index, first, size in parts:
                 if size:
                     at = position + first
-                    lines.append(
-                        [
-                            address + (place + first) * width,
-                            0,
-                            0,
-                            size,
-                            at,
-                            key,
-                            at - int(vector.first_T[number]),
-                            mask,
-                            largest,
-                        ]
-                    )
-                    lines[-1][1] = tensor.data_ptr() if is_there else 0
+                    old, new = address + (place + first) * width, tensor.data_ptr() if is_there else 0
+                    lines.append([old, new, 0, size, at, key, at - int(vector.first_T[number]), mask, largest])
                     new_widths.append(new_width)
                     tensors.append(s)
                     copied.append(0 if is_there else size * new_width)

@@ -23,7 +23,7 @@ from deltasync.tensors.delta import joined
 from deltasync.tensors.device import DeviceDelta
 
 
-def on_host(layout: Layout, pieces: Sequence[Delta | DeviceDelta]) -> Delta:
+def host_delta(layout: Layout, pieces: Sequence[Delta | DeviceDelta]) -> Delta:
     """Return pieces of different elements as one delta, on the host."""
     found = [piece.host() if isinstance(piece, DeviceDelta) else piece for piece in pieces]
     return joined(found) if found else Delta(layout, {})
@@ -80,7 +80,7 @@ class Job:
     @functools.cached_property
     def delta(self) -> Delta:
         """All steps, on the host."""
-        return on_host(self.shadow.layout, self.pieces)
+        return host_delta(self.shadow.layout, self.pieces)
 
     @property
     def changed_here(self) -> int:

@@ -27,7 +27,7 @@ from deltasync.config import PublisherOptions, Retention, token_ages, whole_numb
 from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.collect import collect_weights
 from deltasync.publish.detect import Difference
-from deltasync.publish.job import Job, Losses, Receipt, on_host
+from deltasync.publish.job import Job, Losses, Receipt, host_delta
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Chain, Maintenance
 from deltasync.publish.ownership import Ownership
@@ -401,7 +401,7 @@ class Publisher:
         assert shadow is not None
         pieces = found.pieces
         if waiting is not None and not base.full and waiting.changed_here and pieces:
-            pieces = [merge([waiting.delta, on_host(shadow.layout, pieces)])]
+            pieces = [merge([waiting.delta, host_delta(shadow.layout, pieces)])]
         elif waiting is not None and not base.full:
             pieces = [*waiting.pieces, *pieces]
         fingerprints: Fingerprints | None = None

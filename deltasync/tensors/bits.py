@@ -21,7 +21,11 @@ from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.tensors.specs import ITEM_BYTES, TensorSpec
 
 # torch has few operations on unsigned integers; signed views have the same bits.
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Dtypes of bit patterns in torch, by the width of an element: it has few operations on unsigned ones."""
+
+UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+"""Those that kernels of a device take."""
 
 
 def dtype_name(dtype: torch.dtype, tensor: str = "") -> str:
@@ -99,7 +103,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 def int_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a flat signed-integer view, shape N, on the tensor's device; of a non-contiguous tensor, a copy."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(_SIGNED[flat.element_size()])
+    return flat.view(SIGNED[flat.element_size()])
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:

@@ -63,10 +63,16 @@ class DeviceSparse:
 
     def positions(self, low: int = 0, high: int | None = None) -> torch.Tensor:
         """Return whole positions of the changes from number `low` on and below `high`, int64; a new array."""
-        found_K = self.low_K[low:high].to(torch.int64)
-        number_K = torch.arange(low, low + found_K.numel(), device=found_K.device)
-        base_K = self.base_B[torch.searchsorted(self.bound_B, number_K, right=True) - 1]
-        return base_K + ((found_K - base_K) & 0xFFFFFFFF)
+        found_K = self.low_K[low:high]
+        return self._whole(found_K, torch.arange(low, low + found_K.numel(), device=found_K.device))
+
+    def positions_of(self, number_N: torch.Tensor) -> torch.Tensor:
+        """Return whole positions of the changes with these numbers, int64; a new array."""
+        return self._whole(self.low_K[number_N], number_N)
+
+    def _whole(self, low_N: torch.Tensor, number_N: torch.Tensor) -> torch.Tensor:
+        base_N = self.base_B[torch.searchsorted(self.bound_B, number_N, right=True) - 1]
+        return base_N + ((low_N.to(torch.int64) - base_N) & 0xFFFFFFFF)
 
     def count_below(self, limit_N: torch.Tensor) -> torch.Tensor:
         """Return how many positions are below each limit, int64 on the device: `layout.count_below` for many limits.
