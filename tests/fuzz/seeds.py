@@ -45,7 +45,6 @@ def payloads(name: str) -> Iterator[bytes]:
     for block, density in ((1 << 19, 0.01), (1 << 19, 0.3), (64, 0.1), (1 << 19, 1)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vector, "BLOCK", block)
-            patch.setattr(vector, "GROUP_CHANGED", block)
             patch.setattr(tiled, "GROUP_CHANGED", block)
             if block == 64:
                 for limit, value in (("TILE", block), ("SMALL", 4 * block), ("LEAST", 4 * block), ("FEW", 1)):

@@ -1,10 +1,11 @@
 """The memory that each rank takes beside its shard and its shadow, with one tensor of half the model.
 
-    torchrun --nproc-per-node 4 tests/integration/memory_ranks.py FOLDER MEGABYTES
+    torchrun --nproc-per-node 4 tests/integration/memory_ranks.py FOLDER MEGABYTES CODEC
 
-MEGABYTES is the size of the model as it is served. Publishes a first version, a delta and, from another publisher, one that
-resumes; as bfloat16 and from float32. FOLDER/<dtype>.<rank>.json has the peaks in MB: anonymous memory, which is what the
-system cannot drop, less what the process had before and less the shadow, if the publisher made one.
+MEGABYTES is the size of the model as it is served, CODEC that of its deltas. Publishes a first version, a delta and, from
+another publisher, one that resumes; as bfloat16 and from float32. FOLDER/<dtype>.<rank>.json has the peaks in MB:
+anonymous memory, which is what the system cannot drop, less what the process had before and less the shadow,
+if the publisher made one.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def change(weights: dict[str, DTensor]) -> None:
         value.to_local().view(-1)[::1000] += 1
 
 
-def measure(megabytes: int, dtype: torch.dtype, url: str) -> dict[str, float]:
+def measure(megabytes: int, dtype: torch.dtype, codec: str, url: str) -> dict[str, float]:
     """Publish and resume; return the peaks in MB, by what was done."""
     weights, peaks = sharded(megabytes, dtype), dict[str, float]()
     shadow_bytes = 2 * sum(value.to_local().numel() for value in weights.values())
@@ -84,12 +85,12 @@ def measure(megabytes: int, dtype: torch.dtype, url: str) -> dict[str, float]:
     def note(name: str, publisher: Publisher, without: int) -> None:
         peaks[name] = (peak_bytes(lambda: publisher.publish(weights).wait(300)) - without) / _MB
 
-    with Publisher(url, group=dist.group.WORLD) as publisher:
+    with Publisher(url, group=dist.group.WORLD, codec=codec) as publisher:
         note("first", publisher, shadow_bytes)
         change(weights)
         note("delta", publisher, 0)
     del publisher
-    with Publisher(url, group=dist.group.WORLD, resume=True) as publisher:
+    with Publisher(url, group=dist.group.WORLD, codec=codec, resume=True) as publisher:
         change(weights)
         note("resume", publisher, shadow_bytes)
         assert publisher.version == 3
@@ -112,7 +113,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for each in (torch.bfloat16, torch.float32):
         kind = str(each).removeprefix("torch.")
-        measure(8, each, f"file://{FOLDER}/compiled-{kind}")  # loads the kernels
-        found = measure(int(sys.argv[2]), each, f"file://{FOLDER}/{kind}")
+        measure(8, each, sys.argv[3], f"file://{FOLDER}/compiled-{kind}")  # loads the kernels
+        found = measure(int(sys.argv[2]), each, sys.argv[3], f"file://{FOLDER}/{kind}")
         (FOLDER / f"{kind}.{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

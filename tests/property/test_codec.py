@@ -31,7 +31,6 @@ BLOCK_CODECS = pytest.mark.parametrize("codec_name", ["packed", "context"])
 def block_elements(request: pytest.FixtureRequest) -> Iterator[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vector, "BLOCK", request.param)
-        patch.setattr(vector, "GROUP_CHANGED", 100)
         patch.setattr(tiled, "GROUP_CHANGED", 100)
         _small(patch, request.param)
         yield request.param
@@ -143,7 +142,7 @@ def test_a_block_of_packed_decodes_alone_by_the_reference(model: Model) -> None:
     specs, old, new = model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vector, "BLOCK", 100)
-        patch.setattr(vector, "GROUP_CHANGED", 50)
+        patch.setattr(tiled, "GROUP_CHANGED", 50)
         payload = codec.open_payload(_encode("packed", model))
     steps = deltas.between(Layout(specs), old, new).steps
     rows = json.loads(payload.metadata["vectors"])
