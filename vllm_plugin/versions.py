@@ -158,11 +158,9 @@ def _note(output: Any, choices: Choices) -> None:
     for choice in output.outputs:
         if choice.finish_reason is None:
             continue
-        spans = getattr(choice, "weight_versions", None)
-        numbers = [number_of(span.version) for span in spans or ()]
-        known = None
-        if spans is not None and all(number.isdecimal() for number in numbers):
-            known = [(int(number), span.end - span.start) for number, span in zip(numbers, spans, strict=True)]
+        spans, known = choice.weight_versions, None
+        if spans is not None and all(number_of(span.version).isdecimal() for span in spans):
+            known = [(int(number_of(span.version)), span.end - span.start) for span in spans]
         choices[len(output.request_id), output.request_id, choice.index] = known
 
 
@@ -182,7 +180,7 @@ def replies(app: ASGIApp, live: Callable[[], LiveVersions | None]) -> ASGIApp:
     There is no header if no version was served when the request came.
 
     `x-deltasync-spans` lists `[version, tokens]` for each choice and each version that made some of its tokens. A streamed
-    reply has it in a comment before its end. It needs vLLM 0.32.
+    reply has it in a comment before its end.
 
     A request's `x-deltasync-session: 5` (or `5..7`, as in the header of an earlier reply) names the session's version.
     """

@@ -21,7 +21,6 @@ def main(request_file: str, result_file: str) -> None:
     engine = LLM(checkpoint, enforce_eager=True, max_model_len=256, max_num_seqs=2, enable_prefix_caching=False)
     engine.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
 
-    # Imported late: when it starts, vLLM 0.31 inspects every imported module, and fails on those of numba.
     from benchmarks.commit import patch
 
     (result,) = engine.apply_model(lambda model: patch.measure(model, **request))

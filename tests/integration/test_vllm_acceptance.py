@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from demo.processes import get_json
 from demo.run import free_port
 from tests.integration.one_server.test_vllm_prefix_cache import CLOSE, Answer, answer, apart, body_of
-from tests.integration.vllm_server import PATIENCE_S, VLLM, Server, save_model, serve
+from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -53,7 +53,7 @@ def test_the_literal_command_serves_every_version_as_a_fresh_server_does(tmp_pat
             server.assert_serves(version)
             seen.append(answers(server))
             _, spans = ask(server, PROMPTS[0])
-            assert spans == (None if VLLM == "0.31" else [[version, 12]])
+            assert spans == [[version, 12]]
             last = {name: tensor.to(torch.bfloat16) for name, tensor in server.weights.items()}
             server.step(0.02)
         assert all(one != other for one, other in itertools.pairwise(seen))
@@ -80,7 +80,7 @@ def test_the_literal_command_serves_every_version_as_a_fresh_server_does(tmp_pat
         assert sum(commit["running_requests"] for commit in server.status()["commits"][-6:]) >= 6
         known = [spans for _, spans in replies if spans is not None]
         assert all(sum(count for _, count in spans) == 500 for spans in known)
-        assert VLLM == "0.31" or any(len(spans) > 1 for spans in known)
+        assert any(len(spans) > 1 for spans in known)
         assert server.status()["error"] is None
         assert server.publisher is not None
         server.publisher.close()

@@ -25,12 +25,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from deltasync import Publisher
-from tests.integration.vllm_server import PATIENCE_S, VLLM, Server, Weights, save_vision_model, serving
+from tests.integration.vllm_server import PATIENCE_S, Server, Weights, save_vision_model, serving
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(VLLM == "0.31", reason="its transformers loads no image processor without torchvision"),
-]
+pytestmark = pytest.mark.vllm
 
 CLOSE = 0.2  # nats by which vLLM in bfloat16 differs from transformers
 FAR = 0.6  # what the least change of the tower makes of them

@@ -85,8 +85,8 @@ class TestStages:
     def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         """Embeddings that the first and the last stage both have, of a vocabulary that vLLM pads.
 
-        Compiled: without the warm-up of that, the last stage of vLLM 0.31 for CPU fails at its first request, also without
-        a plugin (`assert self.intermediate_tensors is not None`).
+        Compiled: without the warm-up of that, the last stage of vLLM for CPU fails at its first request, also without a
+        plugin (`assert self.intermediate_tensors is not None`).
         """
         fields = {"vocab_size": 71, "intermediate_size": 192, "tie_word_embeddings": True}
         checkpoint = save_model(tmp_path_factory.mktemp("vllm"), Qwen2Config, **fields)
@@ -114,7 +114,7 @@ class TestEngines:
         rolls_back_everywhere(server, EACH_ENGINE)
 
 
-# vLLM 0.31 for CPU ends with a segmentation fault at the first request to workers that share experts, also without a
+# vLLM for CPU ends with a segmentation fault at the first request to workers that share experts, also without a
 # plugin. So nothing is generated there.
 
 

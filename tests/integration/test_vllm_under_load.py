@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.integration.test_vllm_images import CLOSE, ORDERS, Expected, message
-from tests.integration.vllm_server import VLLM, Server, Weights, complete, one_thread, save_model, save_vision_model, serving
+from tests.integration.vllm_server import Server, Weights, complete, one_thread, save_model, save_vision_model, serving
 
 pytestmark = pytest.mark.vllm
 
@@ -109,7 +109,6 @@ def far(reply: Reply, version: int, model: Expected) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(VLLM == "0.31", reason="does not tell which version made which token")
 @pytest.mark.parametrize(("kv_cache", "version_count", "clients"), [("recompute", 50, 200), ("keep", 8, 40)])
 def test_every_token_is_what_the_version_that_it_names_makes_of_all_before_it(
     kv_cache: str, version_count: int, clients: int, tmp_path: Path

@@ -56,7 +56,7 @@ class Engine:
             self.closed.append(request_id)
 
     def _output(self, index: int, spans: Sequence[Span], last: bool) -> Any:
-        output = SimpleNamespace(index=index, finish_reason="stop" if last else None)
+        output = SimpleNamespace(index=index, finish_reason="stop" if last else None, weight_versions=None)
         if self._knows:
             starts = [sum(count for _, count in spans[:at]) for at in range(len(spans))]
             told = [SimpleNamespace(version=v, start=s, end=s + n) for s, (v, n) in zip(starts, spans, strict=True)]

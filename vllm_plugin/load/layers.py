@@ -127,7 +127,7 @@ def keep_weights_addressable() -> None:
 
 
 def prepare_reload(layer: Any) -> None:
-    """Make vLLM repack an expert layer on a CPU when it is loaded again: 0.31 only does so when it builds the kernel."""
+    """Make vLLM repack an expert layer on a CPU when it is loaded again: it only does so when it builds the kernel."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
