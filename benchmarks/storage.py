@@ -4,7 +4,7 @@
 
 A model of bfloat16 weights is published to a store in memory. In each version a random share of its elements moves by one
 step up or down. The benchmark counts the bytes of deltas, compactions and anchors after the first version, and those that a
-replica reads when it joins after the last one. The estimate of `deltasync cost` for the same run is shown with them.
+replica reads when it joins after the last one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from benchmarks import common
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
-from deltasync.dashboard.costs import forecast
 from deltasync.stores import Store
 from deltasync.stores.base import ObjectInfo
 from deltasync.stores.wrapper import WrappedStore
@@ -55,7 +54,6 @@ def measure(elements: int, changed: float, versions: int, **options: Any) -> dic
     delta_bytes = _sum(sizes, keys.VERSIONS) + sum(size for key, size in sizes.items() if is_part(key))
     compacted_bytes = _sum(sizes, keys.COMPACTIONS) + sum(size for key, size in sizes.items() if is_compaction_part(key))
     anchor_bytes = _sum(sizes, keys.ANCHORS) + _sum(sizes, keys.ANNOUNCEMENTS)
-    computed = forecast(elements, changed, 1.0, versions=versions, by_reference=False)
     compactions = sorted((span.version, span.base) for span, _ in ChannelReader(store).compactions())
     return {
         "elements": elements,
@@ -70,8 +68,6 @@ def measure(elements: int, changed: float, versions: int, **options: Any) -> dic
         "joiner_bytes": reading.bytes,
         "joiner_of_full": reading.bytes / full_bytes,
         "worst_joiner_of_full": worst(store, full_bytes),
-        "computed_stored_per_delta": computed.stored_per_delta,
-        "computed_joiner_of_full": computed.joiner_of_full,
     }
 
 
@@ -117,25 +113,13 @@ def is_part(key: str) -> bool:
 
 def lines(found: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Yield a table."""
-    heads = (
-        "changed",
-        "deltas",
-        "compactions",
-        "anchors",
-        "stored/delta",
-        "computed",
-        "joiner/full",
-        "computed",
-        "worst joiner",
-    )
+    heads = ("changed", "deltas", "compactions", "anchors", "stored/delta", "joiner/full", "worst joiner")
     rows = [
         (
             f"{row['changed_fraction']:.2%}",
             *(f"{row[name] / 1e6:.2f} MB" for name in ("delta_bytes", "compaction_bytes", "anchor_bytes")),
             f"{row['stored_per_delta']:.3f}",
-            f"{row['computed_stored_per_delta']:.3f}",
             f"{row['joiner_of_full']:.3f}",
-            f"{row['computed_joiner_of_full']:.3f}",
             f"{row['worst_joiner_of_full']:.3f}",
         )
         for row in found

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from deltasync.channel.documents import VersionId
-from deltasync.dashboard.costs import Forecast
 from deltasync.dashboard.snapshot import CompactionRow, ReplicaRow, VersionRow
 from deltasync.maintenance.doctor import Finding
 from deltasync.maintenance.repairs import Repaired
@@ -238,7 +237,6 @@ SCHEMAS: dict[str, tuple[str, tuple[type, ...]]] = {
     "cp": (ONE, (CopiedObjects,)),
     "relay": (LINES, (CopiedObjects,)),
     "follow": (LINES, (Followed,)),
-    "cost": (ONE, (Forecast,)),
     "doctor": (LIST, (Finding,)),
     "sync": (ONE, (Served,)),
     "pin": (ONE, (Served,)),

@@ -17,7 +17,6 @@ from deltasync.channel import heartbeat, keys
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError, NotPublishedError, StoreError
-from deltasync.maintenance import quota
 from deltasync.maintenance.scan import exists
 from deltasync.stores.base import Store
 from deltasync.stores.probe import decides
@@ -69,8 +68,6 @@ def examine(reader: ChannelReader, *, parameters: float) -> Iterator[Finding]:
             yield finding
     if check != "list":  # the store can be listed
         yield from _channel(reader)
-    if reader.store.url.startswith("hf:"):
-        yield from _quotas()
     yield from _installed()
     yield _kernels()
     yield _gpu()
@@ -180,14 +177,6 @@ def _channel(reader: ChannelReader) -> Iterator[Finding]:
     for beat in live:
         if beat.error is not None:
             yield Finding("replicas", "warning", f"{beat.replica_id}: {beat.error}")
-
-
-def _quotas() -> Iterator[Finding]:
-    """Report how many replicas one account of the Hub serves in addition to a trainer."""
-    *rows, last = quota.sentences()
-    for row in rows:
-        yield Finding("quota", "ok", row)
-    yield Finding("quota", "ok", last, quota.ADVICE)
 
 
 def _installed() -> Iterator[Finding]:

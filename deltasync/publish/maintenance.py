@@ -28,8 +28,8 @@ from deltasync.channel.threads import Workers
 from deltasync.config import Retention
 from deltasync.errors import ChainError, CorruptDataError, DeltaSyncError, FormatError, MissingVersionError, get_logger
 from deltasync.maintenance import KeepPolicy, exists
-from deltasync.maintenance.budget import Budget
 from deltasync.publish import compaction
+from deltasync.publish.budget import Budget
 from deltasync.publish.collect import Weights
 from deltasync.publish.compaction import STORED_AT_ONCE
 from deltasync.publish.log import Log

@@ -86,7 +86,7 @@ class Given(NamedTuple):
         if self.keeps_all:
             logger.warning(
                 "Nothing is ever deleted from %s: it keeps all versions. DELTASYNC_KEEP_LAST=1000, say, bounds it; "
-                "`deltasync cost` computes its size.",
+                "docs/operations/cost.md has sizes.",
                 self.store.url,
             )
 

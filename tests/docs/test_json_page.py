@@ -31,7 +31,6 @@ CALLS = {
     "forget": ["CHANNEL", "--keep-last", "1", "--grace", "0", "--dry-run"],
     "prune": ["CHANNEL", "--grace", "0", "--dry-run"],
     "anchor": ["CHANNEL", "--timeout", "0"],
-    "cost": ["--params", "7e9", "--changed", "0.01"],
     "compact": ["CHANNEL", "1", "3"],
     "export": ["CHANNEL", "latest", "FOLDER/exported"],
     "cp": ["CHANNEL", "file://FOLDER/copy"],

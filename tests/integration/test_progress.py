@@ -17,7 +17,7 @@ import torch
 from deltasync import Publisher
 from deltasync.cli import main
 
-AT_ONCE = {"anchor", "cost", "keygen"}
+AT_ONCE = {"anchor", "keygen"}
 STREAM = {"serve"}  # becomes vLLM, which logs
 SHOW = {
     "follow": "{channel} --once",

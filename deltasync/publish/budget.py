@@ -17,7 +17,7 @@ LEAST_COMPACTED = 16  # versions that the next compaction covers at least: fewer
 
 
 class Budget:
-    """Decides when the next compaction or anchor is affordable. `deltasync cost` uses it, too."""
+    """Decides when the next compaction or anchor is affordable."""
 
     def __init__(self, compacted: int = 0) -> None:
         self.compacted = compacted  # the version where the newest compaction ends, or that has the full weights
