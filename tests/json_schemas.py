@@ -96,29 +96,22 @@ class RepairDone(TypedDict):
     exit_code: int  # the command's exit code
 
 
-class Forgot(TypedDict):
-    """Numbers of versions, and keys of their records."""
-
-    kept: list[int]
-    forgotten: list[int]
-    asked: list[str]  # records that an option selects
-    leading: list[str]  # bases of the versions that were asked for
-    recent: list[str]  # records kept because they were needed within the grace period
-    deleted: list[str]  # keys of all objects that were deleted, or would be
-    compactions: list[str]  # the compactions among them
-    dry_run: bool
-
-
-class Pruned(TypedDict):
-    """Objects that were deleted, or would be.
+class Garbage(TypedDict):
+    """Numbers of versions, and keys of objects that were deleted, or would be. No versions without a rule.
 
     Attributes:
         waiting_objects, waiting_bytes: Kept, because they may be about to be published.
     """
 
-    objects: list[str]  # their keys
+    kept: list[int]
+    forgotten: list[int]
+    asked: list[int]  # versions that an option selects
+    leading: list[int]  # bases of the versions that were asked for
+    recent: list[int]  # versions kept because they were needed within the grace period
+    records: list[str]  # keys of deleted records, compactions and announcements
+    objects: list[str]  # keys of deleted files
     heartbeats: list[str]  # keys of heartbeats that are older than a week
-    bytes: int  # size of the objects
+    bytes: int  # size of the files
     waiting_objects: int
     waiting_bytes: int
     young_objects: int  # kept, because they are newer than the grace period
@@ -229,10 +222,9 @@ SCHEMAS: dict[str, tuple[str, tuple[type, ...]]] = {
     "watch": (LINES, (Waiting, VersionSeen, AnchorSeen, CompactionSeen, ReplicaSeen, Forgotten, ProblemSeen, ErrorSeen)),
     "check": (ONE, (Checked,)),
     "repair": (ONE, (RepairDone,)),
-    "forget": (ONE, (Forgot,)),
-    "prune": (ONE, (Pruned,)),
     "anchor": (ONE, (Asked,)),
     "compact": (ONE, (Shown,)),
+    "gc": (ONE, (Garbage,)),
     "export": (ONE, (ExportedFiles,)),
     "cp": (ONE, (CopiedObjects,)),
     "relay": (LINES, (CopiedObjects,)),

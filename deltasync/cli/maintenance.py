@@ -1,4 +1,4 @@
-"""Maintain a channel: `deltasync check | repair | forget | prune | compact | export | cp | keygen | anchor`."""
+"""Maintain a channel: `deltasync check | repair | gc | compact | export | cp | keygen | anchor`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from deltasync.cli.options import channel_command, grace, seconds
+from deltasync.cli.options import channel_command, seconds
 from deltasync.cli.output import ReportedStore, count, echo, echo_json, field, ranges, show_copied, with_bars
 from deltasync.config import CODECS
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
     from deltasync.channel.signing import Signer
     from deltasync.errors import DeltaSyncError
+    from deltasync.maintenance import RetentionPlan
 
 _COUNT = click.IntRange(min=1)
 _POLL_S = 2.0
@@ -56,7 +57,7 @@ def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
         field("orphan", f"{key}: stored after another publisher had opened the channel; nothing builds on it")
     if report.garbage_objects and not report.problems:
         garbage = f"{count(report.garbage_objects, 'file')}, {report.garbage_bytes:,} bytes"
-        field("garbage", f"{garbage} that no record names; `deltasync prune` deletes them")
+        field("garbage", f"{garbage} that no record names; `deltasync gc` deletes them")
     if report.proven is None:
         field("proven", "nothing: parts and anchors were listed, not read (--read-data)")
     else:
@@ -96,69 +97,65 @@ def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: S
     sys.exit(repaired.exit_code)
 
 
-@channel_command("the versions as JSON")
+@channel_command("versions and objects as JSON")
 @click.option("--keep-last", "last", type=_COUNT, metavar="N", help="Keep the newest N versions.")
 @click.option("--keep-anchors", "anchors", type=_COUNT, metavar="N", help="Keep the newest N versions with an anchor.")
 @click.option(
     "--keep-step-every", "step_every", type=_COUNT, metavar="N", help="Keep versions whose trainer step is a multiple of N."
 )
-@grace("Keep versions that were needed within this time, for replicas that still read them.")
-@click.option("--dry-run", is_flag=True, help="Print what would be forgotten; change nothing.")
-def forget(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, **keep: int | None) -> None:
-    """Delete the records of versions of CHANNEL. `deltasync prune` deletes their files later.
-
-    A version is kept if any option selects it, together with its bases. The newest is always kept. At least one --keep
-    option is needed. If a version to be kept is not readable, nothing is forgotten. After an interruption, run the command
-    again.
-    """
-    if not any(keep.values()):
-        raise click.UsageError("No versions to keep are named. Use --keep-last, --keep-anchors or --keep-step-every.")
-    from deltasync import maintenance
-
-    done = with_bars(maintenance.forget, reader, maintenance.KeepPolicy(**keep), grace_s=grace_s, dry_run=dry_run)
-    kept, gone = [slot.version for slot in done.kept], [slot.version for slot in done.versions]
-    if as_json:
-        named = {name: [slot.key for slot in getattr(done, name)] for name in ("asked", "leading", "recent")}
-        deleted = {"deleted": done.keys, "compactions": done.compactions}
-        echo_json({"kept": kept, "forgotten": gone, **named, **deleted, "dry_run": dry_run})
-        return
-    reasons = ((done.leading, "are bases of others"), (done.recent, f"were needed less than {grace_s:g} s ago"))
-    why = "".join(f"; {len(slots)} of them {reason}" for slots, reason in reasons if slots)
-    field("would keep" if dry_run else "kept", f"{count(len(kept), 'version')}: {ranges(kept)}{why}")
-    compactions = f", and {count(len(done.compactions), 'compaction')}" if done.compactions else ""
-    shown = f": {ranges(gone)}" if gone else ""
-    field("would forget" if dry_run else "forgot", f"{count(len(gone), 'version')}{shown}{compactions}")
-
-
-@channel_command("the objects as JSON")
-@grace("Keep files newer than this, for replicas that still read them.")
+@click.option(
+    "--grace",
+    "grace_s",
+    callback=seconds,
+    metavar="DURATION",
+    default="1h",
+    help="Keep what was needed or stored within this time, for replicas that still read it. Examples: 90s, 30m, 1h, 7d.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted; change nothing.")
-def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -> None:
-    """Delete the parts and anchors of CHANNEL that no record and no compaction names.
+def gc(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, **keep: int | None) -> None:
+    """Drop versions of CHANNEL, and delete the parts and anchors that no record and no compaction names.
 
-    `deltasync forget` and dead publishers leave such files. Safe while a publisher writes and replicas read. Heartbeats
-    older than a week are deleted too. After an interruption, run the command again.
+    A version is kept if any --keep option selects it, together with its bases. The newest is always kept. Without a --keep
+    option all versions stay, and only files that dead publishers left are deleted. If a version to be kept is not readable,
+    nothing is deleted. Safe while a publisher writes and replicas read. Heartbeats older than a week are deleted too. After
+    an interruption, run the command again.
     """
     from deltasync import maintenance
 
-    pruned = with_bars(maintenance.prune, reader, grace_s=grace_s, dry_run=dry_run)
-    freed, waiting, young = (sum(info.bytes for info in infos) for infos in (pruned.objects, pruned.waiting, pruned.young))
+    policy = maintenance.KeepPolicy(**keep) if any(keep.values()) else None
+    found = with_bars(maintenance.gc, reader, policy, grace_s=grace_s, dry_run=dry_run)
+    plan = found.plan
+    freed, waiting, young = (sum(info.bytes for info in infos) for infos in (found.objects, found.waiting, found.young))
     if as_json:
-        keys = {"objects": [info.key for info in pruned.objects], "heartbeats": pruned.heartbeats, "bytes": freed}
-        kept = {"waiting_objects": len(pruned.waiting), "waiting_bytes": waiting, "young_objects": len(pruned.young)}
-        echo_json({**keys, **kept, "dry_run": dry_run})
+        chosen = ("kept", "forgotten", "asked", "leading", "recent")
+        versions = {name: [] if plan is None else [slot.version for slot in getattr(plan, name)] for name in chosen}
+        deleted = {"records": [] if plan is None else plan.keys, "objects": [info.key for info in found.objects]}
+        kept = {"waiting_objects": len(found.waiting), "waiting_bytes": waiting, "young_objects": len(found.young)}
+        echo_json({**versions, **deleted, "heartbeats": found.heartbeats, "bytes": freed, **kept, "dry_run": dry_run})
         return
     if dry_run:
-        for info in pruned.objects:
+        for info in found.objects:
             echo(f"{info.bytes:>16,} {info.key}")
-    deleted = "would delete" if dry_run else "deleted"
-    field(deleted, f"{count(len(pruned.objects), 'object')}, {freed:,} bytes")
-    if pruned.waiting:
-        field("kept", f"{count(len(pruned.waiting), 'object')}, {waiting:,} bytes: being published")
-    if pruned.young:
-        field("not checked", f"{count(len(pruned.young), 'object')}, {young:,} bytes: stored less than {grace_s:g} s ago")
-    if pruned.heartbeats:
-        field(deleted, count(len(pruned.heartbeats), "stale heartbeat"))
+    if plan is not None:
+        _show_versions(plan, grace_s, dry_run)
+    deleted_or_not = "would delete" if dry_run else "deleted"
+    field(deleted_or_not, f"{count(len(found.objects), 'object')}, {freed:,} bytes")
+    if found.waiting:
+        field("kept", f"{count(len(found.waiting), 'object')}, {waiting:,} bytes: being published")
+    if found.young:
+        field("not checked", f"{count(len(found.young), 'object')}, {young:,} bytes: stored less than {grace_s:g} s ago")
+    if found.heartbeats:
+        field(deleted_or_not, count(len(found.heartbeats), "stale heartbeat"))
+
+
+def _show_versions(plan: RetentionPlan, grace_s: float, dry_run: bool) -> None:
+    kept, gone = [slot.version for slot in plan.kept], [slot.version for slot in plan.forgotten]
+    reasons = ((plan.leading, "are bases of others"), (plan.recent, f"were needed less than {grace_s:g} s ago"))
+    why = "".join(f"; {len(slots)} of them {reason}" for slots, reason in reasons if slots)
+    field("would keep" if dry_run else "kept", f"{count(len(kept), 'version')}: {ranges(kept)}{why}")
+    compactions = f", and {count(len(plan.compactions), 'compaction')}" if plan.compactions else ""
+    shown = f": {ranges(gone)}" if gone else ""
+    field("would forget" if dry_run else "forgot", f"{count(len(gone), 'version')}{shown}{compactions}")
 
 
 @channel_command("the compaction's document as JSON, with its key and digest", signs=True)

@@ -71,13 +71,6 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     return float(match[1]) * _UNIT_S[match[2]]
 
 
-def grace(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return the option `--grace DURATION` with this help text. Default: one hour."""
-    return click.option(
-        "--grace", "grace_s", callback=seconds, metavar="DURATION", default="1h", help=f"{text} Examples: 90s, 30m, 1h, 7d."
-    )
-
-
 interval = click.option(
     "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, help="Seconds between two reads."
 )

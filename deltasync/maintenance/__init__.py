@@ -1,4 +1,4 @@
-"""Maintain a channel: `forget` and `prune`, `check` and `repair`, `copy`, `Relay`, `export`, `write_compaction`.
+"""Maintain a channel: `gc`, `check` and `repair`, `copy`, `Relay`, `export`, `write_compaction`.
 
 Each function has a `ChannelReader` as its first argument and reports its progress (`reporting`). Modules that hold weights
 are imported on first use, so that functions that only read documents do not need torch.
@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from deltasync.maintenance.checks import Report, check
-from deltasync.maintenance.gc import Pruned, forget, prune
-from deltasync.maintenance.retention import ForgetPlan, KeepPolicy, lineage
+from deltasync.maintenance.gc import Collected, gc
+from deltasync.maintenance.retention import KeepPolicy, RetentionPlan, lineage
 from deltasync.maintenance.scan import (
     digests,
     exists,
@@ -37,25 +37,24 @@ _HOME = {
 }
 
 __all__ = [
+    "Collected",
     "Copied",
-    "ForgetPlan",
     "KeepPolicy",
-    "Pruned",
     "Relay",
     "Repair",
     "Report",
+    "RetentionPlan",
     "check",
     "copy",
     "digests",
     "doctor",
     "exists",
     "export",
-    "forget",
+    "gc",
     "identities",
     "in_parallel",
     "lineage",
     "progressed",
-    "prune",
     "repair",
     "reporting",
     "result_or_error",

@@ -65,7 +65,7 @@ class Report:
     compactions: int
     data_bytes: int  # size of all records, compactions, parts and anchors
     publishing: int  # number of files that no document names yet, but that their author may still name
-    garbage_objects: int  # files that no document names; `prune` deletes them when they are old
+    garbage_objects: int  # files that no document names; `gc` deletes them when they are old
     garbage_bytes: int
     unreachable: list[int]
     orphans: list[str]  # keys of versions that the newest one does not descend from: their publishers had been succeeded

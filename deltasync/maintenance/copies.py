@@ -80,7 +80,7 @@ def copy(source: ChannelReader, target: Store) -> Copied:
 
     The order is files, shortcuts, records by number, epochs, channel.json, head; shortcuts precede records because a record
     may need an announced anchor. So the target is readable after an interruption at any point, and another call resumes.
-    Publishing to the source may continue; the target must not be pruned. A few objects are in memory at a time.
+    Publishing to the source may continue; no garbage may be collected in the target. A few objects are in memory at a time.
 
     Raises:
         RunMismatchError: the target holds another run.

@@ -47,7 +47,7 @@ _ADVICE = {
     "clock": "",
     "create": "",
     "speed": "",
-    "delete": "Publishing works without this right, but nothing is pruned, and the test object stays.",
+    "delete": "Publishing works without this right, but no garbage is collected, and the test object stays.",
 }
 """The checks of a store in order, each with its cure. Each check needs those before it."""
 
@@ -128,7 +128,7 @@ def _try_store(store: Store, parameters: float) -> Generator[Finding, None, None
 
 
 def _clock(stored_s: float, began_s: float, ended_s: float) -> Finding:
-    """Compare the store's clock, which leases and `prune` use, with this machine's, which measures lag and heartbeat age."""
+    """Compare the store's clock, which leases and `gc` use, with this machine's, which measures lag and heartbeat age."""
     if not stored_s:
         return Finding("clock", "ok", "The store has no modification times to compare with.")
     off_s = min(0.0, stored_s + 1 - began_s) + max(0.0, stored_s - ended_s)  # stores give whole seconds

@@ -1,4 +1,4 @@
-"""Forget versions, and prune files that no document names. Both can be run again after a crash at any point."""
+"""Garbage collection: drop versions by retention rules, and delete files that no document names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from deltasync.channel import keys
 from deltasync.channel.documents import Record
@@ -14,7 +14,7 @@ from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import MissingVersionError
 from deltasync.maintenance import retention
-from deltasync.maintenance.retention import Contents, ForgetPlan, KeepPolicy, References
+from deltasync.maintenance.retention import Contents, KeepPolicy, References, RetentionPlan
 from deltasync.maintenance.scan import Scan, in_parallel, progressed, result_or_error, scan_channel
 from deltasync.stores.base import ObjectInfo, Store
 
@@ -25,33 +25,69 @@ _STALE_HEARTBEAT_S = 7 * 86400.0
 _BATCH = 500  # objects in one request to delete
 
 
-def forget(reader: ChannelReader, keep: KeepPolicy, *, grace_s: float = GRACE_S, dry_run: bool = False) -> ForgetPlan:
-    """Delete the records of all versions except those to keep and their bases. `prune` deletes their files later.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Collected:
+    """The result of `gc`: what it deleted, or would delete, and what it kept."""
 
-    Records are deleted one by one, newest first, so that the remaining versions are readable at any moment. After an
-    interruption, a call with the same `keep` finishes the work. Versions that were needed less than `grace_s` ago are kept,
-    because readers may use them. A `dry_run` writes nothing, so it measures ages with this machine's clock instead of the
-    store's. If a version to keep cannot be read, nothing is forgotten (MissingVersionError).
+    plan: RetentionPlan | None  # the versions; None if no rule was given, so that all stay
+    objects: list[ObjectInfo]  # deleted files, which no document named, or only those of deleted records
+    heartbeats: list[str]  # keys of deleted heartbeats, which were older than a week
+    waiting: list[ObjectInfo]  # kept files that no document names yet, but that their author may still name
+    young: list[ObjectInfo]  # kept files that are newer than the grace period, named or not
+
+
+def gc(
+    reader: ChannelReader, keep: KeepPolicy | None = None, *, grace_s: float = GRACE_S, dry_run: bool = False
+) -> Collected:
+    """Delete the records of all versions except those to keep and their bases, then files that no document names any more.
+
+    With `keep` None all versions stay. Versions that were needed less than `grace_s` ago are kept, and files that were
+    stored less than `grace_s` ago, because readers may use them: it must exceed the time from a reader's plan to its last
+    read, and from a writer's upload of an anchor's file to the announcement. Records are deleted one by one, newest first,
+    so that the remaining versions are readable at any moment. After an interruption, a call with the same `keep` finishes
+    the work. If a version to keep cannot be read, nothing is deleted (MissingVersionError). A `dry_run` writes nothing, so
+    it measures ages with this machine's clock instead of the store's.
+
+    The order of its reads makes it safe while a publisher or another tool runs:
+
+        clock                 first, so that ages are too small rather than too large
+        files                 before the documents that name them: files uploaded later are not in the list
+        records, shortcuts    files that their author may still name are kept (`References.in_progress`)
+        unlisted records      of unnamed files, requested one by one, because a listing may lag
+
+    Files of a damaged record that stays are kept, because `repair` may restore its bytes.
     """
-    since_s = math.inf if grace_s <= 0 else _store_time(reader.store, dry_run) - grace_s
-    held = scan_channel(reader)
-    stored_s = {info.key: info.modified_s for info in (*held.slots.values(), *held.shortcut_infos.values())}
-    contents = _contents(reader.store, held, stored_s)
-    found = retention.plan_forget(contents, keep, since_s)
-    if dry_run:
-        return found
-    for done, key in enumerate(found.keys, start=1):  # one by one, because a store deletes a batch in any order
-        reader.store.delete(key)
-        progressed("forgetting", done, len(found.keys))
-    if found.keys:
-        logger.info(
-            "forgot versions=%d compactions=%d kept=%d", len(found.versions), len(found.compactions), len(found.kept)
-        )
-    return found
+    store = reader.store
+    reader.channel()
+    now_s = _store_time(store, dry_run)
+    since_s = math.inf if grace_s <= 0 else now_s - grace_s
+    files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix) if keys.file_of(info.key)]
+    heartbeats = [info.key for info in store.list(keys.REPLICAS) if 0 < info.modified_s < now_s - _STALE_HEARTBEAT_S]
+    old = [info for info in files if retention.was_stored(info.modified_s, since_s)]
+    held = scan_channel(reader) if old or keep is not None else None
+    plan = None if keep is None or held is None else retention.plan_retention(_contents(store, held), keep, since_s)
+    references = References({}, {}) if held is None else _references(reader, held, old, plan)
+    unnamed = [info for info in old if info.key not in references]
+    waiting = [info for info in unnamed if references.in_progress(info.key)]
+    found = sorted(set(unnamed).difference(waiting), key=lambda info: info.key)
+    if not dry_run:
+        records = [] if plan is None else plan.keys
+        for done, key in enumerate(records, start=1):  # one by one, because a store deletes a batch in any order
+            store.delete(key)
+            progressed("records deleted", done, len(records))
+        doomed = [*(info.key for info in found), *heartbeats]
+        for start in range(0, len(doomed), _BATCH):
+            store.delete(*doomed[start : start + _BATCH])
+            progressed("files deleted", min(start + _BATCH, len(doomed)), len(doomed))
+        freed_bytes = sum(info.bytes for info in found)
+        logger.info("collected garbage records=%d objects=%d bytes=%d", len(records), len(found), freed_bytes)
+    young = sorted(set(files).difference(old), key=lambda info: info.key)
+    return Collected(plan=plan, objects=found, heartbeats=heartbeats, waiting=waiting, young=young)
 
 
-def _contents(store: Store, held: Scan, stored_s: Mapping[str, float]) -> Contents:
+def _contents(store: Store, held: Scan) -> Contents:
     """Return the channel's contents, without shortcuts that lack a file."""
+    stored_s = {info.key: info.modified_s for info in (*held.slots.values(), *held.shortcut_infos.values())}
     shortcuts = {key: record for key, record in held.shortcuts.items() if record is not None}
     prefixes = {file.key.split("/")[0] for record in shortcuts.values() for file in record.files}
     sizes = {info.key: info.bytes for prefix in sorted(prefixes) for info in store.list(f"{prefix}/")}
@@ -63,55 +99,12 @@ def _contents(store: Store, held: Scan, stored_s: Mapping[str, float]) -> Conten
     return Contents(records=held.records, stored_s=stored_s, shortcuts=found)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Pruned:
-    """The result of `prune`: what it deleted, or would delete, and what it kept."""
-
-    objects: list[ObjectInfo]  # deleted files, which no document named
-    heartbeats: list[str]  # keys of deleted heartbeats, which were older than a week
-    waiting: list[ObjectInfo]  # kept files that no document names yet, but that their author may still name
-    young: list[ObjectInfo]  # kept files that are newer than the grace period, named or not
-
-
-def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = False) -> Pruned:
-    """Delete the files under `parts/` and `anchors/` that no document names, if they are older than `grace_s`.
-
-    The order of its reads makes it safe while a publisher, a `forget` or another tool runs:
-
-        clock                 first, so that ages are too small rather than too large
-        files                 before the documents that name them: files uploaded later are not in the list
-        records, shortcuts    files that their author may still name are kept (`References.in_progress`)
-        unlisted records      of unnamed files, requested one by one, because a listing may lag
-
-    Files of a damaged record are kept, because `repair` may restore its bytes. `grace_s` must exceed the time from a
-    reader's plan to its last read, and from a writer's upload of an anchor's file to the announcement. `dry_run` works as in
-    `forget`.
-    """
-    store = reader.store
-    reader.channel()
-    now_s = _store_time(store, dry_run)
-    files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix) if keys.file_of(info.key)]
-    heartbeats = [info.key for info in store.list(keys.REPLICAS) if 0 < info.modified_s < now_s - _STALE_HEARTBEAT_S]
-    since_s = math.inf if grace_s <= 0 else now_s - grace_s
-    old = [info for info in files if retention.was_stored(info.modified_s, since_s)]
-    references = _references(reader, old) if old else References({}, {})
-    unnamed = [info for info in old if info.key not in references]
-    waiting = [info for info in unnamed if references.in_progress(info.key)]
-    found = sorted(set(unnamed).difference(waiting), key=lambda info: info.key)
-    if not dry_run:
-        doomed = [*(info.key for info in found), *heartbeats]
-        for start in range(0, len(doomed), _BATCH):
-            store.delete(*doomed[start : start + _BATCH])
-            progressed("pruning", min(start + _BATCH, len(doomed)), len(doomed))
-        logger.info("pruned objects=%d bytes=%d", len(found), sum(info.bytes for info in found))
-    young = sorted(set(files).difference(old), key=lambda info: info.key)
-    return Pruned(objects=found, heartbeats=heartbeats, waiting=waiting, young=young)
-
-
-def _references(reader: ChannelReader, files: Sequence[ObjectInfo]) -> References:
-    """Read the documents that may name these files, including records that a listing may not show yet."""
-    held = scan_channel(reader)
-    references = References(held.records, held.shortcuts)
+def _references(reader: ChannelReader, held: Scan, files: Sequence[ObjectInfo], plan: RetentionPlan | None) -> References:
+    """Return what names these files once the plan is done, including records that a listing may not show yet."""
+    gone = set() if plan is None else set(plan.keys)
+    records = {slot: record for slot, record in held.records.items() if slot.key not in gone}
+    shortcuts = {key: record for key, record in held.shortcuts.items() if key not in gone}
+    references = References(records, shortcuts)
     places: set[str] = set()
     for key in (info.key for info in files if info.key not in references):
         of = keys.file_of(key)
@@ -123,7 +116,6 @@ def _references(reader: ChannelReader, files: Sequence[ObjectInfo]) -> Reference
         return reader.stored(key).record
 
     results = in_parallel(lambda key: result_or_error(read, key), unlisted, "unlisted records")
-    records, shortcuts = dict(held.records), dict(held.shortcuts)
     for key, found in zip(unlisted, results, strict=True):
         if isinstance(found, MissingVersionError):
             continue

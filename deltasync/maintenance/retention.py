@@ -1,4 +1,4 @@
-"""Decide which versions to forget and which files to prune. Pure: documents and listings are arguments, no I/O, no weights.
+"""Decide which versions to keep and which files are garbage. Pure: documents and listings are arguments, no I/O, no weights.
 
 A version is identified by its slot (number and epoch), because a damaged record has no other identity.
 """
@@ -37,14 +37,14 @@ class KeepPolicy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ForgetPlan:
-    """The versions that `forget` keeps and deletes, ascending."""
+class RetentionPlan:
+    """The versions that `gc` keeps and deletes, ascending."""
 
     asked: list[Slot]  # versions that the `KeepPolicy` selects
     leading: list[Slot]  # their bases, back to an anchor
     recent: list[Slot]  # versions that were needed within the grace period
-    versions: list[Slot]
-    compactions: list[str]  # keys of compactions and announcements to forget, because one of their ends is not kept
+    forgotten: list[Slot]
+    compactions: list[str]  # keys of compactions and announcements to delete, because one of their ends is not kept
     keys: list[str]  # all objects to delete, in an order that leaves the kept versions readable at any moment
 
     @property
@@ -86,7 +86,7 @@ class Contents:
             if at is None or (at not in self.records and not self._is_announced(at)):
                 raise MissingVersionError(
                     f"Version {slot.version} is to be kept, but is not readable, because an earlier version is missing. "
-                    "Nothing was forgotten. Run `deltasync check`, or keep fewer versions."
+                    "Nothing was deleted. Run `deltasync check`, or keep fewer versions."
                 )
             yield at
             if self.has_anchor(at):
@@ -126,8 +126,8 @@ def _base(records: Records, slot: Slot) -> Slot | None:
     return max((each for each in records if each.version == slot.version - 1 and each.epoch <= slot.epoch), default=None)
 
 
-def plan_forget(contents: Contents, keep: KeepPolicy, since_s: float) -> ForgetPlan:
-    """Choose the objects to forget. Seals are kept, and damaged records at the end of an epoch, which may be seals.
+def plan_retention(contents: Contents, keep: KeepPolicy, since_s: float) -> RetentionPlan:
+    """Choose the records to delete. Seals are kept, and damaged records at the end of an epoch, which may be seals.
 
     Versions that were needed at `since_s` are kept too, unless it is infinity.
     """
@@ -161,11 +161,11 @@ def plan_forget(contents: Contents, keep: KeepPolicy, since_s: float) -> ForgetP
     }
     order = [(slot.version, slot.epoch, 1, slot.key) for slot in gone]
     order += [(span.version, "", 0, key) for key, span in compactions.items()]
-    return ForgetPlan(
+    return RetentionPlan(
         asked=sorted(asked),
         leading=sorted((needed & versions) - asked),
         recent=sorted(versions - needed),
-        versions=sorted(gone),
+        forgotten=sorted(gone),
         compactions=sorted(compactions),
         keys=[key for *_, key in sorted(order, reverse=True)],
     )

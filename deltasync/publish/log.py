@@ -2,7 +2,7 @@
 
 Crash points of `Log.append`, for version v + 1:
 
-    before the put of the record     nothing visible; files that nothing names are garbage for `prune`
+    before the put of the record     nothing visible; files that nothing names are garbage for `gc`
     the put got no answer            v or v + 1 is visible; the record stays pending, and its bytes are put again
     after the put                    v + 1 is visible as a whole; head follows, and nobody waits for it
 """

@@ -1,4 +1,4 @@
-"""Maintenance of a channel while it is written: anchors beside the log, compactions, forgetting and pruning.
+"""Maintenance of a channel while it is written: anchors beside the log, compactions, garbage collection.
 
 It happens in a thread that neither training nor uploads wait for, and no version depends on it. A failure is logged, and
 tried again with a later version.
@@ -157,7 +157,7 @@ class Maintenance:
         self._workers.submit(self._compact, stored, folder, target, serial)
 
     def published(self, version: int) -> None:
-        """Look after the channel now that a version is visible: forget and prune if that is due, and see what is asked."""
+        """Look after the channel now that a version is visible: collect garbage if that is due, and see what is asked."""
         if time.monotonic() - self._refreshed_s >= _REFRESH_S and not self._workers.busy:
             self._refreshed_s = time.monotonic()
             self._workers.submit(self._guarded, self._read_request)
@@ -317,8 +317,7 @@ class Maintenance:
     def _collect_garbage(self) -> None:
         grace_s = self.retention.prune_grace_s
         keep = KeepPolicy(last=self.retention.keep_last, anchors=self.retention.keep_anchors)
-        maintenance.forget(self.reader, keep, grace_s=grace_s)
-        maintenance.prune(self.reader, grace_s=grace_s)
+        maintenance.gc(self.reader, keep, grace_s=grace_s)
 
     @staticmethod
     def _guarded(action: Callable[[], object]) -> bool:

@@ -29,7 +29,7 @@ def test_commands_are_found() -> None:
     [
         ("deltasync repare s3://b/r", "no command repare"),
         ("deltasync check --read s3://b/r", "No such option"),
-        ("deltasync forget s3://b/r --keep-last many", "not a valid integer"),
+        ("deltasync gc s3://b/r --keep-last many", "not a valid integer"),
         ("vllm serve MODEL --no-such-option", "does not know"),
         ("vllm serve MODEL --max-model-len soon", "refuses"),
         ("make no-such-target", "no no-such-target"),

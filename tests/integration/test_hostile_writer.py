@@ -457,7 +457,7 @@ def test_pruning_spares_what_a_record_of_theirs_stands_in_the_place_of(channel: 
         objects = channel.objects | {key: altered(channel.objects[key], stripped)}
         store, _ = channel.replica(objects)
         with contextlib.suppress(DeltaSyncError):
-            maintenance.prune(ChannelReader(store, channel.keys / "ours.pub"), grace_s=0)
+            maintenance.gc(ChannelReader(store, channel.keys / "ours.pub"), grace_s=0)
         assert objects_of(store).keys() >= objects.keys()
         report = maintenance.check(ChannelReader(store, channel.keys / "ours.pub"))
         assert any(isinstance(problem, SignatureError) for problem in report.problems)

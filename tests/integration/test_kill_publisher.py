@@ -134,7 +134,7 @@ class Trainer:
         steps: The steps to publish, one after the other.
         by_reference: Start the channel from a reference.
         parts: Store payloads beside the records.
-        sweeps: Write anchors, compaction, forget and prune all the time.
+        sweeps: Write anchors, compaction and gc all the time.
         leases: Take the store for one that does not decide which of two writers wins.
     """
 
@@ -309,10 +309,10 @@ def assert_sound(root: Path) -> None:
 
 
 def assert_nothing_left(root: Path) -> None:
-    """After `prune`, there is no file that no document names, but what the last writer may still name."""
+    """After `gc`, there is no file that no document names, but what the last writer may still name."""
     reader = ChannelReader(open_store(f"file://{root}"))
-    maintenance.prune(reader, grace_s=0.0)
-    left = maintenance.prune(reader, grace_s=0.0, dry_run=True)
+    maintenance.gc(reader, grace_s=0.0)
+    left = maintenance.gc(reader, grace_s=0.0, dry_run=True)
     assert (left.objects, left.waiting) == ([], [])
 
 

@@ -41,8 +41,7 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> str:
         "show 2 --json",
         "check",
         "watch --once",
-        "forget --keep-last 2 --dry-run",
-        "prune --dry-run",
+        "gc --keep-last 2 --dry-run",
     ],
 )
 def test_a_command_that_reads_documents(channel: str, command: str) -> None:

@@ -1,4 +1,4 @@
-"""forget, prune, check, compaction, export and cp on channels of records; each also by its command."""
+"""gc, check, compaction, export and cp on channels of records; each also by its command."""
 
 from __future__ import annotations
 
@@ -84,12 +84,8 @@ def _assert_readable(store: Store, *versions: int) -> None:
         assert_same_bits(replica.state_dict(), STATES[version - 1])
 
 
-def _forget(store: Store, grace_s: float = 0.0, **keep: int) -> maintenance.ForgetPlan:
-    return maintenance.forget(_reader(store), KeepPolicy(**keep), grace_s=grace_s)
-
-
-def _prune(store: Store, grace_s: float = 0.0) -> maintenance.Pruned:
-    return maintenance.prune(_reader(store), grace_s=grace_s)
+def _gc(store: Store, grace_s: float = 0.0, **keep: int) -> maintenance.Collected:
+    return maintenance.gc(_reader(store), KeepPolicy(**keep) if keep else None, grace_s=grace_s)
 
 
 def _check(store: Store) -> maintenance.Report:
@@ -123,24 +119,22 @@ def store(memory_url: str) -> FaultyStore:
     return store
 
 
-# forget and prune
+# gc
 
 
 def test_what_is_kept_stays_readable_and_nothing_else_stays(channel_url: str) -> None:
     store = open_store(channel_url)
     _fill(store)
-    found = _forget(store, last=1, anchors=2)
-    assert [slot.version for slot in found.kept] == [5, 9, 10]
+    assert len(_data(store)) == 5 * 2 + 3 * 2
+    found = _gc(store, last=1, anchors=2)
+    assert found.plan is not None and [slot.version for slot in found.plan.kept] == [5, 9, 10]
     assert _versions(store) == [5, 9, 10]
-    _assert_readable(store, 5, 9, 10)
-    assert len(_data(store)) == 5 * 2 + 3 * 2  # files stay until they are pruned
-    pruned = _prune(store)
-    assert len(pruned.objects) == 4 * 2 + 2 and not pruned.waiting
+    assert len(found.objects) == 4 * 2 + 2 and not found.waiting
     assert len(_data(store)) == 2 + 2 * 2
     _assert_readable(store, 5, 9, 10)
     with pytest.raises(MissingVersionError):
         _assert_readable(store, 6)
-    assert not _prune(store).objects
+    assert not _gc(store).objects
     assert [info.key for info in store.list("versions/") if "0000000007.000001" in info.key]  # the seal
 
 
@@ -149,15 +143,15 @@ def test_a_dry_run_changes_nothing(store: FaultyStore) -> None:
     store.inner.put(left, b"left")
     store.age(DAY_S)
     before = list(store.inner.list(""))
-    found = maintenance.forget(_reader(store), KeepPolicy(last=1), dry_run=True)
-    assert [slot.version for slot in found.versions] == list(range(1, 9))
-    pruned = maintenance.prune(_reader(store), dry_run=True)
-    assert [info.key for info in pruned.objects] == [left]
+    found = maintenance.gc(_reader(store), KeepPolicy(last=1), dry_run=True)
+    assert found.plan is not None and [slot.version for slot in found.plan.forgotten] == list(range(1, 9))
+    assert [info.key for info in maintenance.gc(_reader(store), dry_run=True).objects] == [left]
     assert list(store.inner.list("")) == before
     assert not {operation for operation, _ in store.calls} & {"create", "put", "delete"}
+    assert {info.key for info in found.objects} == {info.key for info in _gc(store, last=1).objects} > {left}
 
 
-def test_no_payload_is_read_to_forget_and_to_prune(memory_url: str) -> None:
+def test_no_payload_is_read_to_collect_garbage(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
     filled(store.inner, states_of(300_000, 6), anchors=(4,), parts=(2,))
     weights = {info.key: info.bytes for info in store.list("versions/")}
@@ -165,32 +159,30 @@ def test_no_payload_is_read_to_forget_and_to_prune(memory_url: str) -> None:
         max(weights.values()) < 1 << 14 < min(info.bytes for info in store.list("anchors/0000000001") if "model" in info.key)
     )
     store.calls.clear()
-    _forget(store, last=1)
-    assert len([key for operation, key in store.calls if operation == "read"]) == 4 + 6 + 1
-    # channel, head, the record that it names and the next one; records, the compaction
-    store.calls.clear()
-    assert len(_prune(store, grace_s=3600).young) == 6
+    assert len(_gc(store, grace_s=3600).young) == 6
     assert [key for operation, key in store.calls if operation == "read"] == ["channel.json"]
     store.calls.clear()
-    _prune(store)
-    assert not [key for operation, key in store.calls if operation == "read" and key.startswith(("parts/", "anchors/"))]
+    assert _gc(store, last=1).objects
+    read = [key for operation, key in store.calls if operation == "read"]
+    # channel, head, the record that it names and the next one; records, the compaction; what may announce the first anchor
+    assert len(read) == 4 + 6 + 1 + 1
+    assert not [key for key in read if key.startswith(("parts/", "anchors/"))]
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     "place", ["compactions/", "announcements/", *(f"versions/0000000/000000000{version}." for version in (8, 5, 3, 1))]
 )
-def test_forget_can_be_cut_short_anywhere(store: FaultyStore, place: str, after: bool) -> None:
+def test_dropping_versions_can_be_cut_short_anywhere(store: FaultyStore, place: str, after: bool) -> None:
     maintenance.write_compaction(_reader(store), 2, 6)
     store.fail_at("delete", place, after=after, error=StoreError)
     with pytest.raises(StoreError):
-        _forget(store, last=1, anchors=1)
-    assert _prune(store, grace_s=3600).objects == []
+        _gc(store, last=1, anchors=1)
+    assert _gc(store, grace_s=3600).objects == []
     _assert_readable(store, *_versions(store))
     assert _check(store).problems == []
-    _forget(store, last=1, anchors=1)
+    _gc(store, last=1, anchors=1)
     assert _versions(store) == [9, 10]
-    _prune(store)
     assert len(_data(store)) == 2 + 2
     _assert_readable(store, 9, 10)
 
@@ -198,13 +190,12 @@ def test_forget_can_be_cut_short_anywhere(store: FaultyStore, place: str, after:
 @pytest.mark.parametrize(
     "place", ["parts/0000000004", "parts/0000000008", "anchors/0000000001", "anchors/0000000005", "probe/"]
 )
-def test_prune_can_be_cut_short_anywhere(store: FaultyStore, place: str) -> None:
-    _forget(store, last=1, anchors=1)
+def test_deleting_files_can_be_cut_short_anywhere(store: FaultyStore, place: str) -> None:
     store.fail_at("delete", place, error=StoreError)
     with pytest.raises(StoreError):
-        _prune(store)
+        _gc(store, last=1, anchors=1)
     _assert_readable(store, 9, 10)
-    _prune(store)
+    _gc(store, last=1, anchors=1)
     assert len(_data(store)) == 2 + 2
     assert not list(store.list("probe/"))
 
@@ -214,20 +205,22 @@ def test_what_became_dispensable_just_now_is_spared_however_old_it_is(store: Fau
     made = Made(store.inner, epoch=_reader(store).numbered(10).record.epoch, tip=_reader(store).numbered(10).version)
     made.specs, made.bits = _reader(store).specs, {made.tip.sha256: STATES[9]}  # type: ignore[union-attr]
     made.announce(made.tip)  # type: ignore[arg-type]
-    _forget(store, 3600, last=1)
+    _gc(store, 3600, last=1)
     assert _versions(store) == [9, 10]  # until now, 9 was needed
     store.age(3601)
-    _forget(store, 3600, last=1)
+    _gc(store, 3600, last=1)
     assert _versions(store) == [10]
     _assert_readable(store, 10)
 
 
 def test_files_of_forgotten_versions_go_when_they_are_old(store: FaultyStore) -> None:
-    _forget(store, last=1, anchors=1)
-    pruned = _prune(store, grace_s=3600)
-    assert not pruned.objects and len(pruned.young) == 16
+    store.fail_at("delete", "anchors/", error=StoreError)
+    with pytest.raises(StoreError):
+        _gc(store, last=1, anchors=1)  # with its records deleted, and none of its files
+    found = _gc(store, grace_s=3600)
+    assert not found.objects and len(found.young) == 16
     store.age(3601)
-    assert len(_prune(store, grace_s=3600).objects) == 12
+    assert len(_gc(store, grace_s=3600).objects) == 12
 
 
 def test_what_dead_publishers_left_goes_when_somebody_goes_on(store: FaultyStore) -> None:
@@ -237,11 +230,11 @@ def test_what_dead_publishers_left_goes_when_somebody_goes_on(store: FaultyStore
     ahead = [f"{keys.parts_folder(11, epoch)}/x", f"{keys.anchor_folder(10, epoch)}/x", f"{keys.parts_folder(11, later)}/x"]
     for key in (*left, *ahead, "parts/notes.txt", "anchors/elsewhere/x"):
         store.inner.put(key, b"left")
-    assert not _prune(store, grace_s=3600).objects
+    assert not _gc(store, grace_s=3600).objects
     store.age(3601)
-    pruned = _prune(store, grace_s=3600)
-    assert {info.key for info in pruned.objects} == set(left)
-    assert {info.key for info in pruned.waiting} == set(ahead)
+    found = _gc(store, grace_s=3600)
+    assert {info.key for info in found.objects} == set(left)
+    assert {info.key for info in found.waiting} == set(ahead)
 
 
 @pytest.mark.parametrize("ahead_s", [-DAY_S, DAY_S])
@@ -249,35 +242,35 @@ def test_it_does_not_matter_what_the_clock_of_this_machine_says(memory_url: str,
     store = FaultyStore(open_store(memory_url), ahead_s=ahead_s)
     _fill(store, 3)
     store.put(f"{keys.parts_folder(2, EPOCH, 1)}/x", b"left")
-    assert not _prune(store, grace_s=3600).objects
+    assert not _gc(store, grace_s=3600).objects
     store.age(3601)
-    assert len(_prune(store, grace_s=3600).objects) == 1
+    assert len(_gc(store, grace_s=3600).objects) == 1
 
 
 def test_heartbeats_of_replicas_that_are_long_gone(store: FaultyStore) -> None:
     store.put(keys.replica("old"), b"{}")
     store.age(7 * DAY_S + 1)
     store.put(keys.replica("new"), b"{}")
-    assert _prune(store).heartbeats == [keys.replica("old")]
+    assert _gc(store).heartbeats == [keys.replica("old")]
     assert [info.key for info in store.list(keys.REPLICAS)] == [keys.replica("new")]
 
 
 @pytest.mark.parametrize("version", [4, 10])
-def test_the_files_of_a_damaged_record_are_not_pruned(store: FaultyStore, version: int) -> None:
+def test_the_files_of_a_damaged_record_are_not_deleted(store: FaultyStore, version: int) -> None:
     key, part = _key_of(store, version), _part_of(store, version)
     whole = store.read(key, 1 << 30)
     store.put(key, truncated(whole))
     store.put(f"{keys.parts_folder(2, EPOCH, 1)}/x", b"left")
-    assert [info.key for info in _prune(store).objects] == [f"{keys.parts_folder(2, EPOCH, 1)}/x"]
+    assert [info.key for info in _gc(store).objects] == [f"{keys.parts_folder(2, EPOCH, 1)}/x"]
     assert store.read(part, 1 << 30)
     store.put(key, whole)
     assert _check(store).problems == []
 
 
-def test_the_files_of_a_damaged_compaction_are_not_pruned(store: FaultyStore) -> None:
+def test_the_files_of_a_damaged_compaction_are_not_deleted(store: FaultyStore) -> None:
     key = _announcement(store, 5)
     store.put(key, b"")
-    assert not _prune(store).objects
+    assert not _gc(store).objects
 
 
 @pytest.mark.parametrize("behind", range(1, 30))
@@ -290,17 +283,17 @@ def test_nothing_that_is_named_goes_while_listings_are_behind(
     monkeypatch.setattr("deltasync.maintenance.scan._LISTED_DELAY_S", 0.0)
     for _ in range(2):
         with contextlib.suppress(TransientStoreError):  # it is found out
-            maintenance.prune(_reader(store), grace_s=0)
+            _gc(store)
         try:
-            _forget(store, last=5)
+            _gc(store, last=5)
         except (MissingVersionError, NotPublishedError, TransientStoreError) as error:
-            assert re.search("Nothing was (forgotten|changed)", str(error))
+            assert re.search("Nothing was (deleted|changed)", str(error))
     store.behind = 0
     assert _check(store).problems == []
     _assert_readable(store, 6, 7, 8, 9, 10)
 
 
-STEPS_OF_PRUNE = [
+STEPS = [
     ("list", "anchors/"),
     ("list", "parts/"),
     ("list", "versions/"),
@@ -311,9 +304,9 @@ STEPS_OF_PRUNE = [
 LEFT = f"{keys.parts_folder(4, EPOCH, 1)}/x"
 
 
-@pytest.mark.parametrize(("operation", "key"), STEPS_OF_PRUNE)
+@pytest.mark.parametrize(("operation", "key"), STEPS)
 @pytest.mark.parametrize("opens", [False, True], ids=["goes on", "opens"])
-def test_a_version_that_is_published_during_a_prune_is_untouched(
+def test_a_version_that_is_published_during_a_collection_is_untouched(
     memory_url: str, operation: str, key: str, opens: bool
 ) -> None:
     store = FaultyStore(open_store(memory_url))
@@ -322,7 +315,7 @@ def test_a_version_that_is_published_during_a_prune_is_untouched(
     weights = channel.store_anchor(STATES[9], 10)  # half an anchor of 10, and half of 11, are there
     gate = store.hold_at(operation, key)
     with ThreadPoolExecutor(1) as pool:
-        pruning = pool.submit(_prune, store)
+        collecting = pool.submit(_gc, store)
         assert gate.entered.wait(30)
         channel.store = store.inner
         channel._compaction(None, versions[9], STATES[9], None, anchor=weights)
@@ -332,21 +325,21 @@ def test_a_version_that_is_published_during_a_prune_is_untouched(
             channel.delta(state, parts=2)
         channel.head()
         gate.opened.set()
-        assert [info.key for info in pruning.result(60).objects] == [LEFT]
+        assert [info.key for info in collecting.result(60).objects] == [LEFT]
     _assert_readable(store, 10, 11, 12)
     assert _check(store).problems == []
 
 
-@pytest.mark.parametrize(("operation", "key"), STEPS_OF_PRUNE)
-def test_a_compaction_that_is_written_during_a_prune_is_untouched(store: FaultyStore, operation: str, key: str) -> None:
+@pytest.mark.parametrize(("operation", "key"), STEPS)
+def test_a_compaction_that_is_written_during_a_collection_is_untouched(store: FaultyStore, operation: str, key: str) -> None:
     store.put(LEFT, b"left")
     gate = store.hold_at(operation, key)
     with ThreadPoolExecutor(1) as pool:
-        pruning = pool.submit(_prune, store)
+        collecting = pool.submit(_gc, store)
         assert gate.entered.wait(30)
         maintenance.write_compaction(_reader(store.inner), 2, 6)
         gate.opened.set()
-        assert [info.key for info in pruning.result(60).objects] == [LEFT]
+        assert [info.key for info in collecting.result(60).objects] == [LEFT]
     report = _check(store)
     assert (report.compactions, report.problems) == (1, [])
 
@@ -364,9 +357,9 @@ def test_a_reader_in_progress_completes(memory_url: str, place: str) -> None:
         reading = pool.submit(replica.sync)
         assert gate.entered.wait(30)
         channel.announce(versions[8])
-        _forget(store, last=1)
+        _gc(store, last=1)
         assert _versions(store) == [9, 10]
-        assert not _prune(store, grace_s=3600).objects
+        assert not _gc(store, grace_s=3600).objects
         gate.opened.set()
         assert reading.result(60) == 10
     assert_same_bits(replica.state_dict(), large[9])
@@ -526,8 +519,8 @@ def test_files_of_the_next_version_are_being_published(store: FaultyStore) -> No
 
 
 def test_versions_whose_base_was_forgotten_are_no_problem(store: FaultyStore) -> None:
-    _forget(store, last=1, anchors=2)
-    _prune(store)
+    _gc(store, last=1, anchors=2)
+    _gc(store)
     report = _check(store)
     assert (report.problems, report.proven) == ([], [5, 9, 10])
 
@@ -627,7 +620,7 @@ def test_a_compaction_that_would_not_give_the_bits_is_not_stored(
     ],
 )
 def test_a_compaction_that_cannot_be(store: FaultyStore, base: int, version: int, error: type[DeltaSyncError]) -> None:
-    _forget(store, last=5)
+    _gc(store, last=5)
     with pytest.raises(error, match=r"compaction"):
         maintenance.write_compaction(_reader(store), base, version)
 
@@ -795,7 +788,7 @@ def test_a_copy_that_is_cut_short_is_a_channel_or_none_and_goes_on(
             if number in (5, 9):
                 channel.announce(stored.version)
         channel.head()
-        _forget(source, last=6)
+        _gc(source, last=6)
     else:
         _fill(source)
         maintenance.write_compaction(_reader(source), 2, 6)
@@ -839,7 +832,7 @@ def test_a_copy_while_versions_are_forgotten(store: FaultyStore, memory_url: str
     with ThreadPoolExecutor(1) as pool:
         copying = pool.submit(maintenance.copy, _reader(store), target)
         assert gate.entered.wait(30)
-        _forget(store.inner, last=1, anchors=1)
+        _gc(store.inner, last=1, anchors=1)
         gate.opened.set()
         problems = copying.result(60).problems
     assert problems and all(isinstance(problem, MissingVersionError) for problem in problems)
@@ -926,9 +919,7 @@ def test_an_error_ends_a_copy_at_once(store: FaultyStore, memory_url: str) -> No
 # The commands
 
 
-@pytest.mark.parametrize(
-    "command", ["check", "repair", "forget", "prune", "compact", "export", "cp", "log", "show", "serve"]
-)
+@pytest.mark.parametrize("command", ["check", "repair", "gc", "compact", "export", "cp", "log", "show", "serve"])
 def test_every_help_names_the_exit_codes(command: str) -> None:
     shown = _deltasync(*command.split(), "--help")
     assert shown.exit_code == 0
@@ -942,24 +933,24 @@ def url(sound: Path, tmp_path: Path) -> str:
     return url
 
 
-def test_forget_and_prune_as_commands(url: str) -> None:
+def test_gc_as_a_command(url: str) -> None:
     options = ("--keep-last", 1, "--keep-step-every", 50)
+    spared = _deltasync("gc", url, *options).stdout
     assert (
         "kept          10 versions: 1-10; 1 of them are bases of others; 7 of them were needed less than 3600 s ago"
-        in _deltasync("forget", url, *options).stdout
+        in spared
     )
-    options = (*options, "--grace", "0")
-    planned = _deltasync("forget", url, *options, "--dry-run")
-    assert "would forget  7 versions: 1-4, 6-8, and 1 compaction" in planned.stdout
-    assert "would keep    3 versions: 5, 9-10; 1 of them are bases of others" in planned.stdout
-    forgot = json.loads(_deltasync("forget", url, *options, "--json").stdout)
-    assert (forgot["kept"], forgot["forgotten"], len(forgot["compactions"])) == ([5, 9, 10], [1, 2, 3, 4, 6, 7, 8], 1)
-    assert forgot["deleted"][0].startswith("versions/0000000/0000000008.000002-")
-    spared = _deltasync("prune", url).stdout
     assert "deleted       0 objects, 0 bytes" in spared and "not checked   16 objects" in spared
-    assert "would delete  10 objects" in _deltasync("prune", url, "--grace", "0", "--dry-run").stdout
-    pruned = json.loads(_deltasync("prune", url, "--grace", "0s", "--json").stdout)
-    assert len(pruned["objects"]) == 10 and pruned["bytes"] > 2400 and pruned["waiting_objects"] == 0
+    options = (*options, "--grace", "0")
+    planned = _deltasync("gc", url, *options, "--dry-run").stdout
+    assert "would forget  7 versions: 1-4, 6-8, and 1 compaction" in planned
+    assert "would keep    3 versions: 5, 9-10; 1 of them are bases of others" in planned
+    assert "would delete  10 objects" in planned
+    found = json.loads(_deltasync("gc", url, *options, "--json").stdout)
+    assert (found["kept"], found["forgotten"]) == ([5, 9, 10], [1, 2, 3, 4, 6, 7, 8])
+    assert found["records"][0].startswith("versions/0000000/0000000008.000002-")
+    assert len(found["objects"]) == 10 and found["bytes"] > 2400 and found["waiting_objects"] == 0
+    assert "deleted       0 objects" in _deltasync("gc", url, "--grace", "0").stdout
     checked = json.loads(_deltasync("check", url, "--read-data", "--json").stdout)
     assert (checked["problems"], checked["proven"]) == ([], [5, 9, 10])
 
@@ -1066,8 +1057,8 @@ def test_follow_as_a_command(url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "said"),
     [
-        (["forget", "URL", "--keep-last", "1", "--grace", "soon"], 2, "not a duration"),
-        (["forget", "memory://no-channel", "--keep-last", "1", "--dry-run"], 5, "holds no channel yet"),
+        (["gc", "URL", "--keep-last", "1", "--grace", "soon"], 2, "not a duration"),
+        (["gc", "memory://no-channel", "--keep-last", "1", "--dry-run"], 5, "holds no channel yet"),
         (["compact", "URL", "2", "60"], 5, "not published yet, or forgotten"),
         (["export", "URL", "newest", "x"], 2, "neither a version nor"),
         (["export", "URL", "0", "x"], 2, "neither a version nor"),
@@ -1086,7 +1077,7 @@ def test_bad_input_gets_one_sentence_and_an_exit_code(url: str, arguments: list[
 
 
 def test_a_foreign_writer_may_put_files_elsewhere(store: FaultyStore) -> None:
-    """Readers take keys from records, so that is what is checked; and `prune` leaves what it does not know."""
+    """Readers take keys from records, so that is what is checked; and `gc` leaves what it does not know."""
     store.put("elsewhere/payload", store.read(_part_of(store, 10), 1 << 30))
     store.put("parts/elsewhere/payload", b"not ours")
     stored = _reader(store).numbered(10)
@@ -1096,7 +1087,7 @@ def test_a_foreign_writer_may_put_files_elsewhere(store: FaultyStore) -> None:
     parts = [part, *stored.record.delta.parts[1:]]
     _edit(store, stored.key, delta=dataclasses.replace(stored.record.delta, parts=parts))
     store.delete(keys.HEAD)
-    assert [info.key for info in _prune(store).objects] == [left]
+    assert [info.key for info in _gc(store).objects] == [left]
     report = _check(store)
     assert (report.problems, report.garbage_objects) == ([], 0)
     _assert_readable(store, 10)
@@ -1131,14 +1122,13 @@ def test_progress_is_told(store: FaultyStore) -> None:
 
     with maintenance.reporting(tell):
         maintenance.check(_reader(store), read_data=True)
-        maintenance.forget(_reader(store), KeepPolicy(last=1), grace_s=0)
-        maintenance.prune(_reader(store), grace_s=0)
+        _gc(store, last=1)
     assert {what: (done, total) for what, done, total in told} == {
-        "records": (4, 4),
+        "records": (13, 13),
         "replaying": (10, 10),
-        "forgetting": (9, 9),
-        "unlisted records": (8, 8),
-        "pruning": (12, 12),
+        "unlisted records": (1, 1),
+        "records deleted": (9, 9),
+        "files deleted": (12, 12),
     }
 
 
@@ -1157,7 +1147,7 @@ CUT: dict[str, Callable[[str], bool]] = {
 
 
 @pytest.mark.parametrize("name", CUT)
-@pytest.mark.parametrize("command", ["check", "forget", "prune", "cp"])
+@pytest.mark.parametrize("command", ["check", "gc", "gc --keep-last 2", "cp"])
 def test_a_listing_that_leaves_out_records_is_found_out(
     memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str
 ) -> None:
@@ -1169,12 +1159,12 @@ def test_a_listing_that_leaves_out_records_is_found_out(
     reader, target = ChannelReader(store), open_store(f"file://{tmp_path}/copy")
     calls: dict[str, Callable[[], object]] = {
         "check": lambda: maintenance.check(reader),
-        "forget": lambda: maintenance.forget(reader, KeepPolicy(last=2), grace_s=0),
-        "prune": lambda: maintenance.prune(reader, grace_s=0),
+        "gc": lambda: maintenance.gc(reader, grace_s=0),
+        "gc --keep-last 2": lambda: maintenance.gc(reader, KeepPolicy(last=2), grace_s=0),
         "cp": lambda: maintenance.copy(reader, target),
     }
-    if command == "prune" and name == "everything":
-        assert maintenance.prune(reader, grace_s=0).objects == []  # it lists no file that it could delete
+    if command == "gc" and name == "everything":
+        assert maintenance.gc(reader, grace_s=0).objects == []  # it lists no file that it could delete
     else:
         with pytest.raises(TransientStoreError, match=r"omits versions/.* which exists"):
             calls[command]()

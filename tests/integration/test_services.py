@@ -96,8 +96,7 @@ def test_thirty_versions_and_what_is_done_with_them(url: str, tmp_path: Path) ->
     assert maintenance.check(reader, read_data=True).problems == []
     copy = open_store(f"file://{tmp_path}/copy")
     assert maintenance.copy(reader, copy).problems == []
-    maintenance.forget(reader, maintenance.KeepPolicy(last=3), grace_s=0)
-    maintenance.prune(reader, grace_s=0)
+    maintenance.gc(reader, maintenance.KeepPolicy(last=3), grace_s=0)
     for store in (open_store(url), copy):
         late = Replica(store)
         assert late.sync() == 30

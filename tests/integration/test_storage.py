@@ -86,7 +86,7 @@ def test_a_joiner_of_a_channel_that_forgets_takes_the_compaction(memory_url: str
             storage.move(random, weights, 0.02)
         last = {name: tensor.clone() for name, tensor in weights.items()}
         publisher.publish(last).wait(60)
-    forgot = CliRunner().invoke(main, ["forget", memory_url, "--keep-last", "5", "--grace", "0", "--json"])
+    forgot = CliRunner().invoke(main, ["gc", memory_url, "--keep-last", "5", "--grace", "0", "--json"])
     assert forgot.exit_code == 0, forgot.output
     reader = ChannelReader(store)
     (compacted,) = [span for span, _ in reader.compactions()]

@@ -275,9 +275,9 @@ def publishes_through(service: Service, case: Case) -> tuple[str, float]:
 
 
 def assert_all_named(store: Store) -> None:
-    """After `prune`, nothing is there that no document names."""
-    maintenance.prune(ChannelReader(store), grace_s=0.0)
-    left = maintenance.prune(ChannelReader(store), grace_s=0.0, dry_run=True)
+    """After `gc`, nothing is there that no document names."""
+    maintenance.gc(ChannelReader(store), grace_s=0.0)
+    left = maintenance.gc(ChannelReader(store), grace_s=0.0, dry_run=True)
     assert (left.objects, left.waiting) == ([], [])
 
 

@@ -1,4 +1,4 @@
-"""Random lives of a channel: what is to stay always gives the right bits, and pruning in the end leaves no garbage."""
+"""Random lives of a channel: what is to stay always gives the right bits, and collecting in the end leaves no garbage."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ _crashes = st.none() | st.tuples(_places, st.booleans())
 _actions = st.one_of(
     st.tuples(st.just("publish"), st.integers(1, 3), st.booleans(), st.sampled_from(["", "announce", "anchor"])),
     st.tuples(st.just("reopen")),
-    st.tuples(st.just("forget"), _keeps, _crashes),
-    st.tuples(st.just("prune"), _crashes),
+    st.tuples(st.just("gc"), st.none() | _keeps, _crashes),
     st.tuples(st.just("leave"), _left_behind),
     st.tuples(st.just("compaction"), st.integers(0, 20), st.integers(0, 20)),
 )
@@ -61,7 +60,7 @@ class Model:
         self.stored: set[int] = set()
         self.compactions: set[tuple[int, int]] = set()
 
-    def forget(self, last: int | None, anchors: int | None, step_every: int | None) -> None:
+    def keep(self, last: int | None, anchors: int | None, step_every: int | None) -> None:
         stored = sorted(self.stored)
         wanted = {stored[-1]}
         wanted |= set(stored[-last:] if last else [])
@@ -114,17 +113,16 @@ class Life:
     def reopen(self) -> None:
         self.channel.seal(keys.new_epoch(keys.epoch_number(self.channel.epoch) + 1))
 
-    def forget(self, keep: dict[str, int | None], crash: Crash | None) -> None:
-        self.model.forget(**keep)
-        self._crashing(crash, lambda: maintenance.forget(self.reader, KeepPolicy(**keep), grace_s=0))
+    def gc(self, keep: dict[str, int | None] | None, crash: Crash | None) -> None:
+        policy = None if keep is None else KeepPolicy(**keep)
+        if keep is not None:
+            self.model.keep(**keep)
+        self._crashing(crash, lambda: maintenance.gc(self.reader, policy, grace_s=0))
         assert self.versions() == sorted(self.model.stored)
 
     def versions(self) -> list[int]:
         held = maintenance.scan_channel(self.reader)
         return [slot.version for slot, record in held.records.items() if record is not None and record.is_version]
-
-    def prune(self, crash: Crash | None) -> None:
-        self._crashing(crash, lambda: maintenance.prune(self.reader, grace_s=0))
 
     def _crashing(self, crash: Crash | None, action: Callable[[], object]) -> None:
         """Do it, and again if it crashed."""
@@ -167,7 +165,7 @@ class Life:
         """By then there was another writer, so that nobody waits for the files of those before."""
         self.reopen()
         self.publish(1, False, "")
-        maintenance.prune(self.reader, grace_s=0)
+        maintenance.gc(self.reader, grace_s=0)
         held = maintenance.scan_channel(self.reader)
         found = [record for record in (*held.records.values(), *held.shortcuts.values()) if record is not None]
         named = {file.key for record in found for file in record.files}
@@ -188,7 +186,7 @@ def test_what_is_kept_stays_and_what_is_not_goes(codec: str, actions: list[tuple
     life = Life(codec)
     for name, *arguments in actions:
         getattr(life, name)(*arguments)
-        if name in ("forget", "prune"):
+        if name == "gc":
             life.check()
     life.check()
     life.end()

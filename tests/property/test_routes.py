@@ -165,8 +165,8 @@ def by_copy(store: Store, count: int) -> tuple[Proof, Proof]:
 def by_what_is_left(store: Store, count: int) -> Proof:
     """By a replica, once all other versions are forgotten and their bytes deleted."""
     reader = ChannelReader(store)
-    maintenance.forget(reader, KeepPolicy(last=1))
-    maintenance.prune(ChannelReader(store), grace_s=0.0)
+    maintenance.gc(reader, KeepPolicy(last=1))
+    maintenance.gc(ChannelReader(store), grace_s=0.0)
     replica = Replica(store)
     assert replica.sync() == count
     return of_replica(replica)

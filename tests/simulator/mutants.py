@@ -182,15 +182,15 @@ MUTANTS = {
         "        needed.update(contents.chain_to(slot, needed))",
         "        needed.add(slot)",
     ),
-    "files that records name are pruned": Mutant(
+    "files that records name are deleted": Mutant(
         "deltasync.maintenance.gc",
         "    unnamed = [info for info in old if info.key not in references]",
         "    unnamed = list(old)",
     ),
-    "young files are pruned": Mutant(
+    "young files are deleted": Mutant(
         "deltasync.maintenance.gc",
-        "    since_s = math.inf if grace_s <= 0 else now_s - grace_s\n    old",
-        "    since_s = math.inf\n    old",
+        "if retention.was_stored(info.modified_s, since_s)]",
+        "]",
     ),
     "a relay copies head first": Mutant(
         "deltasync.maintenance.relay",

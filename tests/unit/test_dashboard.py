@@ -211,7 +211,7 @@ def test_what_is_forgotten_meanwhile(
     publisher.close()
     observer = Observer(store)
     before = observer.refresh()
-    maintenance.forget(ChannelReader(store.inner), KeepPolicy(last=2), grace_s=0)
+    maintenance.gc(ChannelReader(store.inner), KeepPolicy(last=2), grace_s=0)
     found = observer.refresh()
     assert (found.forgotten, [row.version for row in found.versions]) == (6, [7, 8, 9])
     assert before.costs is not None and found.costs is not None

@@ -1,4 +1,4 @@
-"""A publisher that looks after its channel: compactions, forgetting and pruning in the background."""
+"""A publisher that looks after its channel: compactions and garbage collection in the background."""
 
 from __future__ import annotations
 

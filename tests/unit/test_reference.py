@@ -199,7 +199,9 @@ class TestIdentify:
 
 
 def kept(reader: ChannelReader, keep: KeepPolicy) -> list[int]:
-    return [slot.version for slot in maintenance.forget(reader, keep, grace_s=0.0, dry_run=True).kept]
+    plan = maintenance.gc(reader, keep, grace_s=0.0, dry_run=True).plan
+    assert plan is not None
+    return [slot.version for slot in plan.kept]
 
 
 class TestHousekeeping:
@@ -212,15 +214,14 @@ class TestHousekeeping:
                 state = trained(state, seed)
         return url
 
-    def test_nothing_is_pruned_that_is_needed_and_forgetting_keeps_what_leads_to_it(self, url: str) -> None:
+    def test_nothing_is_deleted_that_is_needed_and_what_leads_to_kept_versions_stays(self, url: str) -> None:
         reader = ChannelReader(open_store(url))
         before = stored_keys(reader.store)
-        maintenance.prune(reader, grace_s=0.0)
+        maintenance.gc(reader, grace_s=0.0)
         assert stored_keys(reader.store) == before
         assert kept(reader, KeepPolicy(anchors=2)) == [1, 6, 7]
         assert kept(reader, KeepPolicy(step_every=3)) == [1, 2, 3, 4, 6, 7]
-        maintenance.forget(reader, KeepPolicy(last=1), grace_s=0.0)
-        maintenance.prune(ChannelReader(reader.store), grace_s=0.0)
+        maintenance.gc(reader, KeepPolicy(last=1), grace_s=0.0)
         assert maintenance.check(ChannelReader(reader.store), read_data=True).problems == []
         assert [slot.version for slot, _ in ChannelReader(reader.store).slots()] == [6, 7]
 

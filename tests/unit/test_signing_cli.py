@@ -39,8 +39,7 @@ def test_every_command_that_reads_a_channel_takes_keys(tmp_path: Path, keys: Pat
         "dashboard": [url, "--out", f"{tmp_path}/page.html"],
         "export": [url, "2", f"{tmp_path}/export"],
         "cp": [url, f"file://{tmp_path}/copy"],
-        "forget": [url, "--keep-last", "5", "--dry-run"],
-        "prune": [url, "--dry-run"],
+        "gc": [url, "--keep-last", "5", "--dry-run"],
         "compact": [url, "1", "6", "--signing-key", str(keys / "old")],
     }
 
