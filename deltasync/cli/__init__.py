@@ -16,9 +16,7 @@ __all__ = ["main"]
 # The module of each command, and its line in the help.
 _COMMANDS = {
     "serve": ("serve", "Start vLLM as a replica of a channel."),
-    "follow": ("follow", "Follow a channel with a replica in host memory."),
-    "sync": ("servers", "Make a server poll its channel now."),
-    "pin": ("servers", "Pin a server to a version, or unpin it."),
+    "follow": ("follow", "Follow a channel in host memory, or refresh or pin a server."),
     "watch": ("watch", "Watch a channel: versions, replicas, cost so far."),
     "dashboard": ("watch", "Show a channel as a web page, live or as one file."),
     "log": ("log", "List the versions of a channel."),

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltasync.cli.options import channel_command, timeout
-from deltasync.cli.output import ReportedStore, echo, echo_json, show_copied, with_bars
+from deltasync.cli.output import ReportedStore, echo, echo_json, reported, show_copied, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
     from deltasync.following import Commit, Follow, MemoryTarget
     from deltasync.maintenance import Copied, Relay
+
+
+_SERVER_S = 60.0  # wait for a server by default
 
 
 class _Printer:
@@ -61,16 +64,37 @@ class _Printer:
             follow.end()
 
 
-@channel_command("one JSON object per version")
+def _ask_server(server: str, once: bool, pin: str | None, timeout_s: float | None, as_json: bool) -> None:
+    """Pin a server, or make it refresh, and wait until it serves the version."""
+    from deltasync.channel import heartbeat
+
+    if not once and pin is None:
+        raise click.UsageError("A server follows its channel by itself. Use --once to refresh it now, or --pin VERSION.")
+    route, body = ("sync", {}) if pin is None else ("pin", {"pin": pin})
+    wait_s = _SERVER_S if timeout_s is None else timeout_s
+    with reported(f"{route} of {server}", f"It ends after {wait_s:g} s; GET {server}/deltasync/status says why."):
+        answer = with_bars(heartbeat.post, server, route, body, wait_s)
+    if as_json:
+        echo_json(answer)
+    else:
+        echo(f"{server} serves version {answer['version']}")
+
+
+@channel_command("one JSON object per version", metavar="CHANNEL|SERVER", server=_ask_server)
 @click.option("--once", is_flag=True, help="Fetch the newest version and exit.")
 @click.option(
-    "--pin", "where", metavar="WHERE", help="Follow only some versions, see `deltasync pin`. Default: DELTASYNC_PIN."
+    "--pin", metavar="VERSION", help="Stay at this version; `newest` unpins a server. Default: DELTASYNC_PIN, or the newest."
 )
 @timeout
-def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: float | None, as_json: bool) -> None:
+def follow(reader: ChannelReader, once: bool, pin: str | None, timeout_s: float | None, as_json: bool) -> None:
     """Follow CHANNEL with a replica in host memory, and check the bits of every version.
 
     Waits for the first version. Ends with Ctrl-C, --once or --timeout.
+
+    With SERVER, the http URL of a vLLM or SGLang server that follows a channel, --once makes it poll its channel now, and
+    --pin VERSION makes it serve that version, older or newer, and stay there, until --pin newest. The command returns when
+    the version is served, and fails after --timeout, by default 60 s. Trainers do not wait for a pinned server.
+    DELTASYNC_HTTP_TOKEN is sent to the server if it is set.
     """
     from deltasync.config import ReplicaSettings
     from deltasync.errors import DeltaSyncError, NotPublishedError
@@ -78,7 +102,7 @@ def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: floa
 
     target = MemoryTarget(reader)
     printer = _Printer(target, timeout_s, as_json)
-    settings = ReplicaSettings.from_env(pin=where)
+    settings = ReplicaSettings.from_env(pin=pin)
     following = Follow(reader, target, settings, observer=printer, heartbeats=False)
     target.joining = True
     try:

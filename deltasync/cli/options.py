@@ -28,7 +28,11 @@ _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def channel_command(
-    json_help: str | None = None, *, signs: bool = False, metavar: str = "CHANNEL"
+    json_help: str | None = None,
+    *,
+    signs: bool = False,
+    metavar: str = "CHANNEL",
+    server: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., None]], click.Command]:
     """Make a command from a function. The function's first argument is a `ChannelReader` of the channel.
 
@@ -36,6 +40,7 @@ def channel_command(
         json_help: Description of the `--json` output; the function gets the flag as `as_json`. None for no such option.
         signs: Whether the command writes to the channel. The function then gets a `signer`, which is None without a key.
         metavar: Name of the channel argument in the help.
+        server: Function that is called instead, with the URL and the same options, if the argument is a server's http URL.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:
@@ -46,12 +51,14 @@ def channel_command(
             from deltasync.config import PublisherSettings
             from deltasync.stores import open_store
 
+            if server is not None and channel.startswith(("http://", "https://")):
+                return server(channel, **options)
             trusted: str | Trusted | None = trusted_keys
             if signs:
                 settings = PublisherSettings.from_env(signing_key=options.pop("signing_key"), trusted_keys=trusted_keys)
                 signer = options["signer"] = None if settings.signing_key is None else signer_of(settings)
                 trusted = trusted_keys if signer is None else signer.trusted
-            function(ChannelReader(ReportedStore(open_store(channel)), trusted), **options)
+            return function(ChannelReader(ReportedStore(open_store(channel)), trusted), **options)
 
         command = click.command()(run)
         command.params.insert(0, click.Argument(["channel"], metavar=metavar))

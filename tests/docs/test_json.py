@@ -36,8 +36,8 @@ CALLS = {
     "relay": ["CHANNEL", "file://FOLDER/relayed", "--once"],
     "follow": ["CHANNEL", "--once"],
     "doctor": ["CHANNEL"],
-    "sync": ["http://server"],
-    "pin": ["http://server", "1"],
+    "follow --once of a server": ["http://server", "--once"],
+    "follow --pin of a server": ["http://server", "--pin", "1"],
 }
 
 

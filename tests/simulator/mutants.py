@@ -183,12 +183,12 @@ MUTANTS = {
         "        needed.add(slot)",
     ),
     "files that records name are deleted": Mutant(
-        "deltasync.maintenance.gc",
+        "deltasync.maintenance.garbage",
         "    unnamed = [info for info in old if info.key not in references]",
         "    unnamed = list(old)",
     ),
     "young files are deleted": Mutant(
-        "deltasync.maintenance.gc",
+        "deltasync.maintenance.garbage",
         "if retention.was_stored(info.modified_s, since_s)]",
         "]",
     ),

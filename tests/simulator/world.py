@@ -325,7 +325,7 @@ class World:
             found = self.call("check", lambda: check(reader))  # noqa: B023
             self.counts["checked"] += not isinstance(found, DeltaSyncError)
             if self.forgets:
-                self.call("gc", lambda: gc.gc(reader, KeepPolicy(last=3), grace_s=600.0))  # noqa: B023
+                self.call("gc", lambda: gc(reader, KeepPolicy(last=3), grace_s=600.0))  # noqa: B023
 
     def outsider(self, process: Process) -> None:
         """Write junk where the product looks, without the keys."""

@@ -234,7 +234,7 @@ def test_no_command_shows_a_channels_text_as_it_is(
 def test_every_command_that_reads_a_channel_is_here() -> None:
     help_text = CliRunner().invoke(main, ["--help"]).output
     commands = re.findall(r"^  ([a-z]+)  ", help_text.partition("Commands:")[2], re.MULTILINE)
-    assert set(commands) == {command[0] for command in COMMANDS} | {"keygen", "pin", "serve", "sync"}
+    assert set(commands) == {command[0] for command in COMMANDS} | {"keygen", "serve"}
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command[0] != "export"], ids=" ".join)

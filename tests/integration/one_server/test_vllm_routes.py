@@ -82,20 +82,18 @@ def test_a_server_goes_back_to_a_version_and_on_again_by_the_command(server: Ser
     server.assert_serves(newest)
 
     def run(*arguments: str) -> str:
-        result = CliRunner().invoke(
-            main, [arguments[0], server.url, *arguments[1:]], env={"DELTASYNC_HTTP_TOKEN": server.token}
-        )
+        result = CliRunner().invoke(main, ["follow", server.url, *arguments], env={"DELTASYNC_HTTP_TOKEN": server.token})
         assert result.exit_code == 0, result.output
         return result.output
 
-    assert run("pin", str(older)) == f"{server.url} serves version {older}\n"
+    assert run("--pin", str(older)) == f"{server.url} serves version {older}\n"
     assert server.json("/deltasync/digest") == then
     with server.open("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4}) as reply:
         assert reply.headers["x-deltasync-versions"] == f"{older}..{older}"
     assert (server.status()["pin"], server.status()["newest_version"]) == (str(older), newest)
-    assert run("pin", "1 behind") == f"{server.url} serves version {newest - 1}\n"
-    assert json.loads(run("pin", "--json"))["version"] == newest
-    assert run("sync") == f"{server.url} serves version {newest}\n"
+    assert run("--pin", "1 behind") == f"{server.url} serves version {newest - 1}\n"
+    assert json.loads(run("--pin", "newest", "--json"))["version"] == newest
+    assert run("--once") == f"{server.url} serves version {newest}\n"
     server.assert_serves(newest)
 
 
