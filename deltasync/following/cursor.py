@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
-from deltasync.channel.plan import find_chain, find_chain_back, is_revert, payload_bytes
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import (
@@ -66,7 +66,6 @@ class ChannelCursor(Tip):
         self._moved = self._lags = False  # whether the last call returned records; whether the last two did
         self._rest: list[StoredRecord] = []  # the rest of the last chain
         self._singly_to = 0  # versions up to this one are taken one by one
-        self._undoes = True  # whether to go back by undoing; until that fails
         self._blamed = ""  # the key that was skipped last
         self._checked: tuple[VersionId, str, int] | None = None  # a version that this newer epoch has by this number
 
@@ -101,7 +100,7 @@ class ChannelCursor(Tip):
             ChainError, FormatError, StoreError: nothing can be taken now.
         """
         if pin != self._pin:
-            self._pin, self._lost, self._undoes = pin, True, True
+            self._pin, self._lost = pin, True
             self.follows_s = time.time() if pin == NEWEST else math.inf
             self.failure = None
         elif self._rest and self._rest[0].base == have:
@@ -208,9 +207,6 @@ class ChannelCursor(Tip):
         `key` is that of the record whose objects were missing or damaged; None if the bits were not the promised ones.
         """
         self._lost, self._rest = True, []
-        if is_revert(chain):
-            self._undoes = False
-            return
         if key is not None:
             self.skips[key] = Skip(time.monotonic() + SKIP_S, str(why))
         elif len(chain) > 1:
@@ -282,10 +278,6 @@ class ChannelCursor(Tip):
             return []
         if have is None or have.version < number:
             return self._find_chain(have, wanted)
-        if target is not None and self._undoes and have.version > number:
-            chain = find_chain_back(self.reader, have, target, self._avoided())
-            if chain and len(chain) <= _BATCH and payload_bytes(chain) <= _BATCH_BYTES:
-                return chain
         if target is None:
             logger.warning("Version %s is not the channel's any more; starting from full weights.", have)
         return self._find_chain(None, wanted)
@@ -301,9 +293,7 @@ class ChannelCursor(Tip):
     def _batch(self, chain: Sequence[StoredRecord], have: VersionId | None) -> list[StoredRecord]:
         """Return the first records of a chain, those that go into one commit; keep the rest."""
         # A replica without weights takes full weights alone. For others a chain that starts from full weights is one commit,
-        # because a replica that serves must not go back to an older version in between. So is a chain back.
-        if is_revert(chain):
-            return list(chain)
+        # because a replica that serves must not go back to an older version in between.
         most = 1 if have is not None and have.version < self._singly_to else _BATCH
         count, batch_bytes = 0, 0
         while count < len(chain):

@@ -14,7 +14,6 @@ import torch
 from deltasync.channel import checkpoint
 from deltasync.channel.documents import VersionId
 from deltasync.channel.failover import open_failover
-from deltasync.channel.plan import is_revert
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.config import ReaderSettings, ReplicaSettings, whole_number
@@ -88,7 +87,7 @@ class MemoryTarget:
 
     def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | Sequence[StoredRecord]:
         """Stage a chain (`Target.stage`). A replica that joins loads the chain at its commit."""
-        if self.version is None or (self.joining and not is_revert(chain)):
+        if self.version is None or self.joining:
             return chain
         return self._opened.stage(chain)
 
