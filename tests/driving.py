@@ -22,7 +22,7 @@ from deltasync import open_store
 from deltasync.channel.documents import Delta
 from deltasync.channel.signing import Signer
 from deltasync.config import ReplicaSettings
-from deltasync.following import Follow, Pin
+from deltasync.following import Follow
 from deltasync.following.metrics import Metrics
 from deltasync.stores import Store
 from tests.channels import Made
@@ -137,13 +137,13 @@ class Driver(Follow):
     def caught_up(self) -> bool:
         return self._waits._caught_up == self._waits.begun
 
-    async def refresh(self, pin: Pin | None = None, *, asked: bool = False) -> None:
+    async def refresh(self, pin: int | None = None, *, asked: bool = False) -> None:
         """Take one step; `status` tells how it went."""
         self._asked |= asked
         with contextlib.suppress(Exception):
             await asyncio.to_thread(self.step, pin, audits=True)
 
-    async def catch_up_in_thread(self, pin: Pin | None = None) -> None:
+    async def catch_up_in_thread(self, pin: int | None = None) -> None:
         await asyncio.to_thread(self.catch_up, pin)
 
     async def reach(self, version: int | None = None) -> int:

@@ -29,7 +29,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
-from deltasync.following import Follow, Pin
+from deltasync.following import Follow
 from deltasync.following.engine import Failure
 from deltasync.following.metrics import Metrics
 from vllm_plugin import compat
@@ -173,7 +173,7 @@ class DeltaSyncEngine(WeightTransferEngine):
         if self._follow is None:
             self._choose(None)
         assert self._follow is not None
-        self._follow.catch_up(None if version is None else Pin(version))
+        self._follow.catch_up(version)
 
     def _together(self, lead: Callable[[], None]) -> None:
         """Run `lead` on the first worker while the others serve its calls. If it fails, all raise its error."""

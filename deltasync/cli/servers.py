@@ -38,9 +38,8 @@ def sync(server: str, version: int | None, timeout_s: float, as_json: bool) -> N
 def pin(server: str, pin: str, timeout_s: float, as_json: bool) -> None:
     """Pin the vLLM server at the URL SERVER to the version WHERE, older or newer than the one it serves.
 
-    WHERE may also be `every 10` for multiples of ten, `2 behind` to stay two versions behind the newest, or `newest` (the
-    default) to unpin it. A server reads its initial WHERE from DELTASYNC_PIN. Trainers do not wait for a pinned server.
-    DELTASYNC_HTTP_TOKEN is sent to the server if it is set.
+    WHERE may also be `newest` (the default), to unpin it. A server reads its initial WHERE from DELTASYNC_PIN. Trainers do
+    not wait for a pinned server. DELTASYNC_HTTP_TOKEN is sent to the server if it is set.
     """
     _post(server, "pin", {"pin": pin}, timeout_s, as_json)
 

@@ -25,7 +25,7 @@ from deltasync.channel.documents import Number
 from deltasync.channel.threads import Workers
 from deltasync.errors import UNREADABLE_JSON, ConfigError, describe, get_logger
 from deltasync.following.loop import Follow
-from deltasync.following.pin import Pin
+from deltasync.following.pin import parse_pin, pin_text
 
 _T = TypeVar("_T")
 
@@ -52,7 +52,7 @@ class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
 
 
 class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/pin`. `pin` is a text for `deltasync.following.Pin.parse`."""
+    """Body of `POST /deltasync/pin`. `pin` is a text for `deltasync.following.parse_pin`."""
 
     pin: str
     timeout_s: HeldSeconds = 60.0
@@ -200,11 +200,11 @@ class Questions:
         if question.get("digest"):
             return (yield from _result(self._threads.submit(self._read)))
         if question.get("pin") is not None:
-            pin = Pin.parse(question["pin"])
+            pin = parse_pin(question["pin"])
             check = self._threads.submit(follow.check_pin, pin)
             while not check.done():
                 if time.monotonic() >= deadline:
-                    return {"error": f"The store does not say whether it is there. The pin stays: {follow.pin}."}
+                    return {"error": f"The store does not say whether it is there. The pin stays: {pin_text(follow.pin)}."}
                 yield
             check.result()
             follow.set_pin(pin, checked=True)

@@ -3,7 +3,7 @@
 GET  /deltasync/status         version served, lag, errors, and each commit's numbers; ?commits=0 leaves these out
 GET  /deltasync/ready          200 while a version that is new enough is served, otherwise 503; needs no token
 POST /deltasync/sync           refresh now, and reply once a version is served
-POST /deltasync/pin            stay at a version, or skip some, and reply once that is served; 409 keeps the old pin
+POST /deltasync/pin            stay at a version, or follow again, and reply once that is served; 409 keeps the old pin
 POST /receive_weight_update    as /deltasync/sync, by the trainer's step, as PipelineRL's trainer calls it
 GET  /deltasync/digest         sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
 
@@ -32,7 +32,7 @@ from deltasync.channel.threads import Workers
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError
 from deltasync.following.loop import Follow
-from deltasync.following.pin import Pin
+from deltasync.following.pin import parse_pin, pin_text
 from deltasync.following.requests import STATUS_CODES, PinTo, Sync, WeightUpdate, body_of, stranger, token_matches
 from deltasync.following.status import HISTORY
 
@@ -216,16 +216,18 @@ class LocalRoutes(Routes):
         """As `Routes.pin`."""
         follow = self.follow()
         try:
-            pin = Pin.parse(wanted.pin)
+            pin = parse_pin(wanted.pin)
         except ConfigError as error:
             raise Refused(422, str(error)) from None
         try:
             async with asyncio.timeout(wanted.timeout_s):
                 await self._in_thread(follow.check_pin, pin)
         except MissingVersionError as error:
-            raise Refused(409, f"{error} The pin stays: {follow.pin}.") from None
+            raise Refused(409, f"{error} The pin stays: {pin_text(follow.pin)}.") from None
         except TimeoutError:
-            raise Refused(504, f"The store does not say whether it is there. The pin stays: {follow.pin}.") from None
+            raise Refused(
+                504, f"The store does not say whether it is there. The pin stays: {pin_text(follow.pin)}."
+            ) from None
         follow.set_pin(pin, checked=True)
         return await self.sync(wanted.timeout_s)
 
