@@ -267,7 +267,7 @@ class _Opener:
             end = following
 
     def _as_stored(self, end: _End) -> _End:
-        """Return the end with the digest of its record: a seal or an opening, whose bytes nothing covers, may name it wrong."""
+        """Return the end with the digest of its record: a seal or an opening may name it wrong."""
         if end.version is None or end.version.epoch == end.epoch:
             return end
         found = self._found(end.version.slot)
