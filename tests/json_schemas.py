@@ -50,14 +50,6 @@ class Shown(TypedDict):
     document: dict[str, Any]  # the document that [the format](../format.md) defines
 
 
-class Asked(TypedDict):
-    """The answer of the publisher."""
-
-    asked: int  # the newest version at the time of the request
-    version: int | None  # the version that has the anchor; null if the command did not wait for it
-    key: str | None  # the anchor's announcement, or the version's record
-
-
 class Problem(TypedDict):
     """A problem of the channel."""
 
@@ -231,8 +223,6 @@ SCHEMAS: dict[str, tuple[str, tuple[type, ...]]] = {
     "repair": (ONE, (RepairDone,)),
     "forget": (ONE, (Forgot,)),
     "prune": (ONE, (Pruned,)),
-    "anchor": (ONE, (Asked,)),
-    "compact": (ONE, (Shown,)),
     "export": (ONE, (ExportedFiles,)),
     "cp": (ONE, (CopiedObjects,)),
     "relay": (LINES, (CopiedObjects,)),

@@ -12,7 +12,6 @@ __all__ = [
     "plan",
     "reading",
     "record",
-    "requests",
     "signing",
     "threads",
 ]

@@ -28,8 +28,6 @@ _COMMANDS = {
     "repair": ("maintenance", "Restore lost objects of a channel, or store replacements."),
     "forget": ("maintenance", "Remove versions from a channel."),
     "prune": ("maintenance", "Delete files that no version needs."),
-    "anchor": ("maintenance", "Ask a running publisher for full weights."),
-    "compact": ("maintenance", "Store one delta over several versions."),
     "export": ("maintenance", "Write a version as a checkpoint directory."),
     "cp": ("maintenance", "Copy a channel to another store."),
     "relay": ("follow", "Keep copies of a channel in other stores up to date."),

@@ -17,7 +17,7 @@ import torch
 from deltasync import Publisher
 from deltasync.cli import main
 
-AT_ONCE = {"anchor", "keygen"}
+AT_ONCE = {"keygen"}
 STREAM = {"serve"}  # becomes vLLM, which logs
 SHOW = {
     "follow": "{channel} --once",
@@ -32,7 +32,6 @@ SHOW = {
     "repair": "{channel}",
     "forget": "{channel} --keep-last 2",
     "prune": "{channel}",
-    "compact": "{channel} 1 3",
     "export": "{channel} latest {folder}/export",
     "cp": "{channel} file://{folder}/copy",
     "relay": "{channel} file://{folder}/copy --once",

@@ -342,7 +342,7 @@ class World:
             epoch = f"{self.random.choice((1, 2, 3, 999_999)):06d}-{self.random.randbytes(4).hex()}"
             # In an unsigned channel, what cannot be read at the key of a record may be a damaged one.
             slots = [keys.Slot(far, epoch).key] if self.signed else []
-            places = [*slots, keys.HEAD, f"epochs/{epoch}.json", "replicas/odd.json", "requests/anchor.json"]
+            places = [*slots, keys.HEAD, f"epochs/{epoch}.json", "replicas/odd.json"]
             places += ["versions/0000000/odd", "anchors/odd", "parts/odd/odd"]
             key = self.random.choice(places)
             if key == keys.HEAD or key not in self.disk.objects:
