@@ -170,12 +170,30 @@ def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> 
 @channel_command("the version and its files as JSON")
 @click.argument("version", callback=number_or_latest)
 @click.argument("directory", type=click.Path(path_type=Path))
-def export(reader: ChannelReader, version: int | None, directory: Path, as_json: bool) -> None:
+@click.option(
+    "--layout",
+    type=click.Choice(["checkpoint", "weight_v"]),
+    default="checkpoint",
+    help="weight_v: a directory for each version from the oldest to VERSION, as slime, miles and ModelExpress read them.",
+)
+def export(reader: ChannelReader, version: int | None, directory: Path, layout: str, as_json: bool) -> None:
     """Write VERSION (a number, or `latest`) of CHANNEL to DIRECTORY, as a checkpoint that transformers and vLLM load.
 
     DIRECTORY must be missing or empty. Every bit is checked. Config and tokenizer are written if the publisher stored them.
     """
     from deltasync import maintenance
+
+    if layout == "weight_v":
+        from deltasync.cli.interchange import write
+
+        write(
+            reader,
+            str(directory.absolute()),
+            version,
+            min((one.version for one in reader.versions()), default=1),
+            as_json=as_json,
+        )
+        return
 
     exported = with_bars(maintenance.export, reader, version, directory)
     files = {path.relative_to(directory).as_posix(): path.stat().st_size for path in directory.rglob("*") if path.is_file()}

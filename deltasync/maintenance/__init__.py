@@ -25,12 +25,12 @@ from deltasync.maintenance.scan import (
 
 if TYPE_CHECKING:
     from deltasync.maintenance.compaction import write_compaction
-    from deltasync.maintenance.copies import Copied, copy, export
+    from deltasync.maintenance.copies import Copied, copy, export, model_files
     from deltasync.maintenance.relay import Relay
     from deltasync.maintenance.repairs import Repair, repair, source_of
 
 _HOME = {
-    **dict.fromkeys(("Copied", "copy", "export"), "copies"),
+    **dict.fromkeys(("Copied", "copy", "export", "model_files"), "copies"),
     **dict.fromkeys(("Repair", "repair", "source_of"), "repairs"),
     "Relay": "relay",
     "write_compaction": "compaction",
@@ -54,6 +54,7 @@ __all__ = [
     "identities",
     "in_parallel",
     "lineage",
+    "model_files",
     "progressed",
     "prune",
     "repair",

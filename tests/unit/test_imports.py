@@ -30,6 +30,7 @@ ROOMS = (
     "following",
     "maintenance",
     "publish",
+    "interchange",
     "dashboard",
     "cli",
 )
