@@ -13,5 +13,4 @@ __all__ = [
     "reading",
     "record",
     "signing",
-    "threads",
 ]

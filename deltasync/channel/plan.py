@@ -18,10 +18,10 @@ from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import MOST_DAMAGED, ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import ahead
 from deltasync.errors import FormatError, MissingVersionError
 from deltasync.stores.base import ObjectInfo
 from deltasync.tensors import weight_bytes
+from deltasync.threads import ahead
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from deltasync.cli.options import DIRECTORIES
 from deltasync.cli.output import echo, echo_json
+from deltasync.threads import daemon
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -39,7 +39,7 @@ def published(source: str, base: str | None) -> str:
                     echo(f"deltasync: {error} Trying again.", err=True)
                 said = str(error)
 
-    threading.Thread(target=run, name="deltasync-import", daemon=True).start()
+    daemon("follow", run).start()
     return target
 
 

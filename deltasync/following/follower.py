@@ -16,7 +16,6 @@ from deltasync.channel import payloads
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import ahead
 from deltasync.errors import (
     CorruptDataError,
     DeltaSyncError,
@@ -28,6 +27,7 @@ from deltasync.errors import (
 from deltasync.live import LiveMemory, Prints, Staged, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
+from deltasync.threads import ahead
 
 if TYPE_CHECKING:
     from deltasync.codec.device import Decoder

@@ -19,7 +19,6 @@ from deltasync.channel.documents import VersionId
 from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import Home
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     AckTimeoutError,
@@ -39,6 +38,7 @@ from deltasync.following.poll import Poll
 from deltasync.following.status import HISTORY, SHOWN, Commit, Health, HeartbeatWriter, Status, log_commit
 from deltasync.following.target import Observer, Target
 from deltasync.stores.base import ObjectInfo
+from deltasync.threads import Home, daemon
 
 logger = get_logger(__name__)
 
@@ -236,7 +236,7 @@ class Follow:
 
     def start(self) -> None:
         """Follow in a daemon thread until `stop`."""
-        self._thread = threading.Thread(target=self.run, name="deltasync-follow", daemon=True)
+        self._thread = daemon("follow", self.run)
         self._thread.start()
 
     def end(self) -> None:

@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from deltasync.channel.documents import Number
-from deltasync.channel.threads import Workers
 from deltasync.errors import UNREADABLE_JSON, ConfigError, describe, get_logger
 from deltasync.following.loop import Follow
 from deltasync.following.pin import parse_pin, pin_text
+from deltasync.threads import Workers
 
 _T = TypeVar("_T")
 
@@ -170,7 +170,7 @@ class Questions:
         self._follow, self._digest, self._token = follow, digest, token
         self._open: dict[str, _Answering] = {}  # questions without an answer
         self._answers: dict[str, dict[str, Any]] = {}
-        self._threads, self._status_thread = Workers(_THREADS, "deltasync-question"), Workers(1, "deltasync-status")
+        self._threads, self._status_thread = Workers(_THREADS, "reply"), Workers(1, "reply")
 
     def takes(self, question: Any) -> bool:
         """Whether this is a question, and by one who may ask."""

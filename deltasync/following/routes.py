@@ -28,13 +28,13 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
-from deltasync.channel.threads import Workers
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError
 from deltasync.following.loop import Follow
 from deltasync.following.pin import parse_pin, pin_text
 from deltasync.following.requests import STATUS_CODES, PinTo, Sync, WeightUpdate, body_of, stranger, token_matches
 from deltasync.following.status import HISTORY
+from deltasync.threads import Workers
 
 _Body = TypeVar("_Body")
 _Result = TypeVar("_Result")
@@ -192,7 +192,7 @@ class LocalRoutes(Routes):
 
     def __init__(self) -> None:
         super().__init__()
-        self._threads = Workers(_THREADS, "deltasync-route")
+        self._threads = Workers(_THREADS, "reply")
 
     async def _in_thread(self, call: Callable[..., _Result], *args: Any) -> _Result:
         """Run a call in a thread that keeps neither the event loop nor the end of the process, should the store hang."""

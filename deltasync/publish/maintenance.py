@@ -24,7 +24,6 @@ from deltasync.channel.documents import Anchor, Delta, File
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import Workers
 from deltasync.config import Retention
 from deltasync.errors import ChainError, CorruptDataError, DeltaSyncError, FormatError, MissingVersionError, get_logger
 from deltasync.maintenance import KeepPolicy, exists
@@ -37,6 +36,7 @@ from deltasync.publish.shadow import Shadow
 from deltasync.ranks.peers import Signals
 from deltasync.stores.retries import retried
 from deltasync.tensors import fingerprint
+from deltasync.threads import Workers
 
 logger = get_logger(__name__)
 
@@ -85,7 +85,7 @@ class Maintenance:
         self._log = log
         self._model_files = model_files
         self._collected = 0
-        self._workers = Workers(1, "deltasync-maintenance")
+        self._workers = Workers(1, "maintenance")
 
     def is_due(self, version: int) -> bool:
         """Whether an anchor is to be stored beside a version, whatever it costs."""
@@ -124,7 +124,7 @@ class Maintenance:
         log, stored = self._log, list[Future[File]]()
         folder = keys.anchor_folder(version, log.epoch, log.attempt(version))
         model_files = [log.put_file(folder, name, data) for name, data in self._model_files.items()]
-        workers = Workers(STORED_AT_ONCE, "deltasync-anchor")
+        workers = Workers(STORED_AT_ONCE, "upload")
         for name, data in weights.files:
             if len(stored) >= STORED_AT_ONCE:
                 stored[-STORED_AT_ONCE].result()  # so that no more are in memory

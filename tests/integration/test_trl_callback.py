@@ -447,7 +447,7 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             for thread in threading.enumerate():
-                if thread.name == "deltasync-replicas":
+                if thread.name == "deltasync-watch":
                     thread.join(60)
             publisher = sync.weight_transfer.publisher
             assert publisher is not None

@@ -14,8 +14,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from deltasync import Publisher, Replica, Retention
-from deltasync.channel import keys, threads
+from deltasync import Publisher, Replica, Retention, threads
+from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import DeltaSyncError, FencedError, PublishLostError
 from deltasync.maintenance import gc
