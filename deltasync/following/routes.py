@@ -280,7 +280,7 @@ async def _wait(follow: Follow, timeout_s: float, version: int | None, step: int
 class RemoteRoutes(Routes):
     """Routes to follow loops in other processes.
 
-    `states` returns the `Questions.state` of each loop, and `ask` puts a question to all of them.
+    `states` returns the `Requests.state` of each loop, and `ask` puts a request to all of them.
 
     Attributes:
         last_not_ready: Why requests should not be answered, as of a moment ago.
@@ -321,13 +321,13 @@ class RemoteRoutes(Routes):
         """As `Routes.pin`."""
         return (await self._answers(wanted.timeout_s, pin=wanted.pin))[0]
 
-    async def _answers(self, timeout_s: float, **question: Any) -> list[dict[str, Any]]:
+    async def _answers(self, timeout_s: float, **request: Any) -> list[dict[str, Any]]:
         """Return what each loop answers. Raises Refused with an error of one, or if one does not answer in time.
 
-        A question that nobody waits for any more is withdrawn.
+        A request that nobody waits for any more is withdrawn.
         """
         number, answers = uuid.uuid4().hex, list[Any]()
-        await self._put({**question, "id": number, "timeout_s": timeout_s})
+        await self._put({**request, "id": number, "timeout_s": timeout_s})
         try:
             async with asyncio.timeout(timeout_s + 5):
                 while not answers or not all(answers):
