@@ -241,7 +241,7 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
                 await driver.refresh(asked=asked)
             return calls
 
-        monkeypatch.setattr(engine, "collective_rpc", collective_rpc)
+        monkeypatch.setattr(driver.pauses, "_call_first", collective_rpc)
         await driver.refresh()
         assert await looks() == []
         assert await looks(asked=True) == [("settled",)] * 3
