@@ -36,7 +36,7 @@ class DeltaSyncScheduler(Engine):
 
     Attributes:
         shards: The shards of all schedulers, of which it has one.
-        remote: What the routes, in another process, ask of the follow loop; in the first rank only.
+        remote: Requests of the routes, which are in another process, to the follow loop; in the first rank only.
         salt: The key of everything that is cached under the live version.
         paused: Whether another client has paused generation.
     """
