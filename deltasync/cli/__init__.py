@@ -23,6 +23,8 @@ _COMMANDS = {
     "dashboard": ("watch", "Show a channel as a web page, live or as one file."),
     "log": ("log", "List the versions of a channel."),
     "show": ("log", "Show one version."),
+    "blame": ("history", "Show which versions changed a tensor most."),
+    "bisect": ("history", "Find the first version that fails a check."),
     "doctor": ("doctor", "Test whether this machine can use a channel."),
     "check": ("maintenance", "Check that a channel is complete."),
     "repair": ("maintenance", "Restore lost objects of a channel, or store replacements."),

@@ -26,17 +26,20 @@ from deltasync.maintenance.scan import (
 if TYPE_CHECKING:
     from deltasync.maintenance.compaction import write_compaction
     from deltasync.maintenance.copies import Copied, copy, export, model_files
+    from deltasync.maintenance.history import Change, bisect, blame, matching
     from deltasync.maintenance.relay import Relay
     from deltasync.maintenance.repairs import Repair, repair, source_of
 
 _HOME = {
     **dict.fromkeys(("Copied", "copy", "export", "model_files"), "copies"),
     **dict.fromkeys(("Repair", "repair", "source_of"), "repairs"),
+    **dict.fromkeys(("Change", "bisect", "blame", "matching"), "history"),
     "Relay": "relay",
     "write_compaction": "compaction",
 }
 
 __all__ = [
+    "Change",
     "Copied",
     "ForgetPlan",
     "KeepPolicy",
@@ -44,6 +47,8 @@ __all__ = [
     "Relay",
     "Repair",
     "Report",
+    "bisect",
+    "blame",
     "check",
     "copy",
     "digests",
@@ -51,9 +56,11 @@ __all__ = [
     "exists",
     "export",
     "forget",
+    "heat",
     "identities",
     "in_parallel",
     "lineage",
+    "matching",
     "model_files",
     "progressed",
     "prune",
