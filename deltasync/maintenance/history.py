@@ -24,7 +24,7 @@ Test = Callable[[int, Path], bool | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """What one version changed.
+    """The changes of one version.
 
     Attributes:
         version: Its number.
