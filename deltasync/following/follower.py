@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -243,7 +243,7 @@ class Follower:
                 self.settled = False
             raise
 
-    def _changed(self, chain: Sequence[StoredRecord], first: codec.OldBits | None = None) -> Changed:
+    def _changed(self, chain: Sequence[StoredRecord], first: Callable[[str], np.ndarray] | None = None) -> Changed:
         """Return the merged changes of records, applied to the live bits or to those of `first`."""
         done: list[Delta] = []
         fingerprints: dict[str, int] = {}
