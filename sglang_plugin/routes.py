@@ -27,10 +27,10 @@ def install(server: Any) -> None:
             manager._update_weight_version_if_provided(str(version))  # shown by SGLang's own routes
         return found
 
-    async def ask(question: dict[str, Any]) -> None:
+    async def ask(request: dict[str, Any]) -> None:
         from sglang.srt.managers.io_struct import SetInternalStateReq
 
-        asked = SetInternalStateReq(server_args={MARK: question | {"token": routes.settings.http_token}})
+        asked = SetInternalStateReq(server_args={MARK: request | {"token": routes.settings.http_token}})
         await server._global_state.tokenizer_manager.set_internal_state(asked)
 
     routes = RemoteRoutes(states, ask)

@@ -20,7 +20,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ModelMismatchError, redacted
 from deltasync.following import Follow
 from deltasync.following.engine import limit_threads, open_reader
-from deltasync.following.requests import Questions
+from deltasync.following.requests import Requests
 from deltasync.following.shard import Done, Engine
 from deltasync.following.shards import RankedShards, ShardsTarget, TorchRanks, serve_background
 from deltasync.live import plan
@@ -36,7 +36,7 @@ class DeltaSyncScheduler(Engine):
 
     Attributes:
         shards: The shards of all schedulers, of which it has one.
-        questions: The routes' questions to the follow loop; in the first rank only.
+        remote: Requests of the routes, which are in another process, to the follow loop; in the first rank only.
         salt: The key of everything that is cached under the live version.
         paused: Whether another client has paused generation.
     """
@@ -49,7 +49,7 @@ class DeltaSyncScheduler(Engine):
         settings, parallel = ReplicaSettings.from_env(), get_parallel()
         self.channel = redacted(settings.channel or "")
         self.salt, self.paused = "deltasync 0", False
-        self.questions: Questions | None = None
+        self.remote: Requests | None = None
         self._metrics: Any = None
         self._scheduler, self._settings, self._salts = scheduler, settings, 0
         self._runner = scheduler.tp_worker.model_runner
@@ -71,7 +71,7 @@ class DeltaSyncScheduler(Engine):
 
         target, self._metrics = ShardsTarget(self.shards, self._between_steps), Metrics()
         follow = Follow(reader, target, settings, observer=self._metrics, prefetch=ranks.size == 1, log=logger)
-        self.questions = Questions(follow, target.digest, settings.http_token)
+        self.remote = Requests(follow, target.digest, settings.http_token)
         logger.info("deltasync follows %s (%s) as %s", self.channel, follow.pin, settings.replica_id)
         follow.start()
 

@@ -22,13 +22,13 @@ from deltasync import open_store
 from deltasync.channel.documents import Delta
 from deltasync.channel.signing import Signer
 from deltasync.config import ReplicaSettings
-from deltasync.following import Follow, Pin
+from deltasync.following import Follow
 from deltasync.following.metrics import Metrics
 from deltasync.stores import Store
 from tests.channels import Made
 from vllm_plugin.endpoints import DeltaSyncEndpoints
-from vllm_plugin.engine import IdleEngine
-from vllm_plugin.target import EngineTarget, OnLoop, open_reader
+from vllm_plugin.pauses import OnLoop, Pauses
+from vllm_plugin.target import EngineTarget, open_reader
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 
 PATIENCE_S = 60.0
@@ -53,7 +53,7 @@ def runner_of(get_model: Callable[[], torch.nn.Module], **fields: Any) -> Simple
     return SimpleNamespace(get_model=get_model, model_config=config, **fields)
 
 
-class Engine(IdleEngine):
+class Engine:
     """vLLM's engine client as far as the driver goes, with one worker on this thread."""
 
     def __init__(self) -> None:
@@ -66,7 +66,9 @@ class Engine(IdleEngine):
             parallel_config=SimpleNamespace(enable_eplb=False, worker_extension_cls=EXTENSION),
             weight_transfer_config=None,
         )
-        self.engine_core = SimpleNamespace(core_engines=[b"0"], _call_utility_async=self.call_utility_async)
+        self.engine_core = SimpleNamespace(
+            core_engines=[b"0"], _call_utility_async=self.call_utility_async, pause_scheduler_async=self.pause_generation
+        )
         self.salted = True
         self.weight_version = "default"
         self.events: list[tuple[str, int | None]] = []
@@ -97,6 +99,9 @@ class Engine(IdleEngine):
         yield SimpleNamespace(outputs=[])
 
     encode = generate
+
+    async def is_paused(self) -> bool:
+        return False
 
     async def sleep(self) -> None:
         self._note("sleep")
@@ -129,21 +134,22 @@ class Driver(Follow):
 
     def __init__(self, engine: Any, settings: ReplicaSettings, metrics: Metrics) -> None:
         reader = open_reader(settings)
-        target = EngineTarget(engine, reader, settings, metrics, OnLoop(asyncio.get_running_loop()))
+        run, recomputes = OnLoop(asyncio.get_running_loop()), settings.kv_cache == "recompute"
+        self.pauses = Pauses(engine, run, recomputes=recomputes)
+        target = EngineTarget(self.pauses, reader, settings, metrics)
         super().__init__(reader, target, settings, observer=metrics, prefetch=False)
-        self.pauses = target.pauses
 
     @property
     def caught_up(self) -> bool:
         return self._waits._caught_up == self._waits.begun
 
-    async def refresh(self, pin: Pin | None = None, *, asked: bool = False) -> None:
+    async def refresh(self, pin: int | None = None, *, asked: bool = False) -> None:
         """Take one step; `status` tells how it went."""
         self._asked |= asked
         with contextlib.suppress(Exception):
             await asyncio.to_thread(self.step, pin, audits=True)
 
-    async def catch_up_in_thread(self, pin: Pin | None = None) -> None:
+    async def catch_up_in_thread(self, pin: int | None = None) -> None:
         await asyncio.to_thread(self.catch_up, pin)
 
     async def reach(self, version: int | None = None) -> int:

@@ -197,11 +197,6 @@ class DeltaSyncCallback(TrainerCallback):
 
     def _replace_client(self, args: Any, model: Any) -> None:
         """Replace TRL's client of a vLLM server with one that publishes the weights."""
-        if self.config.ack == "none":
-            raise ConfigError(
-                'This trainer is on-policy: it must wait until replicas serve the new weights, so ack="none" does not work. '
-                "Use AsyncGRPOTrainer, which generates with older weights meanwhile."
-            )
         if behind := TrainerSettings.from_env(max_behind=self.config.max_behind).max_behind:
             raise ConfigError(
                 "This trainer is on-policy: it must wait until replicas serve the new weights, so "

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from deltasync.errors import ConfigError
-from trl_callback.tokens import TokenAges, make_versioned_loop, weight_sums
+from trl_callback.tokens import TokenAges, make_versioned_loop
 
 WITH_WEIGHT_TRANSFER = "1.9 to 1.16"
 WITH_SERVER_CLIENT = WITH_TOKEN_VERSIONS = "1.11 to 1.16"
@@ -100,14 +100,13 @@ def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> Non
 def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
     """Attach the versions of tokens to the running trainer's samples, and pass the samples to `ages`.
 
-    Call it in all processes when training begins, before the rollout worker starts. It is for AsyncGRPO. With a rollout
-    worker that is not TRL's, and in TRL before 1.11, `ages` gets only the importance weights. Returns whether samples carry
-    versions. In AsyncGRPO's processes without samples, all but the main one, it returns True.
+    Call it in all processes when training begins, before the rollout worker starts. It is for AsyncGRPO. Returns whether
+    samples carry versions: not with a rollout worker that is not TRL's, nor in TRL before 1.11. In AsyncGRPO's processes
+    without samples, all but the main one, it returns True.
     """
     trainer: Any = _trainer()
     if "AsyncGRPOConfig" not in _names_in_trl(trainer.args):
         return False
-    _watch_loss(trainer, ages)
     worker, dataset = trainer.rollout_worker, getattr(trainer, "_rollout_dataset", None)
     loop_class = getattr(worker, "_loop_cls", None)
     if loop_class is None or dataset is None:
@@ -116,6 +115,7 @@ def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
         worker._loop_cls = functools.partial(make_versioned_loop, loop_class)
     dataset.queue = _AdmittingQueue(dataset.queue, ages)
     _watch_batches(train_dataloader.collate_fn, ages)
+    _watch_loss(trainer, ages)
     ages.begin(lambda: trainer.model_version, trainer.args.max_staleness)
     return True
 
@@ -151,20 +151,11 @@ def _watch_batches(collator: Any, ages: TokenAges) -> None:
 
 
 def _watch_loss(trainer: Any, ages: TokenAges) -> None:
-    """Count each trained batch in `ages`, with its importance weights if TRL provides the numbers (1.16)."""
+    """Count each trained batch in `ages`."""
 
-    def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs: list[Any] = []
-        hook = model.register_forward_hook(lambda module, given, output: outputs.append(output))
-        try:
-            loss = original(model, inputs, *args, **kwargs)
-        finally:
-            hook.remove()
-        log_probs = getattr(outputs[0], "log_probs", None) if len(outputs) == 1 else None
-        weights = None
-        if log_probs is not None and "token_index" in inputs:
-            weights = trainer.accelerator.reduce(weight_sums(log_probs, inputs), reduction="sum")
-        ages.train(weights)
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = original(*args, **kwargs)
+        ages.train()
         return loss
 
     original = _replace(trainer, "compute_loss", compute_loss)

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
-from deltasync.channel import heartbeat
 from deltasync.config import CODECS, PublisherSettings, TrainerSettings
 from deltasync.errors import ConfigError
 from deltasync.stores import open_store
@@ -60,14 +59,10 @@ class DeltaSyncConfig:
 
         > Parameters that control the replicas that TRL waits for
 
-        ack (`str`, *optional*):
-            Replicas that must serve a version before TRL continues with it: `"all"` live ones, `"any"` of them, a number of
-            them, or `"none"` for no wait, not even for the upload. If `None`, `"any"` with `AsyncGRPOTrainer`, and `"all"`
-            with trainers that generate on a vLLM server, which are on-policy and do not support `"none"`. Not used with
-            other trainers. The server that TRL generates on must always serve the version, and is polled over HTTP.
         max_behind (`int`, *optional*):
-            Number of versions that the replicas of `ack` may be behind the newest one while training continues; 0 to wait
-            for each version. Training always waits for the first version. If `None`, `DELTASYNC_MAX_BEHIND` decides, else
+            Number of versions that replicas may be behind the newest one while TRL continues to train; 0 to wait for each
+            version. All live replicas count, except pinned ones, and the server that TRL generates on, which is polled over
+            HTTP. Training always waits for the first version. If `None`, `DELTASYNC_MAX_BEHIND` decides, else
             it is 1 with `AsyncGRPOTrainer` and `AsyncDistillationTrainer`, whose rollouts know the served version, and 0
             with trainers that generate on a vLLM server, which are on-policy and support no other value. Not used with
             other trainers.
@@ -82,8 +77,9 @@ class DeltaSyncConfig:
             Seconds that training waits for upload and acknowledgement before it fails, and for uploads at its end. Before
             training, the wait for the store is at most a minute.
         replicas (`list[str]`, *optional*):
-            URLs of the servers to wait for, e.g. `["http://10.0.0.5:8000"]`. They are polled over HTTP, with
-            `DELTASYNC_HTTP_TOKEN` if it is set. If `None`, replicas are known from their heartbeats in the channel.
+            URLs of the servers to wait for, e.g. `["http://10.0.0.5:8000"]`, instead of all live replicas. They are polled
+            over HTTP, with `DELTASYNC_HTTP_TOKEN` if it is set. If `None`, replicas are known from their heartbeats in the
+            channel.
     """  # noqa: D406, D407 - the section of TRL's configs
 
     channel: str
@@ -95,7 +91,6 @@ class DeltaSyncConfig:
     signing_key: str | None = None
     resume: bool = False
     publish_steps: int = 1
-    ack: str | None = None
     max_behind: int | None = None
     max_token_lag: int | None = None
     train_unversioned: bool = False
@@ -115,10 +110,6 @@ class DeltaSyncConfig:
         TrainerSettings.from_env(max_behind=self.max_behind)
         if self.publish_steps < 1:
             raise ConfigError(f"publish_steps must be at least 1, not {self.publish_steps}.")
-        if self.ack is not None:
-            self.ack = str(self.ack)
-            if self.ack != "none":
-                heartbeat.check_ack(self.ack)
         for url in self.replicas or ():
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"replicas must be URLs such as http://10.0.0.5:8000, not {url!r}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from deltasync.channel import heartbeat
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import DeltaSyncError
 from deltasync.stores.base import Store
+from deltasync.threads import daemon
 
 _REFRESH_EVERY_S = 5.0
 
@@ -37,7 +39,7 @@ class Fleet:
         if time.monotonic() - self._read_s >= _REFRESH_EVERY_S:
             self._read_s = time.monotonic()
             # A daemon, because the process must be able to end while a store or a server hangs.
-            threading.Thread(target=self._refresh, args=(run_id,), name="deltasync-replicas", daemon=True).start()
+            daemon("watch", functools.partial(self._refresh, run_id)).start()
         if seen is None:
             return {}
         live = [beat for beat in seen if heartbeat.is_live(beat)]
@@ -106,7 +108,7 @@ class Pace:
             due.error = None  # until now training did not depend on it
             if not self._waits:
                 self._waits = True
-                threading.Thread(target=self._refresh, name="deltasync-replicas", daemon=True).start()
+                daemon("watch", self._refresh).start()
             self._changed.wait_for(lambda: due.error is not None or self._serves(due))
         if due.error is not None:
             raise due.error

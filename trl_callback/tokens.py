@@ -1,4 +1,4 @@
-"""Versions of trained tokens, their age when they are trained, and the importance weights."""
+"""Versions of trained tokens, and their age when they are trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import torch
 
 from deltasync.channel.documents import Count, TokenLag
 from deltasync.channel.keys import LARGEST_VERSION
@@ -147,7 +146,6 @@ class TokenAges:
         self._tokens: Counter[int] = Counter()  # tokens by lag, since the last `metrics`
         self._of_version: Counter[int] = Counter()  # tokens by lag, since the previous version
         self._masked = 0
-        self._weights = np.zeros(3)
         self._warned = False
 
     def begin(self, now: Callable[[], int], max_staleness: int) -> None:
@@ -209,14 +207,12 @@ class TokenAges:
             versions.append(_versions_of(sample["metrics"], len(trained))[trained])
         self._batches.append(np.concatenate(versions))
 
-    def train(self, weights: torch.Tensor | None) -> None:
-        """Count the oldest batch, which is being trained. `weights` are the `weight_sums` of all processes."""
+    def train(self) -> None:
+        """Count the oldest batch, which is being trained."""
         if self._batches:
             lags = self._lags_of(self._batches.popleft()).tolist()
             self._tokens.update(lags)
             self._of_version.update(lags)
-        if weights is not None:
-            self._weights += weights.cpu().numpy()
 
     def of_version(self) -> TokenLag | None:
         """Return mean, 95th percentile and maximum lag of tokens trained since the last call; None if no lag is known."""
@@ -229,16 +225,12 @@ class TokenAges:
         """Return the metrics of the tokens trained since the last call, for the trainer's logs."""
         tokens, self._tokens = self._tokens, Counter()
         masked, self._masked = self._masked, 0
-        weights, self._weights = self._weights, np.zeros(3)
         count, unknown = tokens.total(), tokens.pop(_UNKNOWN_LAG, 0)
         metrics = lag_metrics(tokens, self._bound)
         if count:
             metrics["unversioned_token_fraction"] = unknown / count
         if self.max_lag is not None:
             metrics["masked_tokens"] = masked
-        size = effective_sample_fraction(*weights)
-        if size is not None:
-            metrics["effective_sample_fraction"] = size
         return {f"delta_sync/{name}": value for name, value in metrics.items()}
 
     def _lags_of(self, versions: np.ndarray) -> np.ndarray:
@@ -274,20 +266,3 @@ def lag_metrics(tokens: Mapping[int, int], bound: int) -> dict[str, float]:
         "token_lag_max": int(lags.max()),
         "stale_token_fraction": float(counts[lags > bound].sum() / counts.sum()),
     }
-
-
-def weight_sums(log_probs: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the importance weights of a batch's trained tokens, the sum of their squares, and their count.
-
-    Float64 of shape (3,), from the trainer's log probabilities at each packed position and TRL's batch: `token_index`, the
-    packed position of each trained token or -1, and `old_log_probs`, the server's.
-    """
-    selected = inputs["token_index"] >= 0
-    new, old = log_probs.detach().flatten()[inputs["token_index"][selected]], inputs["old_log_probs"][selected]
-    weights = (new.double() - old.double()).exp()
-    return torch.stack([weights.sum(), weights.square().sum(), torch.ones_like(weights).sum()])
-
-
-def effective_sample_fraction(weight_sum: float, square_sum: float, count: float) -> float | None:
-    """Return Kish's effective sample size as a fraction of the size: (sum w)^2 / (N sum w^2); None without samples."""
-    return weight_sum**2 / (count * square_sum) if count and square_sum else None

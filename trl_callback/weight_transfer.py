@@ -39,7 +39,7 @@ class DeltaWeightTransfer:
         step (`int`): The trainer's `global_step`, published with each version. The callback updates it.
         published_step (`int`, *optional*): The last version's step; `None` before the first.
         publisher ([`~deltasync.Publisher`], *optional*): The publisher; `None` before `init_weight_transfer`.
-        on_policy (`bool`): Whether training waits for each version, by default on all replicas. The callback sets it.
+        on_policy (`bool`): Whether training waits for each version, on all replicas. The callback sets it.
         server_url (`str`, *optional*): The server that the trainer generates on. It must serve each awaited version.
         run_ids (`set[str]`): The earlier runs of this trainer, which it may continue.
         check_server (`Callable`, *optional*): Called once, when the first version is served; raises to refuse the server.
@@ -118,10 +118,8 @@ class DeltaWeightTransfer:
                 group=dist.group.WORLD if together else None,
                 **(ranks.in_all_processes(self._arguments) if together else self._arguments()),
             )
-        if config.ack != "none":
-            asked = TrainerSettings.from_env(max_behind=config.max_behind).max_behind
-            default = 0 if self.on_policy else 1
-            self._pace = Pace(self._wait_for, default if asked is None else asked)
+        asked = TrainerSettings.from_env(max_behind=config.max_behind).max_behind
+        self._pace = Pace(self._wait_for, (0 if self.on_policy else 1) if asked is None else asked)
         if not together or dist.get_rank() == 0:
             url, newest = self._store.url, self.publisher.version
             begins = f"goes on after version {newest}" if newest else "begins with version 1"
@@ -161,8 +159,7 @@ class DeltaWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish the model's weights, and upload them in the background. TRL's stream is not read: it lacks some tensors.
 
-        With `ack="none"` a version may be skipped while the store is behind; the next one covers it. If all processes
-        publish their shards, the others call `publish_shards` at the same time.
+        If all processes publish their shards, the others call `publish_shards` at the same time.
 
         Raises:
             ModelMismatchError: the weights belong to another model than the channel's.
@@ -171,19 +168,17 @@ class DeltaWeightTransfer:
         assert self._model is not None
         if self._together:
             self.publish_shards()
-        elif self._pace is not None or not self.is_behind():
+        else:
             self.publish(functools.partial(gather.stream_of, self._model))
 
     def publish_shards(self) -> None:
         """Publish this process's shards, and wait like `resume`. All processes call it; if one fails, all fail."""
         assert self._model is not None and self.publisher is not None
-        if self._pace is None and self.is_behind():
-            return
         self.publish(functools.partial(gather.stream_of, self._model))
         self.record(ack_s=self.publisher.first(self._wait_in_pace))
 
     def resume(self) -> None:
-        """Wait until the replicas of `ack` serve this version or one at most `max_behind` behind it.
+        """Wait until all replicas serve this version or one at most `max_behind` behind it.
 
         Raises:
             PublishError: the awaited version did not become visible.
@@ -201,15 +196,13 @@ class DeltaWeightTransfer:
         """Report the version that the fleet serves to TRL's rollouts, not the published one. See `Pace.report`."""
         if self.publisher is not None and self.published_step == self.step:  # else the sync was skipped
             self.ages.synced(self.publisher.version, count)
-        if self._pace is None:
-            update(count)  # with ack="none" the served version is unknown
-        else:
+        if self._pace is not None:
             self._pace.report(count, update)
 
-    def _wait_in_pace(self) -> float | None:
-        """Wait until the fleet is close enough to the last version. Return the seconds, None with `ack="none"`."""
-        assert self._receipt is not None
-        return None if self._pace is None else self._pace.keep(self._receipt)
+    def _wait_in_pace(self) -> float:
+        """Wait until the fleet is close enough to the last version. Return the seconds."""
+        assert self._receipt is not None and self._pace is not None
+        return self._pace.keep(self._receipt)
 
     def _wait_for(self, receipt: Receipt) -> None:
         """Wait until a version is stored and served."""
@@ -224,19 +217,16 @@ class DeltaWeightTransfer:
         assert run_id is not None
         required = [] if self.server_url is None else [self.server_url]
         heartbeat.wake([*{*urls, *required}], receipt.version)
-        ack = ("all" if self.on_policy else "any") if config.ack is None else config.ack
 
-        def wait(ack: str, urls: Sequence[str], required: bool = False) -> None:
+        def wait(urls: Sequence[str], required: bool = False) -> None:
             left_s = max(0.0, config.ack_timeout_s - (time.perf_counter() - before))
-            heartbeat.wait_for(self._store, run_id, receipt.version, published, ack, left_s, urls, self._heard, required)
+            heartbeat.wait_for(self._store, run_id, receipt.version, published, "all", left_s, urls, self._heard, required)
 
         if required:
-            wait("all", required, True)
-            if heartbeat.check_ack(ack) == 1:
-                return  # that server is enough
+            wait(required, True)
         if self._heard is None:
             self._heard = heartbeat.Heartbeats(self._store, run_id)
-        wait(ack, urls)
+        wait(urls)
 
     def destroy(self) -> None:
         """Finish the uploads (`flush`) and close the channel. It may be opened again."""

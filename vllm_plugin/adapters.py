@@ -43,8 +43,8 @@ from deltasync.kernels import native
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger
-from vllm_plugin.target import OnLoop, generated_tokens, running_requests
-from vllm_plugin.workers import Run
+from vllm_plugin.pauses import OnLoop
+from vllm_plugin.target import generated_tokens, running_requests
 
 KEPT = 2
 """How many of the newest versions can be requested by name."""
@@ -66,7 +66,7 @@ class AdapterTarget(MemoryTarget):
 
     version: VersionId | None = None
 
-    def __init__(self, engine: Any, reader: ChannelReader, settings: ReplicaSettings, models: Any, run: Run) -> None:
+    def __init__(self, engine: Any, reader: ChannelReader, settings: ReplicaSettings, models: Any, run: OnLoop) -> None:
         assert settings.adapter is not None
         if models.is_base_model(settings.adapter):
             raise ConfigError(f"The adapter cannot be named {settings.adapter}, as a model that vLLM serves.")
@@ -229,8 +229,7 @@ class AdapterTarget(MemoryTarget):
 
     def close(self) -> None:
         """Give up what is being loaded."""
-        if isinstance(self._run, OnLoop):
-            self._run.cancel()
+        self._run.cancel()
 
     def _versioned(self, version: VersionId) -> str:
         return f"{self._adapter}-v{unique_name(self._names, version)}"

@@ -14,7 +14,6 @@ weights are patched in place, without vLLM's layerwise reload.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -29,14 +28,13 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
-from deltasync.following import Follow, Pin
+from deltasync.following import Follow
 from deltasync.following.engine import Failure
 from deltasync.following.metrics import Metrics
 from vllm_plugin import compat
-from vllm_plugin.engine import IdleEngine
 from vllm_plugin.target import open_follow
 from vllm_plugin.worker import DeltaSyncWorkerExtension
-from vllm_plugin.workers import Answer, answer, parse
+from vllm_plugin.workers import Answer, Client, answer, parse
 
 
 @dataclasses.dataclass
@@ -84,16 +82,6 @@ def _reported_once(method: Callable[[DeltaSyncEngine, Any], Any]) -> Callable[[D
     return wrapped
 
 
-class _WorkersEngine(IdleEngine):
-    """Presents the workers as an engine client. The weight version comes from `/finish_weight_update`."""
-
-    def __init__(self, call: Callable[..., list[Answer]]) -> None:
-        self._call = call
-
-    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Answer]:
-        return self._call(method, *args)
-
-
 class DeltaSyncEngine(WeightTransferEngine):
     """Implements `vllm.distributed.weight_transfer.base.WeightTransferEngine` in one worker.
 
@@ -122,7 +110,6 @@ class DeltaSyncEngine(WeightTransferEngine):
         )
         self._follow: Follow | None = None  # of the first worker only
         self._channel: str | None = None
-        self._loop = asyncio.new_event_loop()
 
     @_reported_once
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
@@ -154,8 +141,7 @@ class DeltaSyncEngine(WeightTransferEngine):
         """Do nothing: the version is live and proven since `update_weights`."""
 
     def shutdown(self) -> None:
-        """Release what it holds."""
-        self._loop.close()
+        """Do nothing: it holds nothing."""
 
     def _choose(self, channel: str | None) -> None:
         settings = ReplicaSettings.from_env().with_called_channel(channel)
@@ -165,15 +151,14 @@ class DeltaSyncEngine(WeightTransferEngine):
             return
         if self._follow is not None and self._follow.version is not None:
             raise ConfigError(f"This server follows {self._channel}; restart it to follow another channel.")
-        engine, run = _WorkersEngine(self._call), self._loop.run_until_complete
-        self._follow = open_follow(engine, settings, Metrics(CollectorRegistry()), run)
+        self._follow = open_follow(Client(self._call), settings, Metrics(CollectorRegistry()))
         self._channel = settings.channel
 
     def _serve(self, version: int | None) -> None:
         if self._follow is None:
             self._choose(None)
         assert self._follow is not None
-        self._follow.catch_up(None if version is None else Pin(version))
+        self._follow.catch_up(version)
 
     def _together(self, lead: Callable[[], None]) -> None:
         """Run `lead` on the first worker while the others serve its calls. If it fails, all raise its error."""

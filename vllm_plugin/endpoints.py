@@ -31,8 +31,9 @@ from deltasync.following.metrics import Metrics
 from deltasync.following.requests import is_loopback, until_ready
 from deltasync.following.routes import LocalRoutes, Refused, as_json
 from vllm_plugin import compat, logger
-from vllm_plugin.engine import Unguarded, is_pushed, is_salted
-from vllm_plugin.target import EngineTarget, LiveVersions, OnLoop, open_follow
+from vllm_plugin.engine import is_pushed, is_salted
+from vllm_plugin.pauses import OnLoop, Pauses
+from vllm_plugin.target import EngineTarget, LiveVersions, open_follow
 from vllm_plugin.versions import attend, replies
 
 _TICK_S = 1.0
@@ -83,6 +84,7 @@ class DeltaSyncEndpoints(LocalRoutes):
     def __init__(self) -> None:
         super().__init__()
         self._follow: Follow | None = None
+        self._pauses: Pauses | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._refused = "deltasync follows nothing: set DELTASYNC_CHANNEL."
         self._logprobs_mode: str | None = None
@@ -125,7 +127,7 @@ class DeltaSyncEndpoints(LocalRoutes):
             engine_client,
             live=self._live,
             refusal=until_ready(self._not_ready) if waits else lambda: None,
-            pauses=lambda: None if (engine := self._engine()) is None else engine.pauses,
+            pauses=lambda: self._pauses,
         )
         try:
             self.settings = self.settings.at_port(getattr(args, "port", 0), _rank(args))
@@ -173,17 +175,18 @@ class DeltaSyncEndpoints(LocalRoutes):
         return None
 
     async def _start(self, engine: Any, state: Any, metrics: Metrics) -> None:
+        run = OnLoop(asyncio.get_running_loop())
         if self.settings.adapter is not None:
             from vllm_plugin.adapters import AdapterTarget
 
-            reader, run = open_reader(self.settings), OnLoop(asyncio.get_running_loop())
+            reader = open_reader(self.settings)
             target = AdapterTarget(engine, reader, self.settings, state.openai_serving_models, run)
             follow = Follow(reader, target, self.settings, observer=metrics, log=logger)
         else:
-            follow = open_follow(Unguarded(engine), self.settings, metrics, OnLoop(asyncio.get_running_loop()))
-            assert isinstance(follow.target, EngineTarget)
-            follow.target.pauses.on_use = follow.poke
-            await follow.target.pauses.guard(engine)
+            pauses = self._pauses = Pauses(engine, run, recomputes=self.settings.kv_cache == "recompute")
+            follow = open_follow(pauses, self.settings, metrics)
+            pauses.on_use = follow.poke
+            await pauses.guard()
         self._follow = follow
         self._logprobs_mode = engine.vllm_config.model_config.logprobs_mode
         self._ticking = asyncio.create_task(self._tick(follow, metrics), name="deltasync-tick")
@@ -236,7 +239,6 @@ class DeltaSyncEndpoints(LocalRoutes):
         return self._not_ready()
 
     def _not_ready(self) -> str | None:
-        engine = self._engine()
-        if engine is not None and engine.pauses.held:
+        if self._pauses is not None and self._pauses.held:
             return f"This server does not generate now. {self.follow().error or ''}".rstrip()
         return self._refused if self._follow is None else self._follow.not_ready

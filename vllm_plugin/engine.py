@@ -1,4 +1,4 @@
-"""vLLM's engine client: stand-ins for it, and calls that go past it to all engines behind it, which `install` adds there."""
+"""Calls of vLLM's engines, past its engine client: `install` adds them in the engines' processes."""
 
 from __future__ import annotations
 
@@ -11,39 +11,6 @@ from typing import Any, NamedTuple
 
 from deltasync.errors import ConfigError
 from vllm_plugin import logger
-
-
-class IdleEngine:
-    """Stands in for vLLM's engine client where nothing is generated while the follow loop steps: all that its target calls.
-
-    A subclass has `collective_rpc`, which calls a method of every worker and returns the replies in the order of ranks.
-    """
-
-    engine_core: Any = None  # vLLM's own client behind its engine client
-
-    async def is_paused(self) -> bool:
-        """Return False: nobody else pauses."""
-        return False
-
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        """Do nothing."""
-
-    async def resume_generation(self) -> None:
-        """Do nothing."""
-
-    async def update_weight_version(self, version: str) -> None:
-        """Do nothing with the version, which elsewhere labels tokens and keeps the prefix cache apart."""
-
-
-class Unguarded:
-    """An engine client as its class has it, past what `Pauses.guard` put around this one for other callers."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(type(self._engine), name, None)
-        return method.__get__(self._engine) if callable(method) else getattr(self._engine, name)
 
 
 class Exchanged(NamedTuple):
@@ -115,24 +82,6 @@ def _wake(core: Any) -> None:
         requests.put_nowait((core.deltasync_wakeup, None))
 
 
-async def exchange(engine: Any, call: Sequence[Any], name: str | None, recomputes: bool, resumes: bool | None) -> Exchanged:
-    """Call `exchange_here` in all engines. Several stay paused: they resume together, or wait for each other for ever."""
-    if engine.engine_core is None:
-        answers = await engine.collective_rpc("deltasync_call", args=tuple(call))
-        if name is not None and not any("error" in answer for answer in answers):
-            await engine.update_weight_version(name)
-        return Exchanged(list(answers), False, now_s := time.monotonic(), now_s)
-    resumes = resumes if len(engine.engine_core.core_engines) == 1 else False
-    replies = await _call_engines(engine, "deltasync_exchange", [*call], name, recomputes, resumes)
-    found = [Exchanged(*reply) for reply in replies]
-    return Exchanged(
-        [answer for each in found for answer in each.answers],
-        any(each.was_paused for each in found),
-        max(each.idle_s for each in found),
-        found[0].resumed_s,
-    )
-
-
 def install() -> None:
     """Add the calls below to engines of this process. Call before the first is made. A second call does nothing."""
     from vllm.v1.engine import EngineCoreRequestType
@@ -173,16 +122,6 @@ def is_pushed(engine: Any) -> bool:
     return transfer is not None and transfer.backend == "deltasync"
 
 
-async def guard(engine: Any) -> None:
-    """Have all engines stay paused when they wake up from sleep, until somebody resumes them."""
-    await _call_engines(engine, "deltasync_guard")
-
-
-async def is_asleep(engine: Any) -> bool:
-    """Whether an engine has memory that is not there."""
-    return any(await _call_engines(engine, "deltasync_asleep"))
-
-
 def check_salted(llm: Any) -> None:
     """Check that an offline `LLM` keeps its caches apart by version, so that none has to be dropped (`vllm_plugin.salt`).
 
@@ -203,24 +142,16 @@ def check_salted(llm: Any) -> None:
         )
 
 
-async def call_workers(engine: Any, method: str, args: tuple[object, ...]) -> list[Any]:
-    """Call a method of the workers of all engines. vLLM's own RPC returns the replies of the first engine only."""
-    if len(getattr(engine.engine_core, "core_engines", ())) < 2:
-        return list(await engine.collective_rpc(method, args=args))
-    by_engine = await _call_engines(engine, "collective_rpc", method, None, args, None)
-    return [reply for replies in by_engine for reply in replies]
-
-
 async def is_salted(engine: Any) -> bool:
     """Whether all engines keep their prefix cache apart by version, see `vllm_plugin.salt`."""
     try:
-        salted = await _call_engines(engine, "deltasync_salts")
+        salted = await call_engines(engine.engine_core, "deltasync_salts")
     except Exception:  # of any class: vLLM's for an engine that has no such method
         logger.exception("deltasync could not ask an engine about its prefix cache")
         return False
     return bool(salted) and all(salted)
 
 
-async def _call_engines(engine: Any, method: str, *args: object) -> list[Any]:
-    core = engine.engine_core
+async def call_engines(core: Any, method: str, *args: object) -> list[Any]:
+    """Call a method of all engines behind a client of vLLM's, `AsyncMPClient`."""
     return await asyncio.gather(*(core._call_utility_async(method, *args, engine=each) for each in core.core_engines))

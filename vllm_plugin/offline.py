@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from typing import Any
@@ -13,33 +12,22 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ApplyError, CommitError, ConfigError, DeltaSyncError
 from deltasync.following.metrics import Metrics
 from vllm_plugin import compat
-from vllm_plugin.engine import IdleEngine, check_salted
+from vllm_plugin.engine import check_salted
 from vllm_plugin.target import is_held, open_follow
+from vllm_plugin.workers import Client
 
 _POLL_S = 0.05
-
-
-class _OfflineEngine(IdleEngine):
-    """Presents an `LLM` as an engine client."""
-
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-
-    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Any]:
-        return list(self._llm.collective_rpc(method, args=args))
-
-    async def update_weight_version(self, version: str) -> None:
-        self._llm.llm_engine.set_weight_version(version)
 
 
 class OfflineReplica:
     """An `LLM` that follows a channel when `sync` is called. Made by `follow`."""
 
     def __init__(self, llm: Any, settings: ReplicaSettings) -> None:
-        self._llm = llm
-        self._loop = asyncio.new_event_loop()
-        run = self._loop.run_until_complete
-        self._follow = open_follow(_OfflineEngine(llm), settings, Metrics(CollectorRegistry()), run)
+        def call(method: str, *args: object) -> list[Any]:
+            return list(llm.collective_rpc(method, args=args))
+
+        client = Client(call, llm.llm_engine.set_weight_version)
+        self._follow = open_follow(client, settings, Metrics(CollectorRegistry()))
 
     @property
     def version(self) -> int | None:
@@ -84,7 +72,7 @@ class OfflineReplica:
 
     def close(self) -> None:
         """Stop following. The `LLM` keeps its weights."""
-        self._loop.close()
+        self._follow.target.close()
 
 
 def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:

@@ -3,8 +3,8 @@
 vLLM has one switch for all of them. So a commit waits until no other caller uses the switch, makes them wait meanwhile, and
 leaves it as it was. `Pauses.guard` catches them in the engine client, whatever route they came by.
 
-A commit pauses, writes, announces and resumes in one call to each engine (`engine.exchange`), or in two where several shards
-have to agree. So generation stands still for what the engine's own process does, and for no reply.
+A commit pauses, writes, announces and resumes in one call to each engine (`engine.exchange_here`), or in two where several
+shards have to agree. So generation stands still for what the engine's own process does, and for no reply.
 
 A call that may have changed the weights, which is any call of the workers and waking up from sleep, runs while generation is
 paused. It is resumed once the workers know their bits: at once, or when the target has settled which version they are.
@@ -16,49 +16,116 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError
 from deltasync.following.engine import is_safe, succeeded
-from vllm_plugin import engine as engines
 from vllm_plugin import logger
-from vllm_plugin.workers import parse
+from vllm_plugin.engine import Exchanged, call_engines
+from vllm_plugin.workers import Answer, Client, parse
 
 Call = Callable[..., Awaitable[Any]]
 
+_Result = TypeVar("_Result")
 
-class Pauses:
-    """The switch of one engine.
+
+class OnLoop:
+    """Runs coroutines on an event loop of another thread, one at a time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._running: Future[Any] | None = None
+
+    def __call__(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Run a coroutine and return its result."""
+        self._running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._running.result()
+
+    def cancel(self) -> None:
+        """Cancel what is running."""
+        if self._running is not None:
+            self._running.cancel()
+
+
+class Pauses(Client):
+    """The switch of one engine, as vLLM's engine client `engine` reaches it, and the way to its workers.
+
+    The follow loop's thread calls what `Client` has; the rest runs on the engine client's event loop.
 
     Attributes:
-        last_s: Seconds that the last pause for a commit took: from the end of the last step, as far as that is known.
-        held: Whether generation stays paused, because the weights are uncertain.
-        used: Whether another caller has used the switch. The target resets it.
         on_use: Called when the follow loop should see whether the workers know their bits.
+
+    Args:
+        recomputes: Whether requests drop what older weights have computed, in each commit.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, run: OnLoop, *, recomputes: bool = False) -> None:
+        self._engine, self._core, self._run, self._recomputes = engine, engine.engine_core, run, recomputes
+        # As they are before `guard` wraps them for other callers.
+        self._call_first, self._resume_all, self._announce = (
+            engine.collective_rpc,
+            engine.resume_generation,
+            engine.update_weight_version,
+        )
         self._others = 0
         self._by_another = False
-        self._exchanged: engines.Exchanged | None = None  # the last one of the body of `committing`
+        self._exchanged: Exchanged | None = None  # the last one of the body of `alone`
         self._idle_s = 0.0  # when the pause began
         self._free = asyncio.Condition()
-        self._clears = False  # whether the pause drops the keys of running requests
         self._undivided = 0  # replies that one version makes
         self._draining = False
-        self.last_s = 0.0
-        self.held = self.used = False
         self.on_use: Callable[[], object] = lambda: None
 
+    # In the follow loop's thread
+
+    def call(self, method: str, *args: object) -> list[Answer]:
+        """As `Client.call`: of the workers of all engines."""
+        return self._run(self._called(method, args))
+
+    def announce(self, name: str) -> None:
+        """As `Client.announce`."""
+        self._run(self._announce(name))
+
+    @contextlib.contextmanager
+    def committing(self) -> Iterator[None]:
+        """As `Client.committing`: in a pause."""
+        alone = self.alone()
+        self._run(alone.__aenter__())
+        try:
+            yield
+        except BaseException as error:
+            self._run(alone.__aexit__(type(error), error, None))
+            raise
+        self._run(alone.__aexit__(None, None, None))
+
+    def exchange(self, call: Sequence[Any], name: str | None) -> list[Answer]:
+        """As `Client.exchange`."""
+        return self._run(self.exchange_all(call, name))
+
+    def release(self) -> None:
+        """As `Client.release`: generation resumes."""
+        self._run(self.resume_held())
+
+    def cancel(self) -> None:
+        """As `Client.cancel`."""
+        self._run.cancel()
+
+    # On the event loop
+
+    async def _called(self, method: str, args: tuple[object, ...]) -> list[Answer]:
+        if len(self._core.core_engines) < 2:
+            return list(await self._call_first(method, args=args))
+        by_engine = await call_engines(self._core, "collective_rpc", method, None, args, None)
+        return [reply for replies in by_engine for reply in replies]  # vLLM's own RPC returns those of the first engine
+
     @contextlib.asynccontextmanager
-    async def committing(self, clear_cache: bool) -> AsyncIterator[None]:
-        """Let nobody else use the switch in the body, which calls `exchange`; then restore what it was.
+    async def alone(self) -> AsyncIterator[None]:
+        """Let nobody else use the switch in the body, which calls `exchange_all`; then restore what it was.
 
         Replies that one version makes are waited for, unless generation is paused already.
-        If the body raises an error that is not safe (`is_safe`), it stays paused until a body succeeds or `release`.
-        `clear_cache` drops the keys of running requests.
+        If the body raises an error that is not safe (`is_safe`), it stays paused until a body succeeds or `resume_held`.
         """
         async with self._alone(asks=False):
             was_held = self.held
@@ -66,7 +133,7 @@ class Pauses:
                 self._by_another = await self._engine.is_paused()
                 if not self._by_another:
                     await self._drain()
-            self._exchanged, self._idle_s, self._clears = None, time.monotonic(), clear_cache
+            self._exchanged, self._idle_s = None, time.monotonic()
             try:
                 yield
                 self.held = False
@@ -82,20 +149,23 @@ class Pauses:
                 self._free.notify_all()
                 self.last_s = (time.monotonic() if resumed_s is None else resumed_s) - self._idle_s
 
-    async def exchange(self, call: Sequence[Any], name: str | None) -> list[Any]:
-        """Pause, and make a call of all workers, in the body of `committing`; the last one has the version's name.
+    async def exchange_all(self, call: Sequence[Any], name: str | None) -> list[Answer]:
+        """Pause, and make a call of all workers, in the body of `alone`; the last one has the version's name.
 
         If that one succeeds, the version is announced, and generation goes on, unless another caller has paused it.
         """
         is_first = self._exchanged is None
         resumes = None if is_first and not self.held else not self._by_another
-        found = await engines.exchange(self._engine, call, name, is_first and self._clears, resumes)
+        if len(self._core.core_engines) > 1:
+            resumes = False  # they resume together, or wait for each other for ever
+        arguments = [*call], name, is_first and self._recomputes, resumes
+        found = [Exchanged(*each) for each in await call_engines(self._core, "deltasync_exchange", *arguments)]
         if is_first:
-            self._idle_s = found.idle_s
+            self._idle_s = max(each.idle_s for each in found)
             if not self.held:
-                self._by_another = found.was_paused
-        self._exchanged = found
-        return found.answers
+                self._by_another = any(each.was_paused for each in found)
+        self._exchanged = found[0]
+        return [answer for each in found for answer in each.answers]
 
     @contextlib.asynccontextmanager
     async def _alone(self, *, asks: bool = True) -> AsyncIterator[None]:
@@ -114,27 +184,23 @@ class Pauses:
         finally:
             self._draining = False
 
-    async def release(self) -> None:
+    async def resume_held(self) -> None:
         """Resume generation if it is held: it is known again which version the weights are."""
         async with self._free:
             if self.held:
                 await self._resume()
 
     async def _resume(self) -> None:
-        self.held = True  # if resuming fails, the next `release` tries again
+        self.held = True  # if resuming fails, the next `resume_held` tries again
         if not self._by_another:
-            await self._engine.resume_generation()
+            await self._resume_all()
         self.held = False
         self._free.notify_all()
 
     async def _pause(self) -> None:
-        pause = getattr(self._engine.engine_core, "pause_scheduler_async", None)
-        if pause is None:
-            await self._engine.pause_generation(mode="keep", clear_cache=False)
-            return
         # As `pause_generation`, without its 20 ms of sleep in which the last outputs reach their readers, and without
         # taking back that another client's pause refuses new requests.
-        await pause(mode="keep", clear_cache=False)
+        await self._core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     @contextlib.asynccontextmanager
     async def by_another(self) -> AsyncIterator[None]:
@@ -163,9 +229,13 @@ class Pauses:
                 self._undivided -= 1
                 self._free.notify_all()
 
-    async def guard(self, engine: Any) -> None:
-        """Make all other callers of this engine client use the switch by turns. Its class is left as it is."""
-        await engines.guard(engine)
+    async def guard(self) -> None:
+        """Make all other callers of the engine client use the switch by turns. Its class is left as it is.
+
+        All engines stay paused when they wake up from sleep, until somebody resumes them.
+        """
+        engine = self._engine
+        await call_engines(self._core, "deltasync_guard")
         for name in ("pause_generation", "resume_generation", "sleep"):
             setattr(engine, name, self._by_turns(getattr(engine, name)))
         engine.collective_rpc = self._proven(engine.collective_rpc)
@@ -195,7 +265,7 @@ class Pauses:
                     return await call(*args, **kwargs)
                 finally:
                     self.used = True
-                    if wakes and not await engines.is_asleep(self._engine):
+                    if wakes and not any(await call_engines(self._core, "deltasync_asleep")):
                         self._by_another = False
                         await self._pause()  # again, to wait until all engines are
                     if not before and await self._settled():
@@ -208,7 +278,7 @@ class Pauses:
     async def _settled(self) -> bool:
         """Whether all workers know which bits they hold, or hold none that anybody computes with."""
         try:
-            answers = await engines.call_workers(self._engine, "deltasync_call", ("settled",))
+            answers = await self._called("deltasync_call", ("settled",))
             return all(succeeded([parse(answer, bool) for answer in answers]))
         except NotPublishedError:
             return True

@@ -1,6 +1,6 @@
 """vLLM's workers as a target of the follow loop (`deltasync.following.Follow`).
 
-    stage -> (poll) -> pause, commit, announce, resume      in one call to the engine (`Pauses.exchange`)
+    stage -> (poll) -> pause, commit, announce, resume      in one call to the engine (`Client.exchange`)
 
 The loop runs in a thread of vLLM's API server and hands the workers the records that it has read, so all of them take the
 same chain, and a small version costs one request. Workers stage while tokens are generated; the pause covers the commit
@@ -10,14 +10,10 @@ If another client has paused generation, it stays paused. While vLLM sleeps, not
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
@@ -34,10 +30,7 @@ from deltasync.following.shard import handed
 from deltasync.following.shards import commit_of
 from deltasync.stores.cache import CachedStore
 from vllm_plugin import logger
-from vllm_plugin.pauses import Pauses
-from vllm_plugin.workers import Run, Workers
-
-_Result = TypeVar("_Result")
+from vllm_plugin.workers import Client, Workers
 
 _SURE_S = 10.0  # between calls of idle workers: with several, vLLM keeps a core of each busy for a second after a call
 
@@ -50,24 +43,6 @@ def generated_tokens() -> int:
 def running_requests() -> int:
     """Return the requests in flight at the last engine step, by vLLM's own metric."""
     return total("vllm:num_requests_running")
-
-
-class OnLoop:
-    """Runs coroutines on an event loop of another thread, one at a time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._running: Future[Any] | None = None
-
-    def __call__(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run a coroutine and return its result."""
-        self._running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return self._running.result()
-
-    def cancel(self) -> None:
-        """Cancel what is running."""
-        if self._running is not None:
-            self._running.cancel()
 
 
 class LiveVersions:
@@ -105,21 +80,20 @@ class LiveVersions:
 
 
 class EngineTarget:
-    """The weights of one server's workers. `engine` is vLLM's engine client, or an `IdleEngine`.
+    """The weights of one server's workers, which `client` reaches.
 
     Attributes:
         version: The version that generates tokens, None before the first. Changes only while generation is paused.
         live: Its history.
         workers: The workers.
-        pauses: How it pauses generation.
+        client: How it pauses generation.
     """
 
-    def __init__(self, engine: Any, reader: ChannelReader, settings: ReplicaSettings, metrics: Metrics, run: Run) -> None:
+    def __init__(self, client: Client, reader: ChannelReader, settings: ReplicaSettings, metrics: Metrics) -> None:
         self.version: VersionId | None = None
         self.live = LiveVersions()
-        self.workers = Workers(engine, reader, run)
-        self.pauses = Pauses(engine)
-        self._engine, self._reader, self._settings, self._metrics, self._run = engine, reader, settings, metrics, run
+        self.client, self.workers = client, Workers(client, reader)
+        self._reader, self._settings, self._metrics = reader, settings, metrics
         self._is_committing = False
         self._is_asleep = False
         self._tokens_before = 0  # tokens that were generated before staging began
@@ -148,12 +122,12 @@ class EngineTarget:
 
     def is_settled(self, asked: bool) -> bool:
         """Whether the workers know which bits they hold: asked after what may change that, and else every `_SURE_S`."""
-        if self.pauses.held:
+        if self.client.held:
             return False
-        now_s, is_idle = time.monotonic(), not (asked or self.pauses.used or self._is_asleep)
+        now_s, is_idle = time.monotonic(), not (asked or self.client.used or self._is_asleep)
         if is_idle and now_s - self._sure_s < _SURE_S:
             return True
-        self._sure_s, self.pauses.used, self._is_asleep = -math.inf, False, True  # until the workers have answered
+        self._sure_s, self.client.used, self._is_asleep = -math.inf, False, True  # until the workers have answered
         settled = all(self.workers.every(bool, "settled"))
         self._is_asleep = False
         if settled:
@@ -166,12 +140,11 @@ class EngineTarget:
         if identity != self.version:
             self._announce(identity)
         if identity is not None:
-            self._run(self.pauses.release())
+            self.client.release()
 
     def _announce(self, version: VersionId | None) -> None:
         """Tell vLLM which version is live, which labels tokens and keeps the prefix cache apart."""
-        name = "unknown" if version is None else unique_name(self._names, version)
-        self._run(self._engine.update_weight_version(name))
+        self.client.announce("unknown" if version is None else unique_name(self._names, version))
         self._note(version)
 
     def _note(self, version: VersionId | None) -> None:
@@ -195,30 +168,17 @@ class EngineTarget:
     def commit(self, staged: Sequence[StoredRecord]) -> Commit:
         """Pause, commit, compare the bits with the published fingerprints, announce, resume."""
         running, version = running_requests(), staged[-1].version
-        name = unique_name(self._names, version)
         self._is_committing = True
         try:
-            with self._metrics.attempt(lambda: self.pauses.last_s), self._alone():
+            with self._metrics.attempt(lambda: self.client.last_s), self.client.committing():
                 self.live.expect(version.version)
-                done = self.workers.commit(lambda call, is_last: self.pauses.exchange(call, name if is_last else None))
+                done = self.workers.commit(unique_name(self._names, version))
                 self._note(version)
         finally:
             self._is_committing = False
         self._sure_s = time.monotonic()
         tokens = generated_tokens() - self._tokens_before
-        return commit_of(staged, done, pause_s=self.pauses.last_s, running_requests=running, tokens_during_sync=tokens)
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """As `Pauses.committing`, in the follow loop's thread."""
-        alone = self.pauses.committing(self._settings.kv_cache == "recompute")
-        self._run(alone.__aenter__())
-        try:
-            yield
-        except BaseException as error:
-            self._run(alone.__aexit__(type(error), error, None))
-            raise
-        self._run(alone.__aexit__(None, None, None))
+        return commit_of(staged, done, pause_s=self.client.last_s, running_requests=running, tokens_during_sync=tokens)
 
     def digest(self) -> dict[str, str]:
         """As `Shards.digest`."""
@@ -226,19 +186,19 @@ class EngineTarget:
 
     def close(self) -> None:
         """Give up what is being staged; a commit goes on to its end."""
-        if isinstance(self._run, OnLoop) and not self._is_committing:
+        if not self._is_committing:
             self.workers.closed = True
-            self._run.cancel()
+            self.client.cancel()
 
 
-def open_follow(engine: Any, settings: ReplicaSettings, metrics: Metrics, run: Run) -> Follow:
+def open_follow(client: Client, settings: ReplicaSettings, metrics: Metrics) -> Follow:
     """Make the follow loop of one server's workers, which follows `settings.channel` once it is started."""
     reader = open_reader(settings)
-    target = EngineTarget(engine, reader, settings, metrics, run)
+    target = EngineTarget(client, reader, settings, metrics)
     prefetch = isinstance(reader.store, CachedStore)  # workers only have the cache in common
     return Follow(reader, target, settings, observer=metrics, prefetch=prefetch, log=logger)
 
 
 def is_held(follow: Follow) -> bool:
     """Whether the weights are uncertain: generation stays paused."""
-    return isinstance(follow.target, EngineTarget) and follow.target.pauses.held
+    return isinstance(follow.target, EngineTarget) and follow.target.client.held

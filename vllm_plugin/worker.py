@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any, Self
 
 import torch
@@ -25,6 +25,7 @@ from deltasync.kernels import segment_kernels
 from deltasync.live import Segment, derived, plan
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import dtype_name, int_view
+from deltasync.threads import Workers
 from vllm_plugin import logger
 from vllm_plugin.load import fallback, loader
 from vllm_plugin.load.layers import LATER
@@ -98,7 +99,7 @@ class WorkerShard:
         self.shard = Shard(reader, WorkerEngine(runner), rank)
         self.shard.record()
         logger.info("deltasync load plan: tensors=%d record_s=%.3f", len(reader.specs), time.perf_counter() - before)
-        self._thread = ThreadPoolExecutor(1, "deltasync", self.shard.use_device)
+        self._thread = Workers(1, "follow")
         self._work: Future[Any] | None = None
         self._begun_s = 0.0  # when the long call began
         _followed[model] = channel
@@ -116,10 +117,14 @@ class WorkerShard:
             raise SleepingError("vLLM sleeps. Its weights are left alone until it wakes up.")
         if method in BACKGROUND:
             self._begun_s = time.monotonic()
-            self._work = self._thread.submit(getattr(self.shard, method), *args)
+            self._work = self._thread.submit(self._in_background, method, *args)
         elif method != "poll":
             return getattr(self.shard, method)(*args)
         return self._poll()
+
+    def _in_background(self, method: str, *args: Any) -> Any:
+        self.shard.use_device()
+        return getattr(self.shard, method)(*args)
 
     def _poll(self) -> Any:
         """Return what the long call has returned, once; None if there is none."""

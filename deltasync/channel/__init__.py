@@ -12,7 +12,5 @@ __all__ = [
     "plan",
     "reading",
     "record",
-    "requests",
     "signing",
-    "threads",
 ]

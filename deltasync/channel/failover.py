@@ -12,11 +12,11 @@ from typing import TypeVar
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Head
 from deltasync.channel.keys import Slot
-from deltasync.channel.threads import each
 from deltasync.errors import ConfigError, FormatError, ObjectMissingError, StoreError, get_logger
 from deltasync.stores import open_store
 from deltasync.stores.base import ObjectInfo, Store, Watch
 from deltasync.stores.wrapper import WrappedStore
+from deltasync.threads import daemon, each
 
 logger = get_logger(__name__)
 
@@ -79,7 +79,8 @@ class FailoverStore(WrappedStore):
             self._review()
         elif time.monotonic() > self._due_s and not self._lock.locked():
             self._due_s = time.monotonic() + REVIEW_S
-            threading.Thread(target=self._review_again, name="deltasync-failover", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending, and starts no more threads
+                daemon("fetch", self._review).start()
         if self._problem is not None:
             raise self._problem
         asked = self.nearest
@@ -93,10 +94,6 @@ class FailoverStore(WrappedStore):
                 raise
             logger.warning("%s. Reading from %s.", str(error).rstrip("."), self.nearest.url)
             return action(self.nearest)
-
-    def _review_again(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the interpreter is ending, and starts no more threads
-            self._review()
 
     def _review(self, leave: Store | None = None) -> None:
         """Choose the store to read from. `leave`, and a store that does not answer in time, are not chosen."""

@@ -21,7 +21,6 @@ import msgspec
 
 from deltasync.channel import keys
 from deltasync.channel.documents import SMALL_BYTES, Boot, Epoch, Number, Sha256, VersionId
-from deltasync.channel.threads import each
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     UNREADABLE_JSON,
@@ -34,6 +33,7 @@ from deltasync.errors import (
     describe,
 )
 from deltasync.stores.base import ObjectInfo, Store
+from deltasync.threads import each
 
 LIVE_S = 60.0  # a replica counts as live until its heartbeat is this old
 EXPIRED_S = 3600.0  # a heartbeat that was stored longer ago than this is not read

@@ -17,7 +17,6 @@ ANCHORS = "anchors/"
 COMPACTIONS = "compactions/"
 ANNOUNCEMENTS = "announcements/"
 REPLICAS = "replicas/"
-ANCHOR_REQUEST = "requests/anchor.json"
 TOOL = "000000-"  # prefix of the author names of tools, which have no epoch
 
 LARGEST_VERSION = 9_999_999_999

@@ -15,12 +15,12 @@ from deltasync.channel.anchors import read_weights
 from deltasync.channel.documents import File, Record, Reference
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import ahead
 from deltasync.codec.base import Payload, read_metadata
 from deltasync.errors import ConfigError, CorruptDataError, MissingVersionError, ModelMismatchError
 from deltasync.kernels import native
 from deltasync.tensors import Changed, Delta, Layout, TensorSpec, fingerprint, weight_bytes
 from deltasync.tensors.delta import joined
+from deltasync.threads import ahead
 
 if TYPE_CHECKING:
     from deltasync.codec.device import Decoded, Decoder, Places

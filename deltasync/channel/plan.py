@@ -4,8 +4,6 @@ A chain is a list of records, compactions and announcements. Each leads from its
 nothing. The cheapest chain is estimated from listings, where versions are numbers. Then its objects are read from the end
 back. Each must have the identity that the one after it gives for its base, down to the version of the replica, or to full
 weights.
-
-A chain back has the records to undo, newest first, and then the record of the older version that is wanted.
 """
 
 from __future__ import annotations
@@ -20,17 +18,16 @@ from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import MOST_DAMAGED, ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import ahead
 from deltasync.errors import FormatError, MissingVersionError
 from deltasync.stores.base import ObjectInfo
 from deltasync.tensors import weight_bytes
+from deltasync.threads import ahead
 
 logger = logging.getLogger(__name__)
 
 EDGE_BYTES = 1 << 15
 """Cost of an edge apart from its payload: a request and a commit, in bytes that could be fetched in that time."""
 
-_UNDONE = "packed"  # the codec that can be undone: it decodes without the old values
 _NEAR = 8  # versions; a target this near is read without a listing
 _AHEAD = 8  # records that are read while one is checked
 _HELD_BYTES = 1 << 28  # most bytes of records that are kept for staging
@@ -98,40 +95,9 @@ def find_chain(
     return search.by_listings(have)
 
 
-def find_chain_back(
-    reader: ChannelReader, have: VersionId, target: StoredRecord, avoid: Mapping[str, str] | None = None
-) -> list[StoredRecord]:
-    """Find the records and compactions to undo, newest first, then `target`, the record of an older version.
-
-    The result is empty if full weights are cheaper, or the only chain. `avoid` is as in `find_chain`.
-    """
-    search = _Search(reader, have, avoid or {})
-    start = target.record.version
-    if have.version - start <= _NEAR:
-        edges: list[Edge] | None = [Edge(number - 1, number, 0) for number in range(start + 1, have.version + 1)]
-    else:
-        edges = cheapest(start, have.version, [edge for edge in search.listed() if edge.base])
-    full_bytes = weight_bytes(reader.specs.values())
-    if not edges or sum(edge.bytes for edge in edges) >= full_bytes:
-        return []
-    try:
-        chain = [*reversed(search.read(target.version, edges)), target]
-    except MissingVersionError as error:
-        logger.info("%s Going back to version %s by full weights.", error, target.version)
-        return []
-    deltas = [stored.record.delta for stored in chain[:-1]]
-    is_undone = all(delta is not None and delta.codec == _UNDONE for delta in deltas)
-    return chain if is_undone and payload_bytes(chain) < full_bytes else []
-
-
-def is_revert(chain: Sequence[StoredRecord]) -> bool:
-    """Whether a chain leads back, as those of `find_chain_back`."""
-    return len(chain) > 1 and chain[0].record.version > chain[-1].record.version
-
-
 def payload_bytes(chain: Sequence[StoredRecord]) -> int:
-    """Bytes to download for a chain: `Record.payload_bytes` of all but the record where a chain back ends."""
-    return sum(stored.record.payload_bytes for stored in (chain[:-1] if is_revert(chain) else chain))
+    """Bytes to download for a chain, as `Record.payload_bytes`."""
+    return sum(stored.record.payload_bytes for stored in chain)
 
 
 class _UnreadableError(MissingVersionError):

@@ -15,11 +15,11 @@ import numpy as np
 import zstandard
 
 from deltasync.channel.anchors import contents
-from deltasync.channel.threads import ahead
 from deltasync.codec.base import MOST_HEADER_BYTES
 from deltasync.codec.dense import MOST_WINDOW_BYTES
 from deltasync.errors import CorruptDataError
 from deltasync.tensors import TensorSpec
+from deltasync.threads import ahead
 
 PIECE_BYTES = 4 << 20  # most bytes of a tensor that are in memory at once
 _GAP_BYTES = 1 << 17  # unwanted bytes that cost less than another request

@@ -98,6 +98,17 @@ class ChannelReader:
             return False
         return True
 
+    def read_channel_again(self) -> Channel:
+        """Read channel.json anew, and twice where no signature covers it.
+
+        Raises NotPublishedError if there is none, CorruptDataError if the two differ: a byte was damaged on the way.
+        """
+        described = self._read_channel()
+        if self.trusted is None and self._read_channel().data != described.data:
+            raise CorruptDataError(f"{keys.CHANNEL} was read twice, with different bytes.")
+        self._described = described
+        return described.channel
+
     @property
     def channel_data(self) -> bytes:
         """The bytes of channel.json."""

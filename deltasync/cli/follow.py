@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltasync.cli.options import channel_command, timeout
+from deltasync.cli.options import DIRECTORIES, channel_command, timeout
 from deltasync.cli.output import ReportedStore, echo, echo_json, reported, show_copied, with_bars
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class _Printer:
             follow.end()
 
 
-def _ask_server(server: str, once: bool, pin: str | None, timeout_s: float | None, as_json: bool) -> None:
+def _ask_server(server: str, *, once: bool, pin: str | None, timeout_s: float | None, as_json: bool, **_: object) -> None:
     """Pin a server, or make it refresh, and wait until it serves the version."""
     from deltasync.channel import heartbeat
 
@@ -80,26 +80,34 @@ def _ask_server(server: str, once: bool, pin: str | None, timeout_s: float | Non
         echo(f"{server} serves version {answer['version']}")
 
 
-@channel_command("one JSON object per version", metavar="CHANNEL|SERVER", server=_ask_server)
+@channel_command("one JSON object per version", metavar="CHANNEL|SERVER", server=_ask_server, directories=True)
 @click.option("--once", is_flag=True, help="Fetch the newest version and exit.")
 @click.option(
     "--pin", metavar="VERSION", help="Stay at this version; `newest` unpins a server. Default: DELTASYNC_PIN, or the newest."
 )
 @timeout
-def follow(reader: ChannelReader, once: bool, pin: str | None, timeout_s: float | None, as_json: bool) -> None:
+def follow(
+    reader: ChannelReader | str, once: bool, pin: str | None, timeout_s: float | None, base: str | None, as_json: bool
+) -> None:
     """Follow CHANNEL with a replica in host memory, and check the bits of every version.
 
-    Waits for the first version. Ends with Ctrl-C, --once or --timeout.
+    Waits for the first version. Ends with Ctrl-C, --once or --timeout. CHANNEL may be weight_v+URL: version directories as
+    slime, miles and ModelExpress write them.
 
     With SERVER, the http URL of a vLLM or SGLang server that follows a channel, --once makes it poll its channel now, and
     --pin VERSION makes it serve that version, older or newer, and stay there, until --pin newest. The command returns when
     the version is served, and fails after --timeout, by default 60 s. Trainers do not wait for a pinned server.
     DELTASYNC_HTTP_TOKEN is sent to the server if it is set.
     """
+    from deltasync.channel.reading import ChannelReader
+    from deltasync.cli.interchange import published
     from deltasync.config import ReplicaSettings
     from deltasync.errors import DeltaSyncError, NotPublishedError
     from deltasync.following import Follow, MemoryTarget
+    from deltasync.stores import open_store
 
+    if isinstance(reader, str):
+        reader = ChannelReader(open_store(published(reader, base)))
     target = MemoryTarget(reader)
     printer = _Printer(target, timeout_s, as_json)
     settings = ReplicaSettings.from_env(pin=pin)
@@ -118,19 +126,31 @@ def follow(reader: ChannelReader, once: bool, pin: str | None, timeout_s: float 
         raise printer.problem or NotPublishedError(f"{reader.store.url} holds no version yet.")
 
 
-@channel_command("one JSON object per step that copied something", metavar="SOURCE")
+@channel_command("one JSON object per step that copied something", metavar="SOURCE", directories=True)
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
 @click.option("--once", is_flag=True, help="Copy the current objects and exit, like `cp`.")
-def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: bool) -> None:
+def relay(reader: ChannelReader | str, targets: tuple[str, ...], once: bool, base: str | None, as_json: bool) -> None:
     """Copy the channel SOURCE to each URL TARGET, then every new version as it is published. Every digest is checked.
 
     Waits for the channel. At TARGET only head is replaced, and nothing is deleted. Safe to interrupt: each TARGET stays
     readable, and the same command resumes. Ends with Ctrl-C or SIGTERM.
+
+    SOURCE or the only TARGET may be weight_v+URL: version directories as slime, miles and ModelExpress write and read them.
     """
     from deltasync import maintenance
+    from deltasync.cli.interchange import relay_from, write
     from deltasync.stores import open_store
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    ends = [url for url in (reader, *targets) if isinstance(url, str) and url.startswith(DIRECTORIES)]
+    if ends and (len(targets) > 1 or len(ends) > 1):
+        raise click.UsageError(f"{DIRECTORIES}URL can be SOURCE or TARGET, with one TARGET.")
+    if isinstance(reader, str):
+        relay_from(reader, targets[0], base, once=once, as_json=as_json)
+        return
+    if ends:
+        write(reader, targets[0], as_json=as_json, once=once)
+        return
     printer = _CopyPrinter(as_json)
     printer.relay = relay = maintenance.Relay(reader, [ReportedStore(open_store(target)) for target in targets], printer)
     if once:

@@ -204,8 +204,8 @@ def _shortcuts_and_changes(reader: ChannelReader, stored: StoredRecord) -> tuple
     The numbers come from the headers of payloads, whose digests are not checked.
     """
     from deltasync.channel.documents import File
-    from deltasync.dashboard.heat import read_changed
     from deltasync.maintenance import in_parallel
+    from deltasync.maintenance.heat import read_changed
 
     record, found, changed = stored.record, {}, Counter[str]()
     if record.is_version:

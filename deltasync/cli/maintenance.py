@@ -1,10 +1,9 @@
-"""Maintain a channel: `deltasync check | repair | gc | compact | export | cp | keygen | anchor`."""
+"""Maintain a channel: `deltasync check | repair | gc | export | cp | keygen`."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ import msgspec
 
 from deltasync.cli.options import channel_command, seconds
 from deltasync.cli.output import ReportedStore, count, echo, echo_json, field, ranges, show_copied, with_bars
-from deltasync.config import CODECS
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from deltasync.maintenance import RetentionPlan
 
 _COUNT = click.IntRange(min=1)
-_POLL_S = 2.0
 
 
 def _problem(error: DeltaSyncError) -> dict[str, object]:
@@ -158,33 +155,6 @@ def _show_versions(plan: RetentionPlan, grace_s: float, dry_run: bool) -> None:
     field("would forget" if dry_run else "forgot", f"{count(len(gone), 'version')}{shown}{compactions}")
 
 
-@channel_command("the compaction's document as JSON, with its key and digest", signs=True)
-@click.argument("base", type=click.IntRange(min=1))
-@click.argument("version", type=click.IntRange(min=1))
-@click.option("--codec", type=click.Choice(CODECS), default="packed", help="Encoding of the compaction.")
-def compact(reader: ChannelReader, base: int, version: int, codec: str, signer: Signer | None, as_json: bool) -> None:
-    """Store a compaction of CHANNEL: one delta from version BASE to VERSION, for replicas that catch up.
-
-    Does nothing if the channel has this compaction already. Needs memory for two copies of the weights.
-    """
-    from deltasync import maintenance
-
-    compaction = with_bars(maintenance.write_compaction, reader, base, version, codec_name=codec, signer=signer)
-    delta = compaction.record.delta
-    assert delta is not None
-    if as_json:
-        document = msgspec.to_builtins(compaction.record)
-        echo_json(
-            {"key": compaction.key, "sha256": compaction.sha256, "bytes": compaction.size, "document": document}, indent=2
-        )
-        return
-    echo(
-        f"compaction {base}-{version}: {delta.changed:,} elements changed, "
-        f"{compaction.record.payload_bytes:,} bytes of {delta.codec}"
-    )
-    echo(f"{compaction.key}  sha256 {compaction.sha256[:12]}")
-
-
 def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     """Return the number of a version, None for `latest`."""
     if value == "latest":
@@ -197,12 +167,30 @@ def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> 
 @channel_command("the version and its files as JSON")
 @click.argument("version", callback=number_or_latest)
 @click.argument("directory", type=click.Path(path_type=Path))
-def export(reader: ChannelReader, version: int | None, directory: Path, as_json: bool) -> None:
+@click.option(
+    "--layout",
+    type=click.Choice(["checkpoint", "weight_v"]),
+    default="checkpoint",
+    help="weight_v: a directory for each version from the oldest to VERSION, as slime, miles and ModelExpress read them.",
+)
+def export(reader: ChannelReader, version: int | None, directory: Path, layout: str, as_json: bool) -> None:
     """Write VERSION (a number, or `latest`) of CHANNEL to DIRECTORY, as a checkpoint that transformers and vLLM load.
 
     DIRECTORY must be missing or empty. Every bit is checked. Config and tokenizer are written if the publisher stored them.
     """
     from deltasync import maintenance
+
+    if layout == "weight_v":
+        from deltasync.cli.interchange import write
+
+        write(
+            reader,
+            str(directory.absolute()),
+            version,
+            min((one.version for one in reader.versions()), default=1),
+            as_json=as_json,
+        )
+        return
 
     exported = with_bars(maintenance.export, reader, version, directory)
     files = {path.relative_to(directory).as_posix(): path.stat().st_size for path in directory.rglob("*") if path.is_file()}
@@ -246,47 +234,3 @@ def keygen(path: Path, name: str | None) -> None:
     from deltasync.channel import signing
 
     echo(signing.new_key(path, name or path.name).rstrip("\n"))
-
-
-@channel_command("the version and its key as JSON")
-@click.option(
-    "--timeout", "timeout_s", callback=seconds, metavar="DURATION", default="10m", help="How long to wait. 0: only ask."
-)
-def anchor(reader: ChannelReader, timeout_s: float, as_json: bool) -> None:
-    """Ask the publisher of CHANNEL for an anchor (full weights of its next version) and wait for it.
-
-    While it publishes, the publisher checks for requests about every 15 s and stores the anchor in the background. If no
-    publisher runs, the next one answers. To replace a damaged anchor, `deltasync repair` needs no publisher.
-    """
-    from deltasync.channel import requests
-    from deltasync.errors import NotPublishedError, PublishTimeoutError
-
-    newest = reader.newest_version()
-    if newest is None:
-        raise NotPublishedError(f"{reader.store.url} holds no version yet; the first one will have full weights.")
-    asked = newest.version
-    requests.ask(reader.store, asked)
-    until_s = time.monotonic() + timeout_s
-    while (found := _after(reader, asked)) is None and time.monotonic() < until_s:
-        time.sleep(_POLL_S)
-    if found is None and timeout_s > 0:
-        raise PublishTimeoutError(
-            f"No publisher has stored an anchor after version {asked} within {timeout_s:g} s. The request remains; the next "
-            "published version will answer it."
-        )
-    if as_json:
-        version, key = (None, None) if found is None else found
-        echo_json({"asked": asked, "version": version, "key": key})
-    elif found is None:
-        echo(f"asked for an anchor after version {asked}")
-    else:
-        echo(f"version {found[0]} has an anchor: {found[1]}")
-
-
-def _after(reader: ChannelReader, version: int) -> tuple[int, str] | None:
-    """Return the newest version after this one that has an anchor, and the key of its record or announcement."""
-    found = [(span.version, info.key) for span, info in reader.announcements() if span.version > version]
-    newest = reader.newest()
-    if newest is not None and newest.use_anchor and newest.record.version > version:
-        found.append((newest.record.version, newest.key))
-    return max(found, default=None)

@@ -24,6 +24,12 @@ _SIGNING_KEY = click.Option(
     metavar="FILE",
     help="Private key to sign with, for a signed channel. Default: DELTASYNC_SIGNING_KEY.",
 )
+DIRECTORIES = "weight_v+"
+_BASE = click.Option(
+    ["--base"],
+    metavar="CHECKPOINT",
+    help=f"What the deltas of {DIRECTORIES}URL begin with: a directory or a model on the Hub. Default: a full version.",
+)
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -33,6 +39,7 @@ def channel_command(
     signs: bool = False,
     metavar: str = "CHANNEL",
     server: Callable[..., None] | None = None,
+    directories: bool = False,
 ) -> Callable[[Callable[..., None]], click.Command]:
     """Make a command from a function. The function's first argument is a `ChannelReader` of the channel.
 
@@ -41,6 +48,8 @@ def channel_command(
         signs: Whether the command writes to the channel. The function then gets a `signer`, which is None without a key.
         metavar: Name of the channel argument in the help.
         server: Function that is called instead, with the URL and the same options, if the argument is a server's http URL.
+        directories: Whether the channel may be a place of version directories (`weight_v+URL`). The function then gets this
+            text in place of a reader, and a `base`.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:
@@ -58,11 +67,18 @@ def channel_command(
                 settings = PublisherSettings.from_env(signing_key=options.pop("signing_key"), trusted_keys=trusted_keys)
                 signer = options["signer"] = None if settings.signing_key is None else signer_of(settings)
                 trusted = trusted_keys if signer is None else signer.trusted
-            return function(ChannelReader(ReportedStore(open_store(channel)), trusted), **options)
+            if directories and channel.startswith(DIRECTORIES):
+                return function(channel, **options)
+            elif options.get("base") is not None:
+                raise click.UsageError(f"--base is for {metavar}s that begin with {DIRECTORIES}.")
+            else:
+                return function(ChannelReader(ReportedStore(open_store(channel)), trusted), **options)
 
         command = click.command()(run)
         command.params.insert(0, click.Argument(["channel"], metavar=metavar))
         command.params += [*([_SIGNING_KEY] if signs else []), TRUSTED_KEYS]
+        if directories:
+            command.params.append(_BASE)
         if json_help is not None:
             command.params.append(click.Option(["--json", "as_json"], is_flag=True, help=f"Print {json_help}."))
         return command

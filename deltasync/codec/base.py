@@ -24,7 +24,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from safetensors import SafetensorError
@@ -49,9 +49,60 @@ LIBRARY_ERRORS = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError
 
 _ITEM_BYTES = {entry: ITEM_BYTES[name] for name, entry in SAFETENSORS_DTYPES.items()}
 
-OldBits = Callable[[str], np.ndarray]  # flat bits of a tensor before the delta, by its name
+OldBits = Callable[[str], "Bits"]  # flat bits of a tensor before the delta, by its name
 NewBits = Callable[[str], tuple[np.ndarray, int]]  # the new flat bits of a tensor's range, by its name; its first element
 Wanted = Callable[[str], Sequence[Region] | None]  # the regions of a tensor to decode, by its name; None for all of it
+
+
+class Bits(Protocol):
+    """The flat unsigned bit patterns of a tensor, read by ranges: an array, or what makes one for each range."""
+
+    @property
+    def size(self) -> int:
+        """Elements of the tensor."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Their dtype."""
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        """Return the elements `part.start` to `part.stop`, contiguous."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RangeBits:
+    """The bits of a tensor of which one range is held, before steps were added. Elements outside are 0.
+
+    Attributes:
+        held: The bits of the range.
+        start: Its first element.
+        size: Elements of the tensor.
+        steps: The steps, by flat indices; None for none.
+    """
+
+    held: np.ndarray
+    start: int
+    size: int
+    steps: Sparse | None = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """See `Bits`."""
+        return self.held.dtype
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """See `Bits`; the memory of `held` where it can be, else a copy."""
+        first, last = max(part.start, self.start), min(part.stop, self.start + self.held.size)
+        held_P = self.held[first - self.start : max(first, last) - self.start]
+        if self.steps is None and held_P.size == part.stop - part.start:
+            return held_P
+        bits_P = np.zeros(part.stop - part.start, self.held.dtype)
+        if held_P.size:
+            bits_P[first - part.start : last - part.start] = held_P
+        if self.steps is not None:
+            at_K, step_K = self.steps.between(part.start, part.stop)
+            bits_P[at_K - at_K.dtype.type(part.start)] -= step_K
+        return bits_P
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -319,13 +370,15 @@ def spec_for(specs: Mapping[str, TensorSpec], name: str, changed: int) -> Tensor
     return spec
 
 
-def old_bits(old: OldBits, spec: TensorSpec) -> np.ndarray:
-    """Return the old bits of a tensor, contiguous, of shape N.
+def old_bits(old: OldBits, spec: TensorSpec) -> Bits:
+    """Return the old bits of a tensor, checked.
 
     Raises:
         StageError: they have another size or dtype.
     """
-    bits_N = np.ascontiguousarray(old(spec.name)).reshape(-1)
+    bits_N = old(spec.name)
+    if isinstance(bits_N, np.ndarray):
+        bits_N = np.ascontiguousarray(bits_N).reshape(-1)
     if bits_N.size != spec.element_count or bits_N.dtype != spec.bits_dtype:
         raise StageError(f"The old bits of {spec} are {bits_N.dtype}[{bits_N.size}].")
     return bits_N

@@ -71,4 +71,5 @@ def _patches(
         if index_K[0] < 0 or index_K[-1] >= spec.element_count or (index_K[1:] <= index_K[:-1]).any():
             raise CorruptDataError(f"Payload indices of {name!r} are not ascending inside the tensor.")
         value_K = take(payload, f"{name}.values", spec.dtype, row["changed"])
-        yield name, index_K, value_K - old_bits(old, spec)[index_K]
+        first, last = int(index_K[0]), int(index_K[-1]) + 1
+        yield name, index_K, value_K - old_bits(old, spec)[first:last][index_K - dtype.type(first)]

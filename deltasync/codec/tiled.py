@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +23,8 @@ GROUP_CHANGED = 1 << 15
 
 MOST_RUNS = 64  # of which tables are counted before they are joined
 _SAMPLED = 1 << 16  # elements of a run whose classes are counted
-_BATCH = 1 << 24  # elements whose old bits are wanted at once
+_BATCH_BYTES = 32 << 20  # old bits that are wanted at once
+_PART_BYTES = 4 << 20  # old bits that are made at once, for each thread
 _MOST_ROWS = 1 << 24  # of a table of blocks in planes: small planes could ask for any amount of memory
 
 
@@ -39,9 +39,9 @@ def encode(
         steps: Their changes.
         new: See `VectorCodec.encode`.
     """
-    held = [new(vector.names[t]) for t in cuts]
-    bits = [(bits_N.ctypes.data - start * vector.width, bits_N) for bits_N, start in held]
-    row_BF, band_GF = _table(vector, cuts, [address for address, _ in bits])
+    held = [new(vector.names[t]) for t in cuts]  # kept until all is encoded
+    addresses = [bits_N.ctypes.data - start * vector.width for bits_N, start in held]
+    row_BF, band_GF = _table(vector, [*cuts], [cut.tables() for cut in cuts.values()], addresses)
     bound_G = np.append(count_below(steps.at_K, band_GF[:, 0]), steps.at_K.size)
     at_K, step_K, count_B = native.regroup(bound_G, band_GF, True, *steps, len(row_BF))
     bound_B = bounds(count_B)
@@ -70,35 +70,49 @@ def encode(
     return entries, {"groups": firsts, "planes": planes}
 
 
-def _table(vector: Vector, cuts: Mapping[int, Cut], addresses: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the table of blocks (`native.FIELDS`) and that of bands, of tensors whose bits begin at these addresses."""
-    blocks, bands = zip(*(cut.tables() for cut in cuts.values()), strict=True)
+def _table(
+    vector: Vector, tensors: Sequence[int], tables_: Iterable[tuple[np.ndarray, np.ndarray]], addresses: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the table of blocks (`native.FIELDS`) and that of bands of several tensors, one after the other.
+
+    Args:
+        vector: The vector.
+        tensors: Their numbers.
+        tables_: `Cut.tables` of each; the bands may count the blocks that are there.
+        addresses: Where the first element of each would be.
+    """
+    blocks, bands = zip(*tables_, strict=True)
     block_T, band_T = list(map(len, blocks)), list(map(len, bands))
     row_BF = np.empty((sum(block_T), native.FIELDS), np.int64)
     band_GF = np.concatenate(bands)
     row_BF[:, :4] = np.concatenate(blocks)
-    first_T = vector.first_T[list(cuts)]
+    first_T = vector.first_T[list(tensors)]
     row_BF[:, 4] = row_BF[:, 0] + np.repeat(first_T, block_T)
     row_BF[:, 0] = row_BF[:, 0] * vector.width + np.repeat(np.array(addresses, np.int64), block_T)
-    row_BF[:, 5:] = np.repeat([classes.field(vector.specs[t].dtype) for t in cuts], block_T, axis=0)
+    row_BF[:, 5:] = np.repeat([classes.field(vector.specs[t].dtype) for t in tensors], block_T, axis=0)
     band_GF[:, 0] += np.repeat(first_T, band_T)
     band_GF[:, 5] += np.repeat(np.cumsum([0, *block_T[:-1]]), band_T)
     return row_BF, band_GF
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Batch:
-    """Tensors whose old bits are wanted at once.
+class _Piece(NamedTuple):
+    """Whole bands of blocks of one tensor, whose old bits are wanted at once.
 
     Attributes:
-        tensors: Their numbers.
-        at_B: Numbers of the blocks to decode, ascending.
-        inside_B: The same, counted in these tensors alone.
+        tensor: Its number.
+        at_B: Numbers of the blocks to decode, counted in the payload; ascending.
+        block_BF: Their rows of `Cut.tables`.
+        band_GF: The bands, with the first block of each counted in `at_B`.
+        bits_P: The old bits of a range of the tensor that has these blocks.
+        start: The first element of the range.
     """
 
-    tensors: list[int]
+    tensor: int
     at_B: np.ndarray
-    inside_B: np.ndarray
+    block_BF: np.ndarray
+    band_GF: np.ndarray
+    bits_P: np.ndarray
+    start: int
 
 
 class TiledReader:
@@ -178,22 +192,25 @@ class TiledReader:
         """
         if old is None:
             raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
-        entry = self._payload.arrays.get(f".{self._vector.width}.tile_tables")
+        vector = self._vector
+        entry = self._payload.arrays.get(f".{vector.width}.tile_tables")
         cursor = Cursor(read_tables(entry))
         ends = [*self._groups[1:], len(self._row_B2)]
         group, found = -1, list[Sparse]()
-        for batch in self._batches():
-            held = [old_bits(old, self._vector.specs[t]) for t in batch.tensors]
-            cuts = {t: self._cuts[t] for t in batch.tensors}
-            row_BF, band_GF = _table(self._vector, cuts, [bits_N.ctypes.data for bits_N in held])
-            at_B, row_BF = batch.at_B, row_BF[batch.inside_B]
+        for pieces in self._batches(old):
+            row_BF, band_GF = _table(
+                vector,
+                [piece.tensor for piece in pieces],
+                [(piece.block_BF, piece.band_GF) for piece in pieces],
+                [piece.bits_P.ctypes.data - piece.start * vector.width for piece in pieces],
+            )
+            at_B = np.concatenate([piece.at_B for piece in pieces])
             row_B2 = self._row_B2[at_B]
             if (row_B2[:, 0] > row_BF[:, 1] * row_BF[:, 3]).any():
                 raise CorruptDataError("Payload has a block with more changes than elements.")
             bound_B = bounds(row_B2[:, 0])
             word_B2 = np.stack((self._word_B[at_B], self._word_B[at_B + 1]), axis=1)
-            at_K = np.empty(bound_B[-1], self._vector.index_dtype)
-            step_K = np.empty(bound_B[-1], self._vector.bits_dtype)
+            at_K, step_K = np.empty(bound_B[-1], vector.index_dtype), np.empty(bound_B[-1], vector.bits_dtype)
             low = 0
             while low < at_B.size:
                 while at_B[low] >= (ends[group] if group >= 0 else 0):
@@ -212,10 +229,9 @@ class TiledReader:
                     at_K[part],
                     step_K[part],
                 ):
-                    raise CorruptDataError(f"Payload has a malformed block of elements of {self._vector.width} bytes.")
+                    raise CorruptDataError(f"Payload has a malformed block of elements of {vector.width} bytes.")
                 low = high
-            edge_G = np.append(band_GF[:, 5], band_GF[-1, 5] + band_GF[-1, 3])
-            bound_G = bound_B[np.searchsorted(batch.inside_B, edge_G)]
+            bound_G = bound_B[np.append(band_GF[:, 5], at_B.size)]
             found.append(Sparse(*native.regroup(bound_G, band_GF, False, at_K, step_K, 0)[:2]))
         while group + 1 < len(self._groups):
             Model.read(cursor)
@@ -224,24 +240,43 @@ class TiledReader:
             raise CorruptDataError("Payload has more tables than groups.")
         return found
 
-    def _batches(self) -> Iterator[_Batch]:
-        tensors, blocks, inside, elements, before = list[int](), list[np.ndarray](), list[np.ndarray](), 0, 0
+    def _batches(self, old: OldBits) -> Iterator[list[_Piece]]:
+        """Yield the blocks to decode in batches of about `_BATCH_BYTES` of old bits.
+
+        An array is taken as a whole. Other old bits are made for about `_PART_BYTES` for each thread at a time.
+        """
+        width, batch, filled = self._vector.width, list[_Piece](), 0.0
+        part_bytes = _PART_BYTES * native.threads(self._vector.element_count)
         for (t, cut), first in zip(self._cuts.items(), self._block_T.tolist(), strict=False):
-            chosen_B = self._chosen[t]
-            if chosen_B is None:
-                chosen_B = np.arange(cut.count)
-            if not chosen_B.size:
+            chosen = self._chosen[t]
+            if chosen is not None and not chosen.size:
                 continue
-            tensors.append(t)
-            blocks.append(first + chosen_B)
-            inside.append(before + chosen_B)
-            before += cut.count
-            elements += self._vector.specs[t].element_count
-            if elements >= _BATCH:
-                yield _Batch(tensors, np.concatenate(blocks), np.concatenate(inside))
-                tensors, blocks, inside, elements, before = [], [], [], 0, 0
-        if tensors:
-            yield _Batch(tensors, np.concatenate(blocks), np.concatenate(inside))
+            block_BF, band_GF = cut.tables()
+            chosen_B = np.arange(cut.count) if chosen is None else chosen
+            bits = old_bits(old, self._vector.specs[t])
+            whole = isinstance(bits, np.ndarray)
+            most = _BATCH_BYTES if whole else part_bytes
+            edges = [0, len(band_GF)]
+            if not whole:
+                byte_G = np.cumsum(band_GF[:, 2] * band_GF[:, 3] * band_GF[:, 4]) * width
+                edges[1:1] = (np.flatnonzero(np.diff((byte_G - byte_G[0]) // most)) + 1).tolist()
+            for low, high in itertools.pairwise(edges):
+                edge_G = np.append(band_GF[low:high, 5], cut.count if high == len(band_GF) else band_GF[high, 5])
+                bound_G = np.searchsorted(chosen_B, edge_G)
+                at_B = chosen_B[bound_G[0] : bound_G[-1]]
+                if not at_B.size:
+                    continue
+                row_BF, part_GF = block_BF[at_B], band_GF[low:high].copy()
+                part_GF[:, 5] = bound_G[:-1] - bound_G[0]
+                start_B, columns_B, stride_B, rows_B = row_BF.T
+                start, stop = int(start_B[0]), int((start_B + (rows_B - 1) * stride_B + columns_B).max())
+                batch.append(_Piece(t, first + at_B, row_BF, part_GF, np.ascontiguousarray(bits[start:stop]), start))
+                filled += (stop - start) * width / most
+                if filled >= 1:
+                    yield batch
+                    batch, filled = [], 0.0
+        if batch:
+            yield batch
 
 
 def rows_entry(row_B2: np.ndarray) -> tuple[torch.Tensor, list[int] | None]:

@@ -99,8 +99,8 @@ class VectorCodec:
         Args:
             payload: An opened payload of this codec.
             layout: The channel's tensors.
-            old: Returns the bits of a tensor before the delta, flat and unsigned; elements that are not wanted may have any
-                bits. Only `context` needs it.
+            old: Returns the bits of a tensor before the delta, flat and unsigned, as an array or by ranges (`Bits`);
+                elements that are not wanted may have any bits. Only `context` needs it.
             wanted: Returns the regions of a tensor that the caller holds, or None for the whole tensor. Blocks without a
                 wanted element are not decoded; other changes outside may be included.
 

@@ -15,10 +15,10 @@ from deltasync.channel.keys import Slot, Span
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
 from deltasync.dashboard.costs import estimate
-from deltasync.dashboard.heat import by_layer, read_changed
 from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, compaction_row, version_row
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
 from deltasync.maintenance import digests, in_parallel, result_or_error
+from deltasync.maintenance.heat import by_layer, read_changed
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.tensors import weight_bytes, weight_elements
 

@@ -12,6 +12,7 @@ import msgspec
 from deltasync.dashboard.observe import Observer
 from deltasync.dashboard.snapshot import Snapshot
 from deltasync.errors import ConfigError, DeltaSyncError, get_logger, printable_in
+from deltasync.threads import daemon
 
 logger = get_logger(__name__)
 
@@ -52,7 +53,7 @@ class PageServer:
         except OSError as error:
             raise ConfigError(f"Port {port} on 127.0.0.1 cannot be used: {error.strerror}.") from None
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}/"
-        self._thread = threading.Thread(target=self._refresh, name="deltasync-dashboard", daemon=True)
+        self._thread = daemon("watch", self._refresh)
 
     def run(self) -> None:
         """Serve until an exception such as Ctrl-C."""

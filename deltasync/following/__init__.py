@@ -5,7 +5,7 @@ from deltasync.following.follower import Follower, StagedVersion
 from deltasync.following.gate import Gate, GatedTarget, Mapped, Names, Part, gated_calls, reclassed
 from deltasync.following.loop import Follow
 from deltasync.following.module import Following, follow
-from deltasync.following.pin import NEWEST, Pin
+from deltasync.following.pin import parse_pin
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
 from deltasync.following.status import HISTORY, Commit, Status
@@ -13,7 +13,6 @@ from deltasync.following.target import Identify, Observer, Target
 
 __all__ = [
     "HISTORY",
-    "NEWEST",
     "ChannelCursor",
     "Commit",
     "Follow",
@@ -27,7 +26,6 @@ __all__ = [
     "Names",
     "Observer",
     "Part",
-    "Pin",
     "Poll",
     "Replica",
     "StagedVersion",
@@ -38,6 +36,7 @@ __all__ = [
     "follower",
     "gated_calls",
     "metrics",
+    "parse_pin",
     "reclassed",
     "replies",
     "requests",

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
-from deltasync.channel.plan import find_chain, find_chain_back, is_revert, payload_bytes
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import (
@@ -28,7 +28,7 @@ from deltasync.errors import (
     NotPublishedError,
     StoreError,
 )
-from deltasync.following.pin import NEWEST, Pin
+from deltasync.following.pin import Pin
 from deltasync.following.tip import NOTHING_KNOWN, SKIP_S, Skip, Tip
 from deltasync.stores.base import ObjectInfo
 
@@ -59,14 +59,13 @@ class ChannelCursor(Tip):
         self.follows_s = time.time()
         self._max_age_s = max_age_s
         self._served: tuple[str, int] = "", 0  # `Slot.newness` of the newest version that was served
-        self._pin = NEWEST  # the last call's
+        self._pin: Pin = None  # the last call's
         self._refresh_due_s = self._retry_due_s = 0.0
         self._failures = 0
         self._lost = True  # whether a poll is no use before a refresh
         self._moved = self._lags = False  # whether the last call returned records; whether the last two did
         self._rest: list[StoredRecord] = []  # the rest of the last chain
         self._singly_to = 0  # versions up to this one are taken one by one
-        self._undoes = True  # whether to go back by undoing; until that fails
         self._blamed = ""  # the key that was skipped last
         self._checked: tuple[VersionId, str, int] | None = None  # a version that this newer epoch has by this number
 
@@ -79,7 +78,7 @@ class ChannelCursor(Tip):
         self,
         have: VersionId | None,
         *,
-        pin: Pin = NEWEST,
+        pin: Pin = None,
         known: Mapping[str, ObjectInfo] = NOTHING_KNOWN,
         refresh: bool = False,
         ahead: bool = False,
@@ -89,20 +88,20 @@ class ChannelCursor(Tip):
 
         Args:
             have: The version that the replica holds.
-            pin: Which versions it takes.
+            pin: The version to stay at; None to take every new one.
             known: New records that events announced, by key; these are read without a request for the key.
             refresh: Refresh, even if none is due.
             ahead: Read head and the next two records at once; later calls with `ahead`, but without `refresh`, use them too.
             pushed: The store announces new records, so that refreshes can be rare.
 
         Raises:
-            NotPublishedError: the channel has no version yet, or none that the pin allows.
+            NotPublishedError: the channel has no version yet.
             MissingVersionError: no chain leads there now; ask again later.
             ChainError, FormatError, StoreError: nothing can be taken now.
         """
         if pin != self._pin:
-            self._pin, self._lost, self._undoes = pin, True, True
-            self.follows_s = time.time() if pin == NEWEST else math.inf
+            self._pin, self._lost = pin, True
+            self.follows_s = time.time() if pin is None else math.inf
             self.failure = None
         elif self._rest and self._rest[0].base == have:
             return self._batch(self._rest, have)
@@ -134,9 +133,9 @@ class ChannelCursor(Tip):
     def _failed(self, error: DeltaSyncError, have: VersionId | None) -> None:
         """Note an error of `next`, unless it only says that a version is not published yet."""
         newest = 0 if self.newest is None else self.newest.version
-        awaited = have is None or self._pin.of(newest) == 0 if isinstance(error, NotPublishedError) else False
+        awaited = isinstance(error, NotPublishedError) and have is None
         if isinstance(error, MissingVersionError):
-            awaited = self._pin.version is not None and self._pin.version > newest
+            awaited = self._pin is not None and self._pin > newest
         if awaited:
             self.failure = None
             return
@@ -150,24 +149,24 @@ class ChannelCursor(Tip):
     def _next(
         self, have: VersionId | None, known: Mapping[str, ObjectInfo], refresh: bool, ahead: bool, pushed: bool
     ) -> list[StoredRecord]:
-        is_there = have is not None and have.version == self._pin.version
+        is_there = have is not None and have.version == self._pin
         if not refresh and is_there:
             return []
         if refresh or not ahead:
             self._ahead = {}
         is_exact, ahead = ahead, ahead and have is not None and self.failure is None
         if ahead:
-            self.read_ahead(self._pin.version or 0, refresh)
+            self.read_ahead(self._pin or 0, refresh)
         elif refresh:
             lists = self.failure is not None and not isinstance(self.failure, StoreError)
             self._refresh(lists, _REFRESH_PUSHED_S if pushed else REFRESH_S)
         found: list[StoredRecord] = []
         newest = 0 if self.newest is None else self.newest.version
-        joins = have is None and 0 < self._pin.of(newest) <= newest
-        waits = (self._pin.version or 0) > newest
+        joins = have is None and 0 < (self._pin or newest) <= newest
+        waits = (self._pin or 0) > newest
         try:
             if not is_there and not joins and (not refresh or is_exact or waits or known):
-                found = self.poll(self._pin.version or 0, known)
+                found = self.poll(self._pin or 0, known)
             if ahead and refresh:
                 self._refresh(False, _REFRESH_PUSHED_S if pushed else REFRESH_S)
         except FormatError as error:
@@ -179,14 +178,14 @@ class ChannelCursor(Tip):
         try:
             chain = self._plan(have, found)
         except MissingVersionError:
-            if waits and not (is_exact and self.is_listed(self._pin.version or 0)):
+            if waits and not (is_exact and self.is_listed(self._pin or 0)):
                 raise
             if not waits:
                 self._refresh(True, REFRESH_S)  # objects of the plan may be gone by now
             chain = self._plan(have, [])
         if self._max_age_s is not None:
             self.check_age(self._max_age_s)
-        if not chain and self.damaged is not None and self._pin.version is None:
+        if not chain and self.damaged is not None and self._pin is None:
             raise self.damaged
         return chain
 
@@ -208,9 +207,6 @@ class ChannelCursor(Tip):
         `key` is that of the record whose objects were missing or damaged; None if the bits were not the promised ones.
         """
         self._lost, self._rest = True, []
-        if is_revert(chain):
-            self._undoes = False
-            return
         if key is not None:
             self.skips[key] = Skip(time.monotonic() + SKIP_S, str(why))
         elif len(chain) > 1:
@@ -262,10 +258,9 @@ class ChannelCursor(Tip):
     def _plan(self, have: VersionId | None, found: Sequence[StoredRecord]) -> list[StoredRecord]:
         """Return the chain to where the pin points; `found` are the newest records, if they were polled."""
         newest = self.newest
-        number = 0 if newest is None else self._pin.of(newest.version)
-        if newest is None or not number:
-            where = "" if newest is None else f" for {self._pin}"
-            raise NotPublishedError(f"{self.reader.store.url} holds no version yet{where}.")
+        if newest is None:
+            raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
+        number = self._pin or newest.version
         if number > newest.version:
             absent = MissingVersionError(f"Version {number} is not published; the newest is version {newest.version}.")
             raise self.damaged or absent
@@ -282,10 +277,6 @@ class ChannelCursor(Tip):
             return []
         if have is None or have.version < number:
             return self._find_chain(have, wanted)
-        if target is not None and self._undoes and have.version > number:
-            chain = find_chain_back(self.reader, have, target, self._avoided())
-            if chain and len(chain) <= _BATCH and payload_bytes(chain) <= _BATCH_BYTES:
-                return chain
         if target is None:
             logger.warning("Version %s is not the channel's any more; starting from full weights.", have)
         return self._find_chain(None, wanted)
@@ -301,9 +292,7 @@ class ChannelCursor(Tip):
     def _batch(self, chain: Sequence[StoredRecord], have: VersionId | None) -> list[StoredRecord]:
         """Return the first records of a chain, those that go into one commit; keep the rest."""
         # A replica without weights takes full weights alone. For others a chain that starts from full weights is one commit,
-        # because a replica that serves must not go back to an older version in between. So is a chain back.
-        if is_revert(chain):
-            return list(chain)
+        # because a replica that serves must not go back to an older version in between.
         most = 1 if have is not None and have.version < self._singly_to else _BATCH
         count, batch_bytes = 0, 0
         while count < len(chain):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -14,10 +14,8 @@ import torch
 from deltasync import codec
 from deltasync.channel import payloads
 from deltasync.channel.documents import VersionId
-from deltasync.channel.plan import is_revert
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import ahead
 from deltasync.errors import (
     CorruptDataError,
     DeltaSyncError,
@@ -29,6 +27,7 @@ from deltasync.errors import (
 from deltasync.live import LiveMemory, Prints, Staged, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
+from deltasync.threads import ahead
 
 if TYPE_CHECKING:
     from deltasync.codec.device import Decoder
@@ -164,14 +163,14 @@ class Follower:
         with _map_out_of_memory(chain[-1].record.version):
             # Deltas before full weights do not matter; a writer that starts over stores full weights between deltas.
             first = max((at for at, stored in enumerate(chain) if stored.use_anchor), default=None)
-            if first is not None and not is_revert(chain):
+            if first is not None:
                 staged, whole = self._stage_weights(chain[first:])
             else:
                 staged, whole = self._stage_there(chain[0]) if self._decodes_there(chain) else self._stage(chain)
         return StagedVersion(chain, staged, whole, time.perf_counter() - before)
 
     def _stage(self, chain: Sequence[StoredRecord]) -> tuple[Staged, Delta]:
-        changed = self._undone(chain[:-1]) if is_revert(chain) else self._changed(chain)
+        changed = self._changed(chain)
         return self.memory.stage(changed), changed.delta
 
     def _decodes_there(self, chain: Sequence[StoredRecord]) -> bool:
@@ -244,15 +243,10 @@ class Follower:
                 self.settled = False
             raise
 
-    def _undone(self, chain: Sequence[StoredRecord]) -> Changed:
-        """Return the changes that undo records. Fingerprints are left out: records have only those after them."""
-        delta = self._changed(chain).delta
-        return Changed(delta.undone(), dict.fromkeys(delta.counts()))
-
-    def _changed(self, chain: Sequence[StoredRecord], first: codec.OldBits | None = None) -> Changed:
+    def _changed(self, chain: Sequence[StoredRecord], first: Callable[[str], np.ndarray] | None = None) -> Changed:
         """Return the merged changes of records, applied to the live bits or to those of `first`."""
         done: list[Delta] = []
-        fingerprints: dict[str, int | None] = {}
+        fingerprints: dict[str, int] = {}
 
         def wanted(name: str) -> Sequence[Region] | None:
             return None if name in self._whole else self.memory.held(name)

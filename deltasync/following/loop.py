@@ -19,7 +19,6 @@ from deltasync.channel.documents import VersionId
 from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import Home
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     AckTimeoutError,
@@ -34,11 +33,12 @@ from deltasync.errors import (
     printable,
 )
 from deltasync.following.cursor import ChannelCursor, identify
-from deltasync.following.pin import NEWEST, Pin, Reached, Waits
+from deltasync.following.pin import Pin, Reached, Waits, parse_pin, pin_text
 from deltasync.following.poll import Poll
 from deltasync.following.status import HISTORY, SHOWN, Commit, Health, HeartbeatWriter, Status, log_commit
 from deltasync.following.target import Observer, Target
 from deltasync.stores.base import ObjectInfo
+from deltasync.threads import Home, daemon
 
 logger = get_logger(__name__)
 
@@ -76,7 +76,7 @@ class Follow:
         self.commits: deque[Commit] = deque(maxlen=HISTORY)
         self.on_step: list[Callable[[], None]] = []
         self._observer, self._log = observer, log
-        self._pin = Pin.parse(settings.pin)
+        self._pin = parse_pin(settings.pin)
         self._health, self._waits = Health(settings.poll_interval_s, log), Waits()
         self._opened, self._audited_s = False, time.monotonic()
         self._asked = False  # a caller waits: refresh, and retry skipped objects
@@ -112,7 +112,7 @@ class Follow:
     @property
     def why(self) -> str:
         """Why it is not at the newest version, for a wait that was in vain: the error, and a pin; may be empty."""
-        return f"{self.error or ''}{'' if self.pin == NEWEST else f' It is pinned: {self.pin}.'}".strip()
+        return f"{self.error or ''}{'' if self.pin is None else f' It is pinned: {self.pin}.'}".strip()
 
     @property
     def state(self) -> str:
@@ -136,8 +136,9 @@ class Follow:
             return f"This server serves no version of {self.reader.store.url} yet. {self._health.error or ''}".rstrip()
         if self._health.state == "sleeping":
             return f"This server does not generate now. {self._health.error or ''}".rstrip()
-        if not self.pin.is_near(served, newest, self.settings.ready_behind):
-            where = f"{newest - served} behind" if self.pin == NEWEST else f"and is pinned ({self.pin}); the newest is"
+        pin, most = self.pin, max(1, self.settings.ready_behind)
+        if not 0 <= newest - served <= most if pin is None else served != pin:
+            where = f"{newest - served} behind" if pin is None else f"and is pinned ({pin}); the newest is"
             return f"This server serves version {served}, {where} version {newest}."
         return self._stale
 
@@ -154,7 +155,7 @@ class Follow:
             epoch=None if identity is None else identity.epoch,
             sha256=None if identity is None else identity.sha256,
             newest_version=self.newest,
-            pin=None if self.pin == NEWEST else str(self.pin),
+            pin=None if self.pin is None else pin_text(self.pin),
             followed_s_ago=self.stuck_s if self._health.has_followed else None,
             error=self.error,
             trusted_keys=None if trusted is None else trusted.names,
@@ -167,18 +168,18 @@ class Follow:
 
     @property
     def pin(self) -> Pin:
-        """Which versions it takes."""
+        """The version that it stays at; None if it takes every new one."""
         return self._pin
 
     def check_pin(self, pin: Pin) -> None:
-        """Ask the store whether a version that is named by its number is there.
+        """Ask the store whether the version is there.
 
         Raises:
             MissingVersionError: it is not.
             StoreError: the store did not answer.
         """
-        if pin.version is not None and self.version != pin.version:
-            self.reader.numbered(pin.version)
+        if pin is not None and self.version != pin:
+            self.reader.numbered(pin)
 
     def set_pin(self, pin: Pin, *, checked: bool = False) -> None:
         """Take other versions from now on. Raises as `check_pin`, unless that was called; the pin then stays as it was."""
@@ -224,7 +225,7 @@ class Follow:
         wanted = 1 if version is None else version
         if version is None and self.version is not None:
             return self.version
-        reached = self.request(wanted if version is not None or self._pin.version is None else self._pin.version)
+        reached = self.request(wanted if version is not None or self._pin is None else self._pin)
         if (served := self._waits.wait(reached, timeout_s)) is None:
             raise AckTimeoutError(
                 f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}. {self.why}".rstrip()
@@ -235,7 +236,7 @@ class Follow:
 
     def start(self) -> None:
         """Follow in a daemon thread until `stop`."""
-        self._thread = threading.Thread(target=self.run, name="deltasync-follow", daemon=True)
+        self._thread = daemon("follow", self.run)
         self._thread.start()
 
     def end(self) -> None:
@@ -325,7 +326,7 @@ class Follow:
         """Take one step to where a pin points (by default the own). Returns whether nothing is left to take.
 
         Args:
-            pin: Which versions to take.
+            pin: The version to go to.
             known: The listing entry of a new record, from an event.
             ahead: As in `ChannelCursor.next`.
             audits: Audit the weights when that is due.
@@ -343,7 +344,7 @@ class Follow:
             try:
                 if known is not None:
                     self._poll.announce(known)
-                if is_done := self._step(pin or self._pin, ahead, audits):
+                if is_done := self._step(self._pin if pin is None else pin, ahead, audits):
                     self._waits.caught_up(begun)
                 self._report(None)
                 return is_done

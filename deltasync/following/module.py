@@ -31,7 +31,7 @@ from deltasync.errors import ConfigError, NotPublishedError
 from deltasync.following.follower import StagedVersion
 from deltasync.following.gate import Gate, GatedTarget, Names, Part, plain_name, reclassed
 from deltasync.following.loop import Follow
-from deltasync.following.pin import Pin
+from deltasync.following.pin import parse_pin, pin_text
 from deltasync.following.status import Commit, Status
 from deltasync.stores import Store
 
@@ -96,16 +96,16 @@ class Following:
 
     @property
     def pin(self) -> str:
-        """Which versions it takes: `newest`, a number to stay at, `every 10`, `2 behind`. May be set at any time.
+        """The version that it stays at, or `newest`. May be set at any time.
 
         Raises:
             MissingVersionError: when it is set to a number that the channel does not have; it stays as it was.
         """
-        return str(self._follow.pin)
+        return pin_text(self._follow.pin)
 
     @pin.setter
     def pin(self, text: str | int) -> None:
-        self._follow.set_pin(Pin.parse(str(text)))
+        self._follow.set_pin(parse_pin(str(text)))
 
     def sync(self) -> int:
         """Refresh now, apply new versions, and return the number of the version that the weights are.

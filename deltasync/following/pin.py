@@ -2,63 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Self
 
 from deltasync.channel.documents import VersionId
 from deltasync.config import PIN
 from deltasync.errors import ConfigError, PinnedError
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pin:
-    """Which versions a replica takes.
-
-    Attributes:
-        version: The version to stay at; None to follow the channel.
-        every: Take only versions whose number is a multiple of this.
-        behind: Stay this many versions behind the newest.
-    """
-
-    version: int | None = None
-    every: int = 1
-    behind: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Parse `newest`, a version's number, `every K` or `K behind`. Raises ConfigError for anything else."""
-        found = re.fullmatch(PIN, text.strip())
-        if found is None:
-            raise ConfigError(f"A pin is newest, a version, `every K` or `K behind`, not {text!r}.")
-        return cls(**{name: int(number) for name, number in found.groupdict().items() if number is not None})
-
-    def of(self, newest: int) -> int:
-        """Return the number of the version to go to; 0 if there is none yet."""
-        if self.version is not None:
-            return self.version
-        return max(0, newest - self.behind) // self.every * self.every
-
-    def is_near(self, served: int, newest: int, within: int) -> bool:
-        """Whether `served` is the version that the pin points to, or with a moving pin at most `within` versions before it.
-
-        With `every` K, up to K versions are always near.
-        """
-        if self.version is not None:
-            return served == self.version
-        return 0 <= self.of(newest) - served <= max(within, self.every)
-
-    def __str__(self) -> str:
-        if self.version is not None:
-            return str(self.version)
-        return f"every {self.every}" if self.every > 1 else f"{self.behind} behind" if self.behind else "newest"
+Pin = int | None
+"""The version that a replica stays at; None to take every new one."""
 
 
-NEWEST = Pin()
-"""Take every version of the channel."""
+def parse_pin(text: str) -> Pin:
+    """Parse `newest` or a version's number. Raises ConfigError for anything else."""
+    if re.fullmatch(PIN, text.strip()) is None:
+        raise ConfigError(f"A pin is newest or a version's number, not {text!r}.")
+    return None if text.strip() == "newest" else int(text)
+
+
+def pin_text(pin: Pin) -> str:
+    """Return the text that `parse_pin` parses."""
+    return "newest" if pin is None else str(pin)
 
 
 Reached = Callable[[], int | None]
@@ -112,14 +78,14 @@ class Waits:
 
         def reached() -> int | None:
             pin, served, epoch = now()
-            if pin.version is not None and version not in (None, pin.version):
-                raise PinnedError(f"This replica is pinned to version {pin.version} and will not serve version {version}.")
+            if pin is not None and version not in (None, pin):
+                raise PinnedError(f"This replica is pinned to version {pin} and will not serve version {version}.")
             if self.pins != pins and version is None and step is None:
-                raise PinnedError(f"The pin of this replica was changed meanwhile to: {pin}.")
+                raise PinnedError(f"The pin of this replica was changed meanwhile to: {pin_text(pin)}.")
             if served is None:
                 return None
             if version is not None:
-                is_there = served.version == version if pin.version is not None else served.version >= version
+                is_there = served.version == version if pin is not None else served.version >= version
                 return served.version if is_there else None
             if self._caught_up <= begun:
                 return None

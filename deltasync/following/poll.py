@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Self
 
 from deltasync.channel import keys
@@ -19,6 +19,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import StoreError
 from deltasync.stores.base import ObjectInfo, Store, Watch
+from deltasync.threads import Workers
 
 _MOST_KNOWN = 64  # announced records that wait for a step
 _FIRST_S = 0.02
@@ -150,7 +151,7 @@ class Prefetch:
         self._slot: Slot | None = None
         self._left: dict[int, list[int]] = {}  # numbers of each rank's parts that did not come yet
         self._running: list[Future[None]] = []
-        self._pool: ThreadPoolExecutor | None = None
+        self._workers = Workers(_AT_ONCE, "fetch")
         self._taken_s = self._between_s = 0.0
         self._first_s: float | None = None  # when the first part of the slot came
         self._left_bytes = _MOST_BYTES
@@ -176,11 +177,10 @@ class Prefetch:
                 self._slot, self._left_bytes, self._first_s = slot, _MOST_BYTES, None
                 self._left = {rank: list(range(1, count + 1)) for rank, count in self._counts.items()}
                 self._reader.held.clear()
-            self._pool = self._pool or ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="deltasync-ahead")
             self._running = []  # before anything begins that adds to it
             for rank, left in self._left.items():
                 if left:
-                    self._running.append(self._pool.submit(self._begin, slot, rank, left[0]))
+                    self._running.append(self._workers.submit(self._begin, slot, rank, left[0]))
         least_s, most_s = _SOON_S
         wait_s = 0.0 if self._first_s is None else max(least_s, _SOON * (time.monotonic() - self._first_s))
         if slot != self._slot or not 0 < wait_s <= most_s:
@@ -190,8 +190,8 @@ class Prefetch:
 
     def _begin(self, slot: Slot, rank: int, number: int) -> None:
         """Fetch the next part of a rank; if it is there, the others too."""
-        if self._fetch(slot, rank, number) and self._pool is not None:
-            self._running += [self._pool.submit(self._insist, slot, rank, number) for number in self._left[rank]]
+        if self._fetch(slot, rank, number):
+            self._running += [self._workers.submit(self._insist, slot, rank, number) for number in self._left[rank]]
 
     def _insist(self, slot: Slot, rank: int, number: int) -> None:
         """Fetch a part that is being stored by now."""

@@ -14,7 +14,6 @@ import torch
 from deltasync.channel import checkpoint
 from deltasync.channel.documents import VersionId
 from deltasync.channel.failover import open_failover
-from deltasync.channel.plan import is_revert
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.config import ReaderSettings, ReplicaSettings, whole_number
@@ -22,7 +21,7 @@ from deltasync.errors import NotPublishedError
 from deltasync.following.cursor import identify, tied
 from deltasync.following.follower import Follower, StagedVersion
 from deltasync.following.loop import Follow
-from deltasync.following.pin import NEWEST, Pin
+from deltasync.following.pin import Pin
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
 from deltasync.live import LiveMemory, model_fingerprint
@@ -88,7 +87,7 @@ class MemoryTarget:
 
     def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | Sequence[StoredRecord]:
         """Stage a chain (`Target.stage`). A replica that joins loads the chain at its commit."""
-        if self.version is None or (self.joining and not is_revert(chain)):
+        if self.version is None or self.joining:
             return chain
         return self._opened.stage(chain)
 
@@ -191,18 +190,18 @@ class Replica:
             NotPublishedError: the channel has no version yet.
             ChainError, FormatError, StoreError, ApplyError: the previous version stays live.
         """
-        pin = NEWEST if version is None else Pin(whole_number("version", version, least=1))
+        pin = None if version is None else whole_number("version", version, least=1)
         self._target.joining = self.identity is None
         return self._follow.catch_up(pin, wait_s=timeout_s)
 
-    def poll(self, known: ObjectInfo | None = None, pin: Pin = NEWEST) -> int:
+    def poll(self, known: ObjectInfo | None = None, pin: Pin = None) -> int:
         """Take the next version, if there is one, usually by a single request.
 
         Otherwise the same as `sync`, but a new version may be found some seconds later. `known` is the listing entry of a
         new record, from an event.
 
         Raises:
-            NotPublishedError: the channel has no version yet, or none that the pin allows.
+            NotPublishedError: the channel has no version yet.
         """
         self._target.joining = self.identity is None
         self._follow.step(pin, known=known)

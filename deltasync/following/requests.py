@@ -1,6 +1,6 @@
 """Requests to a replica's routes: their bodies, who may send them, from which sites, and from when on.
 
-A follow loop may run in another process than the routes. Questions to it begin there, and its state has the answers later.
+A follow loop may run in another process than the routes. Requests to it begin there, and its state has the answers later.
 
 The token is taken as a bearer token or, for browsers, as the password of any user. A browser sends what any page tells it
 to, with the passwords it keeps for us, from machines that reach us where the page's author does not. So requests that
@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from deltasync.channel.documents import Number
-from deltasync.channel.threads import Workers
 from deltasync.errors import UNREADABLE_JSON, ConfigError, describe, get_logger
 from deltasync.following.loop import Follow
-from deltasync.following.pin import Pin
+from deltasync.following.pin import parse_pin, pin_text
+from deltasync.threads import Workers
 
 _T = TypeVar("_T")
 
@@ -52,7 +52,7 @@ class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
 
 
 class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/pin`. `pin` is a text for `deltasync.following.Pin.parse`."""
+    """Body of `POST /deltasync/pin`. `pin` is a text for `deltasync.following.parse_pin`."""
 
     pin: str
     timeout_s: HeldSeconds = 60.0
@@ -160,55 +160,55 @@ STATUS_CODES = {"ConfigError": 422, "MissingVersionError": 409, "PinnedError": 4
 """HTTP status of a reply whose `error` begins with the name of a class; 504 for others."""
 
 
-class Questions:
-    """Questions to one loop. Not thread-safe. `digest` returns the sha256 of every tensor, while the loop does not step.
+class Requests:
+    """Requests to one loop. Not thread-safe. `digest` returns the sha256 of every tensor, while the loop does not step.
 
-    Whoever can put questions past the routes has to know `token`, if there is one.
+    Whoever can put requests past the routes has to know `token`, if there is one.
     """
 
     def __init__(self, follow: Follow, digest: Callable[[], dict[str, str]], token: str | None = None) -> None:
         self._follow, self._digest, self._token = follow, digest, token
-        self._open: dict[str, _Answering] = {}  # questions without an answer
+        self._open: dict[str, _Answering] = {}  # requests without an answer
         self._answers: dict[str, dict[str, Any]] = {}
-        self._threads, self._status_thread = Workers(_THREADS, "deltasync-question"), Workers(1, "deltasync-status")
+        self._threads, self._status_thread = Workers(_THREADS, "reply"), Workers(1, "reply")
 
-    def takes(self, question: Any) -> bool:
-        """Whether this is a question, and by one who may ask."""
-        if not isinstance(question, dict) or not isinstance(question.get("id"), str):
+    def takes(self, request: Any) -> bool:
+        """Whether this is a request, and by one who may ask."""
+        if not isinstance(request, dict) or not isinstance(request.get("id"), str):
             return False
-        return isinstance(question.get("timeout_s"), float) and question.get("token") == self._token
+        return isinstance(request.get("timeout_s"), float) and request.get("token") == self._token
 
-    def ask(self, question: dict[str, Any]) -> None:
-        """Begin to answer; `state` goes on. A question has an `id` and `timeout_s`.
+    def ask(self, request: dict[str, Any]) -> None:
+        """Begin to answer; `state` goes on. A request has an `id` and `timeout_s`.
 
         It also has `digest`; or `commits`, how many of them the status is to have; or a `version`, a trainer's `step` or
-        neither to wait for, as `Follow.request`, and maybe a `pin` to set first. `withdrawn` forgets the question.
+        neither to wait for, as `Follow.request`, and maybe a `pin` to set first. `withdrawn` forgets the request.
         """
-        number = question["id"]
+        number = request["id"]
         self._open.pop(number, None)
         self._answers.pop(number, None)
-        if not question.get("withdrawn"):
-            self._open[number], self._answers[number] = self._answering(question), {}
+        if not request.get("withdrawn"):
+            self._open[number], self._answers[number] = self._answering(request), {}
 
-    def _answering(self, question: dict[str, Any]) -> _Answering:
+    def _answering(self, request: dict[str, Any]) -> _Answering:
         """Yield until the answer is known, and return it."""
-        follow, timeout_s = self._follow, question["timeout_s"]
+        follow, timeout_s = self._follow, request["timeout_s"]
         deadline = time.monotonic() + timeout_s
-        if "commits" in question:
-            status = self._status_thread.submit(follow.status, question["commits"])
+        if "commits" in request:
+            status = self._status_thread.submit(follow.status, request["commits"])
             return msgspec.to_builtins((yield from _result(status)))
-        if question.get("digest"):
+        if request.get("digest"):
             return (yield from _result(self._threads.submit(self._read)))
-        if question.get("pin") is not None:
-            pin = Pin.parse(question["pin"])
+        if request.get("pin") is not None:
+            pin = parse_pin(request["pin"])
             check = self._threads.submit(follow.check_pin, pin)
             while not check.done():
                 if time.monotonic() >= deadline:
-                    return {"error": f"The store does not say whether it is there. The pin stays: {follow.pin}."}
+                    return {"error": f"The store does not say whether it is there. The pin stays: {pin_text(follow.pin)}."}
                 yield
             check.result()
             follow.set_pin(pin, checked=True)
-        reached = follow.request(question.get("version"), question.get("step"))
+        reached = follow.request(request.get("version"), request.get("step"))
         while (served := reached()) is None:
             if time.monotonic() >= deadline:
                 return {"error": f"After {timeout_s:g} s version {follow.version} is served. {follow.why}".rstrip()}

@@ -3,7 +3,7 @@
 GET  /deltasync/status         version served, lag, errors, and each commit's numbers; ?commits=0 leaves these out
 GET  /deltasync/ready          200 while a version that is new enough is served, otherwise 503; needs no token
 POST /deltasync/sync           refresh now, and reply once a version is served
-POST /deltasync/pin            stay at a version, or skip some, and reply once that is served; 409 keeps the old pin
+POST /deltasync/pin            stay at a version, or follow again, and reply once that is served; 409 keeps the old pin
 POST /receive_weight_update    as /deltasync/sync, by the trainer's step, as PipelineRL's trainer calls it
 GET  /deltasync/digest         sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
 
@@ -28,13 +28,13 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
-from deltasync.channel.threads import Workers
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError
 from deltasync.following.loop import Follow
-from deltasync.following.pin import Pin
+from deltasync.following.pin import parse_pin, pin_text
 from deltasync.following.requests import STATUS_CODES, PinTo, Sync, WeightUpdate, body_of, stranger, token_matches
 from deltasync.following.status import HISTORY
+from deltasync.threads import Workers
 
 _Body = TypeVar("_Body")
 _Result = TypeVar("_Result")
@@ -192,7 +192,7 @@ class LocalRoutes(Routes):
 
     def __init__(self) -> None:
         super().__init__()
-        self._threads = Workers(_THREADS, "deltasync-route")
+        self._threads = Workers(_THREADS, "reply")
 
     async def _in_thread(self, call: Callable[..., _Result], *args: Any) -> _Result:
         """Run a call in a thread that keeps neither the event loop nor the end of the process, should the store hang."""
@@ -216,16 +216,18 @@ class LocalRoutes(Routes):
         """As `Routes.pin`."""
         follow = self.follow()
         try:
-            pin = Pin.parse(wanted.pin)
+            pin = parse_pin(wanted.pin)
         except ConfigError as error:
             raise Refused(422, str(error)) from None
         try:
             async with asyncio.timeout(wanted.timeout_s):
                 await self._in_thread(follow.check_pin, pin)
         except MissingVersionError as error:
-            raise Refused(409, f"{error} The pin stays: {follow.pin}.") from None
+            raise Refused(409, f"{error} The pin stays: {pin_text(follow.pin)}.") from None
         except TimeoutError:
-            raise Refused(504, f"The store does not say whether it is there. The pin stays: {follow.pin}.") from None
+            raise Refused(
+                504, f"The store does not say whether it is there. The pin stays: {pin_text(follow.pin)}."
+            ) from None
         follow.set_pin(pin, checked=True)
         return await self.sync(wanted.timeout_s)
 
@@ -278,7 +280,7 @@ async def _wait(follow: Follow, timeout_s: float, version: int | None, step: int
 class RemoteRoutes(Routes):
     """Routes to follow loops in other processes.
 
-    `states` returns the `Questions.state` of each loop, and `ask` puts a question to all of them.
+    `states` returns the `Requests.state` of each loop, and `ask` puts a request to all of them.
 
     Attributes:
         last_not_ready: Why requests should not be answered, as of a moment ago.
@@ -319,13 +321,13 @@ class RemoteRoutes(Routes):
         """As `Routes.pin`."""
         return (await self._answers(wanted.timeout_s, pin=wanted.pin))[0]
 
-    async def _answers(self, timeout_s: float, **question: Any) -> list[dict[str, Any]]:
+    async def _answers(self, timeout_s: float, **request: Any) -> list[dict[str, Any]]:
         """Return what each loop answers. Raises Refused with an error of one, or if one does not answer in time.
 
-        A question that nobody waits for any more is withdrawn.
+        A request that nobody waits for any more is withdrawn.
         """
         number, answers = uuid.uuid4().hex, list[Any]()
-        await self._put({**question, "id": number, "timeout_s": timeout_s})
+        await self._put({**request, "id": number, "timeout_s": timeout_s})
         try:
             async with asyncio.timeout(timeout_s + 5):
                 while not answers or not all(answers):

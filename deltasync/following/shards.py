@@ -42,6 +42,7 @@ from deltasync.following.shard import HANDED_BYTES, Audit, Done, Engine, Found, 
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
 from deltasync.live import Prints, Union, assemble, proof
+from deltasync.threads import daemon
 
 logger = get_logger(__name__)
 
@@ -446,4 +447,4 @@ def serve_background(shards: RankedShards) -> None:
             with contextlib.suppress(Exception):  # the first rank has met it too, and reports it
                 getattr(shards, method)(*arguments)
 
-    threading.Thread(target=serve, name="deltasync-rank", daemon=True).start()
+    daemon("follow", serve).start()

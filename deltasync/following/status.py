@@ -22,6 +22,7 @@ from deltasync.errors import (
     printable,
 )
 from deltasync.stores.base import Store
+from deltasync.threads import daemon
 
 logger = get_logger(__name__)
 
@@ -158,7 +159,7 @@ class HeartbeatWriter:
             self._next = Heartbeat(**{name: getattr(status, name) for name in names})
             self._changed.notify()
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="deltasync-heartbeat", daemon=True)
+            thread = daemon("heartbeat", self._run)
             try:
                 thread.start()
             except RuntimeError:

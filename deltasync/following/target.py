@@ -53,7 +53,7 @@ class Target(Protocol):
     def stage(self, chain: Sequence[StoredRecord]) -> Any:
         """Fetch, verify and decode the versions of a chain without touching live weights. Returns the argument of `commit`.
 
-        A chain starts from `version`, or from full weights (`chain[0].use_anchor`); or it goes back (`plan.is_revert`).
+        A chain starts from `version`, or from full weights (`chain[0].use_anchor`).
         Returns None if the live bits are not known, so that `settle` is needed first.
 
         Raises:

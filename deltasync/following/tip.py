@@ -16,7 +16,6 @@ from deltasync.channel.documents import Head, VersionId
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import each
 from deltasync.errors import (
     CorruptDataError,
     DeltaSyncError,
@@ -28,6 +27,7 @@ from deltasync.errors import (
 )
 from deltasync.following.poll import Prefetch
 from deltasync.stores.base import ObjectInfo
+from deltasync.threads import each
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import torch
 
 from deltasync.errors import StageError, get_logger
 from deltasync.kernels import SegmentKernels, compares, segment_kernels
+from deltasync.threads import Workers
 
 logger = get_logger(__name__)
 
@@ -223,9 +224,9 @@ def device_of(live: torch.Tensor) -> Device | None:
 
 
 @functools.cache
-def copiers() -> ThreadPoolExecutor:
+def copiers() -> Workers:
     """Return the threads that copy host memory."""
-    return ThreadPoolExecutor(_COPIERS, thread_name_prefix="deltasync-copy")
+    return Workers(_COPIERS, "copy")
 
 
 def each(actions: list[Callable[[], None]]) -> None:

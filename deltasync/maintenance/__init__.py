@@ -25,18 +25,21 @@ from deltasync.maintenance.scan import (
 
 if TYPE_CHECKING:
     from deltasync.maintenance.compaction import write_compaction
-    from deltasync.maintenance.copies import Copied, copy, export
+    from deltasync.maintenance.copies import Copied, copy, export, model_files
+    from deltasync.maintenance.history import Change, bisect, blame, matching
     from deltasync.maintenance.relay import Relay
     from deltasync.maintenance.repairs import Repair, repair, source_of
 
 _HOME = {
-    **dict.fromkeys(("Copied", "copy", "export"), "copies"),
+    **dict.fromkeys(("Copied", "copy", "export", "model_files"), "copies"),
     **dict.fromkeys(("Repair", "repair", "source_of"), "repairs"),
+    **dict.fromkeys(("Change", "bisect", "blame", "matching"), "history"),
     "Relay": "relay",
     "write_compaction": "compaction",
 }
 
 __all__ = [
+    "Change",
     "Collected",
     "Copied",
     "KeepPolicy",
@@ -44,6 +47,8 @@ __all__ = [
     "Repair",
     "Report",
     "RetentionPlan",
+    "bisect",
+    "blame",
     "check",
     "copy",
     "digests",
@@ -51,9 +56,12 @@ __all__ = [
     "exists",
     "export",
     "gc",
+    "heat",
     "identities",
     "in_parallel",
     "lineage",
+    "matching",
+    "model_files",
     "progressed",
     "repair",
     "reporting",

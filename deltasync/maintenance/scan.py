@@ -15,10 +15,10 @@ from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import ahead
 from deltasync.errors import DeltaSyncError, FormatError, MissingVersionError, ObjectMissingError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.retries import retried
+from deltasync.threads import ahead
 
 THREADS, WHOLE = 8, 4  # concurrent reads of documents, and of whole objects
 

@@ -144,7 +144,7 @@ class _Opener:
 
     def _channel(self) -> Channel | None:
         with contextlib.suppress(NotPublishedError):
-            return self._reader.channel()
+            return self._reader.read_channel_again()  # what is published to another run than the channel's nobody reads
         return None
 
     def _list(self) -> _Listed:
@@ -263,8 +263,17 @@ class _Opener:
             slots = [end.next_slot, *(Slot(number, epoch) for epoch in epochs if epoch > end.epoch)]
             following = next((found for slot in slots if (found := self._taken(slot)) is not None), None)
             if following is None:
-                return end
+                return self._as_stored(end)
             end = following
+
+    def _as_stored(self, end: _End) -> _End:
+        """Return the end with the digest of its record: a seal or an opening may name it wrong."""
+        if end.version is None or end.version.epoch == end.epoch:
+            return end
+        found = self._found(end.version.slot)
+        if isinstance(found, _End) and found.version is not None and found.version.slot == end.version.slot:
+            return _End(found.version, end.epoch)
+        return end
 
     def _known(self) -> VersionId | None:
         """Return the version that head names, if it is there."""

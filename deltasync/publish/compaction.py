@@ -18,7 +18,6 @@ from deltasync.channel import keys, payloads
 from deltasync.channel.documents import File
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import INLINE_BYTES, StoredRecord
-from deltasync.channel.threads import Workers
 from deltasync.codec.base import Encoded
 from deltasync.kernels import native
 from deltasync.publish.encode import Versions, encode, prove
@@ -27,6 +26,7 @@ from deltasync.publish.shadow import Snapshot
 from deltasync.ranks.peers import Range
 from deltasync.tensors import Delta, Layout, fingerprint
 from deltasync.tensors.delta import joined, of_tensor
+from deltasync.threads import Workers
 
 CODEC = "packed"
 """Codec of compactions: it decodes without old bits, can be undone, and is the smaller one where much has changed."""
@@ -94,7 +94,7 @@ def store_parts(
         FormatError, MissingVersionError, StoreError: the weights of `base` cannot be read.
         CorruptDataError: a payload does not decode to the version's bits, or memory is damaged.
     """
-    puts, stored = Workers(STORED_AT_ONCE, "deltasync-compaction"), list[Future[File]]()
+    puts, stored = Workers(STORED_AT_ONCE, "upload"), list[Future[File]]()
     waiting: Encoded | None = None
     changed = before = 0
 

@@ -14,7 +14,7 @@ from deltasync import codec
 from deltasync.channel import payloads
 from deltasync.channel.documents import Delta, File, Record, VersionId
 from deltasync.channel.record import INLINE_BYTES
-from deltasync.codec.base import Encoded, NewBits
+from deltasync.codec.base import Encoded, NewBits, RangeBits
 from deltasync.errors import CorruptDataError, get_logger
 from deltasync.publish.job import Job
 from deltasync.tensors import Delta as Changes
@@ -163,13 +163,9 @@ def prove(codec_name: str, delta: Changes, versions: Versions, data: bytes) -> N
         delta=Delta(codec=codec_name, changed=delta.changed),
     )
 
-    def old(name: str) -> np.ndarray:
+    def old(name: str) -> RangeBits:
         new_N, start = versions.new(name)
-        bits_N = np.empty(layout.specs[name].element_count, new_N.dtype)
-        bits_N[start : start + new_N.size] = new_N  # no block is outside
-        steps = delta.of(name)
-        bits_N[steps.at_K] -= steps.data_K
-        return bits_N
+        return RangeBits(new_N, start, layout.specs[name].element_count, delta.of(name))
 
     what = f"The payload from version {versions.base} to {versions.to}"
     found, digests = payloads.decode(record, [(what, data)], layout, old)

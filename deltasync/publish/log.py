@@ -20,7 +20,6 @@ from deltasync.channel.documents import Anchor, Channel, File, Head, Record, Ver
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Bounds, StoredRecord
 from deltasync.channel.signing import Signer
-from deltasync.channel.threads import Workers
 from deltasync.codec.base import Encoded
 from deltasync.config import PublisherSettings
 from deltasync.errors import (
@@ -37,6 +36,7 @@ from deltasync.errors import (
 )
 from deltasync.publish import writes
 from deltasync.stores.base import REQUEST_S
+from deltasync.threads import Workers
 
 logger = get_logger(__name__)
 
@@ -139,7 +139,7 @@ class Log:
         self._anchor: tuple[int, str] | None = None
         self._lock = threading.Lock()
         self._head_waits = self._had_head = False
-        self._head = Workers(1, "deltasync-head")
+        self._head = Workers(1, "upload")
 
     @property
     def next_version(self) -> int:
@@ -334,7 +334,7 @@ class Log:
 
     def _put_guarded(self, key: str, data: bytes) -> None:
         """Put an object after a look at the epochs, which is made while its bytes are uploaded."""
-        look, looked_s = Workers(1, "deltasync-look").submit(self._read_epochs), 0.0
+        look, looked_s = Workers(1, "fetch").submit(self._read_epochs), 0.0
 
         def guard() -> None:
             nonlocal looked_s

@@ -19,12 +19,11 @@ from concurrent.futures import Future
 import numpy as np
 
 from deltasync import maintenance
-from deltasync.channel import anchors, checkpoint, keys, requests
+from deltasync.channel import anchors, checkpoint, keys
 from deltasync.channel.documents import Anchor, Delta, File
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import Workers
 from deltasync.config import Retention
 from deltasync.errors import ChainError, CorruptDataError, DeltaSyncError, FormatError, MissingVersionError, get_logger
 from deltasync.maintenance import KeepPolicy, exists
@@ -37,14 +36,12 @@ from deltasync.publish.shadow import Shadow
 from deltasync.ranks.peers import Signals
 from deltasync.stores.retries import retried
 from deltasync.tensors import fingerprint
+from deltasync.threads import Workers
 
 logger = get_logger(__name__)
 
 _LEAST_BETWEEN = 16
 """Versions from one garbage collection to the next, which reads all records."""
-
-_REFRESH_S = 15.0
-"""From one look for a request to the next, at least."""
 
 _LOOK_S, _LOOK_VERSIONS = 60.0, 16
 """From one look whether a late joiner could start to the next, whichever is over first."""
@@ -64,7 +61,6 @@ class Maintenance:
         storing: Whether an anchor or a compaction is being stored.
         failed: Whether the last anchor could not be stored, or the one that a compaction needs cannot be read.
         lost: Whether the store, or the checkpoint that the channel refers to, has lost what a late joiner starts from.
-        asked: The newest version when somebody asked for an anchor, as far as it exists; 0 if nobody asks.
         affords: Whether the budget pays for an anchor that the ranks have to collect with the next version.
     """
 
@@ -82,15 +78,14 @@ class Maintenance:
         self.retention = retention
         self.chain = chain
         self.storing = self.failed = self.lost = self.affords = False
-        self.asked = self._request = 0  # the second one is the number in the request that was read last
-        self._refreshed_s = self._looked_s = time.monotonic()
+        self._looked_s = time.monotonic()
         self._looked = self._looks = 0  # the version at the last look, and the number of looks
         self._losses = self._lost_from = 0  # how often something was lost, and the version from which it may be again
         self._anchor_every, self._signals = anchor_every, signals
         self._log = log
         self._model_files = model_files
         self._collected = 0
-        self._workers = Workers(1, "deltasync-maintenance")
+        self._workers = Workers(1, "maintenance")
 
     def is_due(self, version: int) -> bool:
         """Whether an anchor is to be stored beside a version, whatever it costs."""
@@ -98,8 +93,7 @@ class Maintenance:
         if self.storing:
             return False
         since = version - chain.base_version
-        asked = self.asked > chain.base_version or (self.asked > 0 and chain.by_reference)
-        due = self.failed or self.lost or asked or (every is not None and since >= every)
+        due = self.failed or self.lost or (every is not None and since >= every)
         return due or self.affords
 
     def wanted(self, version: int, shadow: Shadow) -> str | None:
@@ -130,7 +124,7 @@ class Maintenance:
         log, stored = self._log, list[Future[File]]()
         folder = keys.anchor_folder(version, log.epoch, log.attempt(version))
         model_files = [log.put_file(folder, name, data) for name, data in self._model_files.items()]
-        workers = Workers(STORED_AT_ONCE, "deltasync-anchor")
+        workers = Workers(STORED_AT_ONCE, "upload")
         for name, data in weights.files:
             if len(stored) >= STORED_AT_ONCE:
                 stored[-STORED_AT_ONCE].result()  # so that no more are in memory
@@ -157,10 +151,7 @@ class Maintenance:
         self._workers.submit(self._compact, stored, folder, target, serial)
 
     def published(self, version: int) -> None:
-        """Look after the channel now that a version is visible: collect garbage if that is due, and see what is asked."""
-        if time.monotonic() - self._refreshed_s >= _REFRESH_S and not self._workers.busy:
-            self._refreshed_s = time.monotonic()
-            self._workers.submit(self._guarded, self._read_request)
+        """Look after the channel now that a version is visible: collect garbage if that is due."""
         passed = version >= self._looked + _LOOK_VERSIONS or time.monotonic() - self._looked_s >= _LOOK_S
         if (passed or self._log.doubted) and not self._workers.busy:
             self._looked, self._looked_s, self._log.doubted = version, time.monotonic(), False
@@ -306,14 +297,6 @@ class Maintenance:
             self.chain.begin(dataclasses.replace(chain[0], data=None), None, sum(map(_bytes_of, chain[1:])))
         return True
 
-    def _read_request(self) -> None:
-        """See whether somebody asks for an anchor: anybody can, with any number, so each request counts once."""
-        request, before = requests.asked(self.reader.store), self._request
-        self._request = request
-        if request != before:
-            newest = 0 if self._log.tip is None else self._log.tip.version
-            self.asked = min(request, newest)
-
     def _collect_garbage(self) -> None:
         grace_s = self.retention.prune_grace_s
         keep = KeepPolicy(last=self.retention.keep_last, anchors=self.retention.keep_anchors)
@@ -409,11 +392,6 @@ class Chain:
     def base_version(self) -> int:
         """Number of the version with the newest full weights, 0 if there is none."""
         return 0 if self.base is None else self.base.record.version
-
-    @property
-    def by_reference(self) -> bool:
-        """Whether these weights are a checkpoint elsewhere."""
-        return self.base is not None and self.base.record.reference is not None
 
     def begin(self, base: StoredRecord, sample: Sample | None, later_bytes: int = 0, *, paid: bool = False) -> None:
         """Start from new full weights, after which there are deltas of `later_bytes`.

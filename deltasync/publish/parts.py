@@ -12,7 +12,6 @@ from typing import Any
 from deltasync.channel import keys
 from deltasync.channel.documents import File
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.threads import Workers
 from deltasync.config import PublisherSettings
 from deltasync.errors import PublishError, PublishLostError, PublishPendingError, error_of, get_logger
 from deltasync.publish import writes
@@ -21,6 +20,7 @@ from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.job import Job
 from deltasync.publish.upload import PUTS
 from deltasync.ranks.peers import Signals, attempt
+from deltasync.threads import Workers, daemon
 
 logger = get_logger(__name__)
 
@@ -36,11 +36,11 @@ class PartUploader:
         self._pending: dict[int, Job] = {}
         self._changed = threading.Condition()
         self._closing = False
-        self._puts = Workers(PUTS, "deltasync-put")
+        self._puts = Workers(PUTS, "upload")
         self._compaction: tuple[str, str, Target] | None = None  # of the running job: base, folder, target
-        self._compactions = Workers(1, "deltasync-maintenance")
+        self._compactions = Workers(1, "maintenance")
         # A daemon, since nothing would end it if the first rank died.
-        self._thread = threading.Thread(target=self._run, name="deltasync-upload", daemon=True)
+        self._thread = daemon("upload", self._run)
         self._thread.start()
 
     def take(self) -> Job:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from deltasync.channel.documents import Reference, TokenLag
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
-from deltasync.channel.threads import Home, let_go
 from deltasync.config import PublisherOptions, Retention, token_ages, whole_number
 from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.collect import collect_weights
@@ -41,6 +40,7 @@ from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store
 from deltasync.tensors import Fingerprints, TensorSpec
 from deltasync.tensors.delta import merge
+from deltasync.threads import Home, let_go
 
 logger = get_logger(__name__)
 

@@ -15,7 +15,6 @@ from deltasync.channel.checkpoint import Checkpoint
 from deltasync.channel.documents import Channel, Reference, VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import each
 from deltasync.config import PublisherOptions, PublisherSettings, Retention
 from deltasync.errors import (
     ApplyError,
@@ -39,6 +38,7 @@ from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
 from deltasync.tensors import Delta, TensorSpec, check_specs, fingerprint
+from deltasync.threads import each
 
 logger = logging.getLogger(__name__)
 

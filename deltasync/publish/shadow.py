@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from deltasync import kernels
+from deltasync.codec.base import Bits, RangeBits
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, get_logger
 from deltasync.kernels import native
 from deltasync.live import LiveMemory, Segment
@@ -176,6 +177,12 @@ class Shadow:
         }
         segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in bits.items()}
         memory = LiveMemory(specs, segments)
+
+        def old(name: str) -> Bits:
+            if name not in bits:
+                return memory.gather(name)  # which refuses it
+            return RangeBits(bits[name], ranges[name][0], specs[name].element_count)
+
         for stored in chain:
             if stored.use_anchor:
                 for name, at, piece_N in payloads.ranges_of_weights(reader, stored, ranges):
@@ -183,7 +190,7 @@ class Shadow:
                     bits[name][first : first + piece_N.size] = piece_N
                 memory.audit()
             else:
-                memory.commit(memory.stage(payloads.delta(reader, stored, memory.gather, memory.wanted)))
+                memory.commit(memory.stage(payloads.delta(reader, stored, old, memory.wanted)))
         return cls(specs, ranges, bits, place)
 
     def stream(self) -> Iterator[tuple[str, TensorRange]]:

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Delta, File
 from deltasync.channel.record import StoredRecord
-from deltasync.channel.threads import Workers, finish_at_exit, let_go
 from deltasync.config import PublisherSettings
 from deltasync.errors import (
     DeltaSyncError,
@@ -30,6 +29,7 @@ from deltasync.publish.job import Job, without_frames
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance, Sample
 from deltasync.ranks.peers import Signals
+from deltasync.threads import Workers, finish_at_exit, let_go
 
 logger = get_logger(__name__)
 
@@ -64,8 +64,8 @@ class Uploader:
         self._fenced: FencedError | None = None
         self._used_s = time.monotonic()
         self._held: Job | None = None  # of the waiting ones, that which was taken
-        self._puts = Workers(PUTS, "deltasync-put")
-        self._worker = Workers(1, "deltasync-upload")
+        self._puts = Workers(PUTS, "upload")
+        self._worker = Workers(1, "upload")
         finish_at_exit(self)
 
     def next(self) -> tuple[int, bool]:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from deltasync.channel.documents import File, sha256_hex
-from deltasync.channel.threads import Workers
 from deltasync.config import PublisherSettings
 from deltasync.errors import CorruptDataError, ObjectExistsError, ObjectMissingError, TransientStoreError
 from deltasync.stores import retries
 from deltasync.stores.base import Store
+from deltasync.threads import Workers
 
 READS = 3
 """How often bytes that look damaged are read: they may be so on the way only."""
@@ -47,7 +47,7 @@ def put_file(
     if len(data) < _LARGE_BYTES:
         retried(settings, lambda: store.put(key, data), stop)
         return File(key=key, bytes=len(data), sha256=sha256_hex(data))
-    digest = Workers(1, "deltasync-sha256").submit(sha256_hex, data)
+    digest = Workers(1, "upload").submit(sha256_hex, data)
     retried(settings, lambda: store.put(key, data), stop)
     return File(key=key, bytes=len(data), sha256=digest.result())
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from deltasync.errors import ConfigError, PublishError, get_logger
+from deltasync.threads import daemon
 
 logger = get_logger(__name__)
 
@@ -183,7 +184,7 @@ class _Beats:
         pid = _process(str(os.getpid()))
         store.set(f"host/{rank}", f"{_host()} {pid}" if pid else "")
         self.say(True)
-        self._thread = threading.Thread(target=self._run, name="deltasync-alive", daemon=True)
+        self._thread = daemon("heartbeat", self._run)
         self._thread.start()
 
     def say(self, is_inside: bool) -> None:

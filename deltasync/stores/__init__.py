@@ -42,6 +42,11 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
         if not callable(getattr(url, "read_range", None)):
             raise ConfigError(f"A channel is a URL, a path or a store, not {url!r}.")
         return url
+    if url.startswith("weight_v+"):
+        raise ConfigError(
+            f"{url} is a place of version directories, which other programs write. `deltasync relay {url} CHANNEL` makes a "
+            "channel of them, which replicas follow."
+        )
     parts = urlsplit(url)
     if parts.scheme in ("s3", "gs", "az"):
         from deltasync.stores.cloud import CloudStore

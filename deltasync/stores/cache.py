@@ -5,9 +5,9 @@
     .lock-3f          held during the download of an object whose digest starts with 3f; others wait, then read the file
     .lock-store       held while a file is added and old ones are evicted
 
-The cache is not trusted. A cached object must pass the same check as a downloaded one; a file that fails is deleted and
-downloaded again. The directory must belong to this user, without write access for others; this is checked at each use.
-Links in it are not followed. A lock ends with its process. The directory may be deleted at any time. Linux and macOS only.
+A cached object must pass the same check as a downloaded one; a file that fails is deleted and downloaded again. The
+directory has mode 0700 and belongs to this user, which is checked at each use. A lock ends with its process. The directory
+may be deleted at any time. Linux and macOS only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ _POLL_S = 0.005
 # Longest waits for a lock, whose holder may hang. They exceed the time of a download, and of writing a file.
 _DOWNLOAD_S, _STORE_S = 300.0, 30.0
 _PAUSE_S = 60.0
-_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC if _HAS_LOCKS else 0
 _NAME = re.compile(r"[0-9a-f]{64}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.tmp")
 
@@ -95,122 +94,96 @@ class CachedStore(WrappedStore):
         """Add an object. It is not synced, and its digest is checked at each use, not here."""
         if time.monotonic() < self._off_until or len(data) > self._limit_bytes:
             return
-        temporary = f".{sha256}.tmp"
-        with self._lock("store", _STORE_S) as folder:
-            if folder is None:
+        temporary = self._directory / f".{sha256}.tmp"
+        with self._lock("store", _STORE_S) as is_held:
+            if not is_held:
                 return
             try:
-                self._make_room(folder, len(data))
-                _write(folder, temporary, data)
-                os.replace(temporary, sha256, src_dir_fd=folder, dst_dir_fd=folder)
+                self._make_room(len(data))
+                temporary.write_bytes(data)
+                temporary.replace(self._directory / sha256)
             except OSError as error:
                 self._give_up(error)
                 with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=folder)
+                    temporary.unlink()
 
     def _download(self, key: str, check: Check, most_bytes: int) -> bytes:
         data = self.inner.read(key, most_bytes)
         check(data)
         return data
 
-    @contextlib.contextmanager
-    def _folder(self) -> Iterator[int]:
-        """Yield a descriptor of the directory. OSError if it is missing, is a link, or other users may write to it."""
-        folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
-        try:
-            _check_ours(os.fstat(folder), stat.S_ISDIR)
-            yield folder
-        finally:
-            os.close(folder)
+    def _check_folder(self) -> None:
+        """Raise OSError if the directory is missing, or is open to other users, who could replace the weights."""
+        status = os.lstat(self._directory)
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if status.st_uid != os.getuid():
+            raise OSError(errno.EPERM, "it belongs to another user")
+        if status.st_mode & 0o077:
+            raise OSError(errno.EPERM, "others may use it; chmod 700 it")
 
     def _load(self, name: str, check: Check, most_bytes: int) -> bytes | None:
+        path = self._directory / name
         try:
-            with self._folder() as folder, _opened(folder, name, os.O_RDONLY) as file:
-                data = read_file(file, name, min(most_bytes, self._limit_bytes))
-                check(data)
-                with contextlib.suppress(OSError):
-                    os.utime(file)  # the time of the last read
-                return data
+            self._check_folder()
+            with path.open("rb") as file:
+                data = read_file(file.fileno(), name, min(most_bytes, self._limit_bytes))
+            check(data)
+            with contextlib.suppress(OSError):
+                os.utime(path)  # the time of the last read
+            return data
         except FileNotFoundError:
             return None
         except FormatError:
-            logger.warning("%s was damaged; downloading it again.", self._directory / name)
-            with contextlib.suppress(OSError), self._folder() as folder:
-                os.unlink(name, dir_fd=folder)
+            logger.warning("%s was damaged; downloading it again.", path)
+            with contextlib.suppress(OSError):
+                path.unlink()
         except OSError as error:
             self._give_up(error)
         return None
 
-    def _make_room(self, folder: int, size: int) -> None:
+    def _make_room(self, size: int) -> None:
         """Evict the least recently read files until `size` bytes fit. The caller holds .lock-store."""
         files = []
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    if _NAME.fullmatch(entry.name):
-                        status = entry.stat(follow_symlinks=False)
-                        files.append((status.st_mtime_ns, status.st_size, entry.name))
-                    elif _TEMPORARY.fullmatch(entry.name):
-                        os.unlink(entry.name, dir_fd=folder)  # left over from a dead process: only the lock's holder writes
+        for path in self._directory.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if _NAME.fullmatch(path.name):
+                    status = path.stat()
+                    files.append((status.st_mtime_ns, status.st_size, path))
+                elif _TEMPORARY.fullmatch(path.name):
+                    path.unlink()  # left over from a dead process: only the lock's holder writes
         total, count = size + sum(file_size for _, file_size, _ in files), 1 + len(files)
-        for _, file_size, name in sorted(files):
+        for _, file_size, path in sorted(files):
             if total <= self._limit_bytes and count <= _MOST_FILES:
                 return
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)
+            path.unlink(missing_ok=True)
             total, count = total - file_size, count - 1
 
     @contextlib.contextmanager
-    def _lock(self, name: str, wait_s: float) -> Iterator[int | None]:
-        """Lock a file against other processes and threads. Yield the directory's descriptor, or None on failure."""
-        held = None
+    def _lock(self, name: str, wait_s: float) -> Iterator[bool]:
+        """Lock a file against other processes and threads. Yield whether the lock is held."""
+        is_held = False
         with contextlib.ExitStack() as stack:
             try:
                 self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                folder = stack.enter_context(self._folder())
-                file = stack.enter_context(_opened(folder, f".lock-{name}", os.O_RDWR | os.O_CREAT))
+                self._check_folder()
+                file = stack.enter_context((self._directory / f".lock-{name}").open("ab"))
                 deadline = time.monotonic() + wait_s
-                while not _try_lock(file):
+                while not _try_lock(file.fileno()):
                     if time.monotonic() >= deadline:
                         raise TimeoutError(errno.ETIMEDOUT, f"a lock was held for {wait_s:g} s")
                     time.sleep(_POLL_S)
                 stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a forked process may keep a copy open
-                held = folder
+                is_held = True
             except OSError as error:
                 self._give_up(error)
-            yield held
+            yield is_held
 
     def _give_up(self, error: OSError) -> None:
         self._off_until = time.monotonic() + _PAUSE_S
         if not self._warned:
             self._warned = True
             logger.warning("The cache in %s cannot be used (%s); reading without it.", self._directory, error.strerror)
-
-
-def _check_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
-    """Raise OSError for another kind of file, and for access of other users, who could read or replace the weights."""
-    if not is_kind(status.st_mode):
-        raise OSError(errno.EINVAL, "it has the wrong file type")
-    if status.st_uid != os.getuid():
-        raise OSError(errno.EPERM, "it belongs to another user")
-    if status.st_mode & 0o022:
-        raise OSError(errno.EPERM, "others may write to it; chmod 700 it")
-
-
-@contextlib.contextmanager
-def _opened(folder: int, name: str, flags: int) -> Iterator[int]:
-    """Yield a descriptor of an ordinary file of this user."""
-    file = os.open(name, flags | os.O_NONBLOCK | _NO_LINK, 0o600, dir_fd=folder)
-    try:
-        _check_ours(os.fstat(file), stat.S_ISREG)
-        yield file
-    finally:
-        os.close(file)
-
-
-def _write(folder: int, name: str, data: bytes) -> None:
-    with open(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600, dir_fd=folder), "wb") as file:
-        file.write(data)
 
 
 def _try_lock(file: int) -> bool:

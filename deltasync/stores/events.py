@@ -26,6 +26,7 @@ from deltasync.errors import UNREADABLE_JSON, describe, get_logger
 from deltasync.stores.base import ObjectInfo
 from deltasync.stores.hub_api import asked_wait_s
 from deltasync.stores.xet import request_headers
+from deltasync.threads import daemon
 
 if TYPE_CHECKING:
     import httpx2 as httpx
@@ -75,7 +76,7 @@ class EventWatch:
         self._closed = threading.Event()
         # Held while the callback runs. The callback itself may close the watch.
         self._reporting = threading.RLock()
-        self._thread = threading.Thread(target=self._run, name="deltasync-watch", daemon=True)
+        self._thread = daemon("watch", self._run)
         self._thread.start()
 
     @property

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from deltasync.threads import daemon
+
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0
@@ -30,7 +32,7 @@ class _Watcher:
             name = max(self._waiting, default=0) + 1
             self._waiting[name] = time.monotonic() + after_s, f"{place} has had no answer for {after_s:g} s; waiting on."
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="deltasync-slow", daemon=True)
+                self._thread = daemon("watch", self._run)
                 self._thread.start()
             elif len(self._waiting) == 1:
                 self._changed.notify()

@@ -21,6 +21,7 @@ from deltasync.stores.base import ObjectInfo
 from deltasync.stores.environment import check_xet_cache, import_quietly
 from deltasync.stores.replies import is_panic
 from deltasync.stores.retries import Pause
+from deltasync.threads import daemon
 
 hf_xet = import_quietly("hf_xet")
 
@@ -191,7 +192,7 @@ def _interruptible(action: Callable[[], _Result]) -> _Result:
             future.set_exception(error)
 
     try:
-        threading.Thread(target=run, name="deltasync-xet", daemon=True).start()
+        daemon("fetch", run).start()
     except RuntimeError:  # Python 3.12 and newer start no thread while the interpreter exits
         run()
     return future.result()

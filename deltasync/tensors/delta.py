@@ -1,6 +1,6 @@
 """Changes of a whole model: ascending positions and what happens there, for each vector of a `Layout`.
 
-Deltas are merged and undone exactly, without the weights: steps add up, and what cancels out is dropped.
+Deltas are merged exactly, without the weights: steps add up, and what cancels out is dropped.
 """
 
 from __future__ import annotations
@@ -64,10 +64,6 @@ class Delta:
                 found |= dict(zip((vector.names[t] for t in changed), count_T[changed].tolist(), strict=True))
         return found
 
-    def undone(self) -> Delta:
-        """Return the delta that undoes this one."""
-        return Delta(self.layout, {width: Sparse(at_K, np.negative(step_K)) for width, (at_K, step_K) in self.steps.items()})
-
     def of(self, name: str) -> Sparse:
         """Return the steps of a tensor, by flat indices."""
         width, first, last = self.layout.span(name)
@@ -101,11 +97,11 @@ class Changed(NamedTuple):
 
     Attributes:
         delta: The changes.
-        fingerprints: The new fingerprints of changed tensors; None where only the model's is known.
+        fingerprints: The new fingerprints of changed tensors.
     """
 
     delta: Delta
-    fingerprints: Mapping[str, int | None]
+    fingerprints: Mapping[str, int]
 
 
 def of_tensor(layout: Layout, name: str, index_K: np.ndarray, step_K: np.ndarray, start: int = 0) -> Delta:

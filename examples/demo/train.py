@@ -152,7 +152,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--samples", type=int, default=SAMPLES_PER_STEP, metavar="N", help=f"samples per step (default: {SAMPLES_PER_STEP})"
     )
-    parser.add_argument("--ack", default="all", metavar="N", help="replicas whose versions are waited for (default: all)")
+    parser.add_argument("--replicas", nargs="*", metavar="URL", help="servers to wait for (default: all live replicas)")
     parser.add_argument("--metrics", type=Path, required=True, metavar="FILE", help="file to append JSON lines to")
     parser.add_argument("--published", type=Path, required=True, metavar="FILE", help="file for what was published")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of trainer and prompts (default: 0)")
@@ -170,7 +170,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     from trl_callback import DeltaSyncCallback
 
-    sync = DeltaSyncCallback(args.channel, ack=args.ack)
+    sync = DeltaSyncCallback(args.channel, replicas=args.replicas)
     digests = DigestsFileCallback(sync, args.published)
     build_trainer(args, [sync, digests]).train()
     digests.write()

@@ -108,7 +108,7 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
         say(f"model ready after {WARMUP_STEPS} supervised steps: {model.num_parameters():,} parameters, loss {loss:.3f}")
         train = [sys.executable, "-m", "demo.train", "--model", f"{out}/model", "--seed", str(seed)]
         train += ["--channel", f"file://{out}/channel", "--server-url", running[0].url, "--steps", str(versions - 1)]
-        train += ["--samples", str(SAMPLES_PER_STEP), "--ack", str(len(engines))]
+        train += ["--samples", str(SAMPLES_PER_STEP), "--replicas", *(each.url for each in running)]
         train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
         # Each step waits until all of them serve the one before, so that none takes two versions at once.
         environ = {

@@ -17,7 +17,7 @@ from deltasync.channel import heartbeat, keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import CommitError, DeltaSyncError, MissingVersionError, PinnedError, RunMismatchError
-from deltasync.following import Follow, Pin, Target
+from deltasync.following import Follow, Target, parse_pin
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped
 
@@ -104,14 +104,14 @@ class TargetContract:
             bench.assert_serves(version)
         assert [commit.version for commit in bench.follow.commits][-1] == version
 
-    @pytest.mark.parametrize(("text", "at"), [("2", 2), ("every 2", 4), ("1 behind", 4), ("newest", 5), ("1", 1)])
+    @pytest.mark.parametrize(("text", "at"), [("2", 2), ("4", 4), ("newest", 5), ("1", 1)])
     def test_pins(self, bench: Bench, text: str, at: int) -> None:
         bench.publish(5)
-        for start in (Pin(3), Pin()):
+        for start in (3, None):
             bench.follow.set_pin(start)
             bench.follow.catch_up(start)
-            bench.follow.set_pin(Pin.parse(text))
-            assert bench.follow.catch_up(Pin.parse(text)) == at
+            bench.follow.set_pin(parse_pin(text))
+            assert bench.follow.catch_up(parse_pin(text)) == at
             bench.assert_serves(at)
             assert bench.follow.not_ready is None
 
@@ -120,9 +120,9 @@ class TargetContract:
         bench.follow.start()
         assert bench.follow.wait(2) == 2
         with pytest.raises(MissingVersionError):
-            bench.follow.set_pin(Pin(99))
-        assert bench.follow.pin == Pin()
-        bench.follow.set_pin(Pin(1))
+            bench.follow.set_pin(99)
+        assert bench.follow.pin is None
+        bench.follow.set_pin(1)
         assert bench.follow.wait(1) == 1
         with pytest.raises(PinnedError, match="pinned to version 1"):
             bench.follow.wait(2, timeout_s=60)

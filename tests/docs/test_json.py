@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from deltasync import Publisher, open_store
+from deltasync import Publisher, maintenance, open_store
 from deltasync.channel import heartbeat
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
@@ -29,13 +29,13 @@ CALLS = {
     "check": ["CHANNEL", "--read-data"],
     "repair": ["CHANNEL"],
     "gc": ["CHANNEL", "--keep-last", "1", "--grace", "0", "--dry-run"],
-    "anchor": ["CHANNEL", "--timeout", "0"],
-    "compact": ["CHANNEL", "1", "3"],
     "export": ["CHANNEL", "latest", "FOLDER/exported"],
     "cp": ["CHANNEL", "file://FOLDER/copy"],
     "relay": ["CHANNEL", "file://FOLDER/relayed", "--once"],
     "follow": ["CHANNEL", "--once"],
     "doctor": ["CHANNEL"],
+    "bisect": ["CHANNEL", "--run", "test $VERSION -lt 2 # {}", "--bad", "3"],
+    "blame": ["CHANNEL", "w"],
     "follow --once of a server": ["http://server", "--once"],
     "follow --pin of a server": ["http://server", "--pin", "1"],
 }
@@ -50,7 +50,7 @@ def channel(tmp_path: Path) -> str:
             weights["w"][version] = 1.0
             publisher.publish(weights, step=version).wait(60)
     heartbeat.write(open_store(url), Heartbeat(replica_id="r", run_id=publisher.run_id, version=3, state="serving"))
-    assert CliRunner().invoke(main, ["compact", url, "2", "4"]).exit_code == 0
+    maintenance.write_compaction(ChannelReader(open_store(url)), 2, 4)
     (slot,) = [slot for slot, _ in ChannelReader(open_store(url)).slots() if slot.version == 4]
     path = tmp_path / "run" / slot.key
     path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)
@@ -64,7 +64,7 @@ def rows() -> dict[str, tuple[str, str]]:
     for line in table.strip().splitlines()[1:]:
         commands, prints, fields = (cell.strip() for cell in line.strip("|").split("|"))
         found |= dict.fromkeys(re.findall(r"`(.*?)`", commands), (prints, fields))
-    return found | {"compact": (found["compact"][0], found["show"][1])}
+    return found
 
 
 def documented(command: str) -> list[set[str]]:
@@ -76,7 +76,7 @@ def documented(command: str) -> list[set[str]]:
         found[0].add("changed_fraction")
         return [each | {"event"} for each in found]
     fields = re.sub(r"\(.*?\)", "", rows()[command][1])
-    return [set(re.findall(r"`(\w+)`", each)) for each in fields.split("; for a server ")]
+    return [set(re.findall(r"`(\w+)`", each)) for each in fields.split("; or ")]
 
 
 def test_every_command_with_json_is_there() -> None:

@@ -32,9 +32,9 @@ def _patch_driver() -> None:
         time.sleep(0.01)
     commit = workers.commit
 
-    def commit_and_reach(self: Any) -> Any:
+    def commit_and_reach(self: Any, name: str) -> Any:
         reach(DRIVER_STEPS[0])
-        done = commit(self)
+        done = commit(self, name)
         reach(DRIVER_STEPS[1])
         return done
 

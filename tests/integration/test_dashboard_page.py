@@ -103,7 +103,7 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ("gpu-east-1", 60, "serving", None, 0, None),
         ("gpu-west-0", 55, "staging", None, 0, None),
         ("gpu-west-1", 41, "failed", ERROR, 0, None),
-        ("evaluation", 30, "serving", None, 0, "every 30"),
+        ("evaluation", 30, "serving", None, 0, "30"),
         ("gone", 23, "serving", None, 400, None),
     ):
         beat = Heartbeat(replica_id=name, run_id=run, version=version, state=state, error=error, pin=pin)
@@ -144,7 +144,7 @@ def test_the_file_shows_the_run(channel: str, tmp_path: Path) -> None:
         rows = {row[0]: row[1:] for row in found["replicas"]}
         assert rows["gpu-west-0"][:3] == ["staging", "55", "5"]
         assert rows["gpu-west-1"][:3] == ["failed", "41", "19"] and rows[ERROR] == []
-        assert rows["evaluation"][:3] == ["serving, pinned to every 30", "30", "30"]
+        assert rows["evaluation"][:3] == ["serving, pinned to 30", "30", "30"]
         assert rows["gone"][:3] == ["silent (serving)", "23", "37"]
 
 

@@ -70,7 +70,7 @@ def test_its_options_and_those_of_trl_and_the_callback_go_together(
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "deploy/jobs/train.py"), run_name="__main__")
     assert ended.value.code == 0
-    assert {"--servers", "--replicas", "--ack", "--learning_rate"} <= set(capsys.readouterr().out.split())
+    assert {"--servers", "--replicas", "--max_behind", "--learning_rate"} <= set(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -919,7 +919,7 @@ def test_an_error_ends_a_copy_at_once(store: FaultyStore, memory_url: str) -> No
 # The commands
 
 
-@pytest.mark.parametrize("command", ["check", "repair", "gc", "compact", "export", "cp", "log", "show", "serve"])
+@pytest.mark.parametrize("command", ["check", "repair", "gc", "export", "cp", "log", "show", "serve"])
 def test_every_help_names_the_exit_codes(command: str) -> None:
     shown = _deltasync(*command.split(), "--help")
     assert shown.exit_code == 0
@@ -976,9 +976,7 @@ def test_check_as_a_command(url: str) -> None:
 
 
 def test_compaction_log_and_show_as_commands(url: str) -> None:
-    assert "compaction 2-6: " in _deltasync("compact", url, 2, 6, "--codec", "context").stdout
-    again = json.loads(_deltasync("compact", url, 2, 6, "--json").stdout)
-    assert (again["document"]["delta"]["codec"], again["document"]["base"]["version"]) == ("context", 2)
+    stored = maintenance.write_compaction(_reader(open_store(url)), 2, 6, codec_name="context")
     rows = [json.loads(line) for line in _deltasync("log", url, "--json").stdout.splitlines()]
     assert [row["version"] for row in rows if row["kind"] in ("delta", "anchor")] == list(range(1, 11))
     assert [row["version"] for row in rows if row["kind"] == "announced"] == [5, 9]
@@ -992,7 +990,7 @@ def test_compaction_log_and_show_as_commands(url: str) -> None:
     assert _deltasync("show", url, 6).stdout.count("compaction   ") == 2
     document = json.loads(_deltasync("show", url, 6, "--json").stdout)
     assert document["document"]["base"]["version"] == 5 and document["sha256"] == reader.numbered(6).sha256
-    for what, said in ((again["key"], "of record"), (keys.slot(7, EPOCH), "next_epoch"), ("latest", "since version 9")):
+    for what, said in ((stored.key, "of record"), (keys.slot(7, EPOCH), "next_epoch"), ("latest", "since version 9")):
         assert said in _deltasync("show", url, what).stdout
     assert f"anchor           {_announcement(reader.store, 9)}" in _deltasync("show", url, 9).stdout
 
@@ -1015,9 +1013,8 @@ def test_what_is_signed_is_shown_so(memory_url: str, tmp_path: Path) -> None:
     assert f"signed by        {public} (not checked)" in _deltasync("show", url).stdout
     trusted = ("--trusted-keys", tmp_path / "key.pub")
     assert _deltasync("show", url, *trusted).stdout.count("(not checked)") == 0
-    refused = _deltasync("compact", url, 1, 3)
-    assert refused.exit_code == 3 and "signing_key" in refused.stderr
-    assert _deltasync("compact", url, 1, 3, "--signing-key", tmp_path / "key").exit_code == 0
+    with pytest.raises(ConfigError, match="signing_key"):
+        maintenance.write_compaction(_reader(open_store(url)), 1, 3)
     for command in ("check", "log", "cp"):
         more = (f"file://{tmp_path}/copy",) if command == "cp" else ()
         assert _deltasync(command, url, *more, *trusted).exit_code == 0
@@ -1059,7 +1056,6 @@ def test_follow_as_a_command(url: str) -> None:
     [
         (["gc", "URL", "--keep-last", "1", "--grace", "soon"], 2, "not a duration"),
         (["gc", "memory://no-channel", "--keep-last", "1", "--dry-run"], 5, "holds no channel yet"),
-        (["compact", "URL", "2", "60"], 5, "not published yet, or forgotten"),
         (["export", "URL", "newest", "x"], 2, "neither a version nor"),
         (["export", "URL", "0", "x"], 2, "neither a version nor"),
         (["export", "URL", "60", "x"], 5, "Version 60 is not published"),

@@ -226,13 +226,13 @@ def test_without_a_thread_it_moves_when_it_is_told_and_where_it_is_pinned(memory
             for version in (1, 2, 3):
                 assert trainer.publish() == version == following.sync()
                 assert_same_bits(model.state_dict(), trainer.published[version])
-            for pin, version in (("1", 1), ("1 behind", 2), (3, 3)):
+            for pin, version in (("1", 1), ("2", 2), (3, 3), ("newest", 3)):
                 following.pin = pin
                 until = time.monotonic() + PATIENCE_S
                 while following.sync() != version:  # head, which tells the newest, moves behind the last record
                     assert time.monotonic() < until
                 assert_same_bits(model.state_dict(), trainer.published[version])
-            with pytest.raises(ConfigError, match="every K"):
+            with pytest.raises(ConfigError, match="newest or a version"):
                 following.pin = "yesterday"
     assert not any(thread.name == "deltasync-follow" for thread in threading.enumerate())
 

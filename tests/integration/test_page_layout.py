@@ -81,7 +81,7 @@ def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
             behind=None if number == 1 else number % 3 and number,
             lag_s=5810.2 if number % 3 else 0.0,
             age_s=4.2,
-            pin="every 10" if number % 9 == 5 else None,
+            pin="10" if number % 9 == 5 else None,
             error=" ".join([ERROR] * (1 + number % 3)) if number % 7 == 3 else None,
         )
         for number in range(replicas)

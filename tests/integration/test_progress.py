@@ -17,7 +17,7 @@ import torch
 from deltasync import Publisher
 from deltasync.cli import main
 
-AT_ONCE = {"anchor", "keygen"}
+AT_ONCE = {"bisect", "keygen"}
 STREAM = {"serve"}  # becomes vLLM, which logs
 SHOW = {
     "follow": "{channel} --once",
@@ -30,7 +30,7 @@ SHOW = {
     "check": "{channel}",
     "repair": "{channel}",
     "gc": "{channel} --keep-last 2",
-    "compact": "{channel} 1 3",
+    "blame": "{channel} w",
     "export": "{channel} latest {folder}/export",
     "cp": "{channel} file://{folder}/copy",
     "relay": "{channel} file://{folder}/copy --once",

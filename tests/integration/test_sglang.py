@@ -247,7 +247,7 @@ def test_released_weights_are_left_alone_and_audited_before_the_next_token(serve
     assert versions(generate(server)) == [(version, 0, 12)]
 
 
-def test_questions_past_the_routes_are_refused(server: Server) -> None:
+def test_requests_past_the_routes_are_refused(server: Server) -> None:
     for question in (None, {}, {"id": "1"}, {"id": 1, "timeout_s": 1.0}, {"id": "1", "timeout_s": 1.0, "token": "guessed"}):
         assert refused(server, "/set_internal_state", {"server_args": {"deltasync": question}})[0] == 400
     assert server.json("/deltasync/sync", {})["version"] == server.status()["version"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from click.testing import CliRunner
 
 from benchmarks import storage
 from deltasync import Publisher, Replica, Retention, open_store
-from deltasync.channel import keys, requests
+from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.errors import PublishPendingError, StoreError
@@ -145,52 +144,6 @@ def test_full_weights_that_cannot_be_read_get_new_ones_in_their_place(memory_url
     replica = Replica(store)
     assert replica.sync() == 61
     assert_same_bits(replica.state_dict(), weights)
-
-
-def test_somebody_asks_a_running_publisher_for_an_anchor(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.publish.maintenance._REFRESH_S", 0.0)
-    monkeypatch.setattr("deltasync.cli.maintenance._POLL_S", 0.05)
-    random, weights, store = np.random.default_rng(5), storage.model(20_000), open_store(memory_url)
-    answered, ended = [], threading.Event()
-
-    def ask() -> None:
-        answered.append(CliRunner().invoke(main, ["anchor", memory_url, "--timeout", "60", "--json"]))
-        ended.set()
-
-    with Publisher(store) as publisher:
-        for _ in range(3):
-            publisher.publish(weights).wait(60)
-            storage.move(random, weights, 0.02)
-        assert not ChannelReader(store).announcements()
-        thread = threading.Thread(target=ask)
-        thread.start()
-        for _ in range(600):
-            publisher.publish(weights).wait(60)
-            storage.move(random, weights, 0.02)
-            if ended.wait(0.05):
-                break
-        thread.join(60)
-    (result,) = answered
-    assert result.exit_code == 0, result.output
-    printed = json.loads(result.stdout)
-    assert printed["version"] > printed["asked"] >= 3
-    (span,) = [span for span, info in ChannelReader(store).announcements() if info.key == printed["key"]]
-    assert span.version == printed["version"]
-    assert len(ChannelReader(store).announcements()) == 1, "a request is answered once"
-
-
-def test_nobody_answers(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.cli.maintenance._POLL_S", 0.05)
-    assert CliRunner().invoke(main, ["anchor", memory_url]).exit_code == 5
-    with Publisher(memory_url) as publisher:
-        publisher.publish(storage.model(20_000)).wait(60)
-    result = CliRunner().invoke(main, ["anchor", memory_url, "--timeout", "0.2s"])
-    assert result.exit_code == 7 and "after version 1" in result.output
-    store = open_store(memory_url)
-    assert requests.asked(store) == 1
-    for junk in (b"", b"[]", b'{"format":"deltasync/3","version":4}', b'{"format":"deltasync/2","version":0}', bytes(9999)):
-        store.put(keys.ANCHOR_REQUEST, junk)
-        assert requests.asked(store) == 0
 
 
 def test_a_publisher_that_keeps_everything_says_so(memory_url: str, caplog: pytest.LogCaptureFixture) -> None:

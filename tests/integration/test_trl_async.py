@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -49,14 +50,14 @@ pytestmark = pytest.mark.trl
 
 def test_async_grpo_counts_a_version_only_when_the_fleet_serves_it(checkpoint: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
-    sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=60, max_behind=0)
+    sync = DeltaSyncCallback(url, ack_timeout_s=60, max_behind=0)
     events: list[str] = []
     live: list[Bits] = []
     with Fleet(url, "left", "right") as fleet:
 
         def on_version(version: int) -> None:
             if version == 1:
-                # "all" means all that have reported, and before version 1 none could name the run it follows.
+                # All that have reported are waited for, and before version 1 none could name the run it follows.
                 deadline = time.monotonic() + 60
                 while len(heartbeat.read_all(open_store(url), run_id(url))) < 2 and time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -98,7 +99,7 @@ def test_async_grpo_fails_when_no_replica_acknowledges(checkpoint: Path, tmp_pat
 
 def test_async_grpo_names_the_replica_that_lags(checkpoint: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
-    sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=8.0, max_behind=0)
+    sync = DeltaSyncCallback(url, ack_timeout_s=8.0, max_behind=0)
 
     def on_version(version: int) -> None:
         if version == 2:
@@ -159,7 +160,7 @@ class SlowFleet(TrainerCallback):
 
 def test_async_grpo_goes_on_while_the_fleet_is_one_version_behind(checkpoint: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
-    sync, events = DeltaSyncCallback(url, ack="all", ack_timeout_s=60), list[str]()
+    sync, events = DeltaSyncCallback(url, ack_timeout_s=60), list[str]()
     with SlowFleet(url, behind=1) as fleet:
         trainer = make_async_trainer(checkpoint, sync, events, callbacks=[fleet], max_staleness=9)
         trainer.train()
@@ -193,14 +194,13 @@ def test_async_grpo_waits_for_a_fleet_that_is_further_behind(
 
 def test_async_grpo_publishes_frozen_weights_too(checkpoint: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
-    sync = DeltaSyncCallback(url, ack="none")
-    trainer = make_async_trainer(checkpoint, sync, [])
+    trainer = make_async_trainer(checkpoint, DeltaSyncCallback(url), [])
     trainer.model.model.layers[0].requires_grad_(False)
     expected = saved_bits(trainer.model, tmp_path / "saved").keys()
-    trainer.train()
+    with Fleet(url, "replica"):
+        trainer.train()
     assert published_bits(url).keys() == expected
     assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
-    assert all(record.ack_s is None for record in sync.history)
 
 
 def test_async_grpo_publishes_experts_one_by_one(tmp_path: Path) -> None:
@@ -225,12 +225,11 @@ def test_experts_beside_adapters_that_trl_merged_are_published_one_by_one(memory
     from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 
     model = get_peft_model(tiny_moe(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    transfer = DeltaWeightTransfer(DeltaSyncConfig(memory_url, ack="none"))
+    transfer = DeltaWeightTransfer(DeltaSyncConfig(memory_url))
     transfer.bind(model)
     transfer.init_weight_transfer()
     model.merge_adapter()
     transfer.send_weights((name, param.detach()) for name, param in _iter_vllm_named_params(model))
-    transfer.resume()
     transfer.destroy()
     model.unmerge_adapter()
     assert_same_bits(published_bits(memory_url), saved_bits(copy.deepcopy(model).merge_and_unload(), tmp_path))
@@ -256,27 +255,9 @@ def test_async_grpo_publishes_merged_weights_and_merges_none_of_its_own(checkpoi
     assert_same_bits(gather.held_tensors(anchor), merged[0])
 
 
-def test_without_an_acknowledgement_the_version_runs_ahead_of_the_fleet(checkpoint: Path, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/channel"
-    sync = DeltaSyncCallback(url, ack="none")
-    served: list[int] = []
-    replica = Replica(url)
-
-    def on_version(version: int) -> None:
-        served.append(replica.version or 0)
-        if version == 1:
-            transfer = sync.weight_transfer.publisher
-            assert transfer is not None
-            transfer.flush()
-            replica.sync()
-
-    make_async_trainer(checkpoint, sync, [], on_version).train()
-    assert served == [0, 1, 1, 1]  # while TRL counted 1, 2, 3, 4
-
-
 def test_async_distillation_syncs_by_the_same_object(checkpoint: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
-    sync, events = DeltaSyncCallback(url, ack=2, max_behind=0), list[str]()
+    sync, events = DeltaSyncCallback(url, max_behind=0), list[str]()
     with Fleet(url, "left", "right") as fleet:
 
         def on_version(version: int) -> None:
@@ -395,13 +376,16 @@ def test_log_probabilities_of_another_distribution_are_refused_before_training(c
     assert sync.history == []  # not even published
 
     server.answer = 503  # it starts to answer once it serves a version
-    sync = DeltaSyncCallback(memory_url, ack="none")
+    sync = DeltaSyncCallback(memory_url, replicas=[server.url])
     trainer = make_async_trainer(checkpoint, sync, [], **settings)
     publish = sync.weight_transfer.publish
 
     def publish_and_start(stream: Any) -> None:
         publish(stream)
-        server.answer = {"state": "serving", "logprobs_mode": "raw_logprobs"}
+        sync.weight_transfer.flush()
+        reader = ChannelReader(open_store(memory_url))
+        served = dataclasses.asdict(reader.numbered(1).version)
+        server.answer = {"logprobs_mode": "raw_logprobs", "run_id": reader.channel().run_id, **served}
 
     sync.weight_transfer.publish = publish_and_start  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="gives raw_logprobs"):

@@ -245,5 +245,5 @@ def test_a_finished_trainer_holds_no_threads_and_trains_again(make: Callable[[],
         trainer.train()
         assert_same_bits(published_bits(url), saved_bits(model, tmp_path / "saved"))
     names = {thread.name for thread in threading.enumerate()}
-    assert not names & {"deltasync-upload", "deltasync-maintenance", "deltasync-head"}
+    assert not names & {"deltasync-upload", "deltasync-maintenance"}
     assert Replica(url).sync() >= 4

@@ -447,7 +447,7 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             for thread in threading.enumerate():
-                if thread.name == "deltasync-replicas":
+                if thread.name == "deltasync-watch":
                     thread.join(60)
             publisher = sync.weight_transfer.publisher
             assert publisher is not None
@@ -583,8 +583,6 @@ def test_an_upload_that_hangs_is_not_waited_for_longer_than_asked(memory_url: st
         {"served_dtype": "int4"},
         {"anchor_every": 0},
         {"publish_steps": 0},
-        {"ack": "most"},
-        {"ack": 0},
         {"replicas": ["10.0.0.5"]},
         {"ack_timeout_s": 0.0},
         {"max_behind": -1},
@@ -603,9 +601,9 @@ def test_the_config_is_a_command_line() -> None:
     (config,) = parser.parse_args_into_dataclasses(["--channel", "memory://x", "--anchor_every", "7", "--resume"])
     assert config == DeltaSyncConfig("memory://x", anchor_every=7, resume=True)
     (config,) = parser.parse_args_into_dataclasses(
-        ["--channel", "memory://x", "--ack", "2", "--replicas", "http://a", "http://b:80"]
+        ["--channel", "memory://x", "--max_behind", "2", "--replicas", "http://a", "http://b:80"]
     )
-    assert config == DeltaSyncConfig("memory://x", ack=2, replicas=["http://a", "http://b:80"])  # type: ignore[arg-type]
+    assert config == DeltaSyncConfig("memory://x", max_behind=2, replicas=["http://a", "http://b:80"])
     assert "--ack_timeout_s" in parser.format_help()
 
 
@@ -630,7 +628,7 @@ def test_trl_parses_both_configs(tmp_path: Path) -> None:
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     arguments = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--dtype", "bfloat16"]
-    arguments += ["--channel", "memory://parsed", "--served_dtype", "float16", "--ack", "all"]
+    arguments += ["--channel", "memory://parsed", "--served_dtype", "float16", "--max_behind", "2"]
     trainer, sync = TrlParser((AsyncGRPOConfig, DeltaSyncConfig)).parse_args_and_config(arguments)
     assert trainer.dtype == "bfloat16"
-    assert sync == DeltaSyncConfig("memory://parsed", served_dtype="float16", ack="all")
+    assert sync == DeltaSyncConfig("memory://parsed", served_dtype="float16", max_behind=2)

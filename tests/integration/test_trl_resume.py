@@ -55,7 +55,7 @@ def make_grpo(checkpoint: Path, sync: DeltaSyncCallback, recorder: TrainerCallba
 @pytest.mark.parametrize("make", [make_async, make_grpo], ids=["AsyncGRPO", "GRPO"])
 def test_a_resumed_trainer_goes_on_with_the_next_version(make: Callable[..., Any], checkpoint: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
-    settings = {"ack": "all", "ack_timeout_s": 60, "max_behind": 0} if make is make_async else {}
+    settings = {"ack_timeout_s": 60, "max_behind": 0} if make is make_async else {}
     with Fleet(url, "here") as fleet:
         before = DeltaSyncCallback(url, **settings)
         make(checkpoint, before, Recorder(tmp_path / "saved"), max_steps=3).train()

@@ -11,9 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
@@ -45,7 +43,7 @@ def test_lag_is_that_of_the_tokens_when_they_are_trained(
 ) -> None:
     """The batch of each step but the first is taken one step ahead, which the lag at the step includes."""
     url = f"file://{tmp_path}/channel"
-    sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=60, max_behind=0, max_token_lag=max_token_lag)
+    sync = DeltaSyncCallback(url, ack_timeout_s=60, max_behind=0, max_token_lag=max_token_lag)
     with Fleet(url, "replica") as fleet, Completions(fleet.replicas["replica"], functools.partial(_halves, fleet)) as server:
         trainer = make_async_trainer(
             checkpoint,
@@ -65,7 +63,6 @@ def test_lag_is_that_of_the_tokens_when_they_are_trained(
     assert told.pop(0) is msgspec.UNSET
     assert [told[line["step"]][2] for line in logs] == oldest
     assert all(line["delta_sync/unversioned_token_fraction"] == 0 for line in logs)
-    assert all(0 < line["delta_sync/effective_sample_fraction"] < 1 for line in logs)
     for line in logs:
         names = {name.removeprefix("delta_sync/") for name in line if name.startswith("delta_sync/")}
         assert names & TOKEN_METRICS == TOKEN_METRICS - ({"masked_tokens"} if max_token_lag is None else set())
@@ -133,32 +130,7 @@ def test_trl_drops_a_sample_by_its_oldest_token_and_trains_no_masked_one() -> No
     assert metrics["sample/dropped_stale_total"] == []
 
 
-def test_the_effective_sample_size_is_that_of_trls_ratios(checkpoint: Path, memory_url: str) -> None:
-    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
-    with torch.no_grad():
-        model.get_output_embeddings().weight *= 10  # for weights that are further apart
-    model.save_pretrained(checkpoint)
-    trainer = make_async_trainer(checkpoint, DeltaSyncCallback(memory_url, ack="none"), [], learning_rate=0.0)
-    trainer.train()
-
-    question = [{"role": "user", "content": "count from 12"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-    weights = []
-    for member in range(3):  # a batch is one group of the stub's samples, whose log probabilities are -5
-        answer = torch.tensor([*tokenizer.encode(f"12 13 {member}"), tokenizer.eos_token_id])
-        logits = model(torch.tensor([[*prompt, *answer.tolist()]])).logits[0, len(prompt) - 1 : -1]
-        weights.append((logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0] + 5).exp().detach())
-    weight = torch.cat(weights)
-    expected = float(weight.sum() ** 2 / (len(weight) * weight.square().sum()))
-
-    logs = [line for line in trainer.state.log_history if "loss" in line]
-    assert [line["ratio"] for line in logs] == pytest.approx([float(weight.mean())] * 3, rel=1e-3)
-    assert [line["delta_sync/effective_sample_fraction"] for line in logs] == pytest.approx([expected] * 3, rel=1e-3)
-    assert 0.05 < expected < 0.9
-    assert not any("delta_sync/token_lag_max" in line for line in logs)  # the stub has no replies
-
-
 def test_a_bound_is_refused_where_no_reply_tells_versions(checkpoint: Path, memory_url: str) -> None:
-    trainer = make_async_trainer(checkpoint, DeltaSyncCallback(memory_url, ack="none", max_token_lag=2), [])
+    trainer = make_async_trainer(checkpoint, DeltaSyncCallback(memory_url, max_token_lag=2), [])
     with pytest.raises(ConfigError, match="max_token_lag needs AsyncGRPOTrainer with TRL's own rollout worker"):
         trainer.train()

@@ -108,7 +108,7 @@ def test_each_turn_has_its_own_version(checkpoint: Path, tmp_path: Path, monkeyp
         add_batch(self, samples)
 
     monkeypatch.setattr(TokenAges, "add_batch", note)
-    sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=60, max_behind=0, max_token_lag=0)
+    sync = DeltaSyncCallback(url, ack_timeout_s=60, max_behind=0, max_token_lag=0)
     tokenizer = letters_tokenizer()
     with Fleet(url, "replica") as fleet, Completions(fleet.replicas["replica"], _turns(fleet, tokenizer)) as server:
         trainer = make_async_trainer(

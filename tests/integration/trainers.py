@@ -43,7 +43,6 @@ TOKEN_METRICS = {
     "stale_token_fraction",
     "unversioned_token_fraction",
     "masked_tokens",
-    "effective_sample_fraction",
 }
 """What the logs say under `delta_sync/` of the tokens that AsyncGRPO trains."""
 

@@ -158,13 +158,9 @@ def async_grpo(name: str, sync: DeltaSyncCallback, kind: str = "tiny", **setting
 
 def shards() -> None:
     """The first version is the checkpoint, the last one, between two syncs of TRL, is the callback's."""
-    sync = DeltaSyncCallback(url_of("shards"), ack="2", initial=str(checkpoint("tiny")), ack_timeout_s=120, max_behind=0)
+    sync = DeltaSyncCallback(url_of("shards"), initial=str(checkpoint("tiny")), ack_timeout_s=120, max_behind=0)
     with replicas("shards", 2):
         async_grpo("shards", sync, weight_sync_steps=2)
-
-
-def unawaited() -> None:
-    async_grpo("unawaited", DeltaSyncCallback(url_of("unawaited"), ack="none"), max_steps=2)
 
 
 def moe() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import vllm.v1.worker.cpu.shm  # noqa: F401
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -44,11 +43,11 @@ from deltasync.errors import DeltaSyncError
 from deltasync.following import Follow
 from deltasync.tensors.bits import cast, dtype_for
 from tests.integration.vllm_server import save_model
-from vllm_plugin.engine import IdleEngine
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 from vllm_plugin.load.layers import keep_weights_addressable, note_models
 from deltasync.following.metrics import Metrics
 from vllm_plugin.target import EngineTarget, open_follow
+from vllm_plugin.workers import Client
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,17 +270,13 @@ def differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     return sorted((found.keys() | wanted.keys()) - set(same))
 
 
-class Engine(IdleEngine):
-    """vLLM's engine client as far as its target goes, with one worker in this process."""
-
-    def __init__(self, config: VllmConfig, model: torch.nn.Module) -> None:
-        self.worker = DeltaSyncWorkerExtension()
-        self.worker.model_runner = SimpleNamespace(
-            get_model=lambda: model, model_config=config.model_config, load_config=config.load_config
-        )
-
-    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Any]:
-        return [getattr(self.worker, method)(*args)]
+def client(config: VllmConfig, model: torch.nn.Module) -> Client:
+    """One worker in this process."""
+    worker = DeltaSyncWorkerExtension()
+    worker.model_runner = SimpleNamespace(
+        get_model=lambda: model, model_config=config.model_config, load_config=config.load_config
+    )
+    return Client(lambda method, *args: [getattr(worker, method)(*args)])
 
 
 def caught_up(following: Follow) -> dict[str, Any]:
@@ -307,8 +302,8 @@ def follow(folder: Path, case: Case) -> dict[str, Any]:
     config, model = load(path, case.arguments)
     loaded = tensors_of(model)
     channel = f"file://{folder}/channel"
-    settings, run = ReplicaSettings(channel=channel, replica_id="here"), asyncio.new_event_loop().run_until_complete
-    following = open_follow(Engine(config, model), settings, Metrics(CollectorRegistry()), run)
+    settings = ReplicaSettings(channel=channel, replica_id="here")
+    following = open_follow(client(config, model), settings, Metrics(CollectorRegistry()))
     told: dict[str, Any] = {"model": type(model).__name__}
     with Publisher(channel, dtype=case.dtype) as publisher:
         publisher.publish(first.items() if kept else [(name, w.float()) for name, w in first.items()]).wait(60)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync import Publisher, open_store
-from deltasync.channel.plan import find_chain, find_chain_back
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.codec import tiles
@@ -95,9 +95,8 @@ def test_parts_of_tiles_follow_every_way(
             for follower in two.followers:
                 follower.identified(None)
             have = None
-        way = find_chain(reader, have, target.version) if have is None or have.version < number else []
-        if have is not None and have.version > number:
-            way = find_chain_back(reader, have, target) or find_chain(reader, None, target.version)
+        start = have if have is None or have.version <= number else None
+        way = find_chain(reader, start, target.version)
         if not way:
             continue
         two.take(way, wrong=how == "wrong")

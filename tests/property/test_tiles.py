@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync import codec
-from deltasync.codec import tiles
-from deltasync.codec.base import Encoded, Payload
+from deltasync.codec import tiled, tiles
+from deltasync.codec.base import Encoded, Payload, RangeBits
 from deltasync.codec.tiles import Grid
 from deltasync.errors import CorruptDataError, ShareError, StageError
+from deltasync.kernels import native
 from deltasync.live import LiveMemory, Segment
-from deltasync.tensors import Delta, Layout, TensorSpec
+from deltasync.tensors import Delta, Layout, Sparse, TensorSpec
 from deltasync.tensors.bits import tensor_of
 from tests import deltas
 
@@ -109,6 +110,36 @@ def test_a_sharded_trainer_may_cut_in_another_way_than_its_replicas(ranks: int, 
         memory = shard(spec, old_N, dim, ways, worker)
         decoded(payload, spec, memory.gather, memory.held).apply("w", reached_N)
     np.testing.assert_array_equal(reached_N, new_N)
+
+
+class Watched(RangeBits):
+    """Bits that note which ranges were read."""
+
+    reads: ClassVar[list[tuple[int, int]]] = []
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        self.reads.append((part.start, part.stop))
+        return super().__getitem__(part)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 3 * 64 * 128), (64 * 128, 2 * 64 * 128), (64 * 128, 64 * 128 + 32 * 128)])
+@pytest.mark.parametrize("bands", [1, 3, 1000])
+def test_old_bits_are_read_by_a_few_bands_at_a_time(
+    start: int, stop: int, bands: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, band = TensorSpec("w", "bfloat16", (3, 64, 128)), 4 * 128
+    monkeypatch.setattr(tiled, "_PART_BYTES", bands * band * 2 // native.threads(spec.element_count))
+    monkeypatch.setattr(Watched, "reads", [])
+    old_N, new_N = changed(spec, 0.05)
+    payload = encoded(spec, old_N, new_N, start, stop)
+    expected = np.flatnonzero(old_N[start:stop] != new_N[start:stop]) + start
+    steps = Sparse(expected, new_N[expected] - old_N[expected])
+    held = Watched(new_N[start:stop], start, spec.element_count, steps)
+    found = decoded(payload, spec, lambda _: held).of("w")
+    np.testing.assert_array_equal(found.at_K, expected)
+    np.testing.assert_array_equal(found.data_K, steps.data_K)
+    assert max(last - first for first, last in Watched.reads) <= min(bands * band, stop - start)
+    assert sorted(Watched.reads) == Watched.reads and Watched.reads[-1][1] <= stop
 
 
 def test_experts_are_decoded_by_who_holds_them() -> None:

@@ -14,8 +14,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from deltasync import Publisher, Replica, Retention
-from deltasync.channel import keys, threads
+from deltasync import Publisher, Replica, Retention, threads
+from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import DeltaSyncError, FencedError, PublishLostError
 from deltasync.maintenance import gc
@@ -341,7 +341,7 @@ class World:
             epoch = f"{self.random.choice((1, 2, 3, 999_999)):06d}-{self.random.randbytes(4).hex()}"
             # In an unsigned channel, what cannot be read at the key of a record may be a damaged one.
             slots = [keys.Slot(far, epoch).key] if self.signed else []
-            places = [*slots, keys.HEAD, f"epochs/{epoch}.json", "replicas/odd.json", "requests/anchor.json"]
+            places = [*slots, keys.HEAD, f"epochs/{epoch}.json", "replicas/odd.json"]
             places += ["versions/0000000/odd", "anchors/odd", "parts/odd/odd"]
             key = self.random.choice(places)
             if key == keys.HEAD or key not in self.disk.objects:

@@ -18,7 +18,6 @@ from deltasync.channel import keys, signing
 from deltasync.channel.documents import Delta
 from deltasync.config import ReplicaSettings
 from deltasync.errors import StoreError
-from deltasync.following import Pin
 from deltasync.following.metrics import Metrics
 from tests import driving
 from tests.docs.pages import ROOT
@@ -86,7 +85,7 @@ class Scene:
         self.trainer.publish_lies()
 
     def pinned(self) -> None:
-        self.driver.set_pin(Pin(2))
+        self.driver.set_pin(2)
         for _ in range(3):
             self.trainer.publish()
 

@@ -26,9 +26,9 @@ from deltasync.cli import watch
 from deltasync.config import Retention
 from deltasync.dashboard import Observer, PageServer, page
 from deltasync.dashboard.costs import RATES, estimate
-from deltasync.dashboard.heat import layer_of
 from deltasync.errors import ConfigError, NotPublishedError, TransientStoreError
 from deltasync.maintenance import KeepPolicy
+from deltasync.maintenance.heat import layer_of
 from deltasync.stores import ObjectInfo
 from tests.builders import finish_maintenance
 from tests.channels import EPOCH, RUN, filled, states_of
@@ -154,7 +154,7 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
                 for name, changed in delta.counts().items():
                     counts[layer_of(name)] += changed
             expected[version] = list(counts.values())
-    monkeypatch.setattr("deltasync.dashboard.heat._FIRST_BYTES", 200)  # shorter than a header
+    monkeypatch.setattr("deltasync.maintenance.heat._FIRST_BYTES", 200)  # shorter than a header
     observer = Observer(store, heat=4)
     observer.refresh()
     assert ranges(store) == 0

@@ -23,7 +23,7 @@ from deltasync import Publisher, open_store
 from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError, StoreError
-from deltasync.following import Commit, Follow, Pin, routes
+from deltasync.following import Commit, Follow, routes
 from deltasync.following.engine import Failure
 from deltasync.following.metrics import Metrics
 from deltasync.following.pin import Waits
@@ -241,7 +241,7 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
                 await driver.refresh(asked=asked)
             return calls
 
-        monkeypatch.setattr(engine, "collective_rpc", collective_rpc)
+        monkeypatch.setattr(driver.pauses, "_call_first", collective_rpc)
         await driver.refresh()
         assert await looks() == []
         assert await looks(asked=True) == [("settled",)] * 3
@@ -276,12 +276,12 @@ def test_to_go_back_and_to_be_pinned_is_no_lag(
         for _ in range(3):
             trainer.publish()
             await driver.catch_up_in_thread()
-        await driver.catch_up_in_thread(Pin(2))
+        await driver.catch_up_in_thread(2)
         await driver.catch_up_in_thread()
         trainer.publish()
         await driver.catch_up_in_thread()
         trainer.publish()
-        await driver.catch_up_in_thread(Pin(5))
+        await driver.catch_up_in_thread(5)
         return driver.status().commits
 
     told = [(commit.version, commit.lag_s is None) for commit in asyncio.run(body())]
@@ -439,11 +439,11 @@ def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
         assert client.get("/deltasync/status").json()["pin"] is None, "nothing was changed"
         pin = Follow.set_pin
 
-        def overtaken(self: Follow, wanted: Pin, *, checked: bool = False) -> None:
+        def overtaken(self: Follow, wanted: int | None, *, checked: bool = False) -> None:
             pin(self, wanted, checked=checked)
-            if wanted == Pin(1):
+            if wanted == 1:
                 self.cursor.next = lambda *_, **__: []  # type: ignore[method-assign]
-                asyncio.get_running_loop().call_later(0.2, pin, self, Pin(2))
+                asyncio.get_running_loop().call_later(0.2, pin, self, 2)
 
         monkeypatch.setattr(Follow, "set_pin", overtaken)
         monkeypatch.setattr(Waits, "caught_up", lambda *_: None)

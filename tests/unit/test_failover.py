@@ -169,7 +169,7 @@ def test_a_store_that_does_not_answer_is_waited_for_once(region: Region, monkeyp
     region.publish(2)
     region.assert_serves(region.made)
     assert gate.entered.is_set() and region.far.calls == []
-    asking = [thread for thread in threading.enumerate() if thread.name == "deltasync-each"]
+    asking = [thread for thread in threading.enumerate() if thread.name == "deltasync-fetch"]
     assert asking and all(thread.daemon for thread in asking), "a process can end while a store hangs"
     gate.opened.set()
 

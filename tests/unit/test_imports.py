@@ -30,10 +30,11 @@ ROOMS = (
     "following",
     "maintenance",
     "publish",
+    "interchange",
     "dashboard",
     "cli",
 )
-FOR_ALL = ("errors", "config")
+FOR_ALL = ("errors", "config", "threads")
 PROGRAMS = ("dashboard", "cli")
 HEAVY = ("vllm", "sglang", "trl", "transformers", "obstore", "matplotlib", "cryptography")
 

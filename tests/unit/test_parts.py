@@ -14,12 +14,12 @@ from deltasync import Replica, codec, maintenance, open_store
 from deltasync.channel import keys
 from deltasync.channel.documents import Delta
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.threads import ahead
 from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError, MissingVersionError
 from deltasync.kernels import native
 from deltasync.tensors import Delta as Changes
 from deltasync.tensors import Layout, Sparse, TensorSpec, fingerprint
+from deltasync.threads import ahead
 from tests.channels import Made
 from tests.conftest import assert_same_bits
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
-from vllm_plugin.engine import IdleEngine, Unguarded, exchange_here
-from vllm_plugin.pauses import Pauses
+from vllm_plugin.engine import exchange_here
+from vllm_plugin.pauses import OnLoop, Pauses
 from vllm_plugin.workers import answer
 
 
-class Engine(IdleEngine):
+class Engine:
     """The switch as vLLM's engine client has it, and one worker.
 
     Attributes:
@@ -101,6 +101,13 @@ class Engine(IdleEngine):
     async def resume_generation(self) -> None:
         self.switch_on()
 
+    async def update_weight_version(self, version: str) -> None:
+        self.events.append(version)
+
+
+def pauses_of(engine: Engine, *, recomputes: bool = False) -> Pauses:
+    return Pauses(engine, OnLoop(asyncio.get_running_loop()), recomputes=recomputes)
+
 
 @pytest.mark.parametrize("calls", [["commit"], ["commit", "confirm"]])
 @pytest.mark.parametrize("already", [False, True])
@@ -108,14 +115,14 @@ def test_it_is_afterwards_as_before(already: bool, calls: list[str]) -> None:
     async def body() -> None:
         engine = Engine()
         engine.is_off = already
-        pauses = Pauses(engine)
+        pauses = pauses_of(engine, recomputes=True)
         for fails in (False, True):
             engine.events.clear()
             try:
-                async with pauses.committing(clear_cache=True):
+                async with pauses.alone():
                     for call in calls:
                         is_last = call == calls[-1] and not fails
-                        await pauses.exchange([call], "7" if is_last else None)
+                        await pauses.exchange_all([call], "7" if is_last else None)
                         assert engine.is_off is (already or not is_last), "the last call has resumed by itself"
                     if fails:
                         raise StageError
@@ -164,17 +171,17 @@ def test_a_pause_that_fails_is_said_to_whoever_commits() -> None:
 def test_a_commit_waits_for_a_pause_that_is_under_way_and_keeps_the_next_one_waiting() -> None:
     async def body() -> list[str]:
         engine = Engine()
-        pauses, done = Pauses(Unguarded(engine)), engine.events
+        pauses, done = pauses_of(engine), engine.events
         engine.slow_s = 0.02
-        await pauses.guard(engine)
+        await pauses.guard()
 
         async def another() -> None:
             await engine.pause_generation(mode="wait", clear_cache=True)
 
         async def commit() -> None:
-            async with pauses.committing(clear_cache=False):
+            async with pauses.alone():
                 await asyncio.sleep(0.02)
-                await pauses.exchange(["commit"], "7")
+                await pauses.exchange_all(["commit"], "7")
 
         first = asyncio.create_task(another())
         await asyncio.sleep(0.001)
@@ -193,10 +200,10 @@ def test_a_commit_waits_for_a_pause_that_is_under_way_and_keeps_the_next_one_wai
 def test_other_calls_do_not_wait() -> None:
     async def body() -> None:
         engine = Engine()
-        pauses = Pauses(Unguarded(engine))
-        await pauses.guard(engine)
-        async with pauses.committing(clear_cache=False):
-            await pauses.exchange(["commit"], None)
+        pauses = pauses_of(engine)
+        await pauses.guard()
+        async with pauses.alone():
+            await pauses.exchange_all(["commit"], None)
             assert await engine.abort() == "True"
         with pytest.raises(ConfigError, match="which names its weights"):
             await engine.update_weight_version("mine")
@@ -223,9 +230,9 @@ def test_what_may_change_weights_is_paused_until_they_are_known(
 
     async def body() -> None:
         engine, looks = Engine(), []
-        pauses = Pauses(Unguarded(engine))
+        pauses = pauses_of(engine)
         pauses.on_use = lambda: looks.append(1)
-        await pauses.guard(engine)
+        await pauses.guard()
         engine.settled, engine.is_off = settled, before == "paused"
         await engine.collective_rpc("reload_weights")
         assert "reload_weights paused" in engine.events
@@ -235,7 +242,7 @@ def test_what_may_change_weights_is_paused_until_they_are_known(
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(engine.resume_generation(), 0.01)
             await engine.collective_rpc("reload_weights")  # which may be what helps
-            await pauses.release()
+            await pauses.resume_held()
         assert engine.is_off is (before == "paused")
 
     asyncio.run(body())
@@ -245,8 +252,8 @@ def test_what_may_change_weights_is_paused_until_they_are_known(
 def test_vllm_wakes_up_paused_until_its_weights_are_known(known: bool) -> None:
     async def body() -> None:
         engine = Engine()
-        pauses = Pauses(Unguarded(engine))
-        await pauses.guard(engine)
+        pauses = pauses_of(engine)
+        await pauses.guard()
         await engine.sleep()
         engine.settled = SleepingError("asleep")
         await engine.collective_rpc("list_loras")
@@ -254,7 +261,7 @@ def test_vllm_wakes_up_paused_until_its_weights_are_known(known: bool) -> None:
         engine.settled = known
         await engine.wake_up()
         assert (engine.is_off, pauses.held) == (not known, not known)
-        await pauses.release()
+        await pauses.resume_held()
         assert not engine.is_off
 
     asyncio.run(body())
@@ -263,7 +270,7 @@ def test_vllm_wakes_up_paused_until_its_weights_are_known(known: bool) -> None:
 def test_a_commit_waits_for_replies_of_one_version_and_they_for_it() -> None:
     async def body() -> list[str]:
         engine = Engine()
-        pauses, done = Pauses(engine), engine.events
+        pauses, done = pauses_of(engine), engine.events
 
         async def reply(name: str, *, takes_s: float = 0.02) -> None:
             async with pauses.undivided():
@@ -271,8 +278,8 @@ def test_a_commit_waits_for_replies_of_one_version_and_they_for_it() -> None:
                 done.append(name)
 
         async def commit() -> None:
-            async with pauses.committing(clear_cache=False):
-                await pauses.exchange(["commit"], "7")
+            async with pauses.alone():
+                await pauses.exchange_all(["commit"], "7")
 
         first = asyncio.create_task(reply("first"))
         await asyncio.sleep(0.001)
@@ -292,8 +299,8 @@ def test_a_commit_waits_for_replies_of_one_version_and_they_for_it() -> None:
 def test_generation_stays_paused_while_nobody_knows_what_the_weights_are() -> None:
     async def commit(pauses: Pauses, error: Exception | None = None) -> None:
         try:
-            async with pauses.committing(False):
-                await pauses.exchange(["commit"], "7" if error is None else None)
+            async with pauses.alone():
+                await pauses.exchange_all(["commit"], "7" if error is None else None)
                 if error is not None:
                     raise error
         except (ZeroDivisionError, StageError):
@@ -301,17 +308,17 @@ def test_generation_stays_paused_while_nobody_knows_what_the_weights_are() -> No
 
     async def body() -> None:
         engine = Engine()
-        pauses = Pauses(Unguarded(engine))
+        pauses = pauses_of(engine)
         await commit(pauses, StageError())
         assert (engine.is_off, pauses.held) == (False, False)
         for error in (ZeroDivisionError(), StageError()):  # a safe failure does not say what the weights are
             await commit(pauses, error)
             assert (engine.is_off, pauses.held) == (True, True)
-        await pauses.guard(engine)
+        await pauses.guard()
         another = asyncio.create_task(engine.resume_generation())
         await asyncio.sleep(0.01)
         assert engine.is_off and not another.done()
-        await pauses.release()
+        await pauses.resume_held()
         assert (engine.is_off, pauses.held) == (False, False)
         await another
         await commit(pauses, ZeroDivisionError())
@@ -319,7 +326,7 @@ def test_generation_stays_paused_while_nobody_knows_what_the_weights_are() -> No
         assert (engine.is_off, pauses.held) == (False, False)
         engine.is_off = True  # another client's pause
         await commit(pauses, ZeroDivisionError())
-        await pauses.release()
+        await pauses.resume_held()
         assert engine.is_off
 
     asyncio.run(body())
@@ -331,17 +338,17 @@ def test_a_resume_that_fails_is_tried_again_by_release(monkeypatch: pytest.Monke
 
     async def body() -> None:
         engine = Engine()
-        pauses = Pauses(engine)
+        pauses = pauses_of(engine)
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "resume_generation", fail)
+            patch.setattr(pauses, "_resume_all", fail)
             with pytest.raises(RuntimeError):
-                async with pauses.committing(clear_cache=False):
-                    await pauses.exchange(["commit"], None)
+                async with pauses.alone():
+                    await pauses.exchange_all(["commit"], None)
             assert (engine.is_off, pauses.held) == (True, True)
             with pytest.raises(RuntimeError):
-                await pauses.release()
+                await pauses.resume_held()
         assert (engine.is_off, pauses.held) == (True, True)
-        await pauses.release()
+        await pauses.resume_held()
         assert (engine.is_off, pauses.held) == (False, False)
 
     asyncio.run(body())

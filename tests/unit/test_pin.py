@@ -13,8 +13,8 @@ from deltasync.channel import heartbeat
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
-from deltasync.errors import AckTimeoutError, ConfigError, MissingVersionError, NotPublishedError
-from deltasync.following import NEWEST, ChannelCursor, Pin, Replica
+from deltasync.errors import AckTimeoutError, ConfigError, MissingVersionError
+from deltasync.following import ChannelCursor, Replica, parse_pin
 from deltasync.stores import Store, open_store
 from tests import driving
 from tests.builders import trained
@@ -31,35 +31,21 @@ def store(channel_url: str) -> Store:
     return open_store(channel_url)
 
 
-@pytest.mark.parametrize(
-    ("text", "of_25"),
-    [("newest", 25), ("7", 7), ("99", 99), ("every 10", 20), ("every 30", 0), ("2 behind", 23), ("30 behind", 0)],
-)
-def test_a_pin_is_read_and_said(text: str, of_25: int) -> None:
-    pin = Pin.parse(text)
-    assert (str(pin), pin.of(25)) == (text, of_25)
+@pytest.mark.parametrize(("text", "pin"), [("newest", None), ("7", 7)])
+def test_a_pin_is_read_and_said(text: str, pin: int | None) -> None:
+    assert parse_pin(text) == pin
     assert ReplicaSettings(pin=text).pin == text
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0", "-1", "every", "every 0", "7 ahead", "every 10 and more", "1" * 19, "\N{FULLWIDTH DIGIT SEVEN}"]
-)
+@pytest.mark.parametrize("text", ["", "0", "-1", "every 10", "2 behind", "7 ahead", "1" * 19, "\N{FULLWIDTH DIGIT SEVEN}"])
 def test_what_is_no_pin_is_refused_in_one_sentence(text: str) -> None:
-    with pytest.raises(ConfigError, match="newest, a version, `every K` or `K behind`"):
-        Pin.parse(text)
-    with pytest.raises(ConfigError, match="newest, a version, `every K` or `K behind`"):
+    with pytest.raises(ConfigError, match="newest or a version"):
+        parse_pin(text)
+    with pytest.raises(ConfigError, match="newest or a version"):
         ReplicaSettings(pin=text)
 
 
-def test_near_is_what_the_pin_points_to() -> None:
-    assert NEWEST.is_near(17, 25, 8) and not NEWEST.is_near(16, 25, 8)
-    assert Pin(7).is_near(7, 25, 8) and not Pin(7).is_near(8, 25, 8)
-    every = Pin(every=10)
-    assert every.is_near(10, 25, 0) and not every.is_near(0, 25, 0) and not every.is_near(21, 25, 0)
-    assert Pin(behind=2).is_near(23, 25, 0) and not Pin(behind=2).is_near(24, 25, 8)
-
-
-def _settled(replica: Replica, pin: Pin) -> int:
+def _settled(replica: Replica, pin: int | None) -> int:
     """The version at which polls find nothing more to take."""
     version = None
     while version != replica.poll(pin=pin):
@@ -68,42 +54,26 @@ def _settled(replica: Replica, pin: Pin) -> int:
     return version
 
 
-def test_a_replica_takes_only_the_versions_that_its_pin_allows(store: Store) -> None:
-    channel = made(store, 2)
-    every, behind = Replica(store), Replica(store)
-    with pytest.raises(NotPublishedError, match="no version yet for every 3"):
-        every.poll(pin=Pin(every=3))
-    taken = []
-    for number in range(3, 11):
-        assert channel.tip is not None
-        channel.delta(trained(channel.bits[channel.tip.sha256], number))
-        channel.head()
-        taken.append((_settled(every, Pin(every=3)), _settled(behind, Pin(behind=2))))
-        for replica in (every, behind):
-            assert_same_bits(replica.state_dict(), channel.bits[replica.digest or ""])
-    assert taken == [(number // 3 * 3, number - 2) for number in range(3, 11)]
-
-
 def test_a_replica_goes_back_and_on_again(store: Store) -> None:
     channel = made(store, 6)
     replica = Replica(store)
-    assert _settled(replica, NEWEST) == 6
-    for pin, number in ((Pin(3), 3), (Pin(behind=1), 5), (Pin(every=4), 4), (NEWEST, 6), (Pin(1), 1), (NEWEST, 6)):
+    assert _settled(replica, None) == 6
+    for pin, number in ((3, 3), (5, 5), (None, 6), (1, 1), (None, 6)):
         assert _settled(replica, pin) == number
         assert_same_bits(replica.state_dict(), channel.bits[replica.digest or ""])
     with pytest.raises(MissingVersionError, match="Version 7 is not published; the newest is version 6"):
-        replica.poll(pin=Pin(7))
+        replica.poll(pin=7)
     assert replica.version == 6
     assert channel.tip is not None
     channel.delta(trained(channel.bits[channel.tip.sha256], 7))
     channel.head()
-    assert replica.poll(pin=Pin(7)) == 7  # at once, although it was not there before
+    assert replica.poll(pin=7) == 7  # at once, although it was not there before
 
 
 def test_staying_at_a_version_costs_no_requests_between_looks(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
     made(store, 4)
-    cursor, pin = ChannelCursor(ChannelReader(store)), Pin(2)
+    cursor, pin = ChannelCursor(ChannelReader(store)), 2
     have = cursor.next(None, pin=pin)[-1].version  # full weights, first
     have = cursor.next(have, pin=pin)[-1].version
     assert have.version == 2
@@ -147,8 +117,8 @@ def test_a_server_is_pinned_while_it_follows(
             assert await driver.reach(2) == 2
             assert torch.equal(engine.model.w, bits[2])
             assert (driver.not_ready, driver.status(0).pin, engine.weight_version) == (None, "2", "2")
-            for where, version in (("4", 4), ("1", 1), ("1 behind", 3), ("newest", 4)):
-                driver.set_pin(Pin.parse(where))
+            for where, version in (("4", 4), ("1", 1), ("3", 3), ("newest", 4)):
+                driver.set_pin(parse_pin(where))
                 await driver.reach(None)
                 assert (driver.version, engine.weight_version) == (version, str(version))
                 assert torch.equal(engine.model.w, bits[version]) and driver.not_ready is None

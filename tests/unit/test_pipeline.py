@@ -296,7 +296,7 @@ def test_an_anchor_that_cannot_be_stored_is_tried_again_with_the_next_version(st
 
 
 def test_no_second_copy_of_the_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "_BATCH", 1 << 19)  # old bits that are wanted at once, by default more than this model
+    monkeypatch.setattr(tiled, "_PART_BYTES", 1 << 19)  # old bits that are wanted at once, by default more than this model
     versions = states(4, elements=1 << 20, fraction=0.01)  # 2 MiB each
     weight_bytes = sum(tensor.nbytes for tensor in versions[0].values())
     with Publisher(f"file://{tmp_path}", anchor_every=2, shard_bytes=1) as publisher:

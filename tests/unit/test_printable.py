@@ -55,12 +55,10 @@ COMMANDS = (
     ["doctor", "CHANNEL", "--json"],
     ["repair", "CHANNEL"],
     ["repair", "CHANNEL", "--no-replay", "--json"],
+    ["blame", "CHANNEL", "*"],
+    ["blame", "CHANNEL", "*", "--json"],
     ["gc", "CHANNEL", "--keep-last", "1", "--grace", "0"],
     ["gc", "CHANNEL", "--keep-last", "1", "--grace", "0", "--dry-run", "--json"],
-    ["anchor", "CHANNEL", "--timeout", "0"],
-    ["anchor", "CHANNEL", "--timeout", "0", "--json"],
-    ["compact", "CHANNEL", "1", "2"],
-    ["compact", "CHANNEL", "1", "2", "--json"],
     ["relay", "CHANNEL", "COPY", "--once"],
     ["relay", "CHANNEL", "COPY", "--once", "--json"],
     ["cp", "CHANNEL", "COPY"],
@@ -234,7 +232,7 @@ def test_no_command_shows_a_channels_text_as_it_is(
 def test_every_command_that_reads_a_channel_is_here() -> None:
     help_text = CliRunner().invoke(main, ["--help"]).output
     commands = re.findall(r"^  ([a-z]+)  ", help_text.partition("Commands:")[2], re.MULTILINE)
-    assert set(commands) == {command[0] for command in COMMANDS} | {"keygen", "serve"}
+    assert set(commands) == {command[0] for command in COMMANDS} | {"bisect", "keygen", "serve"}
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command[0] != "export"], ids=" ".join)

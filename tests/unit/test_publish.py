@@ -17,11 +17,10 @@ from safetensors.torch import save_file
 from torch.optim.swa_utils import AveragedModel
 
 from deltasync import Publisher, Receipt, Replica, open_store
-from deltasync.channel import keys, requests
+from deltasync.channel import keys
 from deltasync.channel.documents import Record
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec.vector import VectorCodec
-from deltasync.config import Retention
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
@@ -805,25 +804,6 @@ def test_a_checkpoint_that_the_run_overwrites_is_made_up_for(
         late = Replica(memory_url)
         assert late.sync() == publisher.version
         assert_same_bits(late.state_dict(), model)
-
-
-def test_a_request_for_an_anchor_of_any_number_counts_once(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.publish.maintenance._REFRESH_S", 0.0)
-    store, model = open_store(memory_url), builders.weights()
-
-    def publish(count: int) -> int:
-        for _ in range(count):
-            publisher.publish(model.items()).wait(60)
-            builders.finish_maintenance(publisher)
-        return len(list(store.list(keys.ANNOUNCEMENTS)))
-
-    with Publisher(memory_url, retention=Retention(compact_every=0)) as publisher:
-        publish(3)
-        for anchors, number in enumerate((keys.LARGEST_VERSION - 1, None, keys.LARGEST_VERSION), start=1):
-            requests.ask(store, number or publisher.version)
-            assert publish(6) == anchors
-        store.delete(keys.ANCHOR_REQUEST)
-        assert publish(6) == 3
 
 
 def test_nothing_is_published_if_nothing_changed_and_that_is_asked_for(memory_url: str) -> None:

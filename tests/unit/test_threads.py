@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from deltasync.channel.threads import Workers, each
+from deltasync import threads
 from deltasync.stores import xet
+from deltasync.threads import NAMES, Workers, each
 
 IMPORT_ALL = """
 import os
@@ -30,6 +33,16 @@ assert threads() == before + 3, "there is one pool"
 """
 
 
+def test_threads_are_made_in_one_place_and_the_page_has_their_names() -> None:
+    root = Path(threads.__file__).parents[1]
+    for package in ("deltasync", "vllm_plugin", "sglang_plugin", "mlx_plugin", "trl_callback"):
+        for path in (root / package).rglob("*.py"):
+            made = re.findall(r"\bThread\(|ThreadPoolExecutor\(", path.read_text())
+            assert not made or path == Path(threads.__file__), f"{path} makes a thread; use deltasync.threads"
+    rows = re.findall(r"^\| `(\w+)` \|", (root / "docs/reference/threads.md").read_text(), re.M)
+    assert tuple(rows) == NAMES and len(NAMES) <= 8
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_kernels_have_one_pool_that_starts_with_the_first_large_tensor() -> None:
     subprocess.run([sys.executable, "-c", IMPORT_ALL], check=True, timeout=120)
@@ -42,7 +55,7 @@ def test_workers_do_their_actions_themselves_where_no_thread_starts(monkeypatch:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    workers, inner = Workers(2, "test"), Workers(1, "inner")
+    workers, inner = Workers(2, "fetch"), Workers(1, "upload")
     assert workers.submit(lambda: inner.submit(int, "7").result()).result() == 7
     with pytest.raises(ValueError):
         workers.submit(int, "seven").result()

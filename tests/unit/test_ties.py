@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +17,9 @@ from deltasync.live import derived
 from deltasync.tensors.bits import bits_of
 from tests.channels import Made
 from tests.driving import runner_of
-from vllm_plugin.engine import IdleEngine
 from vllm_plugin.load import loader
 from vllm_plugin.worker import DeltaSyncWorkerExtension
-from vllm_plugin.workers import Workers
+from vllm_plugin.workers import Client, Workers
 
 ROWS, COLUMNS = 64, 48
 HEAD, EMBEDDINGS, BODY = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
@@ -56,7 +54,7 @@ class Part(torch.nn.Module):
                 parameters[name].copy_(tensor[self.rows] if name == EMBEDDINGS else tensor)
 
 
-class Engine(IdleEngine):
+class Engine:
     def __init__(self, models: list[Part]) -> None:
         self.workers = [DeltaSyncWorkerExtension() for _ in models]
         for worker, model in zip(self.workers, models, strict=True):
@@ -64,7 +62,7 @@ class Engine(IdleEngine):
             worker.model_runner = runner_of(lambda model=model: model)
         self.calls: list[Any] = []
 
-    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Any]:
+    def call(self, method: str, *args: Any) -> list[Any]:
         self.calls.append(args[0])
         return [getattr(worker, method)(*args) for worker in self.workers]
 
@@ -74,7 +72,7 @@ class Server:
         size = ROWS // workers
         self.models = [Part(slice(at * size, (at + 1) * size), has_head) for at in range(workers)]
         self.reader, self.engine = ChannelReader(open_store(url)), Engine(self.models)
-        self.workers = Workers(self.engine, self.reader, asyncio.run)
+        self.workers = Workers(Client(self.engine.call), self.reader)
 
     def open(self, url: str) -> int:
         total = self.workers.open(url, None)

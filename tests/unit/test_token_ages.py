@@ -1,9 +1,8 @@
-"""How old trained tokens are, and what their weights are worth: the arithmetic. With TRL: `test_trl_tokens`."""
+"""How old trained tokens are: the arithmetic. With TRL: `test_trl_tokens`."""
 
 from __future__ import annotations
 
 import logging
-import math
 import pickle
 from collections import Counter
 from types import SimpleNamespace
@@ -21,10 +20,8 @@ from trl_callback.tokens import (
     TokenAges,
     VersionedLogProb,
     VersionedMetrics,
-    effective_sample_fraction,
     lag_metrics,
     read_versions,
-    weight_sums,
 )
 
 
@@ -49,7 +46,7 @@ def ages_at(
 
 def trained(ages: TokenAges, *samples: Any) -> dict[str, float]:
     ages.add_batch({"completion_mask": one.completion_mask, "metrics": one.metrics} for one in samples)
-    ages.train(None)
+    ages.train()
     return {name.removeprefix("delta_sync/"): value for name, value in ages.metrics().items()}
 
 
@@ -148,7 +145,7 @@ def test_batches_are_counted_when_they_are_trained_not_when_they_are_made() -> N
         ages.add_batch([{"completion_mask": np.ones(1), "metrics": sample([1]).metrics}])
     lags = []
     for now[0] in (1, 2):
-        ages.train(None)
+        ages.train()
         lags.append(ages.metrics()["delta_sync/token_lag_max"])
     assert lags == [0, 1]
 
@@ -219,41 +216,9 @@ def test_a_bound_below_zero_is_refused() -> None:
         DeltaSyncConfig("memory://x", max_token_lag=-1)
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------
-
-
-def test_sums_are_of_the_trained_tokens() -> None:
-    log_probs = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
-    inputs = {"token_index": torch.tensor([[2, 0, 2, -1]]), "old_log_probs": torch.tensor([[-3.0, -2.0, -4.0, 9.0]])}
-    sums = weight_sums(log_probs, inputs)
-    weights = [1.0, math.e, math.e]
-    assert sums.tolist() == pytest.approx([sum(weights), sum(weight**2 for weight in weights), 3])
-    assert not sums.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [([2.0] * 7, 1.0), ([5.0, 0.0, 0.0, 0.0], 0.25), ([1.0, 3.0], 0.8), ([], None), ([0.0], None)],
-)
-def test_effective_sample_fraction(weights: list[float], expected: float | None) -> None:
-    got = effective_sample_fraction(sum(weights), sum(weight**2 for weight in weights), len(weights))
-    assert got == (None if expected is None else pytest.approx(expected))
-
-
-def test_weights_add_up_over_batches() -> None:
-    ages = TokenAges(None)
-    for weight in (1.0, 3.0):
-        ages.train(torch.tensor([weight, weight**2, 1.0], dtype=torch.float64))
-    assert ages.metrics() == {"delta_sync/effective_sample_fraction": pytest.approx(0.8)}
-    assert ages.metrics() == {}
-
-
 def test_a_trainer_that_trains_again_counts_a_batch_once() -> None:
     """The first training's hook gives way to the second's."""
-    trainer: Any = SimpleNamespace(
-        compute_loss=lambda model, inputs: model(inputs["x"]).sum(),
-        accelerator=SimpleNamespace(reduce=lambda sums, reduction: sums),
-    )
+    trainer: Any = SimpleNamespace(compute_loss=lambda model, inputs: model(inputs["x"]).sum())
     ages = ages_at(5)
     for _ in range(2):
         compat._watch_loss(trainer, ages)

@@ -30,7 +30,7 @@ def serve(url: str) -> dict[str, torch.Tensor]:
 
 
 def evaluate(model: torch.nn.Module, url: str) -> int | None:
-    with follow(model, url, pin="every 10", names={"head": "lm_head"}) as following, following.hold() as version:
+    with follow(model, url, pin="10", names={"head": "lm_head"}) as following, following.hold() as version:
         return version if version == following.version else None
 
 

@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from deltasync.errors import DeltaSyncError
 from tests.unit.test_pauses import Engine as Switch
+from tests.unit.test_pauses import pauses_of
 from vllm_plugin import versions
 from vllm_plugin.pauses import Pauses
 from vllm_plugin.target import LiveVersions
@@ -192,10 +193,10 @@ def test_one_version_makes_a_reply_of_several_pooled_requests() -> None:
     commits: list[asyncio.Task[None]] = []
 
     async def body() -> None:
-        engine.pauses = pauses = Pauses(Switch())
+        engine.pauses = pauses = pauses_of(Switch())
 
         async def commit() -> None:
-            async with pauses.committing(clear_cache=False):
+            async with pauses.alone():
                 engine.live.note(10)
 
         for _ in range(2):  # a score is one of a question, and then of documents
@@ -205,9 +206,9 @@ def test_one_version_makes_a_reply_of_several_pooled_requests() -> None:
             assert engine.live.now == 9
 
     async def outside() -> None:  # of a reply, so each is one of its own
-        engine.pauses = pauses = Pauses(Switch())
+        engine.pauses = pauses = pauses_of(Switch())
         await drain(engine.encode("a"))
-        async with pauses.committing(clear_cache=False):
+        async with pauses.alone():
             pass
 
     assert request(body, live=engine.live)[0]["x-deltasync-versions"] == "9..9"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import re
@@ -35,7 +34,7 @@ from vllm_plugin import worker as extension
 from vllm_plugin.load import layers, loader
 from vllm_plugin.load.fallback import Mirror, _together, mirrored
 from vllm_plugin.worker import WorkerShard
-from vllm_plugin.workers import Workers
+from vllm_plugin.workers import Client, Workers
 
 PATIENCE_S = 60.0
 
@@ -259,7 +258,7 @@ class TestCoverage:
         engine = tests_driving.Engine()
         engine.model = model
         reader = ChannelReader(open_store(url))
-        workers = Workers(engine, reader, asyncio.run)
+        workers = Workers(Client(lambda method, *args: [getattr(engine.worker, method)(*args)]), reader)
         found = []
         workers.open(url, None)
         workers.identified(None)

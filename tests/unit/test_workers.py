@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,24 +26,23 @@ from deltasync.live import Union
 from deltasync.tensors import TensorSpec
 from tests import driving
 from tests.driving import Engine, Trainer
-from vllm_plugin.engine import IdleEngine
 from vllm_plugin.offline import OfflineReplica
 from vllm_plugin.worker import BACKGROUND, CALLS
-from vllm_plugin.workers import Workers, answer
+from vllm_plugin.workers import Client, Workers, answer
 
 engine, trainer = driving.engine, driving.trainer  # fixtures
 
 DONE = Done(1, 0.5, 0.25, 0.125)
 
 
-class Two(IdleEngine):
+class Two:
     """Two workers that fail as they are told to."""
 
     def __init__(self, **failing: list[Exception | None]) -> None:
         self.failing = failing
         self.called: list[str] = []
 
-    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Any]:
+    def call(self, method: str, *args: Any) -> list[Any]:
         assert method == "deltasync_call"
         called = str(args[0])
         self.called.append(called)
@@ -58,7 +56,7 @@ class Two(IdleEngine):
 
 
 def commit(two: Two) -> Done:
-    workers = Workers(two, SimpleNamespace(specs={}), asyncio.run)  # type: ignore[arg-type]
+    workers = Workers(Client(two.call), SimpleNamespace(specs={}))  # type: ignore[arg-type]
     workers._regions = [{}, {}]
     workers._union = Union([], workers._regions)
     return workers.commit()
@@ -95,14 +93,14 @@ def test_times_are_the_longest_and_changes_add_up() -> None:
     assert commit(Two()) == msgspec.structs.replace(DONE, changed=2)
 
 
-class Halves(IdleEngine):
+class Halves:
     """Two workers with half of a tensor each, which they need whole before they stage, and a third without a part of it."""
 
     def __init__(self, keeps: bool = True) -> None:
         self.keeps = keeps
         self.came = bytearray()
 
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
+    def call(self, method: str, *args: Any) -> list[Any]:
         called, *rest = args
         if called == "read":
             return [{"result": [bytes([half]) * 6]} for half in (1, 2)] + [{"result": []}]
@@ -118,7 +116,7 @@ class Halves(IdleEngine):
 
 
 def halves(engine: Halves) -> Workers:
-    workers = Workers(engine, SimpleNamespace(specs={"w": TensorSpec("w", "bfloat16", (2, 3))}), asyncio.run)  # type: ignore[arg-type]
+    workers = Workers(Client(engine.call), SimpleNamespace(specs={"w": TensorSpec("w", "bfloat16", (2, 3))}))  # type: ignore[arg-type]
     workers._regions = [{"w": [(start, ((3, 1),))]} for start in (0, 3)] + [{"w": []}]
     return workers
 
@@ -208,7 +206,7 @@ def test_an_offline_model_is_audited_after_a_commit_that_could_not_be_undone(
             with pytest.raises(ApplyError) as caught:
                 replica.sync(timeout_s=0)
             assert caught.type is ApplyError
-            assert not replica._follow.target.pauses.held
+            assert not replica._follow.target.client.held
     assert replica.sync() == 2
     assert torch.equal(engine.model.w, trainer.weights["w"])
     replica.close()

@@ -1,4 +1,7 @@
-"""Run actions in a few threads: for many items in order, for as many as are done by a deadline, or one after the other."""
+"""The threads of this library: eight names (`NAMES`), one pool (`Workers`), and what is run in it.
+
+docs/reference/threads.md says which thread does what.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from deltasync.errors import ConfigError
 
@@ -21,6 +24,15 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 _AT_ONCE = 32  # threads of `each`
+
+Name = Literal["follow", "fetch", "upload", "maintenance", "heartbeat", "watch", "reply", "copy"]
+NAMES: tuple[str, ...] = get_args(Name)
+"""Purposes of threads, whose own names begin with `deltasync-`."""
+
+
+def daemon(name: Name, run: Callable[[], object]) -> threading.Thread:
+    """Return a thread that is not started. It does not keep the process from ending."""
+    return threading.Thread(target=run, name=f"deltasync-{name}", daemon=True)
 
 
 def let_go(lock: Any) -> None:
@@ -61,7 +73,7 @@ class Workers:
     end while a store hangs. An interrupt of `submit` leaves the action out, or run by the next call of `submit` or `start`.
     """
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: Name) -> None:
         self._count, self._name = count, name
         self._actions: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads: set[threading.Thread] = set()
@@ -90,7 +102,7 @@ class Workers:
             self._threads = {thread for thread in self._threads if thread.is_alive()}
             if not self._actions or len(self._threads) >= self._count:
                 return
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            thread = daemon(self._name, self._work)
             self._threads.add(thread)
             try:
                 thread.start()
@@ -138,16 +150,16 @@ def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int
     if len(items) == 1:
         yield action(items[0])
         return
-    pool = ThreadPoolExecutor(count, thread_name_prefix="deltasync-fetch")
+    workers = Workers(count, "fetch")
     try:
-        waiting = deque(pool.submit(action, item) for item in items[:count])
+        waiting = deque(workers.submit(action, item) for item in items[:count])
         for at in range(len(items)):
             result = waiting.popleft().result()
             if at + count < len(items):
-                waiting.append(pool.submit(action, items[at + count]))
+                waiting.append(workers.submit(action, items[at + count]))
             yield result
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        workers.drop()
 
 
 def each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: float | None) -> list[_Result | None]:
@@ -156,7 +168,7 @@ def each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: f
     The threads are daemons, so that the process can end while a store or a server hangs. Raises the first exception of
     `action`, by the order of items.
     """
-    workers = Workers(_AT_ONCE, "deltasync-each")
+    workers = Workers(_AT_ONCE, "fetch")
     futures = [workers.submit(action, item) for item in items]
     wait(futures, None if deadline is None else max(0.0, deadline - time.monotonic()), return_when=FIRST_EXCEPTION)
     workers.drop()

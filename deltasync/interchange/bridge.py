@@ -1,0 +1,288 @@
+"""Between version directories (`version_dirs`) and channels: publish what they hold, or write them from a channel."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deltasync.channel import anchors, checkpoint
+from deltasync.channel.reading import ChannelReader
+from deltasync.errors import (
+    UNREADABLE_JSON,
+    ChainError,
+    ChannelInUseError,
+    ConfigError,
+    NotPublishedError,
+    ObjectMissingError,
+)
+from deltasync.following import Replica
+from deltasync.interchange import version_dirs
+from deltasync.interchange.version_dirs import VersionDir, VersionDirs, Weights
+from deltasync.maintenance import model_files
+from deltasync.publish import Publisher
+from deltasync.stores import Store, open_store
+from deltasync.tensors.bits import bits_of, spec_of, tensor_of
+
+_SOURCE = "source.json"  # beside the channel that `Import` writes: where it comes from
+OnVersion = Callable[[int, int], object]
+
+
+def _nothing(number: int, size: int) -> None:
+    """Do nothing."""
+
+
+class Import:
+    """Publishes each version of version directories to a channel, which any replica then follows.
+
+    The channel's versions are numbered from 1; `step` of each is the number of its directory. A tensor's checksum is what
+    proves a delta, and nothing proves a full version that has none: these directories have no digest of the whole model, no
+    writer's epoch and no signature. Memory: the model twice, and the tensors that a version changes once more.
+
+    Args:
+        source: The version directories: a URL, a path or a store.
+        target: The channel: a URL, a path or a store. A used one is continued if it was made from the same directories.
+        base: The checkpoint that version 0 is, where the directories do not hold it: a directory, or a model on the Hub.
+        **options: See `PublisherSettings`, but for `dtype`: all tensors keep their own.
+
+    Raises:
+        ConfigError: an option is wrong, or `base` is no checkpoint.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Store,
+        target: str | os.PathLike[str] | Store,
+        base: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        self.dirs, self._target = VersionDirs(open_store(source)), open_store(target)
+        self._base, self._options = base, options
+        self.number = -1
+        """The version that the channel has; -1 before the first."""
+        self._weights = Weights({}, {})
+        self._publisher: Publisher | None = None
+
+    def step(self, on_version: OnVersion = _nothing) -> int:
+        """Publish the versions that the channel lacks, in order, and return how many.
+
+        `on_version` is called with the number of each version and that in the channel, once it is visible there.
+
+        Raises:
+            ChainError: a version is missing, or no full version precedes the first delta.
+            CorruptDataError: a file is damaged. The channel stays at the version before.
+            PublishError: a version could not be published; nothing later is published by this object.
+        """
+        if self.number < 0:
+            self._resume()
+        published = 0
+        found = self.dirs.complete(self.number)
+        if self.number < 0:
+            fulls = [n for n, version in enumerate(found) if version.base is None]
+            if found and not fulls and self._base is None:
+                raise ChainError(
+                    f"{self.dirs.store.url} holds no full version before version {found[0].number}. Name the checkpoint "
+                    "that the deltas begin with (--base)."
+                )
+            if fulls:
+                found = found[fulls[-1] :]  # what a new reader starts from
+            elif found:
+                self._open(initial=self._base)
+                self._publish(0, self._of_checkpoint(), on_version)
+                published += 1
+        for version in found:
+            weights = self._next(version)
+            if self._publisher is None:
+                self._open(model_files=self.dirs.small_files(version), resume=self.number >= 0)
+            self._publish(version.number, weights, on_version)
+            published += 1
+        return published
+
+    def _open(self, **options: Any) -> None:
+        self._publisher = Publisher(self._target, dtype="keep", **options, **self._options)
+        self._target.put(_SOURCE, json.dumps({"source": self.dirs.store.url}).encode())
+
+    def close(self) -> None:
+        """End the publisher."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _next(self, version: VersionDir) -> Weights:
+        if version.base is None:
+            return self.dirs.full(version)
+        if version.base != self.number:
+            raise ChainError(
+                f"{self.dirs.store.url} holds version {version.number}, a delta to version {version.base}, and the channel "
+                f"has version {self.number}. It goes on with the next full version."
+            )
+        changed = self.dirs.delta(version, self._weights)
+        return Weights(self._weights.specs, {**self._weights.bytes, **changed})
+
+    def _publish(self, number: int, weights: Weights, on_version: OnVersion) -> None:
+        assert self._publisher is not None
+        stream = {
+            name: tensor_of(data_B.view(weights.specs[name].bits_dtype), weights.specs[name])
+            for name, data_B in weights.bytes.items()
+        }
+        receipt = self._publisher.publish(stream, step=number)
+        receipt.wait()
+        self.number, self._weights = number, weights
+        on_version(number, receipt.version)
+
+    def _of_checkpoint(self) -> Weights:
+        assert self._base is not None
+        found = checkpoint.load(checkpoint.find(self._base))
+        return _weights(found.tensors(sorted(found.files)))
+
+    def _resume(self) -> None:
+        """Find out which version the channel has."""
+        reader = ChannelReader(self._target)
+        replica = Replica(reader)
+        try:
+            replica.sync()
+        except NotPublishedError:
+            return
+        assert replica.identity is not None
+        with contextlib.suppress(ObjectMissingError, *UNREADABLE_JSON):
+            if json.loads(self._target.read(_SOURCE, 1 << 16)) != {"source": self.dirs.store.url}:
+                raise ObjectMissingError(_SOURCE)
+            self.number = reader.record(replica.identity).record.step or 0
+        if self.number < 0:
+            raise ChannelInUseError(
+                f"{self._target.url} holds a channel that was not made from {self.dirs.store.url}. Choose another target."
+            )
+        self._weights = _weights(replica.state_dict().items())
+
+
+class Export:
+    """Writes version directories from a channel: the first version as a checkpoint, each later one as a delta.
+
+    Memory: the model twice.
+
+    Args:
+        reader: The channel.
+        target: Where the directories go: a URL, a path or a store. Later versions of the same run may be added.
+        encoding: `xor`, or `overwrite`, which can be applied twice.
+        algorithm: The checksum: adler32, xxh3-128 or blake3. ModelExpress reads adler32 alone.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        reader: ChannelReader,
+        target: str | os.PathLike[str] | Store,
+        encoding: str = "xor",
+        algorithm: str = "adler32",
+    ) -> None:
+        if encoding not in version_dirs.ENCODINGS:
+            raise ConfigError(f"The encoding {encoding!r} is none of {', '.join(version_dirs.ENCODINGS)}.")
+        version_dirs.checksum(algorithm, np.empty(0, np.uint8))
+        self._reader, self._dirs = reader, VersionDirs(open_store(target))
+        self._encoding, self._algorithm = encoding, algorithm
+        self._replica = Replica(reader)
+        self._weights: Weights | None = None
+        self.number = -1
+        """The newest version that was written; -1 before the first."""
+
+    def step(self, newest: int | None = None, first: int | None = None, on_version: OnVersion = _nothing) -> int:
+        """Write the versions of the channel that are not there. Return how many.
+
+        Args:
+            newest: The last version to write; by default the newest.
+            first: The version to begin with in an empty target; by default the last one.
+            on_version: Called with the number of each version and the bytes of its weights.
+
+        Raises:
+            NotPublishedError: the channel has no version yet.
+            MissingVersionError: a version cannot be read any more; the versions before it are there.
+            ChannelInUseError: the target has version directories of something else.
+        """
+        newest = self._reader.numbered(newest).version.version if newest is not None else self._newest()
+        written = 0
+        if self._weights is None and not self._resumes(newest):
+            number = newest if first is None else first
+            size = self._full(number)
+            on_version(number, size)
+            written = 1
+        assert self._weights is not None
+        for number in range(self.number + 1, newest + 1):
+            on_version(number, self._delta(number, self._weights))
+            written += 1
+        return written
+
+    def _newest(self) -> int:
+        found = self._reader.newest_version()
+        if found is None:
+            raise NotPublishedError(f"{self._reader.store.url} holds no version yet.")
+        return found.version
+
+    def _resumes(self, newest: int) -> bool:
+        """Go on behind the last version of the target, if it has any."""
+        there = self._dirs.complete(-1)
+        if not there:
+            return False
+        last = there[-1]
+        if last.number <= newest:
+            self._replica.sync(last.number)
+        if self._replica.digest != last.metadata.deltasync_sha256 or self._replica.digest is None:
+            raise ChannelInUseError(
+                f"{self._dirs.store.url} holds version {last.number}, which is not that of {self._reader.store.url}. "
+                "Nothing was written; choose another target."
+            )
+        self.number, self._weights = last.number, _weights(self._replica.state_dict().items())
+        return True
+
+    def _full(self, number: int) -> int:
+        self._replica.sync(number)
+        assert self._replica.identity is not None
+        tensors = self._replica.state_dict()
+        files = itertools.chain(
+            model_files(self._reader, self._replica.identity).items(),
+            anchors.weight_files(tensors, self._replica.fingerprints),
+        )
+        version_dirs.write_full(self._dirs.store, number, files, tensors, self._replica.identity.sha256)
+        self.number, self._weights = number, _weights(tensors.items())
+        return sum(data_B.size for data_B in self._weights.bytes.values())
+
+    def _delta(self, number: int, old: Weights) -> int:
+        before = dict(self._replica.fingerprints)
+        self._replica.sync(number)
+        assert self._replica.identity is not None
+        tensors, after = self._replica.state_dict(), self._replica.fingerprints
+        new = {name: _bytes(tensors[name]).copy() for name in tensors if before[name] != after[name]}
+        size = version_dirs.write_delta(
+            *(
+                self._dirs.store,
+                number,
+                self.number,
+                old,
+                new,
+                self._encoding,
+                self._algorithm,
+                self._replica.identity.sha256,
+            )
+        )
+        old.bytes.update(new)
+        self.number = number
+        return size
+
+
+def _weights(tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
+    """Copy tensors."""
+    found = Weights({}, {})
+    for name, tensor in tensors:
+        found.specs[name], found.bytes[name] = spec_of(name, tensor), _bytes(tensor).copy()
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    return bits_of(tensor).view(np.uint8)

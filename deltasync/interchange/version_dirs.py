@@ -1,0 +1,380 @@
+"""The layout `weight_v` of slime, miles, Stitch and ModelExpress: each version is a directory of whole or changed tensors.
+
+    weight_v000007/model.safetensors.index.json          or v7/...
+    weight_v000007/model-00000-of-00002.safetensors
+
+A full version is an ordinary checkpoint. The index of a delta names its encoding, and each tensor that changed is an entry
+of dtype U8, one zstd frame: its bytes, XORed with those of the version before (`xor`), or the positions of the bytes that
+changed and what these became (`overwrite`). The metadata of a weight file have the checksum of each tensor's new bytes.
+Sources: `docs/en/advanced/delta-weight-sync.md` of slime; `modelexpress_rl` 0.7.0 (canonical_delta).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from deltasync.channel import anchors
+from deltasync.channel.anchors import INDEX
+from deltasync.codec.base import body, entries, read_metadata
+from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError
+from deltasync.stores import ObjectInfo, Store
+from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
+
+ENCODINGS = ("xor", "overwrite")
+CHECKSUMS = ("adler32", "xxh3-128", "blake3")
+_WHOLE = "model.safetensors"
+_INDEX_BYTES = _SMALL_BYTES = 1 << 28
+_FOLDER = re.compile(r"(?P<style>weight_v(?=[0-9]{6})|v(?=0|[1-9]))(?P<number>[0-9]{1,12})")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*\.safetensors")
+_WINDOW_BYTES = 1 << 27  # of zstd
+_NAMES = {entry: name for name, entry in SAFETENSORS_DTYPES.items()}
+
+
+class _Metadata(msgspec.Struct):
+    version: str | int | None = None
+    base_version: str | int | None = None
+    delta_encoding: str | None = None
+    compression_format: str | None = None
+    checksum_format: str | None = None
+    deltasync_sha256: str | None = None  # of the record, where `Export` wrote it
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+
+
+class Weights(NamedTuple):
+    """All tensors of a version: the spec and the bytes of each, uint8 of its number of bytes, by name."""
+
+    specs: dict[str, TensorSpec]
+    bytes: dict[str, np.ndarray]
+
+
+class VersionDir(NamedTuple):
+    """A version whose files are all there.
+
+    Attributes:
+        number: Its number, from the name of its directory.
+        base: The number of the version that its delta applies to; None if it is a full version.
+        metadata: The metadata of its index.
+        files: Its weight files.
+        small_files: Config, tokenizer and so on, by name.
+    """
+
+    number: int
+    base: int | None
+    metadata: _Metadata
+    files: list[ObjectInfo]
+    small_files: dict[str, ObjectInfo]
+
+
+class VersionDirs:
+    """The versions in a store.
+
+    Args:
+        store: The store whose top holds the directories.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def complete(self, after: int) -> list[VersionDir]:
+        """Return the versions with a higher number than `after`, ascending, up to the first that is still being written.
+
+        Raises:
+            ConfigError: two directories have the same number.
+            CorruptDataError: an index is malformed, or says another version than its directory.
+        """
+        folders: dict[int, tuple[str, dict[str, ObjectInfo]]] = {}
+        for info in self.store.list(""):
+            folder, _, file = info.key.partition("/")
+            match = _FOLDER.fullmatch(folder)
+            if match is None or "/" in file or (number := int(match["number"])) <= after:
+                continue
+            name, files = folders.setdefault(number, (folder, {}))
+            if name != folder:
+                raise ConfigError(f"{self.store.url} holds both {name} and {folder}. Move one of them away.")
+            files[file] = info
+        found = []
+        for number, (folder, files) in sorted(folders.items()):
+            version = self._version(number, folder, files)
+            if version is None:
+                break
+            found.append(version)
+        return found
+
+    def _version(self, number: int, folder: str, files: Mapping[str, ObjectInfo]) -> VersionDir | None:
+        place, small = (
+            f"{self.store.url}/{folder}",
+            {name: info for name, info in files.items() if name != INDEX and not name.endswith(anchors.WEIGHTS)},
+        )
+        if (info := files.get(INDEX)) is None:
+            whole = files.get(_WHOLE)
+            if whole is None or not self._is_whole(whole):
+                return None
+            return VersionDir(number, None, _Metadata(), [whole], small)
+        try:
+            index = msgspec.json.decode(self.store.read(info.key, _INDEX_BYTES, info), type=_Index)
+        except UNREADABLE_JSON as error:
+            raise CorruptDataError(f"{place}/{INDEX} is not the index of a version: {error}.") from error
+        names, metadata = sorted(set(index.weight_map.values())), index.metadata
+        if odd := [name for name in names if not _FILE.fullmatch(name)]:
+            raise CorruptDataError(f"{place}/{INDEX} names {odd[0]!r}, which is not a weight file beside it.")
+        if not all(name in files and self._is_whole(files[name]) for name in names):
+            return None
+        held = [files[name] for name in names]
+        if metadata.delta_encoding is None:
+            return VersionDir(number, None, metadata, held, small)
+        if metadata.delta_encoding not in ENCODINGS or metadata.compression_format != "zstd":
+            raise CorruptDataError(
+                f"{place} is encoded by {metadata.delta_encoding!r} and {metadata.compression_format!r}; deltasync reads "
+                f"{' and '.join(ENCODINGS)} with zstd."
+            )
+        said, base = _number(metadata.version), _number(metadata.base_version)
+        if said != number or base is None or base >= number:
+            raise CorruptDataError(f"{place} says that it leads from version {base} to {said}.")
+        return VersionDir(number, base, metadata, held, small)
+
+    def _is_whole(self, info: ObjectInfo) -> bool:
+        """Whether a weight file has as many bytes as its header says; a directory may show it while it is written."""
+        if info.bytes < 8:
+            return False
+        length = int.from_bytes(self.store.read_range(info.key, 0, 8), "little")
+        if not 0 < length <= info.bytes - 8:
+            return False
+        try:
+            entries(self.store.read_range(info.key, 0, 8 + length), info.bytes)
+        except CorruptDataError:
+            return False
+        return True
+
+    def full(self, version: VersionDir) -> Weights:
+        """Read a full version.
+
+        Raises:
+            CorruptDataError: a file is malformed, or a tensor has another checksum than its file says.
+        """
+        weights, algorithm = Weights({}, {}), version.metadata.checksum_format
+        for info, name, entry, data, wanted in self._entries(version):
+            if entry[0] not in _NAMES:
+                raise ModelMismatchError(f"{info.key} holds {name} as {entry[0]}, which deltasync cannot publish.")
+            weights.specs[name] = TensorSpec(name, _NAMES[entry[0]], entry[1])
+            weights.bytes[name] = np.frombuffer(data, np.uint8).copy()
+            if algorithm is not None and wanted is not None:
+                self._check(info, name, algorithm, weights.bytes[name], wanted)
+        return weights
+
+    def small_files(self, version: VersionDir) -> dict[str, bytes]:
+        """Read the small files of a version, by name: its config, its tokenizer and so on."""
+        return {name: self.store.read(info.key, _SMALL_BYTES, info) for name, info in version.small_files.items()}
+
+    def delta(self, version: VersionDir, weights: Weights) -> dict[str, np.ndarray]:
+        """Return the new bytes of the tensors that a delta changes. `weights` are those of its base, and stay as they are.
+
+        Raises:
+            CorruptDataError: a file is malformed, or the result has another checksum than the file says.
+            ModelMismatchError: it names a tensor that the model lacks.
+        """
+        new: dict[str, np.ndarray] = {}
+        for info, name, entry, data, wanted in self._entries(version):
+            if name not in weights.bytes:
+                raise ModelMismatchError(f"{info.key} changes {name}, which the version before does not have.")
+            if entry[0] != "U8" or name in new or wanted is None or version.metadata.checksum_format is None:
+                raise CorruptDataError(f"{info.key} does not hold {name} once, as bytes with a checksum.")
+            try:
+                new[name] = _DECODERS[version.metadata.delta_encoding or ""](data, weights.bytes[name])
+            except ValueError as error:
+                raise CorruptDataError(f"{info.key} holds no delta of {name}: {error}.") from error
+            self._check(info, name, version.metadata.checksum_format, new[name], wanted)
+        return new
+
+    def _entries(
+        self, version: VersionDir
+    ) -> Iterator[tuple[ObjectInfo, str, tuple[str, tuple[int, ...]], memoryview, str | None]]:
+        for info in version.files:
+            data = memoryview(self.store.read(info.key, info.bytes, info))
+            said = _metadata_of(data)
+            for name, (dtype, shape, first, last) in entries(data, len(data)).items():
+                yield info, name, (dtype, shape), data[first:last], said.get(name)
+
+    def _check(self, info: ObjectInfo, name: str, algorithm: str, data_B: np.ndarray, wanted: str) -> None:
+        found = checksum(algorithm, data_B)
+        # fireworks-delta-compression writes the number in decimal
+        if found != wanted and not (algorithm == "adler32" and str(int(found, 16)) == wanted):
+            raise CorruptDataError(f"{self.store.url}/{info.key} leads to other bits of {name} than its checksum is of.")
+
+
+def _metadata_of(data: memoryview) -> dict[str, str]:
+    """Return the metadata of a weight file, which full versions may lack."""
+    try:
+        return read_metadata(data)
+    except CorruptDataError:  # `entries` says what else is wrong
+        return {}
+
+
+def _number(text: str | int | None) -> int | None:
+    """Return the number of a version, such as 7 for `000007`, `v7` or 7."""
+    match = re.fullmatch(r"(?:weight_)?v?([0-9]{1,12})", str(text))
+    return None if match is None else int(match[1])
+
+
+def checksum(algorithm: str, data_B: np.ndarray) -> str:
+    """Return the checksum of bytes in hexadecimal digits, as the layout has it.
+
+    Raises:
+        ConfigError: the algorithm is unknown, or the library that has it is not installed.
+    """
+    if algorithm == "adler32":
+        return f"{zlib.adler32(data_B.data):08x}"
+    if algorithm not in CHECKSUMS:
+        raise ConfigError(f"The checksum {algorithm!r} is none of {', '.join(CHECKSUMS)}.")
+    library = {"xxh3-128": "xxhash", "blake3": "blake3"}[algorithm]
+    try:
+        module = importlib.import_module(library)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"The checksum {algorithm} needs {library}: pip install {library}.") from error
+    hasher: Any = module.xxh3_128() if library == "xxhash" else module.blake3()
+    hasher.update(data_B)
+    return str(hasher.hexdigest())
+
+
+def _decompressed(data: memoryview, most_bytes: int) -> bytes:
+    """Decompress one zstd frame. Raises ValueError if it is malformed or longer."""
+    import zstandard
+
+    try:
+        frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(data)
+        found = bytearray()
+        while len(found) <= most_bytes and (chunk := frame.read(min(1 << 24, most_bytes + 1 - len(found)))):
+            found += chunk
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from error
+    if len(found) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes} bytes")
+    return bytes(found)
+
+
+def _apply_xor(data: memoryview, old_B: np.ndarray) -> np.ndarray:
+    found = np.frombuffer(_decompressed(data, old_B.size), np.uint8)
+    if found.size != old_B.size:
+        raise ValueError(f"it has {found.size} bytes, the tensor {old_B.size}")
+    return np.bitwise_xor(old_B, found)
+
+
+def _apply_overwrite(data: memoryview, old_B: np.ndarray) -> np.ndarray:
+    found = _decompressed(data, 4 + 5 * old_B.size)
+    count = int.from_bytes(found[:4], "little") if len(found) >= 4 else -1
+    if len(found) != 4 + 5 * count:
+        raise ValueError(f"it has {len(found)} bytes for {count} changes")
+    at_K = np.frombuffer(found, "<u4", count, 4)
+    if count and int(at_K.max()) >= old_B.size:
+        raise ValueError("it changes bytes behind the tensor's end")
+    new_B = old_B.copy()
+    new_B[at_K] = np.frombuffer(found, np.uint8, count, 4 + 4 * count)
+    return new_B
+
+
+_DECODERS: dict[str, Callable[[memoryview, np.ndarray], np.ndarray]] = {"xor": _apply_xor, "overwrite": _apply_overwrite}
+
+
+def encode(encoding: str, old_B: np.ndarray, new_B: np.ndarray) -> bytes:
+    """Return the entry of a tensor that changed.
+
+    Raises:
+        ConfigError: the encoding is `overwrite` and the tensor has 4 GiB or more.
+    """
+    import zstandard
+
+    changed = old_B ^ new_B
+    if encoding == "overwrite":
+        if new_B.size >= 1 << 32:
+            raise ConfigError("Tensors of 4 GiB and more have no `overwrite`; use the encoding xor.")
+        at_K = np.flatnonzero(changed).astype("<u4")
+        changed = np.concatenate((np.array([at_K.size], "<u4").view(np.uint8), at_K.view(np.uint8), new_B[at_K]))
+    return zstandard.ZstdCompressor(level=1).compress(changed)
+
+
+def write_full(
+    store: Store, number: int, files: Iterable[tuple[str, bytes | memoryview]], names: Iterable[str], sha256: str
+) -> None:
+    """Store a full version.
+
+    Args:
+        store: The store.
+        number: The number of the version.
+        files: The files of the checkpoint, as `anchors.weight_files` makes them, weight files last.
+        names: The tensors.
+        sha256: The digest of the record.
+    """
+    index, last = dict[str, Any](), ""
+    for last, data in files:
+        if last == INDEX:
+            index = json.loads(bytes(data))
+        else:
+            store.put(f"{folder(number)}/{last}", data)
+    index = index or {"metadata": {}, "weight_map": dict.fromkeys(names, last)}
+    index["metadata"]["deltasync_sha256"] = sha256
+    store.put(f"{folder(number)}/{INDEX}", json.dumps(index).encode())
+
+
+def write_delta(
+    store: Store,
+    number: int,
+    base: int,
+    old: Weights,
+    new: Mapping[str, np.ndarray],
+    encoding: str,
+    algorithm: str,
+    sha256: str,
+) -> int:
+    """Store a delta, index last. Return the bytes of its weight file.
+
+    Args:
+        store: The store.
+        number: The number of the version.
+        base: That of the version before.
+        old: The version before.
+        new: New bytes of the tensors that changed.
+        encoding: One of `ENCODINGS`.
+        algorithm: One of `CHECKSUMS`.
+        sha256: The digest of the record.
+
+    Raises:
+        ConfigError: as `encode` and `checksum`.
+        StoreError: a file could not be stored; no reader takes the version.
+    """
+    file, data = "model-00001-of-00001.safetensors", b""
+    if new:
+        sums = {name: checksum(algorithm, new_B) for name, new_B in new.items()}
+        coded = {
+            name: torch.frombuffer(bytearray(encode(encoding, old.bytes[name], new_B)), dtype=torch.uint8)
+            for name, new_B in new.items()
+        }
+        data = b"".join(body(coded, sums))
+        store.put(f"{folder(number)}/{file}", data)
+    metadata = {
+        "version": f"{number:06d}",
+        "base_version": f"{base:06d}",
+        "delta_encoding": encoding,
+        "compression_format": "zstd",
+        "checksum_format": algorithm,
+        "deltasync_sha256": sha256,
+    }
+    index = {"metadata": metadata, "weight_map": dict.fromkeys(new, file)}
+    store.put(f"{folder(number)}/{INDEX}", json.dumps(index).encode())
+    return len(data)
+
+
+def folder(number: int) -> str:
+    """Return the directory of a version."""
+    return f"weight_v{number:06d}"

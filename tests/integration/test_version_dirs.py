@@ -1,0 +1,451 @@
+"""Version directories (`weight_v`) become a channel, and are written from one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import blake3
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import xxhash
+import zstandard
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from deltasync import Publisher, Replica
+from deltasync.channel.reading import ChannelReader
+from deltasync.cli import main
+from deltasync.errors import ChainError, ChannelInUseError, ConfigError, CorruptDataError, DeltaSyncError, ModelMismatchError
+from deltasync.interchange import Export, Import
+from deltasync.stores import open_store
+from deltasync.tensors.bits import bits_of
+
+SERVICES = Path(__file__).parents[2] / ".venv-services" / "python"
+SUMS = {
+    "adler32": lambda data: f"{zlib.adler32(data):08x}",
+    "xxh3-128": lambda data: xxhash.xxh3_128(data).hexdigest(),
+    "blake3": lambda data: blake3.blake3(data).hexdigest(),
+}
+State = dict[str, torch.Tensor]
+
+
+def model(seed: int = 0) -> State:
+    torch.manual_seed(seed)
+    return {
+        "embed.weight": torch.randn(64, 16).bfloat16(),
+        "layer.weight": torch.randn(16, 16).bfloat16(),
+        "layer.scale": torch.randn(16),
+        "norm.weight": torch.ones(16).half(),
+        "table": torch.arange(7),
+        "scalar": torch.tensor(1.5),
+    }
+
+
+def train(state: State, step: int) -> State:
+    """Change a few elements of most tensors; some steps change nothing at all."""
+    new = {name: tensor.clone() for name, tensor in state.items()}
+    if step % 7:
+        for name in list(new)[: step % 6]:
+            flat = new[name].view(-1)
+            flat[:: 5 + step % 3] += 1
+    return new
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return bits_of(tensor.contiguous()).view(np.uint8)
+
+
+def same(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and np.array_equal(bytes_of(one[name]), bytes_of(other[name])) for name in one
+    )
+
+
+def write_full(folder: Path, state: State) -> None:
+    folder.mkdir(parents=True)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+def write_delta(folder: Path, number: int, old: State, new: State, encoding: str = "xor", **metadata: str) -> None:
+    """As the layout's trainers write it, in two files."""
+    folder.mkdir(parents=True)
+    weight_map = {}
+    changed = [name for name in new if not np.array_equal(bytes_of(old[name]), bytes_of(new[name]))]
+    for part, names in enumerate((changed[::2], changed[1::2])):
+        entries, sums, file = {}, {}, f"model-{part:05d}-of-00002.safetensors"
+        for name in names:
+            was, now = bytes_of(old[name]), bytes_of(new[name])
+            data = was ^ now
+            if encoding == "overwrite":
+                at = np.flatnonzero(data).astype("<u4")
+                data = np.concatenate([np.array([at.size], "<u4").view(np.uint8), at.view(np.uint8), now[at]])
+            entries[name] = np.frombuffer(zstandard.ZstdCompressor(level=1).compress(data.tobytes()), np.uint8)
+            sums[name] = f"{zlib.adler32(now.tobytes()):08x}"
+            weight_map[name] = file
+        if entries:
+            safetensors.numpy.save_file(entries, folder / file, metadata=sums)
+    said = {
+        "version": f"{number:06d}",
+        "base_version": f"{number - 1:06d}",
+        "delta_encoding": encoding,
+        "compression_format": "zstd",
+        "checksum_format": "adler32",
+        **metadata,
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": said, "weight_map": weight_map}))
+
+
+def read_dirs(root: Path) -> Iterator[tuple[int, State]]:
+    """Every version of directories that deltasync wrote, by the rules of the layout's readers."""
+    state: State = {}
+    for folder in sorted(root.iterdir()):
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        files = sorted(set(index["weight_map"].values()))
+        if "delta_encoding" not in index["metadata"]:
+            state = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+            yield int(folder.name.removeprefix("weight_v")), state
+            continue
+        assert index["metadata"]["compression_format"] == "zstd"
+        state = {name: tensor.clone() for name, tensor in state.items()}
+        for file in files:
+            with safetensors.safe_open(folder / file, framework="np") as opened:
+                sums = opened.metadata()
+                for name in opened.keys():  # noqa: SIM118 - not a dict
+                    data = np.frombuffer(
+                        zstandard.ZstdDecompressor().decompress(opened.get_tensor(name).tobytes()), np.uint8
+                    )
+                    bytes_B = bytes_of(state[name])
+                    if index["metadata"]["delta_encoding"] == "xor":
+                        bytes_B[:] = bytes_B ^ data
+                    else:
+                        count = int.from_bytes(data[:4].tobytes(), "little")
+                        bytes_B[np.frombuffer(data[4 : 4 + 4 * count].tobytes(), "<u4")] = data[4 + 4 * count :]
+                    assert sums[name] == SUMS[index["metadata"]["checksum_format"]](bytes_B.tobytes())
+        yield int(index["metadata"]["version"]), state
+
+
+class Followed:
+    """What a replica of the channel holds after each version."""
+
+    def __init__(self, target: str) -> None:
+        self.replica, self.seen = Replica(target), dict[int, State]()
+
+    def __call__(self, number: int, version: int) -> None:
+        assert self.replica.sync() == version
+        self.seen[number] = {name: tensor.clone() for name, tensor in self.replica.state_dict().items()}
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("name", ["weight_v{:06d}", "v{}"])
+def test_fifty_versions_become_a_channel_with_equal_bits(tmp_path: Path, encoding: str, name: str) -> None:
+    """Full at first, full once more in the middle, one version a call and many in one, with a restart."""
+    states = [model()]
+    for step in range(1, 50):
+        states.append(model(step) if step == 20 else train(states[-1], step))
+    source, target = tmp_path / "dirs", f"file://{tmp_path}/channel"
+    seen = dict[int, State]()
+    bridge = Import(source, target)
+    followed = Followed(target)
+    for number, state in enumerate(states):
+        folder = source / name.format(number)
+        if number in (0, 20):
+            write_full(folder, state)
+        else:
+            write_delta(folder, number, states[number - 1], state, encoding)
+        if number == 30:
+            bridge.close()
+            bridge = Import(source, target)
+        if number < 10 or number % 5 == 0 or number == 49:
+            bridge.step(followed)
+            assert bridge.step(followed) == 0
+    bridge.close()
+    seen = followed.seen
+    assert sorted(seen) == list(range(50))
+    assert all(same(seen[number], states[number]) for number in range(50))
+
+
+def test_deltas_alone_begin_with_the_named_checkpoint(tmp_path: Path) -> None:
+    old, source, target = model(), tmp_path / "dirs", f"file://{tmp_path}/channel"
+    new = train(old, 4)
+    write_full(tmp_path / "base", old)
+    write_delta(source / "weight_v000001", 1, old, new)
+    with pytest.raises(ChainError, match="--base"):
+        Import(source, target).step()
+    followed = Followed(target)
+    bridge = Import(source, target, base=tmp_path / "base")
+    assert bridge.step(followed) == 2
+    bridge.close()
+    assert same(followed.seen[0], old) and same(followed.seen[1], new)
+
+
+def test_versions_that_are_being_written_are_waited_for(tmp_path: Path) -> None:
+    old, source = model(), tmp_path / "dirs"
+    new = train(old, 5)
+    write_full(source / "weight_v000000", old)
+    write_delta(source / "weight_v000001", 1, old, new)
+    whole = {path: path.read_bytes() for path in (source / "weight_v000001").iterdir()}
+    bridge = Import(source, "memory://being-written")
+    assert bridge.step() == 2
+    bridge.close()
+    for cut in whole:
+        for size in (0, 7, len(whole[cut]) // 2, len(whole[cut]) - 1):
+            if cut.suffix == ".json" and size:
+                continue  # the index is stored last, at once
+            for path, data in whole.items():
+                path.write_bytes(data)
+            cut.unlink() if cut.suffix == ".json" else cut.write_bytes(whole[cut][:size])
+            bridge = Import(source, f"memory://cut-{cut.name}-{size}")
+            assert bridge.step() == 1 and bridge.number == 0
+            cut.write_bytes(whole[cut])
+            assert bridge.step() == 1 and bridge.number == 1
+            bridge.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        ("flip", CorruptDataError, "checksum|zstd|Src size|frame|corrupt"),
+        ("checksum", CorruptDataError, "other bits of"),
+        ("bomb", CorruptDataError, "more than"),
+        ("short", CorruptDataError, "bytes, the tensor"),
+        ("name", ModelMismatchError, "does not have"),
+        ("encoding", CorruptDataError, "encoded by 'diff'"),
+        ("compression", CorruptDataError, "'lz4'"),
+        ("version", CorruptDataError, "leads from version"),
+        ("gap", ChainError, "It goes on with the next full version"),
+        ("algorithm", ConfigError, "'md5' is none of"),
+        ("path", CorruptDataError, "not a weight file beside it"),
+        ("json", CorruptDataError, "not the index of a version"),
+    ],
+)
+def test_a_damaged_version_is_refused_and_the_channel_stays_at_the_one_before(
+    tmp_path: Path, damage: str, error: type[DeltaSyncError], words: str
+) -> None:
+    old, source, target = model(), tmp_path / "dirs", f"file://{tmp_path}/channel"
+    new = train(old, 5)
+    write_full(source / "weight_v000004", old)
+    said = {
+        "encoding": {"delta_encoding": "diff"},
+        "compression": {"compression_format": "lz4"},
+        "version": {"version": "9"},
+    }
+    said |= {"algorithm": {"checksum_format": "md5"}, "gap": {"base_version": "3"}}
+    folder = source / "weight_v000005"
+    write_delta(folder, 5, old, new, **said.get(damage, {}))
+    file, index = folder / "model-00000-of-00002.safetensors", folder / "model.safetensors.index.json"
+    with safetensors.safe_open(file, framework="np") as opened:
+        entries, sums = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    name = next(iter(entries))
+    size = bytes_of(old[name]).size
+    compress = zstandard.ZstdCompressor().compress
+    match damage:
+        case "flip":
+            entries[name] = entries[name].copy()
+            entries[name][-1] ^= 1
+        case "checksum":
+            sums[name] = "00000000"
+        case "bomb":
+            entries[name] = np.frombuffer(compress(bytes(1 << 24)), np.uint8)
+        case "short":
+            entries[name] = np.frombuffer(compress(bytes(size - 1)), np.uint8)
+        case "name":
+            entries["stranger"], sums["stranger"] = entries[name], sums[name]
+        case "path":
+            index.write_text(index.read_text().replace("model-00000", "../model-00000"))
+        case "json":
+            index.write_text("{")
+    safetensors.numpy.save_file(entries, file, metadata=sums)
+    followed = Followed(target)
+    bridge = Import(source, target)
+    with pytest.raises(error, match=words):
+        bridge.step(followed)
+    if damage in ("path", "json", "encoding", "compression", "version"):  # seen before anything is published
+        (folder / "model.safetensors.index.json").unlink()
+        bridge.step(followed)
+    assert sorted(followed.seen) == [4] and same(followed.seen[4], old)
+    write_full(source / "weight_v000006", new)
+    shutil.rmtree(folder)
+    bridge.step(followed)
+    bridge.close()
+    assert sorted(followed.seen) == [4, 6] and same(followed.seen[6], new)
+
+
+def test_another_channel_is_not_continued(tmp_path: Path) -> None:
+    target = f"file://{tmp_path}/channel"
+    with Publisher(target, dtype="keep") as publisher:
+        publisher.publish(model().items(), step=3).wait()
+    write_full(tmp_path / "dirs" / "v7", model(1))
+    with pytest.raises(ChannelInUseError, match="was not made from"):
+        Import(tmp_path / "dirs", target).step()
+    write_full(tmp_path / "dirs" / "weight_v000007", model(1))
+    with pytest.raises(ConfigError, match="both"):
+        Import(tmp_path / "dirs", f"file://{tmp_path}/other").step()
+
+
+@pytest.mark.parametrize(("encoding", "algorithm"), [("xor", "adler32"), ("overwrite", "xxh3-128"), ("xor", "blake3")])
+def test_fifty_versions_of_a_channel_become_directories_with_equal_bits(
+    tmp_path: Path, encoding: str, algorithm: str
+) -> None:
+    url, root = f"file://{tmp_path}/channel", tmp_path / "dirs"
+    states = [model()]
+    with Publisher(url, dtype="keep", model_files={"config.json": b"{}"}) as publisher:
+        publisher.publish(states[0].items()).wait()
+        export = Export(ChannelReader(open_store(url)), root, encoding, algorithm)
+        for step in range(1, 50):
+            states.append(train(states[-1], step))
+            publisher.publish(states[-1].items(), step=step).wait()
+            if step == 25:
+                export = Export(ChannelReader(open_store(url)), root, encoding, algorithm)
+            if step % 4 == 0 or step == 49:
+                export.step(first=1)
+    assert export.number == 50 and len(list(root.iterdir())) == 50
+    assert (root / "weight_v000001" / "config.json").read_bytes() == b"{}"
+    found = dict(read_dirs(root))
+    assert sorted(found) == list(range(1, 51))
+    assert all(same(state, states[number - 1]) for number, state in found.items())
+    back, followed = Import(root, f"file://{tmp_path}/back"), Followed(f"file://{tmp_path}/back")
+    back.step(followed)
+    back.close()
+    assert same(followed.seen[50], states[49])
+
+
+def test_directories_of_another_run_are_not_continued(tmp_path: Path) -> None:
+    write_full(tmp_path / "dirs" / "weight_v000001", model())
+    with Publisher(f"file://{tmp_path}/channel") as publisher:
+        publisher.publish(model().items()).wait()
+    with pytest.raises(ChannelInUseError, match="choose another target"):
+        Export(ChannelReader(open_store(f"file://{tmp_path}/channel")), tmp_path / "dirs").step()
+
+
+def command(*arguments: object) -> list[dict[str, object]]:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_commands_make_a_channel_of_directories_and_directories_of_a_channel(tmp_path: Path) -> None:
+    old, source, channel = model(), tmp_path / "dirs", f"file://{tmp_path}/channel"
+    new = train(old, 5)
+    write_full(tmp_path / "base", old)
+    write_delta(source / "weight_v000001", 1, old, new)
+    where = f"weight_v+file://{source}", "--base", tmp_path / "base"
+    (followed,) = command("follow", *where, "--once", "--json")
+    assert followed["version"] == 2
+    relayed = command("relay", *where, channel, "--once", "--json")
+    assert relayed == [{"directory": 0, "version": 1}, {"directory": 1, "version": 2}]
+    assert command("relay", *where, channel, "--once", "--json") == []
+    report = CliRunner().invoke(main, ["check", channel, "--read-data"])
+    assert report.exit_code == 0, report.output
+    written = command("export", channel, 2, tmp_path / "out", "--layout", "weight_v", "--json")
+    assert [row["version"] for row in written] == [1, 2]
+    assert [number for number, state in read_dirs(tmp_path / "out") if same(state, old if number == 1 else new)] == [1, 2]
+    assert command("relay", channel, f"weight_v+file://{tmp_path}/newest", "--once", "--json")[0]["version"] == 2
+    assert same(dict(read_dirs(tmp_path / "newest"))[2], new)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("relay", "weight_v+file:///a", "weight_v+file:///b"), "with one TARGET"),
+        (("relay", "weight_v+file:///a", "file:///b", "file:///c"), "with one TARGET"),
+        (("relay", "file:///a", "file:///b", "--base", "c"), "begin with weight_v+"),
+        (("log", "weight_v+file:///a"), "deltasync relay weight_v"),
+    ],
+)
+def test_other_uses_are_refused_in_one_sentence(arguments: tuple[str, ...], words: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code in (2, 3) and words in result.output, result.output
+
+
+@pytest.fixture
+def modelexpress(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """ModelExpress's own receiver (`make services`)."""
+    monkeypatch.syspath_prepend(str(SERVICES))
+    pytest.importorskip("modelexpress_rl", reason="no modelexpress here (make services)", exc_type=ImportError)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0].startswith("modelexpress")]:
+        del sys.modules[name]
+
+
+class Bucket:
+    """What ModelExpress's receiver uses of its S3 client, over a directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def get(self, uri: str) -> bytes:
+        return (self.root / uri.removeprefix("s3://bucket/")).read_bytes()
+
+    def size(self, uri: str) -> int:
+        return len(self.get(uri))
+
+
+@pytest.mark.usefixtures("modelexpress")
+def test_modelexpress_reads_what_a_channel_becomes(tmp_path: Path) -> None:
+    from modelexpress_rl.inference import receiver
+    from modelexpress_rl.object_storage import ObjectStorageType
+    from modelexpress_rl.train import WeightPayloadFormat
+
+    url, root, states = f"file://{tmp_path}/channel", tmp_path / "dirs", [model()]
+    with Publisher(url, dtype="keep") as publisher:
+        publisher.publish(states[0].items()).wait()
+        for step in range(1, 12):
+            states.append(train(states[-1], step))
+            publisher.publish(states[-1].items()).wait()
+    Export(ChannelReader(open_store(url)), root).step(first=1)
+    versions = tuple(
+        receiver._S3Version(
+            version_id=f"{number:06d}",
+            base_version_id=f"{number - 1:06d}",
+            payload_format=WeightPayloadFormat.XOR_DELTA,
+            uri=f"s3://bucket/weight_v{number:06d}/model.safetensors.index.json",
+        )
+        for number in range(2, 13)
+    )
+    config = receiver.ObjectStorageGeneratorConfig(
+        storage_type=ObjectStorageType.S3,
+        initial_base_version_id="000001",
+        seed_checkpoint_path=root / "weight_v000001",
+        refit_checkpoint_dir=tmp_path / "theirs",
+    )
+    held = receiver._LocalCheckpoint(model_name="tiny", config=config, s3=Bucket(root))
+    held.initialize()
+    prepared = held.prepare_chain(versions)
+    assert same({n: t for path in prepared.path.glob("*.safetensors") for n, t in load_file(path).items()}, states[-1])
+
+
+@pytest.mark.usefixtures("modelexpress")
+def test_what_modelexpress_encodes_becomes_a_channel(tmp_path: Path) -> None:
+    from modelexpress_rl import utils
+
+    old, source = model(), tmp_path / "dirs"
+    new = train(old, 5)
+    write_full(source / "v0", old)
+    entries, sums = {}, {}
+    for name in new:
+        delta, changed = utils.compute_delta(bytes_of(new[name]), bytes_of(old[name]))
+        if changed:
+            entries[name], checksum = utils.compress_delta(delta), utils.checksum_factory("adler32")
+            checksum.update(bytes_of(new[name]))
+            sums[name] = checksum.hexdigest()
+    (source / "v1").mkdir()
+    safetensors.numpy.save_file(entries, source / "v1" / "model-00000-of-00001.safetensors", metadata=sums)
+    said = {"version": "v1", "base_version": "v0", "delta_encoding": "xor", "compression_format": "zstd"}
+    index = {
+        "metadata": said | {"checksum_format": "adler32"},
+        "weight_map": dict.fromkeys(entries, "model-00000-of-00001.safetensors"),
+    }
+    (source / "v1" / "model.safetensors.index.json").write_text(json.dumps(index))
+    followed = Followed(f"file://{tmp_path}/channel")
+    bridge = Import(source, f"file://{tmp_path}/channel")
+    bridge.step(followed)
+    bridge.close()
+    assert same(followed.seen[1], new)
