@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from deltasync import limits
 from deltasync.channel import keys
-from deltasync.channel.documents import SMALL_BYTES, Boot, Epoch, Number, Sha256, VersionId
+from deltasync.channel.documents import Boot, Epoch, Number, Sha256, VersionId
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     UNREADABLE_JSON,
@@ -46,8 +47,6 @@ _ANSWER_S = 5.0
 _CONFIRM_S = 3.0  # how long a server has to answer 404, which a proxy may do while the server starts
 _REFRESH_S = 1.0  # least time for one refresh of all heartbeats, also for the last one
 _COARSE_S = 2.0  # stores report times in whole seconds
-_MOST_BYTES = 1 << 20  # of a server's answer
-_MOST_ERROR_CHARACTERS, _MOST_HEARTBEATS = 500, 4096
 _STATUS = "deltasync/status?commits=0"
 
 
@@ -87,8 +86,8 @@ describe(Heartbeat)
 
 def write(store: Store, heartbeat: Heartbeat) -> None:
     """Replace the replica's heartbeat, of this boot, in the store."""
-    if heartbeat.error is not None and len(heartbeat.error) > _MOST_ERROR_CHARACTERS:
-        heartbeat = dataclasses.replace(heartbeat, error=f"{heartbeat.error[: _MOST_ERROR_CHARACTERS - 4]} ...")
+    if heartbeat.error is not None and len(heartbeat.error) > limits.ERROR_CHARACTERS:
+        heartbeat = dataclasses.replace(heartbeat, error=f"{heartbeat.error[: limits.ERROR_CHARACTERS - 4]} ...")
     store.put(keys.replica(heartbeat.replica_id, heartbeat.boot), msgspec.json.encode(heartbeat))
 
 
@@ -135,7 +134,7 @@ class Heartbeats:
             raise TransientStoreError(f"The heartbeats in {self._store.url} could not be listed in time.")
         expired_s, now_s = time.time() - EXPIRED_S, time.monotonic()
         recent = [info for info in listed if not 0 < info.modified_s < expired_s]  # 0 where the store reports no time
-        recent = sorted(heapq.nlargest(_MOST_HEARTBEATS, recent, lambda info: info.modified_s), key=lambda info: info.key)
+        recent = sorted(heapq.nlargest(limits.HEARTBEATS, recent, lambda info: info.modified_s), key=lambda info: info.key)
         new = []
         for info in recent:
             state = (info.bytes, info.modified_s, info.content)
@@ -165,7 +164,7 @@ class Heartbeats:
 
     def _read_one(self, info: ObjectInfo) -> list[Heartbeat]:
         with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
-            return [msgspec.json.decode(self._store.read(info.key, SMALL_BYTES), type=Heartbeat)]
+            return [msgspec.json.decode(self._store.read(info.key, limits.SMALL_BYTES), type=Heartbeat)]
         return []
 
 
@@ -423,12 +422,12 @@ def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> 
     through = "" if proxy is None or urllib.request.proxy_bypass(urlsplit(url).netloc) else f" through the proxy {proxy}"
     try:
         with opener.open(urllib.request.Request(url, body, headers), timeout=timeout_s) as reply:
-            return reply.read(_MOST_BYTES), None, reply.status
+            return reply.read(limits.ANSWER_BYTES), None, reply.status
     except urllib.error.HTTPError as error:
         redirect = ", a redirect, which is not followed: name the server itself" if 300 <= error.code < 400 else ""
         answer = b""
         with contextlib.suppress(OSError, http.client.HTTPException), error:
-            answer = error.read(_MOST_BYTES)
+            answer = error.read(limits.ANSWER_BYTES)
         return answer, f"{url} answered {error.code}{through}{redirect}", error.code
     except (OSError, ValueError, http.client.HTTPException) as error:
         return b"", f"{url} does not answer{through}: {error}", None

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from deltasync import limits
 from deltasync.channel import heartbeat
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
@@ -251,7 +252,7 @@ def test_a_thousand_replicas_and_one_straggler_are_a_listing_and_a_few_reads_a_l
 
 
 def test_the_number_of_heartbeats_is_bounded(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "_MOST_HEARTBEATS", 3)
+    monkeypatch.setattr(limits, "HEARTBEATS", 3)
     store = FaultyStore(open_store(memory_url))
     for number in range(9):
         beat(store.inner, f"replica-{number}", 1)
