@@ -242,31 +242,19 @@ def wake(urls: Sequence[str], version: int) -> None:
     each(urls, lambda url: _call(f"{url}/deltasync/sync", body), time.monotonic() + _ANSWER_S)
 
 
-def check_ack(ack: str | int) -> int | None:
-    """Return the number of replicas that `ack` asks for: 1 for `any`, None for `all`. Raise ConfigError for other texts."""
-    if ack == "all":
-        return None
-    with contextlib.suppress(ValueError):
-        needed = 1 if ack == "any" else int(ack)
-        if needed >= 1:
-            return needed
-    raise ConfigError(f"ack must be any, all or a number of replicas from 1 on, not {ack!r}.")
-
-
 def wait_for(
     store: Store,
     run_id: str,
     version: int,
     published: Mapping[int, str],
-    ack: str | int,
     timeout_s: float,
     urls: Sequence[str] = (),
     known: Heartbeats | None = None,
     required: bool = False,
 ) -> list[Heartbeat]:
-    """Block until the fleet serves a version or a later one, and return the heartbeats of the replicas that do.
+    """Block until every live replica serves a version or a later one, at least one, and return their heartbeats.
 
-    Wait for the version's upload first (`Receipt.wait`): a failed one never arrives.
+    Pinned replicas do not count. Wait for the version's upload first (`Receipt.wait`): a failed one never arrives.
 
     Args:
         store: The channel's store.
@@ -274,10 +262,8 @@ def wait_for(
         version: The version's number.
         published: Digests of the records that the caller published, by number; may grow during the call. A replica counts
             only if it serves one of these, by the digest.
-        ack: `any`, or a number: at least that many live replicas serve it. `all`: every live replica serves it, and at least
-            one is live.
         timeout_s: How long to wait. The last refresh may take a second more.
-        urls: Servers to ask instead of reading heartbeats; `all` then means each of them.
+        urls: Servers to ask instead of reading heartbeats, each of which has to serve it.
         known: The heartbeats of the last call, so that only changed ones are read.
         required: Whether the caller needs each of `urls`: one that follows nothing then ends the wait.
 
@@ -285,7 +271,6 @@ def wait_for(
         AckTimeoutError: time is up; it names the live replicas that lag, with their errors.
         ConfigError: a required server does not follow, or follows another run, and has said so for three seconds.
     """
-    needed = check_ack(ack)
     deadline = time.monotonic() + timeout_s
     poll_s = _FIRST_POLL_S
     known = Heartbeats(store, run_id) if known is None else known
@@ -306,12 +291,11 @@ def wait_for(
             if time.monotonic() - followed_s > _CONFIRM_S:
                 raise ConfigError(f"{lost[0]} Version {version} is published, and not served there.")
             live = [beat for beat in heartbeats if is_live(beat) and beat.pin is None]
-            serving = [beat for beat in live if _serves(beat, version, published)]
             lagging = [beat for beat in live if not _serves(beat, version, published)]
-            if len({beat.boot or beat.replica_id for beat in serving}) >= (needed or 1) and not (needed is None and lagging):
-                return serving
+            if live and not lagging:
+                return live
             if time.monotonic() >= deadline:
-                reason = _explain(needed, serving, lagging, heartbeats)
+                reason = _explain(lagging, heartbeats)
                 raise AckTimeoutError(f"Version {version} is published to {store.url}, but after {timeout_s:g} s {reason}.")
         time.sleep(max(0.0, min(poll_s, deadline - time.monotonic())))
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
@@ -354,17 +338,14 @@ def _age_s(heartbeat: Heartbeat) -> float:
     return time.time() - heartbeat.time_s
 
 
-def _explain(needed: int | None, serving: list[Heartbeat], lagging: list[Heartbeat], heartbeats: list[Heartbeat]) -> str:
+def _explain(lagging: list[Heartbeat], heartbeats: list[Heartbeat]) -> str:
     if not heartbeats:
         return (
-            "no replica has ever reported to this run. Start one that follows the channel, check that its channel URL is "
-            "this one, or do not ask for an acknowledgement"
+            "no replica has ever reported to this run. Start one that follows the channel, or check that its channel URL is "
+            "this one"
         )
     if lagging:
         return f"these replicas lag: {'; '.join(_describe(beat) for beat in lagging)}"
-    if needed is not None and serving:
-        names = ", ".join(beat.replica_id for beat in serving)
-        return f"{len(serving)} of the {needed} replicas asked for serve it ({names}), and no other one is live"
     ages = ", ".join(
         f"{beat.replica_id} ({'stopped ' if beat.state == STOPPED else ''}{_age_s(beat):.0f} s ago"
         f"{'' if beat.pin is None else f', pinned: {beat.pin}'})"
