@@ -42,4 +42,5 @@ __all__ = [
     "routes",
     "shard",
     "shards",
+    "wanted",
 ]

@@ -34,6 +34,7 @@ from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, P
 from deltasync.following.loop import Follow
 from deltasync.following.pin import parse_pin, pin_text
 from deltasync.following.requests import STATUS_CODES, PinTo, Sync, WeightUpdate, body_of, stranger, token_matches
+from deltasync.following.wanted import wait
 from deltasync.threads import Workers
 
 _Body = TypeVar("_Body")
@@ -232,7 +233,7 @@ class LocalRoutes(Routes):
         """As `Routes.sync`."""
         follow, before = self.follow(), time.monotonic()
         try:
-            served = await _wait(follow, timeout_s, version, step)
+            served = await wait(follow, timeout_s, version, step)
         except PinnedError as error:
             raise Refused(409, str(error)) from None
         if served is None:
@@ -247,31 +248,6 @@ class LocalRoutes(Routes):
                 **in_short(status),
             )
         return as_json({"version": served, "waited_s": time.monotonic() - before})
-
-
-async def _wait(follow: Follow, timeout_s: float, version: int | None, step: int | None) -> int | None:
-    """Return the number of the version served once it is what a client asks for; None after `timeout_s`.
-
-    Raises:
-        PinnedError: as `Follow.request`.
-    """
-    loop, stepped, reached = asyncio.get_running_loop(), asyncio.Event(), follow.request(version, step)
-
-    def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is about to end
-            loop.call_soon_threadsafe(stepped.set)
-
-    follow.on_step.append(wake)
-    try:
-        async with asyncio.timeout(timeout_s):
-            while (served := reached()) is None:
-                await stepped.wait()
-                stepped.clear()
-            return served
-    except TimeoutError:
-        return None
-    finally:
-        follow.on_step.remove(wake)
 
 
 class RemoteRoutes(Routes):
