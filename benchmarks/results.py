@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.codec import published
+from benchmarks.corpus import report as corpus_report
 from deltasync.config import CODECS
 from deltasync.publish.budget import SHARE
 
@@ -235,32 +236,43 @@ def codec_speed() -> Iterator[str]:
 
 
 def saved() -> Iterator[str]:
-    """Yield the bytes of one step of a real model, computed from the measured bits per changed element."""
+    """Yield the bytes of one step of a larger model, computed from the measured bits per changed element."""
+    run, real = _real_steps()[-1]
     bits = {name: _encoding(_nearest_to_rl(), name)["bits_per_changed"] for name in ("int32 + bf16", "packed", "context")}
     step = {name: _QWEN3_8B * 0.01 * each / 8e6 for name, each in bits.items()}
     late = {name: step[name] * SHARE for name in ("packed", "context")}
+
+    def cells(name: str) -> tuple[str, str]:
+        measured = _encoding(real, name)["bits_per_changed"]
+        return f"{_QWEN3_8B * real['changed_fraction'] * measured / 8e6:.0f} MB", f"{step[name]:.0f} MB"
+
+    full = f"{2 * _QWEN3_8B / 1e9:.1f} GB"
     rows = [
-        ("full weights in bf16", f"{2 * _QWEN3_8B / 1e9:.1f} GB", "0"),
-        ("index and value of each change (TRL's draft, vLLM's sparse format, verl)", f"{step['int32 + bf16']:.0f} MB", ""),
-        ("**deltasync**", f"**{step['packed']:.0f} MB**", f"{late['packed']:.0f} MB"),
-        ('**deltasync**, `codec="context"`', f"**{step['context']:.0f} MB**", f"{late['context']:.0f} MB"),
+        ("full weights in bf16", full, full, "0"),
+        ("index and value of each change (TRL's draft, vLLM's sparse format, verl)", *cells("int32 + bf16"), ""),
+        ("**deltasync**", *(f"**{cell}**" for cell in cells("context")), f"{late['context']:.0f} MB"),
+        ('**deltasync**, `codec="packed"`', *(f"**{cell}**" for cell in cells("packed")), f"{late['packed']:.0f} MB"),
     ]
-    yield from _table(
-        ("one step of Qwen3-8B, 1 % of its weights changed", "sent", "stored for late joiners, at most"), rows, words=1
-    )
+    heads = (f"sent, as in GRPO at {corpus_report.name(run)} ({real['changed_fraction']:.2%} change)", "sent, 1 % simulated")
+    yield from _table(("one step of Qwen3-8B", *heads, "stored for late joiners, at most"), rows, words=1)
 
 
 def codec_readme() -> Iterator[str]:
-    """Yield one line of sizes of one step."""
-    sample = _nearest_to_rl()
-    found = [f"{_encoding(sample, name)['bits_per_changed']:.2f}" for name in _README]
-    bits = [f"**{each}**" if name in CODECS else each for name, each in zip(_README, found, strict=True)]
-    bits.append(f"{_bound(sample, 'exponent'):.2f}")
-    heads = [*_README.values(), "bound given the old exponent"]
-    yield f"| {' | '.join(heads)} |"
-    yield f"|{' ---: |' * len(heads)}"
-    yield f"| {' | '.join(bits)} |"
-    yield from _source("codec_masters", notes=False)
+    """Yield sizes of one step: of real runs, and of the simulation that is nearest to them."""
+    samples = [(f"GRPO, {corpus_report.name(run)}", span) for run, span in _real_steps()]
+    samples.append(("simulation", _nearest_to_rl()))
+    rows = []
+    for label, sample in samples:
+        found = [f"{_encoding(sample, name)['bits_per_changed']:.2f}" for name in _README]
+        bits = [f"**{each}**" if name in CODECS else each for name, each in zip(_README, found, strict=True)]
+        rows.append((f"{label}, {sample['changed_fraction']:.2%}", *bits, f"{_bound(sample, 'exponent'):.2f}"))
+    yield from _table(("one step, changed", *_README.values(), "bound given the old exponent"), rows, words=1)
+    yield from _source("corpus", "codec_masters", notes=False)
+
+
+def _real_steps() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return each run of `benchmarks.corpus`, and its middle step."""
+    return [(run, corpus_report.middle(run)) for run in load("corpus")["result"]["runs"]]
 
 
 # --- hosts, faults, soak ---------------------------------------------------------------------------------------------
@@ -362,6 +374,10 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "codec-speed": codec_speed,
     "saved": saved,
     "codec-readme": codec_readme,
+    **{
+        f"corpus-{what}": _of_command("corpus", "corpus.report", what.replace("-", "_"))
+        for what in ("overview", "by-step", "by-kind", "by-layer", "sizes")
+    },
     "shards": _of_command("shards"),
     "commit": _of_command("commit", "commit.report"),
     "step": _of_command("step"),

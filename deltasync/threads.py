@@ -18,12 +18,12 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from types import FrameType
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
+from deltasync import limits
 from deltasync.errors import ConfigError
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-_AT_ONCE = 32  # threads of `each`
 
 Name = Literal["follow", "fetch", "upload", "maintenance", "heartbeat", "watch", "reply", "copy"]
 NAMES: tuple[str, ...] = get_args(Name)
@@ -168,7 +168,7 @@ def each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: f
     The threads are daemons, so that the process can end while a store or a server hangs. Raises the first exception of
     `action`, by the order of items.
     """
-    workers = Workers(_AT_ONCE, "fetch")
+    workers = Workers(limits.REQUESTS_AT_ONCE, "fetch")
     futures = [workers.submit(action, item) for item in items]
     wait(futures, None if deadline is None else max(0.0, deadline - time.monotonic()), return_when=FIRST_EXCEPTION)
     workers.drop()

@@ -197,7 +197,7 @@ def trainer(memory_url: str) -> Trainer:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     # There is no vLLM here to name the files that it loaded.
-    monkeypatch.setattr("vllm_plugin.load.loader.checkpoint", lambda _: iter(Model().state_dict().items()))
+    monkeypatch.setattr("vllm_plugin.load.layers.checkpoint", lambda _: iter(Model().state_dict().items()))
     return Engine()
 
 

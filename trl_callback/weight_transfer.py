@@ -220,7 +220,7 @@ class DeltaWeightTransfer:
 
         def wait(urls: Sequence[str], required: bool = False) -> None:
             left_s = max(0.0, config.ack_timeout_s - (time.perf_counter() - before))
-            heartbeat.wait_for(self._store, run_id, receipt.version, published, "all", left_s, urls, self._heard, required)
+            heartbeat.wait_for(self._store, run_id, receipt.version, published, left_s, urls, self._heard, required)
 
         if required:
             wait(required, True)

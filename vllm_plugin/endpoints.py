@@ -24,12 +24,13 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
 
-from deltasync.errors import DeltaSyncError, describe, printable, redacted
+from deltasync.errors import AckTimeoutError, DeltaSyncError, describe, printable, redacted
 from deltasync.following import Follow, Status
 from deltasync.following.engine import open_reader
 from deltasync.following.metrics import Metrics
 from deltasync.following.requests import is_loopback, until_ready
 from deltasync.following.routes import LocalRoutes, Refused, as_json
+from deltasync.following.wanted import Wanted, demanding, reach
 from vllm_plugin import compat, logger
 from vllm_plugin.engine import is_pushed, is_salted
 from vllm_plugin.pauses import OnLoop, Pauses
@@ -106,7 +107,8 @@ class DeltaSyncEndpoints(LocalRoutes):
             ("/init_process_group", "POST", init_process_group),
         ]
         self.attach(app, own)
-        app.add_middleware(replies, live=self._live)
+        app.add_middleware(replies, live=self._live, pauses=lambda: self._pauses)
+        app.add_middleware(demanding, reach=self._reach)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -201,6 +203,13 @@ class DeltaSyncEndpoints(LocalRoutes):
         while True:
             metrics.followed(follow)
             await asyncio.sleep(_TICK_S)
+
+    async def _reach(self, version: Wanted) -> Wanted:
+        """Wait for a version that a request demands. Raises AckTimeoutError."""
+        if self._follow is None or self._pauses is None:
+            adapter = "A request of an adapter names its version as its model, such as NAME-v7."
+            raise AckTimeoutError(version.refusal(None, adapter if self._follow is not None else self._refused))
+        return await reach(self._follow, version)
 
     def follow(self) -> Follow:
         """As `LocalRoutes.follow`."""

@@ -20,11 +20,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from deltasync.errors import ConfigError, NotPublishedError, SleepingError
+from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
 from deltasync.following.engine import is_safe, succeeded
 from vllm_plugin import logger
 from vllm_plugin.engine import Exchanged, call_engines
 from vllm_plugin.workers import Answer, Client, parse
+
+_DRAIN_S = 60.0  # how long a commit waits for replies that one version makes
 
 Call = Callable[..., Awaitable[Any]]
 
@@ -177,12 +179,18 @@ class Pauses(Client):
             yield
 
     async def _drain(self) -> None:
-        """Wait until no reply is under way that one version makes, while new ones wait."""
+        """Wait until no reply is under way that one version makes, while new ones wait; StageError after `_DRAIN_S`."""
         self._draining = True
         try:
-            await self._free.wait_for(lambda: not self._undivided)
+            async with asyncio.timeout(_DRAIN_S):
+                await self._free.wait_for(lambda: not self._undivided)
+        except TimeoutError:
+            raise StageError(
+                f"Replies that one version makes have not ended for {_DRAIN_S:g} s; it is still live."
+            ) from None
         finally:
             self._draining = False
+            self._free.notify_all()
 
     async def resume_held(self) -> None:
         """Resume generation if it is held: it is known again which version the weights are."""

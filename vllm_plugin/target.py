@@ -17,13 +17,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from deltasync import limits
 from deltasync.channel import payloads
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings
 from deltasync.errors import DeltaSyncError
-from deltasync.following import HISTORY, Commit, Follow, Identify
+from deltasync.following import Commit, Follow, Identify
 from deltasync.following.engine import Failure, open_reader, unique_name
 from deltasync.following.metrics import Metrics, total
 from deltasync.following.shard import handed
@@ -59,9 +60,9 @@ class LiveVersions:
     def note(self, number: int | None) -> None:
         """Note that another version is live; None for no version of the channel."""
         self._numbers.append(number)
-        if len(self._numbers) > 2 * HISTORY:
-            self._dropped += HISTORY
-            del self._numbers[:HISTORY]
+        if len(self._numbers) > 2 * limits.HISTORY:
+            self._dropped += limits.HISTORY
+            del self._numbers[: limits.HISTORY]
 
     @property
     def now(self) -> int | None:

@@ -1,7 +1,7 @@
 """Which weights made a reply: the headers `x-deltasync-versions` and `x-deltasync-spans`.
 
-Also the header `x-deltasync-session` of requests, by which a conversation keeps using the cached prefixes of the version
-that it began with (`vllm_plugin.salt`).
+Also headers of requests: `x-deltasync-session`, by which a conversation keeps using the cached prefixes of the version that
+it began with (`vllm_plugin.salt`), and `x-deltasync-version`, which demands a version (`wanted.demanding`).
 
 Nothing here goes by routes: a reply is one that has called the engine client, `generate` or `encode`. So whatever route
 vLLM gets, it has the headers, waits for the first version, and takes a session. A pooled reply (embeddings, scores) is made
@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltasync.errors import DeltaSyncError
 from deltasync.following.replies import SPANS_HEADER, VERSIONS_HEADER, spans_text
+from deltasync.following.wanted import Wanted, demanded, reply_error
 from vllm_plugin import logger
 from vllm_plugin.pauses import Pauses
 from vllm_plugin.salt import SESSION, number_of
@@ -38,8 +39,8 @@ Choices = dict[tuple[int, str, int], list[tuple[int, int]] | None]
 Each has the versions that made its tokens, in order, with the number of tokens; None if vLLM does not know."""
 
 
-class _NotReadyError(DeltaSyncError):
-    """No version has been served yet, so nothing is answered."""
+class _RefusedError(DeltaSyncError):
+    """No version has been served yet, or not the one that is demanded, so nothing is answered."""
 
 
 class _Reply:
@@ -47,15 +48,18 @@ class _Reply:
 
     Attributes:
         session: The version that its request names, if any.
+        wanted: The version that its request demands, if any.
         mark: When it first called the engine, if a version was live then (`LiveVersions.mark`).
-        refused: Why it may not call the engine, in one sentence.
+        refused: The status code and the reason, in one sentence, for which it may not call the engine.
+        called: Whether it has called the engine.
         choices: The generated tokens in the reply.
     """
 
-    def __init__(self, session: str | None = None) -> None:
-        self.session = session
+    def __init__(self, session: str | None = None, wanted: Wanted | None = None) -> None:
+        self.session, self.wanted = session, wanted
         self.mark: int | None = None
-        self.refused: str | None = None
+        self.refused: tuple[int, str] | None = None
+        self.called = False
         self.choices: Choices = {}
         self._turn = asyncio.Lock()
         self._entered: contextlib.AsyncExitStack | None = None
@@ -64,6 +68,22 @@ class _Reply:
         """Note that it calls the engine."""
         if self.mark is None and live is not None and live.now is not None:
             self.mark = live.mark
+
+    async def hold(self, live: LiveVersions | None, pauses: Pauses | None) -> None:
+        """As `begin`, for a demanded version. If no other will do, no commit begins before `leave`. Raises as `check`."""
+        if self.wanted is not None and self.wanted.exact and pauses is not None:
+            await self.enter(pauses)
+        self.begin(live)
+        self.check(live)
+
+    def check(self, live: LiveVersions | None) -> None:
+        """Raise _RefusedError if another version than the demanded one was live since it began."""
+        if self.wanted is None:
+            return
+        least, greatest = (None if live is None or self.mark is None else live.since(self.mark)) or (None, None)
+        if not self.wanted.allows(least, greatest):
+            self.refused = 409, self.wanted.refusal(greatest, "The version changed meanwhile.")
+            raise _RefusedError(self.refused[1])
 
     async def enter(self, pauses: Pauses) -> None:
         """Wait for a commit that is under way, and let no other begin before `leave`."""
@@ -101,10 +121,12 @@ def attend(
 
     def begin() -> _Reply | None:
         reply, reason = _reply.get(), refusal()
+        if reply is not None:
+            reply.called = True
         if reason is not None:
             if reply is not None:
-                reply.refused = reason
-            raise _NotReadyError(reason)
+                reply.refused = 503, reason
+            raise _RefusedError(reason)
         return reply
 
     def attended_generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
@@ -112,10 +134,19 @@ def attend(
         if reply is None:
             outputs: AsyncGenerator[Any] = generate(*args, **kwargs)
             return outputs
-        reply.begin(live())
         if reply.session is not None:
             args, kwargs = _in_session(reply.session, args, kwargs)
+        if reply.wanted is not None:
+            return _noting(held(reply, generate(*args, **kwargs)), reply.choices)
+        reply.begin(live())
         return _noting(generate(*args, **kwargs), reply.choices)
+
+    async def held(reply: _Reply, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
+        async with contextlib.aclosing(outputs):
+            await reply.hold(live(), pauses())
+            async for output in outputs:
+                reply.check(live())
+                yield output
 
     async def attended_encode(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         made = begin()
@@ -124,8 +155,10 @@ def attend(
             if switch is not None:
                 await reply.enter(switch)
             reply.begin(live())
+            reply.check(live())
             async with contextlib.aclosing(encode(*args, **kwargs)) as outputs:
                 async for output in outputs:
+                    reply.check(live())
                     yield output
         finally:
             if made is None:
@@ -171,8 +204,12 @@ def _spans_text(choices: Choices) -> str | None:
     return spans_text([choices[key] for key in sorted(choices)])  # the ids of one reply's prompts end with their numbers
 
 
-def replies(app: ASGIApp, live: Callable[[], LiveVersions | None]) -> ASGIApp:
-    """ASGI middleware that adds the headers, and replies 503 where the engine refused a request.
+def replies(
+    app: ASGIApp,
+    live: Callable[[], LiveVersions | None],
+    pauses: Callable[[], Pauses | None],
+) -> ASGIApp:
+    """ASGI middleware that adds the headers, and replies 503 or 409 where the engine refused a request.
 
     `x-deltasync-versions: first..last` names the least and the greatest version that were live while the request ran, also
     where the server was moved away and back: no token was made by one before `first` or after `last`. A streamed reply's
@@ -183,6 +220,9 @@ def replies(app: ASGIApp, live: Callable[[], LiveVersions | None]) -> ASGIApp:
     reply has it in a comment before its end.
 
     A request's `x-deltasync-session: 5` (or `5..7`, as in the header of an earlier reply) names the session's version.
+
+    A request that demands a version (`wanted.demanded`) gets 409 if another one was live before its reply ended. A stream
+    that has begun by then ends with an error. Where one version alone is demanded, commits wait for the reply.
     """
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
@@ -197,15 +237,18 @@ def replies(app: ASGIApp, live: Callable[[], LiveVersions | None]) -> ASGIApp:
                 await JSONResponse({"error": sentence}, 400)(scope, receive, send)
                 return
             session = version[0].rstrip(".")
-        reply, at_arrival, versions, refused = _Reply(session), _Reply(), live(), False
+        reply, at_arrival, versions, refused = _Reply(session, demanded.get()), _Reply(), live(), False
         at_arrival.begin(versions)
 
         async def send_with_versions(message: Message) -> None:
             nonlocal refused
-            if reply.refused is not None and message["type"] == "http.response.start":
-                refused = True
-                error = {"message": reply.refused, "type": "ServiceUnavailableError", "code": 503}
-                await JSONResponse({"error": error}, 503, {"retry-after": "1"})(scope, receive, send)
+            if message["type"] == "http.response.start":
+                if reply.wanted is not None and reply.called:  # a stream calls the engine, and computes after its headers
+                    with contextlib.suppress(_RefusedError):
+                        await reply.hold(live(), pauses())
+                if reply.refused is not None:
+                    refused = True
+                    await reply_error(send, *reply.refused)
             if refused:
                 return
             try:

@@ -27,8 +27,7 @@ from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import dtype_name, int_view
 from deltasync.threads import Workers
 from vllm_plugin import logger
-from vllm_plugin.load import fallback, loader
-from vllm_plugin.load.layers import LATER
+from vllm_plugin.load import fallback, layers
 from vllm_plugin.workers import Answer, Working, answer
 
 BACKGROUND = frozenset({"verify", "audit", "stage"})
@@ -43,7 +42,7 @@ _followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDict
 class WorkerEngine(Engine):
     """The model that vLLM's model runner has loaded in this worker."""
 
-    loader, log, later = loader.LOADER, logger, LATER
+    loader, log, later = layers.LOADER, logger, layers.LATER
 
     def __init__(self, runner: Any) -> None:
         self._runner, self.model = runner, runner.get_model()
@@ -55,7 +54,7 @@ class WorkerEngine(Engine):
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `Engine.checkpoint`."""
-        return loader.checkpoint(self._runner)
+        return layers.checkpoint(self._runner)
 
     def reloads(self, recorded: plan.LoadPlan, specs: Mapping[str, TensorSpec]) -> dict[str, list[Segment]]:
         """As `Engine.reloads`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -57,8 +57,6 @@ def run(samples: Iterable[Sample]) -> dict[str, Any]:
 
 
 def _measure_sample(sample: Sample, memcpy_gb_s: Callable[[], float]) -> dict[str, Any]:
-    encodings = [(name, "deltasync", _ours(name, sample.specs)) for name in CODECS]
-    encodings += [(peer.name, peer.systems, _theirs(peer, sample.specs)) for peer in PEERS]
     return {
         "source": sample.source,
         "label": sample.label,
@@ -68,10 +66,18 @@ def _measure_sample(sample: Sample, memcpy_gb_s: Callable[[], float]) -> dict[st
         "changed_fraction": sample.changed / sample.element_count / len(sample.deltas),
         "encodings": [
             {"name": name, "systems": systems, **_measure(sample, *functions, memcpy_gb_s)}
-            for name, systems, functions in encodings
+            for name, systems, functions in encodings(sample.specs)
         ],
         "bounds": [dataclasses.asdict(bound) | {"total_bits": bound.total_bits} for bound in bounds.bounds(*sample.flat())],
     }
+
+
+def encodings(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str, tuple[Encode, Apply]]]:
+    """Yield name, systems and functions of every encoding, ours first."""
+    for name in CODECS:
+        yield name, "deltasync", _ours(name, specs)
+    for peer in PEERS:
+        yield peer.name, peer.systems, _theirs(peer, specs)
 
 
 def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:

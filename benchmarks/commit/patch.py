@@ -24,7 +24,7 @@ from deltasync.live import LiveMemory, Segment, model_fingerprint, plan, proof
 from deltasync.stores import open_store
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import tensor_of
-from vllm_plugin.load import loader
+from vllm_plugin.load import layers
 
 PEERS = {"default": {}, "unique indices unchecked": {"validate_unique_indices": False}}
 """Settings of vLLM's `load_checkpoint_weight_patches`."""
@@ -46,7 +46,7 @@ def measure(
     until the commit is confirmed; the extra memory at its peak, of staging and of vLLM's path.
     """
     reader = ChannelReader(open_store(channel))
-    segments = plan.record(model, reader.specs, loader.LOADER).segments
+    segments = plan.record(model, reader.specs, layers.LOADER).segments
     memory = LiveMemory(reader.specs, segments)
     proof.check_coverage(reader.specs, [memory.regions])
     memory.audit()

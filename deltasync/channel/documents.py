@@ -26,8 +26,6 @@ SHORTCUTS = ("compaction", "announcement")
 """Kinds of shortcuts: objects outside the log, each of which makes the chain to a version shorter."""
 
 FEATURES = frozenset({REFERENCE, COMPRESSED})  # features that this reader knows
-CHANNEL_BYTES = 32 << 20  # most bytes of channel.json
-SMALL_BYTES = 4 << 10  # most bytes of head.json, of an epoch's document, and of a heartbeat
 
 _LARGEST = (1 << 63) - 1
 Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]

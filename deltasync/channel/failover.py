@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from deltasync import limits
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Head
 from deltasync.channel.keys import Slot
@@ -137,7 +138,7 @@ def _look(store: Store) -> tuple[float, Head | None] | None:
     before = time.perf_counter()
     head: Head | None = None
     try:
-        head = documents.decode(store.read(keys.HEAD, documents.SMALL_BYTES), Head, keys.HEAD)
+        head = documents.decode(store.read(keys.HEAD, limits.SMALL_BYTES), Head, keys.HEAD)
     except (ObjectMissingError, FormatError):
         pass
     except StoreError:

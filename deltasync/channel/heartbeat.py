@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from deltasync import limits
 from deltasync.channel import keys
-from deltasync.channel.documents import SMALL_BYTES, Boot, Epoch, Number, Sha256, VersionId
+from deltasync.channel.documents import Boot, Epoch, Number, Sha256, VersionId
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     UNREADABLE_JSON,
@@ -46,8 +47,6 @@ _ANSWER_S = 5.0
 _CONFIRM_S = 3.0  # how long a server has to answer 404, which a proxy may do while the server starts
 _REFRESH_S = 1.0  # least time for one refresh of all heartbeats, also for the last one
 _COARSE_S = 2.0  # stores report times in whole seconds
-_MOST_BYTES = 1 << 20  # of a server's answer
-_MOST_ERROR_CHARACTERS, _MOST_HEARTBEATS = 500, 4096
 _STATUS = "deltasync/status?commits=0"
 
 
@@ -87,8 +86,8 @@ describe(Heartbeat)
 
 def write(store: Store, heartbeat: Heartbeat) -> None:
     """Replace the replica's heartbeat, of this boot, in the store."""
-    if heartbeat.error is not None and len(heartbeat.error) > _MOST_ERROR_CHARACTERS:
-        heartbeat = dataclasses.replace(heartbeat, error=f"{heartbeat.error[: _MOST_ERROR_CHARACTERS - 4]} ...")
+    if heartbeat.error is not None and len(heartbeat.error) > limits.ERROR_CHARACTERS:
+        heartbeat = dataclasses.replace(heartbeat, error=f"{heartbeat.error[: limits.ERROR_CHARACTERS - 4]} ...")
     store.put(keys.replica(heartbeat.replica_id, heartbeat.boot), msgspec.json.encode(heartbeat))
 
 
@@ -135,7 +134,7 @@ class Heartbeats:
             raise TransientStoreError(f"The heartbeats in {self._store.url} could not be listed in time.")
         expired_s, now_s = time.time() - EXPIRED_S, time.monotonic()
         recent = [info for info in listed if not 0 < info.modified_s < expired_s]  # 0 where the store reports no time
-        recent = sorted(heapq.nlargest(_MOST_HEARTBEATS, recent, lambda info: info.modified_s), key=lambda info: info.key)
+        recent = sorted(heapq.nlargest(limits.HEARTBEATS, recent, lambda info: info.modified_s), key=lambda info: info.key)
         new = []
         for info in recent:
             state = (info.bytes, info.modified_s, info.content)
@@ -165,7 +164,7 @@ class Heartbeats:
 
     def _read_one(self, info: ObjectInfo) -> list[Heartbeat]:
         with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
-            return [msgspec.json.decode(self._store.read(info.key, SMALL_BYTES), type=Heartbeat)]
+            return [msgspec.json.decode(self._store.read(info.key, limits.SMALL_BYTES), type=Heartbeat)]
         return []
 
 
@@ -243,31 +242,19 @@ def wake(urls: Sequence[str], version: int) -> None:
     each(urls, lambda url: _call(f"{url}/deltasync/sync", body), time.monotonic() + _ANSWER_S)
 
 
-def check_ack(ack: str | int) -> int | None:
-    """Return the number of replicas that `ack` asks for: 1 for `any`, None for `all`. Raise ConfigError for other texts."""
-    if ack == "all":
-        return None
-    with contextlib.suppress(ValueError):
-        needed = 1 if ack == "any" else int(ack)
-        if needed >= 1:
-            return needed
-    raise ConfigError(f"ack must be any, all or a number of replicas from 1 on, not {ack!r}.")
-
-
 def wait_for(
     store: Store,
     run_id: str,
     version: int,
     published: Mapping[int, str],
-    ack: str | int,
     timeout_s: float,
     urls: Sequence[str] = (),
     known: Heartbeats | None = None,
     required: bool = False,
 ) -> list[Heartbeat]:
-    """Block until the fleet serves a version or a later one, and return the heartbeats of the replicas that do.
+    """Block until every live replica serves a version or a later one, at least one, and return their heartbeats.
 
-    Wait for the version's upload first (`Receipt.wait`): a failed one never arrives.
+    Pinned replicas do not count. Wait for the version's upload first (`Receipt.wait`): a failed one never arrives.
 
     Args:
         store: The channel's store.
@@ -275,10 +262,8 @@ def wait_for(
         version: The version's number.
         published: Digests of the records that the caller published, by number; may grow during the call. A replica counts
             only if it serves one of these, by the digest.
-        ack: `any`, or a number: at least that many live replicas serve it. `all`: every live replica serves it, and at least
-            one is live.
         timeout_s: How long to wait. The last refresh may take a second more.
-        urls: Servers to ask instead of reading heartbeats; `all` then means each of them.
+        urls: Servers to ask instead of reading heartbeats, each of which has to serve it.
         known: The heartbeats of the last call, so that only changed ones are read.
         required: Whether the caller needs each of `urls`: one that follows nothing then ends the wait.
 
@@ -286,7 +271,6 @@ def wait_for(
         AckTimeoutError: time is up; it names the live replicas that lag, with their errors.
         ConfigError: a required server does not follow, or follows another run, and has said so for three seconds.
     """
-    needed = check_ack(ack)
     deadline = time.monotonic() + timeout_s
     poll_s = _FIRST_POLL_S
     known = Heartbeats(store, run_id) if known is None else known
@@ -307,12 +291,11 @@ def wait_for(
             if time.monotonic() - followed_s > _CONFIRM_S:
                 raise ConfigError(f"{lost[0]} Version {version} is published, and not served there.")
             live = [beat for beat in heartbeats if is_live(beat) and beat.pin is None]
-            serving = [beat for beat in live if _serves(beat, version, published)]
             lagging = [beat for beat in live if not _serves(beat, version, published)]
-            if len({beat.boot or beat.replica_id for beat in serving}) >= (needed or 1) and not (needed is None and lagging):
-                return serving
+            if live and not lagging:
+                return live
             if time.monotonic() >= deadline:
-                reason = _explain(needed, serving, lagging, heartbeats)
+                reason = _explain(lagging, heartbeats)
                 raise AckTimeoutError(f"Version {version} is published to {store.url}, but after {timeout_s:g} s {reason}.")
         time.sleep(max(0.0, min(poll_s, deadline - time.monotonic())))
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
@@ -355,17 +338,14 @@ def _age_s(heartbeat: Heartbeat) -> float:
     return time.time() - heartbeat.time_s
 
 
-def _explain(needed: int | None, serving: list[Heartbeat], lagging: list[Heartbeat], heartbeats: list[Heartbeat]) -> str:
+def _explain(lagging: list[Heartbeat], heartbeats: list[Heartbeat]) -> str:
     if not heartbeats:
         return (
-            "no replica has ever reported to this run. Start one that follows the channel, check that its channel URL is "
-            "this one, or do not ask for an acknowledgement"
+            "no replica has ever reported to this run. Start one that follows the channel, or check that its channel URL is "
+            "this one"
         )
     if lagging:
         return f"these replicas lag: {'; '.join(_describe(beat) for beat in lagging)}"
-    if needed is not None and serving:
-        names = ", ".join(beat.replica_id for beat in serving)
-        return f"{len(serving)} of the {needed} replicas asked for serve it ({names}), and no other one is live"
     ages = ", ".join(
         f"{beat.replica_id} ({'stopped ' if beat.state == STOPPED else ''}{_age_s(beat):.0f} s ago"
         f"{'' if beat.pin is None else f', pinned: {beat.pin}'})"
@@ -423,12 +403,12 @@ def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> 
     through = "" if proxy is None or urllib.request.proxy_bypass(urlsplit(url).netloc) else f" through the proxy {proxy}"
     try:
         with opener.open(urllib.request.Request(url, body, headers), timeout=timeout_s) as reply:
-            return reply.read(_MOST_BYTES), None, reply.status
+            return reply.read(limits.ANSWER_BYTES), None, reply.status
     except urllib.error.HTTPError as error:
         redirect = ", a redirect, which is not followed: name the server itself" if 300 <= error.code < 400 else ""
         answer = b""
         with contextlib.suppress(OSError, http.client.HTTPException), error:
-            answer = error.read(_MOST_BYTES)
+            answer = error.read(limits.ANSWER_BYTES)
         return answer, f"{url} answered {error.code}{through}{redirect}", error.code
     except (OSError, ValueError, http.client.HTTPException) as error:
         return b"", f"{url} does not answer{through}: {error}", None

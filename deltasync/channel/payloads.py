@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deltasync import codec
+from deltasync import codec, limits
 from deltasync.channel import checkpoint, ranges
 from deltasync.channel.anchors import read_weights
 from deltasync.channel.documents import File, Record, Reference
@@ -25,10 +25,8 @@ from deltasync.threads import ahead
 if TYPE_CHECKING:
     from deltasync.codec.device import Decoded, Decoder, Places
 
-_PARTS_AHEAD = 4
 
 _REFERENCE_BYTES = 8, 64 << 20  # of a checkpoint for each byte of the channel's model, and in addition
-FILES_AHEAD = 2  # weight files that are fetched and checked, each by a thread, while one is used
 
 
 def fetch(reader: ChannelReader, stored: StoredRecord) -> list[tuple[str, bytes]]:
@@ -58,7 +56,7 @@ def weights(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, 
         yield from _reference_weights(reader, record.version, record.reference)
         return
     with _each_once(reader, record) as note:
-        for file, data in _files(reader, stored, FILES_AHEAD):
+        for file, data in _files(reader, stored, limits.FILES_AHEAD):
             with _naming(file.key):
                 for name, bits_N, expected in read_weights(data, reader.specs):
                     note(name)
@@ -156,7 +154,7 @@ def _payloads(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str
         data = reader.fetch(File(key=stored.key, bytes=stored.size, sha256=stored.sha256))
     if _has_payload(data):
         yield stored.key, data
-    for file, part in _files(reader, stored, _PARTS_AHEAD):
+    for file, part in _files(reader, stored, limits.PARTS_AHEAD):
         yield file.key, part
 
 

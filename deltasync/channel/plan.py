@@ -14,9 +14,10 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from deltasync import limits
 from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
-from deltasync.channel.reading import MOST_DAMAGED, ChannelReader
+from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import FormatError, MissingVersionError
 from deltasync.stores.base import ObjectInfo
@@ -29,8 +30,6 @@ EDGE_BYTES = 1 << 15
 """Cost of an edge apart from its payload: a request and a commit, in bytes that could be fetched in that time."""
 
 _NEAR = 8  # versions; a target this near is read without a listing
-_AHEAD = 8  # records that are read while one is checked
-_HELD_BYTES = 1 << 28  # most bytes of records that are kept for staging
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ class _Search:
         if have is not None and have.version >= target.version:
             _log_fork(have)
             have = None
-        for _ in range(MOST_DAMAGED + 1):
+        for _ in range(limits.DAMAGED_RECORDS + 1):
             found = cheapest(0 if have is None else have.version, target.version, edges)
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
@@ -180,7 +179,7 @@ class _Search:
         chain: list[StoredRecord] = []
         at: VersionId | None = target
         held_bytes = 0
-        with contextlib.closing(ahead(self._try_to_read, guesses, _AHEAD)) as reads:
+        with contextlib.closing(ahead(self._try_to_read, guesses, limits.RECORDS_AHEAD)) as reads:
             for edge, guess, read in zip(back, guesses, reads, strict=True):
                 assert at is not None
                 key = edge.key or at.key
@@ -191,7 +190,7 @@ class _Search:
                     # The compaction after it may name a base that does not exist.
                     raise _UnreadableError(found, back[len(chain) - 1] if chain and chain[-1].is_shortcut else edge)
                 held_bytes += found.size
-                chain.append(found if held_bytes <= _HELD_BYTES else dataclasses.replace(found, data=None))
+                chain.append(found if held_bytes <= limits.CHAIN_BYTES else dataclasses.replace(found, data=None))
                 at = found.record.base
                 if found.use_anchor or at == have:
                     return chain[::-1]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import zstandard
 
+from deltasync import limits
 from deltasync.channel.anchors import contents
 from deltasync.codec.base import MOST_HEADER_BYTES
 from deltasync.codec.dense import MOST_WINDOW_BYTES
@@ -21,9 +22,7 @@ from deltasync.errors import CorruptDataError
 from deltasync.tensors import TensorSpec
 from deltasync.threads import ahead
 
-PIECE_BYTES = 4 << 20  # most bytes of a tensor that are in memory at once
 _GAP_BYTES = 1 << 17  # unwanted bytes that cost less than another request
-_AHEAD = 2  # requests under way while a piece is used
 _HEADER_BYTES = 1 << 16  # most headers are smaller
 
 Ranges = Mapping[str, tuple[int, int]]
@@ -86,18 +85,22 @@ def read_spans(file: RangedFile, wanted: Iterable[tuple[str, int, int, int, int]
     """
     spans = []
     for name, start, width, first, last in wanted:
-        step = PIECE_BYTES // width
+        step = limits.PIECE_BYTES // width
         for element in range(first, last, step):
             end = min(element + step, last)
             spans.append(_Span(start + element * width, start + end * width, name, element))
     requests: list[list[_Span]] = []
     for span in sorted(spans):
         near = requests and span.first - requests[-1][-1].last <= _GAP_BYTES
-        if near and span.last - requests[-1][0].first <= PIECE_BYTES:
+        if near and span.last - requests[-1][0].first <= limits.PIECE_BYTES:
             requests[-1].append(span)
         else:
             requests.append([span])
-    read = ahead(lambda request: file.read(request[0].first, request[-1].last), requests, _AHEAD) if requests else ()
+    read = (
+        ahead(lambda request: file.read(request[0].first, request[-1].last), requests, limits.PIECES_AHEAD)
+        if requests
+        else ()
+    )
     for request, data in zip(requests, read, strict=True):
         start = request[0].first
         for span in request:
@@ -129,7 +132,7 @@ def _decompressed(
     for size in sizes:
         planes.append(_Plane(file, first, first + size, spec))
         first += size
-    step = PIECE_BYTES // spec.item_bytes
+    step = limits.PIECE_BYTES // spec.item_bytes
     for at in range(0, stop, step):
         count = min(step, stop - at)
         byte_NW = np.empty((count, spec.item_bytes), np.uint8)
@@ -177,7 +180,7 @@ class _Bytes(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Read the next bytes into a buffer and return their number, 0 at the end."""
         if not self._data and self._at < self._last:
-            end = min(self._at + PIECE_BYTES // 4, self._last)
+            end = min(self._at + limits.PIECE_BYTES // 4, self._last)
             self._data = memoryview(self._file.read(self._at, end))
             self._at = end
         count = min(len(buffer), len(self._data))

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+from deltasync import limits
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Channel, EpochDocument, File, Head, Record, VersionId, sha256_hex
 from deltasync.channel.keys import Slot, Span
@@ -27,8 +28,6 @@ from deltasync.errors import (
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.cache import CachedStore
 from deltasync.tensors import Layout, TensorSpec
-
-MOST_DAMAGED = 64  # most records, missing or damaged, that one search passes over
 
 _READS = 3  # of a document that looks damaged: it may be so on the way only
 _MOST_GAP = 1000  # between the numbers of epochs, some of whose documents are gone
@@ -75,7 +74,7 @@ class ChannelReader:
 
     def _read_channel(self) -> _Description:
         try:
-            data = self.store.read(keys.CHANNEL, documents.CHANNEL_BYTES)
+            data = self.store.read(keys.CHANNEL, limits.CHANNEL_BYTES)
         except ObjectMissingError:
             if self._has_head():
                 raise NotPublishedError(
@@ -176,7 +175,7 @@ class ChannelReader:
 
     def _read_small(self, key: str, kind: type[_Document], trusted: Trusted | None = None) -> _Document | None:
         try:
-            data = self.store.read(key, documents.SMALL_BYTES)
+            data = self.store.read(key, limits.SMALL_BYTES)
             if trusted is not None:
                 trusted.check(key, data)
             return documents.decode(data, kind, key)
@@ -341,7 +340,7 @@ class ChannelReader:
     def newest(self) -> StoredRecord | None:
         """The last record of the greatest epoch, None if there is none. If it is a seal, its base is the newest version.
 
-        Raises FormatError if there are records, and none of the newest `MOST_DAMAGED` can be read.
+        Raises FormatError if there are records, and none of the newest `limits.DAMAGED_RECORDS` can be read.
         """
         found, damaged = self.newest_readable(self.slots())
         if found is None and damaged is not None:
@@ -351,11 +350,11 @@ class ChannelReader:
     def newest_readable(self, listed: Sequence[tuple[Slot, ObjectInfo]]) -> tuple[StoredRecord | None, FormatError | None]:
         """`newest` of listed records, and the error of the newest damaged record that was passed over, if any.
 
-        Up to `MOST_DAMAGED` are passed over; the limit bounds the cost of a flood of them.
+        Up to `limits.DAMAGED_RECORDS` are passed over; the limit bounds the cost of a flood of them.
         """
         newest_first = sorted(listed, key=lambda pair: pair[0].newness, reverse=True)
         problem: FormatError | None = None
-        for slot, info in newest_first[: MOST_DAMAGED + 1]:
+        for slot, info in newest_first[: limits.DAMAGED_RECORDS + 1]:
             try:
                 if (stored := self.slot(slot, info)) is not None:
                     return stored, problem

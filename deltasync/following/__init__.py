@@ -8,11 +8,10 @@ from deltasync.following.module import Following, follow
 from deltasync.following.pin import parse_pin
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
-from deltasync.following.status import HISTORY, Commit, Status
+from deltasync.following.status import Commit, Status
 from deltasync.following.target import Identify, Observer, Target
 
 __all__ = [
-    "HISTORY",
     "ChannelCursor",
     "Commit",
     "Follow",
@@ -43,4 +42,5 @@ __all__ = [
     "routes",
     "shard",
     "shards",
+    "wanted",
 ]

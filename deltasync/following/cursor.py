@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from deltasync import limits
 from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
 from deltasync.channel.plan import find_chain
@@ -39,8 +40,6 @@ REFRESH_S = 5.0
 
 _REFRESH_PUSHED_S = 30.0  # the same while the store announces new records
 _SLOWEST_S = 60.0
-_BATCH = 64  # most records merged into one commit
-_BATCH_BYTES = 1 << 28  # most bytes of their payloads; the decoded changes are held in memory
 
 
 class ChannelCursor(Tip):
@@ -293,11 +292,11 @@ class ChannelCursor(Tip):
         """Return the first records of a chain, those that go into one commit; keep the rest."""
         # A replica without weights takes full weights alone. For others a chain that starts from full weights is one commit,
         # because a replica that serves must not go back to an older version in between.
-        most = 1 if have is not None and have.version < self._singly_to else _BATCH
+        most = 1 if have is not None and have.version < self._singly_to else limits.BATCH_RECORDS
         count, batch_bytes = 0, 0
         while count < len(chain):
             batch_bytes += chain[count].record.payload_bytes
-            ends = have is None if chain[0].use_anchor else count >= most or batch_bytes > _BATCH_BYTES
+            ends = have is None if chain[0].use_anchor else count >= most or batch_bytes > limits.BATCH_BYTES
             if count and ends:
                 break
             count += 1

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from deltasync import limits
 from deltasync.channel.documents import VersionId
 from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
@@ -28,7 +29,6 @@ from deltasync.errors import (
     error_of,
     get_logger,
 )
-from deltasync.following.status import HISTORY
 from deltasync.kernels import native
 from deltasync.stores.cache import behind_cache
 
@@ -66,7 +66,7 @@ def unique_name(names: OrderedDict[int, str], version: VersionId) -> str:
         version: The version to name.
     """
     first = names.setdefault(version.version, version.sha256)
-    if len(names) > HISTORY:
+    if len(names) > limits.HISTORY:
         names.popitem(last=False)
     return str(version.version) if first == version.sha256 else f"{version.version}-{version.sha256[:12]}"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from deltasync import codec
+from deltasync import codec, limits
 from deltasync.channel import payloads
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from deltasync.codec.device import Decoder
 
 _Item = TypeVar("_Item")
-
-_FETCHED_AHEAD = 4  # records, while one is decoded
-_HELD = 4  # times the model's elements may be held as changes that are not merged yet
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,7 +226,7 @@ class Follower:
         return self._whole[name] if name in self._whole else self.memory.bits(name)
 
     def _fetched(self, chain: Sequence[StoredRecord]) -> Generator[Sequence[tuple[str, bytes]], None, None]:
-        return ahead(lambda stored: payloads.fetch(self.reader, stored), chain, _FETCHED_AHEAD)
+        return ahead(lambda stored: payloads.fetch(self.reader, stored), chain, limits.FETCHED_AHEAD)
 
     @contextlib.contextmanager
     def _blaming(self, stored: StoredRecord) -> Iterator[None]:
@@ -266,7 +263,7 @@ class Follower:
                     delta, digests = payloads.delta(self.reader, stored, old, wanted if self.memory.wanted else None, got)
                 done.append(delta)
                 fingerprints |= digests
-                if sum(each.changed for each in done) > _HELD * delta.layout.element_count:
+                if sum(each.changed for each in done) > limits.UNMERGED * delta.layout.element_count:
                     done = [merge(done)]
                 self.progressed_s = time.monotonic()
         return Changed(merge(done), fingerprints)

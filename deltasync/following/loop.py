@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from deltasync import limits
 from deltasync.channel.documents import VersionId
 from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
@@ -35,7 +36,7 @@ from deltasync.errors import (
 from deltasync.following.cursor import ChannelCursor, identify
 from deltasync.following.pin import Pin, Reached, Waits, parse_pin, pin_text
 from deltasync.following.poll import Poll
-from deltasync.following.status import HISTORY, SHOWN, Commit, Health, HeartbeatWriter, Status, log_commit
+from deltasync.following.status import SHOWN, Commit, Health, HeartbeatWriter, Status, log_commit
 from deltasync.following.target import Observer, Target
 from deltasync.stores.base import ObjectInfo
 from deltasync.threads import Home, daemon
@@ -55,7 +56,7 @@ class Follow:
     Attributes:
         reader: The channel.
         cursor: The position in it.
-        commits: The last `HISTORY` commits.
+        commits: The last `limits.HISTORY` commits.
         on_step: Called after each step, from its thread.
     """
 
@@ -73,7 +74,7 @@ class Follow:
         self._home, self._boot = Home("replica"), secrets.token_hex(4)
         self.reader, self.target, self.settings = reader, target, settings
         self.cursor = ChannelCursor(reader, settings.max_age_s, prefetch)
-        self.commits: deque[Commit] = deque(maxlen=HISTORY)
+        self.commits: deque[Commit] = deque(maxlen=limits.HISTORY)
         self.on_step: list[Callable[[], None]] = []
         self._observer, self._log = observer, log
         self._pin = parse_pin(settings.pin)
@@ -142,7 +143,7 @@ class Follow:
             return f"This server serves version {served}, {where} version {newest}."
         return self._stale
 
-    def status(self, commit_count: int = HISTORY) -> Status:
+    def status(self, commit_count: int = limits.HISTORY) -> Status:
         """Return the status, with the last `commit_count` commits."""
         identity, trusted = self.identity, self.reader.trusted
         return Status(

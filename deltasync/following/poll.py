@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Self
 
+from deltasync import limits
 from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
 from deltasync.channel.keys import Slot
@@ -21,7 +22,6 @@ from deltasync.errors import StoreError
 from deltasync.stores.base import ObjectInfo, Store, Watch
 from deltasync.threads import Workers
 
-_MOST_KNOWN = 64  # announced records that wait for a step
 _FIRST_S = 0.02
 _GROWTH = 1.5
 _LIVE_S = 30.0
@@ -72,7 +72,7 @@ class Poll:
 
     def announce(self, info: ObjectInfo) -> None:
         """Keep an announced record for the next step. May be called from any thread."""
-        if len(self._announced) >= _MOST_KNOWN:
+        if len(self._announced) >= limits.ANNOUNCED_RECORDS:
             self._announced = {}
         self._announced[info.key] = info
 
@@ -128,8 +128,6 @@ def _is_later(key: str, newest: VersionId | None) -> bool:
     return slot is not None and (newest is None or slot.newness > newest.slot.newness)
 
 
-_MOST_BYTES = 1 << 28
-_AT_ONCE = 4
 _EARLY, _LATE = 0.7, 3.0  # multiples of the time between the last two versions; the next is expected between these
 _WAITS_S = 0.02, 0.04, 0.08, 0.16, 0.32  # between two requests for a part that comes soon
 _SOON = 0.1  # how long to wait for the record, as a fraction of the time since the first part came
@@ -151,10 +149,10 @@ class Prefetch:
         self._slot: Slot | None = None
         self._left: dict[int, list[int]] = {}  # numbers of each rank's parts that did not come yet
         self._running: list[Future[None]] = []
-        self._workers = Workers(_AT_ONCE, "fetch")
+        self._workers = Workers(limits.PREFETCHES_AT_ONCE, "fetch")
         self._taken_s = self._between_s = 0.0
         self._first_s: float | None = None  # when the first part of the slot came
-        self._left_bytes = _MOST_BYTES
+        self._left_bytes = limits.PREFETCHED_BYTES
 
     def took(self, stored: StoredRecord) -> None:
         """Note that a version was found; the next one is expected to have as many parts."""
@@ -174,7 +172,7 @@ class Prefetch:
             return False
         if all(future.done() for future in self._running):
             if slot != self._slot:
-                self._slot, self._left_bytes, self._first_s = slot, _MOST_BYTES, None
+                self._slot, self._left_bytes, self._first_s = slot, limits.PREFETCHED_BYTES, None
                 self._left = {rank: list(range(1, count + 1)) for rank, count in self._counts.items()}
                 self._reader.held.clear()
             self._running = []  # before anything begins that adds to it

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from deltasync import limits
 from deltasync.channel.documents import Number
 from deltasync.errors import UNREADABLE_JSON, ConfigError, describe, get_logger
 from deltasync.following.loop import Follow
@@ -151,9 +152,6 @@ def until_ready(not_ready: Callable[[], str | None]) -> Callable[[], str | None]
     return refusal
 
 
-_REMEMBERED = 64  # most answers that are kept
-_THREADS = 4  # for calls that a hung store may keep
-
 _Answering = Generator[None, None, dict[str, Any]]
 
 STATUS_CODES = {"ConfigError": 422, "MissingVersionError": 409, "PinnedError": 409}
@@ -170,7 +168,7 @@ class Requests:
         self._follow, self._digest, self._token = follow, digest, token
         self._open: dict[str, _Answering] = {}  # requests without an answer
         self._answers: dict[str, dict[str, Any]] = {}
-        self._threads, self._status_thread = Workers(_THREADS, "reply"), Workers(1, "reply")
+        self._threads, self._status_thread = Workers(limits.REPLY_THREADS, "reply"), Workers(1, "reply")
 
     def takes(self, request: Any) -> bool:
         """Whether this is a request, and by one who may ask."""
@@ -234,7 +232,7 @@ class Requests:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             del self._open[number], self._answers[number]
             self._answers[number] = answer  # as the last one
-        for number in [number for number, answer in self._answers.items() if answer][:-_REMEMBERED]:
+        for number in [number for number, answer in self._answers.items() if answer][: -limits.KEPT_ANSWERS]:
             del self._answers[number]
         held = f"This server does not generate now. {self._follow.error or ''}".rstrip()
         return {

@@ -28,23 +28,21 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
+from deltasync import limits
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError
 from deltasync.following.loop import Follow
 from deltasync.following.pin import parse_pin, pin_text
 from deltasync.following.requests import STATUS_CODES, PinTo, Sync, WeightUpdate, body_of, stranger, token_matches
-from deltasync.following.status import HISTORY
+from deltasync.following.wanted import wait
 from deltasync.threads import Workers
 
 _Body = TypeVar("_Body")
 _Result = TypeVar("_Result")
 
-_BODY_BYTES = 4 << 20  # PipelineRL's trainer names every tensor in its body
-_MOST_HELD = 64  # requests that wait for a version
 _TICK_S = 0.5
 _ASK_S = 0.01
 _STATUS_S = 10.0
-_THREADS = 4  # for calls that a hung store may keep
 
 
 class Refused(Exception):
@@ -76,7 +74,7 @@ class Routes(ABC):
     def __init__(self) -> None:
         self.settings = ReplicaSettings.from_env()
         self.only_loopback = False
-        self._slots = asyncio.Semaphore(_MOST_HELD)
+        self._slots = asyncio.Semaphore(limits.WAITING_REQUESTS)
 
     def attach(self, app: FastAPI, also: Iterable[tuple[str, str, Callable[..., Any]]] = ()) -> None:
         """Add the routes to an application that has not started, and others with the same guard: path, method, function."""
@@ -141,7 +139,7 @@ class Routes(ABC):
         if sentence is not None:
             raise Refused(403, sentence)
 
-    async def _status_asked(self, request: Request, commits: Annotated[int, Query(ge=0)] = HISTORY) -> Response:
+    async def _status_asked(self, request: Request, commits: Annotated[int, Query(ge=0)] = limits.HISTORY) -> Response:
         self._refuse_strangers(request)
         is_full = "authorization" in request.headers or self.settings.http_token is None
         if is_full:
@@ -168,7 +166,7 @@ class Routes(ABC):
     async def _hold(self, request: Request, route: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **named: Any) -> Any:
         """Return a route's reply, which may take long. It is given up once the client has left, which frees its slot."""
         if self._slots.locked():
-            raise Refused(429, f"{_MOST_HELD} requests wait for versions already.", {"retry-after": "1"})
+            raise Refused(429, f"{limits.WAITING_REQUESTS} requests wait for versions already.", {"retry-after": "1"})
 
         async def left() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -192,7 +190,7 @@ class LocalRoutes(Routes):
 
     def __init__(self) -> None:
         super().__init__()
-        self._threads = Workers(_THREADS, "reply")
+        self._threads = Workers(limits.REPLY_THREADS, "reply")
 
     async def _in_thread(self, call: Callable[..., _Result], *args: Any) -> _Result:
         """Run a call in a thread that keeps neither the event loop nor the end of the process, should the store hang."""
@@ -235,7 +233,7 @@ class LocalRoutes(Routes):
         """As `Routes.sync`."""
         follow, before = self.follow(), time.monotonic()
         try:
-            served = await _wait(follow, timeout_s, version, step)
+            served = await wait(follow, timeout_s, version, step)
         except PinnedError as error:
             raise Refused(409, str(error)) from None
         if served is None:
@@ -250,31 +248,6 @@ class LocalRoutes(Routes):
                 **in_short(status),
             )
         return as_json({"version": served, "waited_s": time.monotonic() - before})
-
-
-async def _wait(follow: Follow, timeout_s: float, version: int | None, step: int | None) -> int | None:
-    """Return the number of the version served once it is what a client asks for; None after `timeout_s`.
-
-    Raises:
-        PinnedError: as `Follow.request`.
-    """
-    loop, stepped, reached = asyncio.get_running_loop(), asyncio.Event(), follow.request(version, step)
-
-    def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is about to end
-            loop.call_soon_threadsafe(stepped.set)
-
-    follow.on_step.append(wake)
-    try:
-        async with asyncio.timeout(timeout_s):
-            while (served := reached()) is None:
-                await stepped.wait()
-                stepped.clear()
-            return served
-    except TimeoutError:
-        return None
-    finally:
-        follow.on_step.remove(wake)
 
 
 class RemoteRoutes(Routes):
@@ -365,8 +338,8 @@ async def _body(request: Request, kind: type[_Body]) -> _Body:
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
-        if len(data) > _BODY_BYTES:
-            raise Refused(413, f"The body is larger than {_BODY_BYTES:,} bytes.")
+        if len(data) > limits.BODY_BYTES:
+            raise Refused(413, f"The body is larger than {limits.BODY_BYTES:,} bytes.")
     if data and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refused(415, "Send the body as content-type: application/json.")
     try:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
+from deltasync import limits
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
@@ -38,9 +39,6 @@ from deltasync.tensors.bits import bits_of
 
 logger = get_logger(__name__)
 
-HANDED_BYTES = 8 << 20
-"""Bytes of records, or of a tensor, in one call, which goes to each process."""
-
 Handed = tuple[str, str, bytes | None]
 """A record that the follow loop has read: its key, its sha256, and its bytes unless too many."""
 
@@ -48,7 +46,7 @@ Handed = tuple[str, str, bytes | None]
 def handed(chain: Sequence[StoredRecord]) -> list[Handed]:
     """Return records for shards, with their bytes up to a limit: a shard reads the others by itself."""
     found: list[Handed] = []
-    left = HANDED_BYTES
+    left = limits.HANDED_BYTES
     for stored in chain:
         data = stored.data if stored.size <= left else None
         left -= 0 if data is None else stored.size

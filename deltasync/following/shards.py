@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from deltasync import limits
 from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
@@ -38,7 +39,7 @@ from deltasync.errors import (
 )
 from deltasync.following.engine import Failure, is_safe, succeeded, unique_name
 from deltasync.following.follower import Follower
-from deltasync.following.shard import HANDED_BYTES, Audit, Done, Engine, Found, Handed, Shard, handed
+from deltasync.following.shard import Audit, Done, Engine, Found, Handed, Shard, handed
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
 from deltasync.live import Prints, Union, assemble, proof
@@ -207,8 +208,8 @@ class Shards(ABC):
 
     def _complete(self, name: str) -> None:
         data = self._assembled(name).data.cast("B")
-        for at in range(0, len(data), HANDED_BYTES):
-            self.every(_NOTHING, "complete", name, at, bytes(data[at : at + HANDED_BYTES]))
+        for at in range(0, len(data), limits.HANDED_BYTES):
+            self.every(_NOTHING, "complete", name, at, bytes(data[at : at + limits.HANDED_BYTES]))
 
     def commit(self) -> Done:
         """Commit what is staged, on all shards or on none. Call between two steps of the engine.

@@ -29,9 +29,6 @@ logger = get_logger(__name__)
 SHOWN = 5
 """How many names of ignored tensors a status has."""
 
-HISTORY = 4096
-"""How many commits a status keeps."""
-
 _SCARCE_S = 45.0  # less than `heartbeat.LIVE_S`
 _LOOK_S = 60.0  # how often a replica looks for others of its name
 _LAST_S = 5.0  # how long the last heartbeat may delay the end of a process

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from deltasync import limits
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import EpochDocument, File, Head, Record, VersionId
 from deltasync.channel.keys import Slot
@@ -152,7 +153,7 @@ class Inspection:
         """Check a document that readers do not need."""
         channel = self.reader.channel()
         try:
-            found = documents.decode(self.reader.store.read(key, documents.SMALL_BYTES), kind, key)
+            found = documents.decode(self.reader.store.read(key, limits.SMALL_BYTES), kind, key)
             # An epoch before the channel's first: its writer died before it created the channel, and another writer did.
             claimed = isinstance(found, EpochDocument) and found.epoch < channel.epoch
             if found.run_id != channel.run_id and not claimed:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from deltasync import limits
 from deltasync.channel import anchors, checkpoint, documents, keys
 from deltasync.channel.documents import File, Record, VersionId
 from deltasync.channel.keys import Slot
@@ -90,7 +91,7 @@ def copy(source: ChannelReader, target: Store) -> Copied:
     source.channel()
     if target.url == source.store.url:
         raise ConfigError(f"{target.url} is both source and target.")
-    head = None if source.head() is None else source.store.read(keys.HEAD, documents.SMALL_BYTES)
+    head = None if source.head() is None else source.store.read(keys.HEAD, limits.SMALL_BYTES)
     held = scan_channel(source)
     there = {info.key: info.bytes for info in target.list("")}
     _check_target(source, target, held, there)
@@ -171,7 +172,7 @@ def read_object(source: ChannelReader, item: File) -> bytes:
         return data
     if keys.file_of(item.key):
         return source.fetch(item)
-    return source.store.read(item.key, documents.CHANNEL_BYTES if item.key == keys.CHANNEL else documents.SMALL_BYTES)
+    return source.store.read(item.key, limits.CHANNEL_BYTES if item.key == keys.CHANNEL else limits.SMALL_BYTES)
 
 
 def export(

@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Sequence
 
+from deltasync import limits
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import File, Head, VersionId
 from deltasync.channel.reading import ChannelReader
@@ -125,7 +126,7 @@ class _Copies:
         """Copy head, unless it is ahead of the targets."""
         assert self.version is not None
         try:
-            data = self._source.store.read(keys.HEAD, documents.SMALL_BYTES)
+            data = self._source.store.read(keys.HEAD, limits.SMALL_BYTES)
             newest = documents.decode(data, Head, keys.HEAD).newest
         except (ObjectMissingError, FormatError):
             return

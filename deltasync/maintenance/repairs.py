@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from deltasync import limits
 from deltasync.channel import documents, keys, record, signing
 from deltasync.channel.documents import Channel, Head, sha256_hex
 from deltasync.channel.keys import Slot
@@ -124,7 +125,7 @@ def _restore_channel(reader: ChannelReader, source: Source | None) -> list[Repai
     try:
         reader.channel()
     except (FormatError, NotPublishedError) as error:
-        data = None if source is None else source(keys.CHANNEL, None, documents.CHANNEL_BYTES)
+        data = None if source is None else source(keys.CHANNEL, None, limits.CHANNEL_BYTES)
         if data is None or not _is_channel(reader, data):
             kind = NotPublishedError if isinstance(error, NotPublishedError) else CorruptDataError
             raise kind(f"{error} channel.json can only be restored from a copy of the channel (--from).") from error

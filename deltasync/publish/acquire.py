@@ -19,10 +19,11 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+from deltasync import limits
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Channel, EpochDocument, Record, VersionId, sha256_hex
 from deltasync.channel.keys import Slot
-from deltasync.channel.reading import MOST_DAMAGED, ChannelReader
+from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer, require_signer
 from deltasync.config import AUTO, PublisherSettings
@@ -153,7 +154,7 @@ class _Opener:
 
     def _has_head(self) -> bool:
         with contextlib.suppress(ObjectMissingError):
-            self._store.read(keys.HEAD, documents.SMALL_BYTES)
+            self._store.read(keys.HEAD, limits.SMALL_BYTES)
             return True
         return False
 
@@ -366,7 +367,7 @@ class _Opener:
 
     def _shortcuts(self) -> Iterator[StoredRecord]:
         listed = sorted(self._retried(self._reader.shortcuts), key=lambda pair: pair[0].version, reverse=True)
-        for _, info in listed[:MOST_DAMAGED]:
+        for _, info in listed[: limits.DAMAGED_RECORDS]:
             with contextlib.suppress(FormatError, MissingVersionError):
                 yield self._reader.stored(info.key, known=info)
 

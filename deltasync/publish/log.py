@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from deltasync import limits
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Anchor, Channel, File, Head, Record, VersionId
 from deltasync.channel.reading import ChannelReader
@@ -184,7 +185,7 @@ class Log:
             data = documents.encode(filled)
             if self._signer is not None:
                 data = self._signer.seal(keys.CHANNEL, data)
-            if len(data) > documents.CHANNEL_BYTES:
+            if len(data) > limits.CHANNEL_BYTES:
                 raise ConfigError(f"The table of {len(channel.tensors)} tensors has more bytes than channel.json may have.")
             self._new_channel = documents.decode(data, Channel, keys.CHANNEL), data
         if self._lease is None:
@@ -407,7 +408,7 @@ class Log:
             FencedError: another publisher has begun a run here.
         """
         data = self._channel_data
-        if data is None or self._begins_with(data[: documents.SMALL_BYTES]):
+        if data is None or self._begins_with(data[: limits.SMALL_BYTES]):
             return None
         there = writes.holds(self.store, keys.CHANNEL, data)
         if there:

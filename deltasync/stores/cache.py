@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from deltasync import limits
 from deltasync.errors import ConfigError, FormatError
 from deltasync.stores.base import Store, read_file
 from deltasync.stores.wrapper import WrappedStore
@@ -37,7 +38,6 @@ else:
 logger = logging.getLogger(__name__)
 
 Check = Callable[[bytes], None]  # raises FormatError if the bytes are not those of the object
-_MOST_FILES = 4096  # adding an object lists all files
 _POLL_S = 0.005
 # Longest waits for a lock, whose holder may hang. They exceed the time of a download, and of writing a file.
 _DOWNLOAD_S, _STORE_S = 300.0, 30.0
@@ -154,7 +154,7 @@ class CachedStore(WrappedStore):
                     path.unlink()  # left over from a dead process: only the lock's holder writes
         total, count = size + sum(file_size for _, file_size, _ in files), 1 + len(files)
         for _, file_size, path in sorted(files):
-            if total <= self._limit_bytes and count <= _MOST_FILES:
+            if total <= self._limit_bytes and count <= limits.CACHE_FILES:
                 return
             path.unlink(missing_ok=True)
             total, count = total - file_size, count - 1

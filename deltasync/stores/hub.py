@@ -26,6 +26,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from deltasync import limits
 from deltasync.errors import ConfigError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, check_key, check_size, is_key
 from deltasync.stores.events import EventWatch
@@ -38,8 +39,6 @@ logger = logging.getLogger(__name__)
 _RETRIES = 2
 _RETRY_DELAY_S = 0.2
 _MOST_OPERATIONS = 1000
-_SMALL_BYTES = 64 << 10
-_MOST_SMALL = 64
 
 _URL = re.compile(r"hf://buckets/([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+?))?/?", re.ASCII)
 
@@ -191,10 +190,10 @@ class HubStore:
                 return known_data
             check_size(f"{self.url}/{path.removeprefix(self._start)}", info.bytes, most_bytes)
             data = self._xet.download(info, 0, info.bytes)
-            if info.bytes <= _SMALL_BYTES:
+            if info.bytes <= limits.HUB_SMALL_BYTES:
                 self._small.pop(path, None)
                 self._small[path] = (info.content, data, (known_hash, known_data) == (info.content, data))
-                for oldest in list(self._small)[:-_MOST_SMALL]:
+                for oldest in list(self._small)[: -limits.HUB_SMALL_OBJECTS]:
                     self._small.pop(oldest, None)
             return data
 

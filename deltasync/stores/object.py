@@ -14,6 +14,7 @@ import obstore
 from obstore.exceptions import InvalidPathError
 from obstore.store import LocalStore, MemoryStore
 
+from deltasync import limits
 from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, check_key, check_size, is_key
 from deltasync.stores.client_errors import CLIENT_ERRORS, has_expired, has_timed_out, may_be_renewed, translate
@@ -27,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 LARGEST_BYTES = 5 << 30
 """S3's limit for one put. Multipart uploads may be larger, but not every server honours their precondition."""
-_PIECE_BYTES = 8 << 20
 
 _Result = TypeVar("_Result")
 
@@ -92,7 +92,7 @@ class ObstoreStore:
             pieces, size = [], 0
             reply = obstore.get(self.client(), key)
             check_size(place, reply.meta["size"], most_bytes)
-            for piece in reply.stream(min(most_bytes + 1, _PIECE_BYTES)):
+            for piece in reply.stream(min(most_bytes + 1, limits.STREAM_BYTES)):
                 pieces.append(piece)
                 size += len(piece)
                 check_size(place, size, most_bytes)

@@ -259,7 +259,7 @@ class TestVllm(TargetContract):
         from vllm_plugin.pauses import OnLoop, Pauses
         from vllm_plugin.target import EngineTarget
 
-        monkeypatch.setattr("vllm_plugin.load.loader.checkpoint", lambda _: iter(driving.Model().state_dict().items()))
+        monkeypatch.setattr("vllm_plugin.load.layers.checkpoint", lambda _: iter(driving.Model().state_dict().items()))
 
         class Vllm(Looping):
             engine: Any = None

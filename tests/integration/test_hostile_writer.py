@@ -418,7 +418,7 @@ def test_a_heartbeat_of_somebody_else_acknowledges_no_version_that_was_not_publi
             ),
         )
         with pytest.raises(AckTimeoutError):
-            heartbeat.wait_for(store, "run", NEWEST, published, "any", 0.2)
+            heartbeat.wait_for(store, "run", NEWEST, published, 0.2)
 
 
 def test_what_lies_beside_the_weights_is_ours_too(channel: Channel, tmp_path: Path) -> None:

@@ -134,5 +134,5 @@ def follow(data: st.DataObject, channel: Made, versions: list[VersionId], held: 
 @given(held=layouts(), model=channels(), data=st.data())
 def test_any_layout_serves_what_one_worker_serves(held: list[Layout], model: tuple, data: st.DataObject) -> None:
     blocks = mock.patch("deltasync.codec.vector.BLOCK", 256)  # so that workers hold none of what changes
-    with blocks, mock.patch("vllm_plugin.load.loader.checkpoint", lambda _: iter(())):
+    with blocks, mock.patch("vllm_plugin.load.layers.checkpoint", lambda _: iter(())):
         follow(data, *model, held)

@@ -17,7 +17,7 @@ from subprocess import PIPE
 
 import pytest
 
-from deltasync import open_store
+from deltasync import limits, open_store
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, CorruptDataError, ObjectMissingError, TransientStoreError
 from deltasync.stores import Store, cache
@@ -232,7 +232,7 @@ class TestRoom:
     def test_the_number_of_files_is_bounded(
         self, inner: FaultyStore, directory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(cache, "_MOST_FILES", 3)
+        monkeypatch.setattr(limits, "CACHE_FILES", 3)
         store = CachedStore(inner, directory, MB)
         for number in range(6):
             inner.create(f"{number}", bytes([number]))

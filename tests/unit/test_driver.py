@@ -411,7 +411,7 @@ def test_who_leaves_frees_a_place_at_once(
     async def body() -> None:
         async with following(engine, memory_url, CollectorRegistry()) as driver:
             await driver.reach(1)
-            monkeypatch.setattr("deltasync.following.routes._MOST_HELD", 1)
+            monkeypatch.setattr("deltasync.limits.WAITING_REQUESTS", 1)
             plugin = DeltaSyncEndpoints()
             plugin._follow = driver
             waits = asyncio.create_task(plugin._hold(Request(), plugin.sync, 3600.0, version=99))  # type: ignore[arg-type]
@@ -432,7 +432,7 @@ def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
         trainer.publish()
     with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
         assert client.post("/deltasync/sync").json()["version"] == 3
-        monkeypatch.setattr("deltasync.following.routes._MOST_HELD", 0)
+        monkeypatch.setattr("deltasync.limits.WAITING_REQUESTS", 0)
         with monkeypatch.context() as patch:
             patch.setattr(asyncio.Semaphore, "locked", lambda _: True)
             assert client.post("/deltasync/pin", json={"pin": "1"}).status_code == 429
@@ -453,7 +453,7 @@ def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
 
 def test_only_so_many_requests_wait_at_once(engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for most, statuses in ((0, [429, 429]), (1, [504, 504])):
-        monkeypatch.setattr("deltasync.following.routes._MOST_HELD", most)
+        monkeypatch.setattr("deltasync.limits.WAITING_REQUESTS", most)
         with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
             replies = [client.post("/deltasync/sync", json={"timeout_s": 0.05}) for _ in statuses]
             assert [reply.status_code for reply in replies] == statuses

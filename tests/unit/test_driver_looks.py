@@ -12,10 +12,9 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from deltasync import open_store
+from deltasync import limits, open_store
 from deltasync.channel import heartbeat, keys
 from deltasync.config import ReplicaSettings
-from deltasync.following import shard
 from deltasync.following.metrics import Metrics
 from deltasync.stores import ObjectInfo
 from tests import driving
@@ -97,7 +96,7 @@ def test_a_version_costs_one_request_of_driver_and_worker_together(
 def test_records_that_are_too_many_to_hand_over_are_read_by_the_worker(
     engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard, "HANDED_BYTES", 10)
+    monkeypatch.setattr(limits, "HANDED_BYTES", 10)
 
     async def scene(driver: Driver) -> None:
         await follow(driver)

@@ -19,13 +19,13 @@ import torch
 import zstandard
 
 import deltasync
-from deltasync import Replica, codec, maintenance, open_store
+from deltasync import Replica, codec, limits, maintenance, open_store
 from deltasync.channel import documents, heartbeat, keys, payloads, record
 from deltasync.channel.checkpoint import load
 from deltasync.channel.documents import Anchor, Channel, Delta, File, Record, Reference
 from deltasync.channel.heartbeat import Heartbeat, heartbeat_of
 from deltasync.channel.plan import find_chain
-from deltasync.channel.reading import MOST_DAMAGED, ChannelReader
+from deltasync.channel.reading import ChannelReader
 from deltasync.codec.base import FORMAT, Encoded
 from deltasync.errors import CorruptDataError, DeltaSyncError, FormatError, MissingVersionError, StageError
 from deltasync.live import LiveMemory
@@ -117,7 +117,7 @@ def test_a_copy_reads_no_more_than_the_tensors_can_take(channel: Made, memory_ur
     """A record whose part says that it is as large as the object is, which is larger than any part may be."""
     part = _store_part(channel, bytes(2 << 20))
     _append(channel, None, "packed", parts=[part])
-    opening = channel.put_file(keys.epoch_document("000002-00000000"), b" " * (documents.SMALL_BYTES + 1))
+    opening = channel.put_file(keys.epoch_document("000002-00000000"), b" " * (limits.SMALL_BYTES + 1))
     target = open_store(f"{memory_url}/copy")
     copied = maintenance.copy(ChannelReader(channel.store), target)
     assert {type(problem) for problem in copied.problems} == {CorruptDataError}
@@ -169,7 +169,7 @@ def test_a_listing_of_100_000_strange_keys_costs_a_bounded_number_of_reads(memor
     assert reader.newest() is None
     with pytest.raises(MissingVersionError):
         find_chain(reader, None, channel.tip)
-    assert len(store.calls) < 12 * MOST_DAMAGED
+    assert len(store.calls) < 12 * limits.DAMAGED_RECORDS
     # Who has a version goes on, with head and without.
     for has_head in (True, False):
         store.calls.clear()
@@ -183,7 +183,7 @@ def test_a_listing_of_100_000_strange_keys_costs_a_bounded_number_of_reads(memor
         while running.identity != channel.tip:
             running.sync()
         assert_same_bits(running.state_dict(), channel.bits[channel.tip.sha256])
-        assert len(store.calls) < 12 * MOST_DAMAGED
+        assert len(store.calls) < 12 * limits.DAMAGED_RECORDS
 
 
 def test_a_payload_that_changes_more_than_its_record_says_is_corrupt(

@@ -296,6 +296,24 @@ def test_a_commit_waits_for_replies_of_one_version_and_they_for_it() -> None:
     assert asyncio.run(body()) == ["first", "pause", "commit", "7", "resume", "second", "commit", "7", "frozen"]
 
 
+def test_a_commit_waits_for_replies_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        engine = Engine()
+        pauses = pauses_of(engine)
+        async with pauses.undivided():
+            with pytest.raises(StageError, match="have not ended"):
+                async with pauses.alone():
+                    raise AssertionError
+            assert not pauses.held and engine.events == []
+        async with pauses.undivided(), asyncio.timeout(1):
+            pass
+        async with pauses.alone():
+            await pauses.exchange_all(["commit"], "7")
+
+    monkeypatch.setattr("vllm_plugin.pauses._DRAIN_S", 0.01)
+    asyncio.run(body())
+
+
 def test_generation_stays_paused_while_nobody_knows_what_the_weights_are() -> None:
     async def commit(pauses: Pauses, error: Exception | None = None) -> None:
         try:

@@ -166,7 +166,7 @@ def test_nobody_waits_for_a_pinned_replica(store: Store) -> None:
 
     beat("evaluation", 1, "1")
     with pytest.raises(AckTimeoutError, match=r"no replica is live\. Last heard of: evaluation \(\d+ s ago, pinned: 1\)"):
-        heartbeat.wait_for(store, run_id, tip.version, published, "all", 0.0)
+        heartbeat.wait_for(store, run_id, tip.version, published, 0.0)
     beat("serving", tip.version, None)
-    (found,) = heartbeat.wait_for(store, run_id, tip.version, published, "all", 5.0)
+    (found,) = heartbeat.wait_for(store, run_id, tip.version, published, 5.0)
     assert found.replica_id == "serving"

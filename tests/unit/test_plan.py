@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from deltasync import Replica, open_store
+from deltasync import Replica, limits, open_store
 from deltasync.channel import keys, record
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import MissingVersionError
-from deltasync.following import ChannelCursor, cursor
+from deltasync.following import ChannelCursor
 from deltasync.stores import Store
 from tests.builders import trained
 from tests.channels import Made, made
@@ -182,7 +182,7 @@ class TestBatches:
         self, store: FaultyStore, monkeypatch: pytest.MonkeyPatch, most: int, records: int
     ) -> None:
         channel = made(store, 9)
-        monkeypatch.setattr(cursor, "_BATCH", most)
+        monkeypatch.setattr(limits, "BATCH_RECORDS", most)
         way = ChannelCursor(ChannelReader(store)).next(identity(store, 1))
         assert [stored.record.version for stored in way] == list(range(2, 2 + records))
         replica = at(store, 1)
@@ -196,7 +196,7 @@ class TestBatches:
         made(store, 9)
         reader = ChannelReader(store)
         sizes = [reader.numbered(number).record.payload_bytes for number in range(2, 10)]
-        monkeypatch.setattr(cursor, "_BATCH_BYTES", sum(sizes[:records]))
+        monkeypatch.setattr(limits, "BATCH_BYTES", sum(sizes[:records]))
         assert len(ChannelCursor(reader).next(identity(store, 1))) == records
 
     def test_a_version_in_a_batch_that_does_not_give_its_bits_is_found_and_passed_by(self, store: FaultyStore) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from deltasync import limits
 from deltasync.channel import anchors, checkpoint, ranges
 from deltasync.channel.ranges import RangedFile
 from deltasync.errors import CorruptDataError, ModelMismatchError
@@ -31,7 +32,7 @@ NOTHING = dict.fromkeys(SPECS, (0, 0))
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "PIECE_BYTES", 64)
+    monkeypatch.setattr(limits, "PIECE_BYTES", 64)
     monkeypatch.setattr(ranges, "_GAP_BYTES", 24)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deltasync import threads
+from deltasync import limits, threads
 from deltasync.stores import xet
 from deltasync.threads import NAMES, Workers, each
 
@@ -63,3 +63,11 @@ def test_workers_do_their_actions_themselves_where_no_thread_starts(monkeypatch:
     workers.close()
     assert each(["7", "8"], int, None) == [7, 8]
     assert xet._interruptible(lambda: 7) == 7
+
+
+def test_the_page_of_limits_has_them_all() -> None:
+    page = (Path(threads.__file__).parents[1] / "docs/reference/limits.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page, re.M))
+    units = {"KiB": 1 << 10, "MiB": 1 << 20}
+    shown = {name: int(value.split()[0].replace(",", "")) * units.get(value.split()[-1], 1) for name, value in rows.items()}
+    assert shown == {name: value for name, value in vars(limits).items() if name.isupper()}

@@ -17,7 +17,7 @@ from deltasync.live import derived
 from deltasync.tensors.bits import bits_of
 from tests.channels import Made
 from tests.driving import runner_of
-from vllm_plugin.load import loader
+from vllm_plugin.load import layers
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 from vllm_plugin.workers import Client, Workers
 
@@ -90,7 +90,7 @@ class Server:
 @pytest.fixture(params=[(1, True), (1, False), (2, True)], ids=["one parameter", "no head", "two workers"])
 def server(request: Any, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Server:
     held = {name: tensor for name, tensor in trained().items() if name != HEAD}
-    monkeypatch.setattr(loader, "checkpoint", lambda _: iter(held.items()))
+    monkeypatch.setattr(layers, "checkpoint", lambda _: iter(held.items()))
     return Server(memory_url, *request.param)
 
 

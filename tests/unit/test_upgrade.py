@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, open_store
+from deltasync import Publisher, Replica, limits, open_store
 from deltasync.channel import documents, keys
 from deltasync.errors import UnsupportedFormatError
 from tests.conftest import assert_same_bits
@@ -29,7 +29,7 @@ def _later() -> dict[str, torch.Tensor]:
 def _rewrite(url: str, change: Callable[[dict[str, Any]], None]) -> None:
     """Change channel.json as a newer publisher might write it."""
     store = open_store(url)
-    document = json.loads(store.read(keys.CHANNEL, documents.CHANNEL_BYTES))
+    document = json.loads(store.read(keys.CHANNEL, limits.CHANNEL_BYTES))
     change(document)
     store.put(keys.CHANNEL, json.dumps(document).encode() + b"\n")
 

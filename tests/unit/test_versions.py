@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from deltasync.errors import DeltaSyncError
+from deltasync.errors import AckTimeoutError, DeltaSyncError
+from deltasync.following.wanted import Wanted, demanding
 from tests.unit.test_pauses import Engine as Switch
 from tests.unit.test_pauses import pauses_of
 from vllm_plugin import versions
@@ -65,10 +66,20 @@ class Engine:
         return output
 
 
+async def reached(wanted: Wanted) -> Wanted:
+    return wanted
+
+
 def request(
-    body: Callable[[], Any], live: LiveVersions | None = None, kind: bytes = b"application/json", **headers: str
+    reply: Callable[..., Any],
+    live: LiveVersions | None = None,
+    kind: bytes = b"application/json",
+    engine: Engine | None = None,
+    reach: Callable[[Wanted], Any] = reached,
+    body: bytes | None = None,
+    **headers: str,
 ) -> tuple[dict[str, str], bytes]:
-    """A reply that `body` makes in its context: its headers and body. By default version 9 is live."""
+    """A reply that `reply` makes in its context: its headers and body. By default version 9 is live."""
     if live is None:
         live = LiveVersions()
         live.note(9)
@@ -77,7 +88,7 @@ def request(
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         status = 200
         try:
-            await body()
+            await (reply() if body is None else reply(receive))
         except DeltaSyncError:  # as vLLM's routes reply to what they do not know
             status = 500
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
@@ -86,15 +97,22 @@ def request(
     async def send(message: Message) -> None:
         messages.append(message)
 
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
+    parts = [] if body is None else [body[:9], body[9:]]
 
+    async def receive() -> Message:
+        if not parts:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    if body is not None:
+        headers["content_type"] = "application/json"
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope: Scope = {"type": "http", "path": "/any", "method": "POST", "headers": raw}
-    asyncio.run(replies(app, lambda: live)(scope, receive, send))
-    reply = {name.decode(): value.decode() for name, value in messages[0]["headers"]}
+    pauses = lambda: None if engine is None else engine.pauses  # noqa: E731
+    asyncio.run(demanding(replies(app, lambda: live, pauses), reach)(scope, receive, send))
+    told = {name.decode(): value.decode() for name, value in messages[0]["headers"]}
     assert len(messages) == 2
-    return reply | {"status": str(messages[0]["status"])}, messages[1]["body"]
+    return told | {"status": str(messages[0]["status"])}, messages[1]["body"]
 
 
 async def drain(outputs: AsyncGenerator[Any]) -> None:
@@ -257,3 +275,95 @@ def test_versions_are_the_range_of_all_that_were_live_meanwhile() -> None:
             engine.live.note(number)
 
     assert request(body, live=engine.live)[0]["x-deltasync-versions"] == "4..12"
+
+
+# --- demanded versions -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "0", "latest", "7..", ">7", "<=7", ">= ", "-1", "1e3"])
+def test_what_names_no_version_is_refused(text: str) -> None:
+    headers, data = request(nothing, x_deltasync_version=text)
+    assert headers["status"] == "400"
+    assert "such as 7, >=7 or >=latest" in json.loads(data)["error"]["message"]
+
+
+def test_a_version_that_is_not_served_in_time_is_answered_with_409() -> None:
+    async def refuse(wanted: Wanted) -> Wanted:
+        raise AckTimeoutError(wanted.refusal(9))
+
+    engine = Engine()
+    headers, data = request(lambda: drain(engine.generate("")), reach=refuse, x_deltasync_version="12")
+    assert headers["status"] == "409" and not engine.prompts
+    assert json.loads(data)["error"]["message"] == "Version 12 was asked for, and this server serves version 9."
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"x-deltasync-version": "9"}, "200"),
+        ({"x-deltasync-version": 9}, "200"),
+        ({"x-deltasync-version": 8, "prompt": "a"}, "409"),
+        ({"x-deltasync-version": None}, "200"),
+        ({"prompt": "x-deltasync-version"}, "200"),
+        ({"x-deltasync-version": 9, "x-deltasync-timeout": "soon"}, "400"),
+        (["x-deltasync-version"], "200"),
+    ],
+    ids=str,
+)
+def test_a_field_of_the_body_demands_a_version_too(body: Any, code: str) -> None:
+    engine, data = Engine(), json.dumps(body).encode()
+
+    async def ask(receive: Receive) -> None:
+        await drain(engine.generate(""))
+        parts = [await receive() for _ in range(2)]
+        assert b"".join(part["body"] for part in parts) == data, "the application reads it as it came"
+
+    assert request(ask, live=engine.live, body=data)[0]["status"] == code
+
+
+@pytest.mark.parametrize("method", ["generate", "encode"])
+@pytest.mark.parametrize(("text", "status"), [("9", "200"), (">=9", "200"), (">=8", "200"), ("8", "409"), (">=10", "409")])
+def test_a_reply_is_made_by_the_version_that_is_demanded(method: str, text: str, status: str) -> None:
+    """Also where another one came after the wait."""
+    engine = Engine()
+    headers, _ = request(lambda: drain(getattr(engine, method)("")), live=engine.live, x_deltasync_version=text)
+    assert headers["status"] == status
+
+
+@pytest.mark.parametrize(("text", "seen"), [("9", 9), (">=9", 10)])
+@pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream"])
+def test_a_commit_waits_for_a_reply_of_one_version(text: str, seen: int, kind: bytes) -> None:
+    engine = Engine()
+    commits: list[asyncio.Task[None]] = []
+
+    async def body() -> None:
+        engine.pauses = pauses = pauses_of(Switch())
+
+        async def commit() -> None:
+            async with pauses.alone():
+                engine.live.note(10)
+
+        outputs = engine.generate("", "cmpl-0", [("9", 2)])
+        await anext(outputs)
+        commits.append(asyncio.create_task(commit()))
+        await asyncio.sleep(0.01)
+        assert engine.live.now == seen
+        await drain(outputs)
+
+    headers, _ = request(body, live=engine.live, kind=kind, engine=engine, x_deltasync_version=text)
+    assert headers["status"] == "200"
+
+
+def test_a_reply_that_a_commit_met_all_the_same_is_refused() -> None:
+    """Another client has paused generation, and commits then wait for no reply."""
+    engine = Engine()
+
+    async def body() -> None:
+        outputs = engine.generate("", "cmpl-0", [("9", 2)])
+        await anext(outputs)
+        engine.live.note(10)
+        await drain(outputs)
+
+    headers, data = request(body, live=engine.live, x_deltasync_version="9")
+    assert headers["status"] == "409"
+    assert "this server serves version 10. The version changed meanwhile." in json.loads(data)["error"]["message"]

@@ -31,7 +31,7 @@ from tests.channels import Made
 from tests.faults import flipped
 from vllm_plugin import logger
 from vllm_plugin import worker as extension
-from vllm_plugin.load import layers, loader
+from vllm_plugin.load import layers
 from vllm_plugin.load.fallback import Mirror, _together, mirrored
 from vllm_plugin.worker import WorkerShard
 from vllm_plugin.workers import Client, Workers
@@ -42,7 +42,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def record(model: torch.nn.Module, specs: dict[str, TensorSpec]) -> LoadPlan:
-    return plans.record(model, specs, loader.LOADER)
+    return plans.record(model, specs, layers.LOADER)
 
 
 class Model(torch.nn.Module):
@@ -94,24 +94,24 @@ def url(memory_url: str) -> str:
 class TestProof:
     def test_a_shuffle_that_keeps_the_shape_does_not_prove_itself(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The checkpoint that vLLM loaded lacks the shuffled tensor, and the weights are no version: nobody can tell."""
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter([("plain", checkpoint()["plain"])]))
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter([("plain", checkpoint()["plain"])]))
         with pytest.raises(ModelMismatchError, match="1 tensors, such as experts, are not in the checkpoint"):
             proven(replica(Model(shuffled=True), url), url)
 
     def test_nor_does_a_tensor_of_another_shape(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         held = checkpoint() | {"experts": checkpoint()["experts"].reshape(6, 8)}
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(held.items()))
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter(held.items()))
         with pytest.raises(ModelMismatchError, match="experts"):
             proven(replica(Model(), url), url)
 
     def test_weights_that_are_a_version_need_no_checkpoint(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(()))
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter(()))
         model = Model()
         model.experts.data.view(torch.int16)[0, 0] += 1
         assert proven(replica(model, url), url) == 1
 
     def test_weights_that_are_the_checkpoint_need_not_be_a_version(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter(checkpoint().items()))
         assert proven(replica(Model(), url), url) is None
 
     def test_two_tensors_in_one_place_are_refused(self) -> None:
@@ -228,7 +228,7 @@ class TestRecord:
 
     def test_a_refusal_names_the_tensor_and_both_shapes(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         held = {name: tensor[:7] for name, tensor in checkpoint().items() if name == "experts"}
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(held.items()))
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter(held.items()))
         model = Model()
         model.experts = torch.nn.Parameter(held["experts"].clone(), requires_grad=False)
 
@@ -275,7 +275,7 @@ class TestCoverage:
     ) -> None:
         weights = checkpoint() | {"post_layernorm": torch.randn(6).to(torch.bfloat16)}
         held = {name: tensor.clone() for name, tensor in weights.items()}
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(held.items()))
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter(held.items()))
         monkeypatch.setattr(logger, "propagate", True)
         channel = Made(open_store(memory_url))
         channel.create(weights)
@@ -298,7 +298,7 @@ class TestCoverage:
     def test_what_neither_model_nor_checkpoint_has_is_refused(
         self, memory_url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter(checkpoint().items()))
         weights = checkpoint() | {"plain_bias": torch.randn(8).to(torch.bfloat16)}
         channel = Made(open_store(memory_url))
         channel.create(weights)
@@ -320,7 +320,7 @@ class TestCoverage:
 
     def test_what_the_channel_lacks_is_refused(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         held = checkpoint() | {"inv_freq": torch.zeros(3)}  # which the loader ignores
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(held.items()))
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter(held.items()))
         weights = {"plain": checkpoint()["plain"]}
         channel = Made(open_store(memory_url))
         channel.create(weights)
@@ -336,7 +336,7 @@ class TestHanded:
 
     @pytest.fixture
     def of(self, url: str, monkeypatch: pytest.MonkeyPatch) -> Shard:
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter(checkpoint().items()))
         of = replica(Model(), url)
         assert proven(of, url) is None
         return of
@@ -507,7 +507,7 @@ class TestDerivedCopies:
         torch.manual_seed(0)
         model = WithSinks(in_place=True)
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(()))
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter(()))
         channel = Made(open_store(memory_url))
         channel.create(weights)
         channel.anchor(weights)
@@ -552,7 +552,7 @@ class TestUnsettled:
         self, memory_url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         weights = checkpoint()
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter(checkpoint().items()))
         channel = Made(open_store(memory_url))
         channel.create(weights)
         channel.anchor(weights)
@@ -594,7 +594,7 @@ class TestUnsettled:
     def test_what_is_replaced_is_put_back_before_the_next_step_and_audited(
         self, url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(loader, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter(checkpoint().items()))
         model, steps = Model(), []
         vllm_worker = extension.DeltaSyncWorkerExtension()
         vllm_worker.model_runner = tests_driving.runner_of(lambda: model, reload_weights=lambda: steps.append("reloaded"))

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from deltasync import limits
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     ApplyError,
@@ -19,7 +20,6 @@ from deltasync.errors import (
     SleepingError,
     StageError,
 )
-from deltasync.following import shards
 from deltasync.following.engine import Failure, is_safe
 from deltasync.following.shard import Done, Shard
 from deltasync.live import Union
@@ -122,7 +122,7 @@ def halves(engine: Halves) -> Workers:
 
 
 def test_a_tensor_that_a_worker_lacks_is_handed_to_it_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "HANDED_BYTES", 5)
+    monkeypatch.setattr(limits, "HANDED_BYTES", 5)
     engine = Halves()
     assert halves(engine).stage([])
     assert engine.came == bytes([1] * 6 + [2] * 6)

@@ -1,15 +1,17 @@
-"""vLLM's layers, which vLLM changes after loading: copies as its loader expects them, and weights that stay patchable."""
+"""vLLM's loader and its layers: copies as the loader expects them, and weights that stay patchable."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from deltasync.live import derived
+from deltasync.errors import ModelMismatchError
+from deltasync.live import derived, plan
 from vllm_plugin import logger
 
 
@@ -42,6 +44,27 @@ def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         return {}
     names = layer._parameters.keys() - recorded.keys() - {"bias"}  # vLLM does not record a bias
     return {name: tensor for name in sorted(names) if (tensor := layer._parameters[name]) is not None}
+
+
+LOADER = plan.Loader("vLLM", as_loaded, computed_parameters)
+"""How vLLM loads models."""
+
+
+def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a vLLM model runner loaded its model from.
+
+    Raises:
+        ModelMismatchError: it was not loaded from a checkpoint that can be read again.
+    """
+    from vllm.model_executor.model_loader import get_model_loader
+
+    loader = get_model_loader(runner.load_config)
+    if not hasattr(loader, "get_all_weights"):
+        raise ModelMismatchError(
+            f"vLLM loaded its weights by {type(loader).__name__}, so it cannot be proven where they are. "
+            "Serve a checkpoint, without --load-format."
+        )
+    yield from loader.get_all_weights(runner.model_config, runner.get_model())
 
 
 def _before_changes(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
