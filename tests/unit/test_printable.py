@@ -360,7 +360,7 @@ def test_a_heartbeat_in_an_ack_error_is_printable(memory_url: str) -> None:
     store = open_store(memory_url)
     heartbeat.write(store, Heartbeat(replica_id="r", run_id="run", version=1, state="staging", error=HOSTILE))
     with pytest.raises(errors.AckTimeoutError, match="FORGED") as raised:
-        heartbeat.wait_for(store, "run", 2, {2: "0" * 64}, "all", 0)
+        heartbeat.wait_for(store, "run", 2, {2: "0" * 64}, 0)
     assert not _hostile_parts(str(raised.value))
 
 
