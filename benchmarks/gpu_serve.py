@@ -27,14 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.commit.server import environ
+from benchmarks.commit.server import environ, launch, wait_to_serve
 from benchmarks.commit.versions import SIZES, build_checkpoint
 from deltasync.errors import DeltaSyncError
-from demo import gpu
 from demo.processes import Child, get_json, interrupt_on_sigterm
-from demo.run import HOST, free_port
 
-_START_S, _PATIENCE_S, _WINDOW_S, _PERIOD_S = 600.0, 120.0, 8.0, 1.0
+_PATIENCE_S, _WINDOW_S, _PERIOD_S = 120.0, 8.0, 1.0
 _PROVEN = 3  # versions whose bits are compared under load, before the ones that are measured
 _ROOM_BYTES = 24 << 30  # of memory, for checkpoint and channel
 _TOKENS = 200, 400
@@ -213,26 +211,11 @@ def measure(device: str, size: str, versions: int, streams: int, lr: float, opti
         common.say("starting trainer and server")
         trainer = _Client(folder, device)
         try:
-            port = free_port()
-            url = f"http://{HOST}:{port}"
-            command = [
-                sys.executable,
-                "-m",
-                "deltasync",
-                "serve",
-                f"{folder}/model",
-                "--channel",
-                f"file://{folder}/channel",
-            ]
-            command += ["--host", HOST, "--port", str(port), "--max-model-len", "1024", "--max-num-seqs", "64"]
-            command += ["--disable-uvicorn-access-log", *gpu.options(device == "cuda"), *options]
-            settings = {"DELTASYNC_DIGEST_ROUTE": "1", "DELTASYNC_POLL_INTERVAL_S": "0.05", "DELTASYNC_REPLICA_ID": "bench"}
-            with Child("The vLLM server", command, environ(**settings), folder / "server.log") as server:
+            given = folder / "model", f"file://{folder}/channel", folder / "server.log", device, options, 64
+            with launch(*given) as (url, server):
                 trainer.answer()
                 trainer.ask("publish")
-                server.wait_until(
-                    lambda: (get_json(f"{url}/deltasync/status") or {}).get("version") == 1, _START_S, "to start"
-                )
+                wait_to_serve(url, server, 1)
                 return _measure(url, server, trainer, versions, streams, lr)
         except BaseException:
             for log in ("server.log", "trainer.log"):
@@ -287,9 +270,7 @@ def _version(url: str, server: Child, trainer: _Client, lr: float) -> dict[str, 
     began_s = time.time()
     trainer.ask("train", lr)
     row: dict[str, Any] = trainer.ask("publish")
-    server.wait_until(
-        lambda: (get_json(f"{url}/deltasync/status") or {}).get("version") == row["version"], _PATIENCE_S, "to serve it"
-    )
+    wait_to_serve(url, server, row["version"], _PATIENCE_S)
     time.sleep(max(0.0, began_s + _PERIOD_S - time.time()))
     return row
 

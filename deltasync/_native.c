@@ -779,21 +779,6 @@ static double class_bits(double element, const i64 *step_S, i64 symbols, const d
     return bits + x_log_x(element) - x_log_x(element - changed);  // which of them change; then by which step
 }
 
-ENTRY(class_bits, "rrr")  // elements of each value, symbols of steps, costs: of a table, a symbol, an element
-    i64 symbols = call.size[1] / SYMBOLS;
-    double bits = 0.0;
-    if (!IS(0, SYMBOLS, 8) || !IS(1, SYMBOLS * symbols, 8) || !IS(2, 3, 8)) WRONG;
-    double bits_E[SYMBOLS];
-    for (i64 e = 0; e < SYMBOLS; e++) {
-        const i64 *step_S = (const i64 *)call.p[1] + e * symbols;
-        int any = 0;
-        for (i64 s = 0; s < symbols; s++) any |= step_S[s] != 0;
-        bits_E[e] = any ? class_bits(((const double *)call.p[0])[e], step_S, symbols, call.p[2]) : 0.0;
-    }
-    for (i64 e = 0; e < SYMBOLS; e++) bits += bits_E[e];
-    return finish(&call, PyFloat_FromDouble(bits));
-}
-
 // How many bits it is worth to join class c with the next one. `element_E` has partial sums.
 static double gain_of(i64 c, const i64 *first_C, const i64 *last_C, const i64 *next_C, const double *bits_C, const double *element_E,
                       const i64 *step_CS, i64 symbols, i64 *both_S, const double *costs) {
@@ -804,50 +789,125 @@ static double gain_of(i64 c, const i64 *first_C, const i64 *last_C, const i64 *n
     return bits_C[c] + bits_C[n] - joined + costs[2] * element_E[SYMBOLS];
 }
 
-ENTRY(fit, "rrrwww")  // elements, symbols of steps (mutated copy), costs, first and last value of each class, elements a change
-    i64 symbols = call.size[1] / SYMBOLS;
-    if (!IS(0, SYMBOLS, 8) || !IS(1, SYMBOLS * symbols, 8) || !IS(2, 3, 8) || !IS(3, SYMBOLS, 8) || !IS(4, SYMBOLS, 8) ||
-        !IS(5, SYMBOLS, 8)) WRONG;
-    const double *costs = call.p[2];
-    i64 *first_C = call.p[3], *last_C = call.p[4], next_C[SYMBOLS], before_C[SYMBOLS], count = 0;
-    double element_E[SYMBOLS + 1] = {0}, bits_C[SYMBOLS] = {0}, gain_C[SYMBOLS] = {0}, *mean_C = call.p[5];
-    i64 *step_CS = malloc((size_t)((SYMBOLS + 1) * MAX(symbols, 1)) * 8), *both_S = step_CS + SYMBOLS * symbols;
-    if (!step_CS) return report(&call, NO_MEMORY);
+typedef struct {
+    const i64 *bound_P, *value_V;
+    const double *element_RE, *costs;
+    const u32 *step_RVS;
+    i64 values, symbols;
+    u8 *begins_R;
+    int16_t *first_RE, *last_RE;
+    double *mean_RE;
+} Groups;
+
+// Estimates the bits of the changes of a run of blocks, if each value of the field is a class.
+static double run_bits(const Groups *of, const double *element_E, const i64 *step_VS) {
+    double bits = 0.0;
+    for (i64 v = 0; v < of->values; v++) {
+        const i64 *step_S = step_VS + v * of->symbols;
+        int any = 0;
+        for (i64 s = 0; s < of->symbols; s++) any |= step_S[s] != 0;
+        bits += any ? class_bits(element_E[of->value_V[v]], step_S, of->symbols, of->costs) : 0.0;
+    }
+    return bits;
+}
+
+// Writes the classes of a group of runs to the lines of its first run. `step_CS` is scratch of one class more than there are.
+static void fit(const Groups *of, i64 run, const double *count_E, const i64 *step_VS, i64 *step_CS) {
+    i64 symbols = of->symbols, next_C[SYMBOLS], before_C[SYMBOLS], first_C[SYMBOLS], last_C[SYMBOLS], count = 0, v = 0;
+    i64 *both_S = step_CS + of->values * symbols;
+    double element_E[SYMBOLS + 1] = {0}, bits_C[SYMBOLS] = {0}, gain_C[SYMBOLS] = {0};
     for (i64 e = 0; e < SYMBOLS; e++) {
-        const i64 *step_S = (const i64 *)call.p[1] + e * symbols;
+        const i64 *step_S = step_VS + v * symbols;
         i64 changed = 0;
-        for (i64 s = 0; s < symbols; s++) changed += step_S[s];
-        element_E[e + 1] = element_E[e] + MAX(((const double *)call.p[0])[e], (double)changed);
-        next_C[e] = before_C[e] = first_C[e] = last_C[e] = -1;
+        if (v < of->values && of->value_V[v] == e) {
+            for (i64 s = 0; s < symbols; s++) changed += step_S[s];
+            v++;
+        }
+        element_E[e + 1] = element_E[e] + MAX(count_E[e], (double)changed);
+        next_C[e] = before_C[e] = -1;
         if (!changed) continue;
         first_C[count] = last_C[count] = e;
         memcpy(step_CS + count * symbols, step_S, (size_t)symbols * 8);
-        bits_C[count] = class_bits(((const double *)call.p[0])[e], step_S, symbols, costs);
+        bits_C[count] = class_bits(count_E[e], step_S, symbols, of->costs);
         if (count) next_C[count - 1] = count, before_C[count] = count - 1;
         count++;
     }
-    for (i64 c = 0; c < count; c++) gain_C[c] = gain_of(c, first_C, last_C, next_C, bits_C, element_E, step_CS, symbols, both_S, costs);
+#define GAIN(c) gain_of(c, first_C, last_C, next_C, bits_C, element_E, step_CS, symbols, both_S, of->costs)
+    for (i64 c = 0; c < count; c++) gain_C[c] = GAIN(c);
     for (;;) {
         i64 c = 0;
-        for (i64 other = 1; other < SYMBOLS; other++)
+        for (i64 other = 1; other < count; other++)
             if (gain_C[other] > gain_C[c]) c = other;
         if (!(gain_C[c] > 0)) break;
         i64 n = next_C[c];
         last_C[c] = last_C[n], next_C[c] = next_C[n];
         for (i64 s = 0; s < symbols; s++) step_CS[c * symbols + s] += step_CS[n * symbols + s];
-        bits_C[c] = class_bits(element_E[last_C[c] + 1] - element_E[first_C[c]], step_CS + c * symbols, symbols, costs);
+        bits_C[c] = class_bits(element_E[last_C[c] + 1] - element_E[first_C[c]], step_CS + c * symbols, symbols, of->costs);
         first_C[n] = -1, gain_C[n] = 0.0;  // it is no class any more
         if (next_C[c] >= 0) before_C[next_C[c]] = c;
-        if (before_C[c] >= 0)
-            gain_C[before_C[c]] = gain_of(before_C[c], first_C, last_C, next_C, bits_C, element_E, step_CS, symbols, both_S, costs);
-        gain_C[c] = gain_of(c, first_C, last_C, next_C, bits_C, element_E, step_CS, symbols, both_S, costs);
+        if (before_C[c] >= 0) gain_C[before_C[c]] = GAIN(before_C[c]);
+        gain_C[c] = GAIN(c);
     }
-    for (i64 c = 0; c < count; c++) {
+#undef GAIN
+    of->begins_R[run] = 1;
+    for (i64 c = 0, at = run * SYMBOLS; c < count; c++) {
+        if (first_C[c] < 0) continue;
         i64 changed = 0;
         for (i64 s = 0; s < symbols; s++) changed += step_CS[c * symbols + s];
-        if (first_C[c] >= 0) mean_C[c] = (element_E[last_C[c] + 1] - element_E[first_C[c]]) / (double)changed;
+        of->first_RE[at] = (int16_t)first_C[c], of->last_RE[at] = (int16_t)last_C[c];
+        of->mean_RE[at++] = (element_E[last_C[c] + 1] - element_E[first_C[c]]) / (double)changed;
     }
-    free(step_CS);
+}
+
+static void groups_plain(Job *job) {
+    const Groups *of = job->of;
+    i64 size = of->values * of->symbols, *memory = malloc((size_t)(MAX(4 * size, 1) + of->symbols) * 8);
+    if (!memory) {
+        BAD(job, NO_MEMORY);
+        return;
+    }
+    i64 *group_VS = memory, *run_VS = memory + size, *both_VS = memory + 2 * size, *scratch = memory + 3 * size;
+    double group_E[SYMBOLS], both_E[SYMBOLS];
+    for (i64 p; (p = take(job)) >= 0;) {
+        i64 first = of->bound_P[p];
+        double last_bits = 0.0;
+        for (i64 r = first; r < of->bound_P[p + 1]; r++) {
+            const double *element_E = of->element_RE + r * SYMBOLS;
+            for (i64 i = 0; i < size; i++) run_VS[i] = of->step_RVS[r * size + i];
+            double bits = run_bits(of, element_E, run_VS);
+            if (r > of->bound_P[p]) {
+                for (i64 i = 0; i < size; i++) both_VS[i] = group_VS[i] + run_VS[i];
+                for (i64 e = 0; e < SYMBOLS; e++) both_E[e] = group_E[e] + element_E[e];
+                double joined = run_bits(of, both_E, both_VS);
+                if (joined <= last_bits + bits) {
+                    memcpy(group_VS, both_VS, (size_t)size * 8);
+                    memcpy(group_E, both_E, sizeof both_E);
+                    last_bits = joined;
+                    continue;
+                }
+                fit(of, first, group_E, group_VS, scratch);
+            }
+            first = r, last_bits = bits;
+            memcpy(group_VS, run_VS, (size_t)size * 8);
+            memcpy(group_E, element_E, sizeof group_E);
+        }
+        if (first < of->bound_P[p + 1]) fit(of, first, group_E, group_VS, scratch);
+    }
+    free(memory);
+}
+
+// threads, bounds of payloads, elements, values that change, symbols of steps, costs: of a table, a symbol, an element; whether
+// a run begins a group, first and last value of each class, elements a change
+ENTRY(groups, "nrrrrrwwww")
+    i64 pieces = call.size[1] - 1, runs = call.size[2] / SYMBOLS, values = call.size[3];
+    Groups of = {.bound_P = call.p[1], .element_RE = call.p[2], .value_V = call.p[3], .step_RVS = call.p[4], .costs = call.p[5],
+                 .values = values, .symbols = call.size[4] / MAX(runs * values, 1), .begins_R = call.p[6], .first_RE = call.p[7],
+                 .last_RE = call.p[8], .mean_RE = call.p[9]};
+    if (pieces < 0 || call.item[1] != 8 || !IS(2, runs * SYMBOLS, 8) || call.item[3] != 8 || !IS(4, runs * values * of.symbols, 4) ||
+        !IS(5, 3, 8) || !IS(6, runs, 1) || !IS(7, runs * SYMBOLS, 2) || !IS(8, runs * SYMBOLS, 2) || !IS(9, runs * SYMBOLS, 8) ||
+        !ascends(of.bound_P, pieces + 1, 0, runs) || values > SYMBOLS || !ascends(of.value_V, values, 0, SYMBOLS - 1)) WRONG;
+    Py_BEGIN_ALLOW_THREADS failed = run(groups_plain, &of, pieces, call.n[0]);
+    Py_END_ALLOW_THREADS
     return report(&call, failed);
 }
 
@@ -873,8 +933,7 @@ static PyObject *simd_entry(PyObject *self, PyObject *arguments) {  // the most 
 #define METHOD(name) {#name, name##_entry, METH_VARARGS, NULL}
 static PyMethodDef methods[] = {
     METHOD(fingerprint), METHOD(scan), METHOD(add), METHOD(prepare), METHOD(weigh), METHOD(swap), METHOD(count), METHOD(encode),
-    METHOD(decode), METHOD(rank), METHOD(decode_classes), METHOD(survey), METHOD(regroup), METHOD(class_bits), METHOD(fit),
-    METHOD(simd), {NULL, NULL, 0, NULL},
+    METHOD(decode), METHOD(rank), METHOD(decode_classes), METHOD(survey), METHOD(regroup), METHOD(groups), METHOD(simd), {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
 

@@ -203,7 +203,6 @@ class PublisherOptions(TypedDict, total=False):
     dtype: str | None
     shadow: str | None
     shard_bytes: int | None
-    anchor_compression: str | None
     retries: int | None
     retry_delay_s: float | None
     settle_s: float | None
@@ -231,7 +230,6 @@ class PublisherSettings(_Settings):
             tensors of one device if room for training and a tenth of its memory remain. It is chosen once, with the first
             stream.
         shard_bytes: Largest weight file of an anchor (a single larger tensor still makes one file).
-        anchor_compression: `none`, for anchors that transformers and vLLM load, or `zstd`, for smaller ones.
         retries: Attempts after the first one for a transient store error.
         retry_delay_s: Wait before the first retry, doubled each time, at most 30 s.
         settle_s: Wait of a publisher that opens a channel for late requests of the previous one, if the store cannot decide
@@ -246,7 +244,6 @@ class PublisherSettings(_Settings):
     dtype: Annotated[str, _matches(_DTYPES, DTYPE)] = AUTO
     shadow: Annotated[str, _one_of("auto", "device", "host")] = "auto"
     shard_bytes: _Positive = 1 << 26
-    anchor_compression: Annotated[str, _one_of("none", "zstd")] = "none"
     retries: _Natural = 6
     retry_delay_s: _Seconds = 0.25
     settle_s: _Seconds = 30.0

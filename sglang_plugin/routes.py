@@ -1,4 +1,4 @@
-"""Routes in SGLang's HTTP server, and which requests it answers."""
+"""Routes in SGLang's HTTP server, and which requests it answers, by which versions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fastapi import HTTPException
 
 from deltasync.following.requests import until_ready
 from deltasync.following.routes import RemoteRoutes
+from deltasync.following.wanted import Wanted, demanded, demanding
 from sglang_plugin.scheduler import MARK
 
 
@@ -35,16 +36,35 @@ def install(server: Any) -> None:
 
     routes = RemoteRoutes(states, ask)
     routes.attach(server.app)
-    if routes.settings.wait_ready:
-        _wait_ready(server, routes)
+    server.app.add_middleware(demanding, reach=routes.reach)
+    _hook_requests(server, routes)
 
 
-def _wait_ready(server: Any, routes: RemoteRoutes) -> None:
-    """Answer no request before the server was ready once, but its own: to warm itself up, and for its health."""
+class _WrongVersion(ValueError):
+    status_code = 409
+
+
+def _check(wanted: Wanted, output: Any, streams: bool) -> None:
+    """Raise if an output was made by other versions than its request demands; only the last one of a stream names them."""
+    for each in output if isinstance(output, list) else [output]:
+        names = [span["version"].partition("-")[0] for span in each.get("meta_info", {}).get("weight_versions") or ()]
+        numbers = [int(name) if name.isdecimal() else 0 for name in names]
+        if numbers and not wanted.allows(min(numbers), max(numbers)):
+            sentence = wanted.refusal(max(numbers), "The version changed meanwhile.")
+            raise _WrongVersion(sentence) if streams else HTTPException(409, sentence)
+
+
+def _hook_requests(server: Any, routes: RemoteRoutes) -> None:
+    """Hold replies to the versions that their requests demand.
+
+    With `DELTASYNC_WAIT_READY` answer no request before the server was ready once, but its own: to warm itself up, and for
+    its health.
+    """
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    refusal, own, header = until_ready(lambda: routes.last_not_ready), uuid.uuid4().hex, "x-deltasync-warmup"
+    refusal: Any = until_ready(lambda: routes.last_not_ready) if routes.settings.wait_ready else lambda: None
+    own, header = uuid.uuid4().hex, "x-deltasync-warmup"
     generate_request, requests = TokenizerManager.generate_request, server.requests
 
     @functools.wraps(generate_request)
@@ -52,8 +72,11 @@ def _wait_ready(server: Any, routes: RemoteRoutes) -> None:
         is_own = request is None or request.headers.get(header) == own or str(asked.rid).startswith(HEALTH_CHECK_RID_PREFIX)
         if not is_own and (reason := refusal()):
             raise HTTPException(503, reason, {"retry-after": "1"})
+        wanted, streams = demanded.get(), bool(getattr(asked, "stream", False))
         async with contextlib.aclosing(generate_request(self, asked, request, *args, **kwargs)) as outputs:
             async for output in outputs:
+                if wanted is not None:
+                    _check(wanted, output, streams)
                 yield output
 
     TokenizerManager.generate_request = answered

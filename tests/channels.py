@@ -120,12 +120,11 @@ class Made:
         delta = Delta(codec=self.codec_name, changed=sum(changed for _, changed in groups))
         return self._compaction(base, version, after, groups[0][0] if groups else None, delta=delta)
 
-    def announce(self, version: VersionId, compression: str | None = None) -> StoredRecord:
+    def announce(self, version: VersionId, requires: Sequence[str] = ()) -> StoredRecord:
         """Full weights of a version, beside the log."""
         model = self.bits[version.sha256]
-        stored = self.store_anchor(model, version.version, compression=compression)
-        requires = [] if compression is None else [compression]
-        return self._compaction(None, version, model, None, anchor=stored, requires=requires)
+        stored = self.store_anchor(model, version.version)
+        return self._compaction(None, version, model, None, anchor=stored, requires=[*requires])
 
     def open(self, epoch: str, continues: VersionId | None) -> None:
         """Store what an epoch says of itself; write in it from now on."""
@@ -175,13 +174,11 @@ class Made:
     def fingerprints(self, model: Weights) -> dict[str, int]:
         return {name: int(self.fingerprint(name, model), 16) for name in self.specs}
 
-    def store_anchor(
-        self, model: Weights, version: int, shard_bytes: int = 1 << 30, compression: str | None = None
-    ) -> Anchor:
+    def store_anchor(self, model: Weights, version: int, shard_bytes: int = 1 << 30) -> Anchor:
         """Store weight files and a config."""
         folder = keys.anchor_folder(version, self.epoch)
         tensors = {name: tensor_of(bits_of(tensor).copy(), self.specs[name]) for name, tensor in model.items()}
-        written = anchors.weight_files(tensors, self.fingerprints(model), shard_bytes, compression)
+        written = anchors.weight_files(tensors, self.fingerprints(model), shard_bytes)
         files = {name: self.put_file(f"{folder}/{name}", data) for name, data in written}
         model_files = [self.put_file(f"{folder}/config.json", b"{}")]
         model_files += [file for name, file in files.items() if name == anchors.INDEX]

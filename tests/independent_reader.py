@@ -61,7 +61,7 @@ def document(key: str, data: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise Damaged(key, error) from error
     check(isinstance(found, dict) and found["format"] == FORMAT, "format of", key)
-    check(set(found.get("requires", [])) <= {"reference", "zstd"}, "requires", found.get("requires"))
+    check(set(found.get("requires", [])) <= {"reference"}, "requires", found.get("requires"))
     return found
 
 
@@ -267,16 +267,11 @@ class Channel:
             check(row["key"].startswith("anchors/") and row["key"].startswith(folder), "weight file", row["key"])
             metadata, entries = safetensors(self.file(row))
             fingerprints = json.loads(metadata["deltasync.fingerprints"])
-            sizes = json.loads(metadata.get("deltasync.planes", "{}"))
-            is_compressed = "zstd" in record["requires"]
-            check(metadata["format"] == (FORMAT if is_compressed else "pt"), "anchor metadata")
-            check(fingerprints.keys() == entries.keys() and (is_compressed or not sizes), "anchor metadata")
+            check(metadata["format"] == "pt" and fingerprints.keys() == entries.keys(), "anchor metadata")
             for name in entries:
                 check(name in self.table and name not in found, name)
                 dtype, shape = self.table[name]
-                bits = (
-                    planes(entries[name], sizes[name], dtype, shape) if name in sizes else array(entries[name], dtype, shape)
-                )
+                bits = array(entries[name], dtype, shape)
                 check(f"{fingerprint(name, bits):016x}" == fingerprints[name], "fingerprint of", name)
                 found[name] = dtype, shape, bits
         check(found.keys() == self.table.keys(), "anchor without", self.table.keys() - found.keys())

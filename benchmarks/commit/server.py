@@ -113,29 +113,55 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(versions: Versions, log: Path, device: str = "cpu", options: Sequence[str] = ()) -> Iterator[Server]:
-    """Run vLLM as a replica of the channel, at version 1, for the length of a `with` block; on a GPU with CUDA graphs.
+def launch(
+    checkpoint: Path, channel: str, log: Path, device: str, options: Sequence[str], sequences: int
+) -> Iterator[tuple[str, Child]]:
+    """Run vLLM as a replica of a channel for the length of a `with` block; on a GPU with CUDA graphs.
 
-    `options` are further ones for vLLM.
+    Args:
+        checkpoint: The model.
+        channel: The channel; the server waits for its first version.
+        log: File for the server's log.
+        device: `cpu` or `cuda`.
+        options: Further ones for vLLM.
+        sequences: Most requests at a time.
+
+    Yields:
+        The server's URL and its process. `wait_to_serve` waits until it is there.
     """
-    versions.show(1)
     port = free_port()
-    url = f"http://{HOST}:{port}"
-    command = [sys.executable, "-m", "deltasync", "serve", str(versions.checkpoint), "--channel", versions.channel]
-    command += ["--host", HOST, "--port", str(port), "--served-model-name", "bench"]
-    command += ["--max-model-len", str(_MAX_MODEL_LEN), "--max-num-seqs", "8", "--disable-uvicorn-access-log"]
+    command = [sys.executable, "-m", "deltasync", "serve", str(checkpoint), "--channel", channel]
+    command += ["--host", HOST, "--port", str(port), "--disable-uvicorn-access-log"]
+    command += ["--max-model-len", str(_MAX_MODEL_LEN), "--max-num-seqs", str(sequences)]
     command += [*gpu.options(device == "cuda"), *options]
     env = environ(DELTASYNC_DIGEST_ROUTE="1", DELTASYNC_POLL_INTERVAL_S="0.05", DELTASYNC_REPLICA_ID="bench")
     with Child("The vLLM server", command, env, log) as child:
+        yield f"http://{HOST}:{port}", child
+
+
+def wait_to_serve(url: str, child: Child, version: int, patience_s: float = _START_S) -> None:
+    """Wait until a server serves a version.
+
+    Raises:
+        DeltaSyncError: it has failed or ended, or takes longer.
+    """
+
+    def serves() -> bool:
+        status = get_json(f"{url}/deltasync/status")
+        if status is not None and status["state"] == "failed":
+            raise DeltaSyncError(f"The replica failed: {status['error']}")
+        return status is not None and status["version"] == version
+
+    child.wait_until(serves, patience_s, f"to serve version {version}")
+
+
+@contextlib.contextmanager
+def serve(versions: Versions, log: Path, device: str = "cpu", options: Sequence[str] = ()) -> Iterator[Server]:
+    """As `launch`, a replica of prepared versions, once it serves version 1."""
+    versions.show(1)
+    with launch(versions.checkpoint, versions.channel, log, device, options, 8) as (url, child):
+        wait_to_serve(url, child, 1)
         server = Server(url, versions, child)
-
-        def serves() -> bool:
-            status = get_json(f"{url}/deltasync/status")
-            if status is not None and status["state"] == "failed":
-                raise DeltaSyncError(f"The replica failed: {status['error']} (its log: {log})")
-            return status is not None and status["version"] == 1
-
-        child.wait_until(serves, _START_S, "to start")
         server.complete(8)  # the first step takes seconds
         yield server
 

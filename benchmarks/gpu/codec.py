@@ -68,6 +68,7 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
 
     from deltasync import codec
     from deltasync.codec import device as codec_device
+    from deltasync.live import accelerator
     from deltasync.tensors import Layout, TensorSpec
 
     on = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -97,7 +98,7 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
     at_K, bits_N = steps.positions(), delta.bits[2].bits_N
     for name in ("packed", "context"):
         encoder = codec_device.Encoder(layout)
-        decoder = codec_device.Decoder(layout, on)
+        decoder = codec_device.Decoder(layout, on, accelerator(on).send, encoder.tilings)
 
         def encode(name: str = name, encoder: Any = encoder, keep: list[bytes] | None = None) -> int:
             size = 0
@@ -299,7 +300,7 @@ def _check(name: str, opened: list[Any], delta: Any, vector: Any) -> int:
             checked += 1
         return checked
     held = reader._tiled
-    t, cut = next(iter(held._cuts.items()))
+    t, cut = next(iter(held.cuts.items()))
     cursor = Cursor(tiled.read_tables(payload.arrays[f".{width}.tile_tables"]))
     model, freq_TS = classes.Model.read(cursor)
     low_C, span_C = (each.astype(int).tolist() for each in model.classes)

@@ -1,7 +1,6 @@
 """Anchors: full weights as an ordinary checkpoint directory that `from_pretrained` and `vllm serve` load.
 
-The metadata of a weight file hold the fingerprints of its tensors. A compressed file holds tensors that shrink as planes
-(`codec.dense`); it is not a checkpoint.
+The metadata of a weight file hold the fingerprints of its tensors.
 """
 
 from __future__ import annotations
@@ -9,22 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
 from deltasync.channel import keys
-from deltasync.channel.documents import COMPRESSED, Fingerprint
-from deltasync.codec import dense
-from deltasync.codec.base import FORMAT, body, entries, layout, read_metadata
+from deltasync.channel.documents import Fingerprint
+from deltasync.codec.base import entries, layout, read_metadata
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec, fingerprint, weight_bytes
-from deltasync.tensors.bits import bits_of, spec_of, tensor_of
+from deltasync.tensors.bits import bits_of, spec_of
 
-_Table = TypeVar("_Table")
-_FINGERPRINTS, _PLANES = "deltasync.fingerprints", "deltasync.planes"
+_FINGERPRINTS = "deltasync.fingerprints"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30  # largest weight file that a tool writes
 Take = Callable[[str, np.ndarray], int]
@@ -46,7 +42,6 @@ def weight_files(
     tensors: Mapping[str, torch.Tensor],
     fingerprints: Mapping[str, int],
     shard_bytes: int = SHARD_BYTES,
-    compression: str | None = None,
 ) -> Iterator[tuple[str, bytes | memoryview]]:
     """`taken_files` of contiguous tensors on the host, whose fingerprints are known."""
     specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
@@ -55,28 +50,24 @@ def weight_files(
         np.copyto(out_N, bits_of(tensors[name]))
         return fingerprints[name]
 
-    return taken_files(specs, take, shard_bytes, compression)
+    return taken_files(specs, take, shard_bytes)
 
 
 def taken_files(
     specs: Mapping[str, TensorSpec],
     take: Take,
     shard_bytes: int,
-    compression: str | None = None,
     room: Room | None = None,
 ) -> Iterator[tuple[str, bytes | memoryview]]:
     """Make weight files one after the other, as (file name, bytes), then the index if there are several.
 
     `take` is called once for each tensor, in the order of `specs`, when the tensor's file is made. A file has at most
-    `shard_bytes` before compression, unless a single tensor is larger. With the `compression` `COMPRESSED`, transformers and
-    vLLM cannot load it. Other files are made in `room`, by default in new memory.
+    `shard_bytes`, unless a single tensor is larger. They are made in `room`, by default in new memory.
     """
-    if compression not in (None, COMPRESSED):
-        raise ConfigError(f"Anchors are compressed by {COMPRESSED!r} or not at all, not by {compression!r}.")
     files = shards(specs, shard_bytes)
     for file_name, names in files.items():
         held = [specs[name] for name in names]
-        yield file_name, _compressed(held, take) if compression else _plain(held, take, file_name, room or _memory)
+        yield file_name, _plain(held, take, file_name, room or _memory)
     if len(files) > 1:
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
         index = {"metadata": {"total_size": weight_bytes(specs.values())}, "weight_map": weight_map}
@@ -101,18 +92,6 @@ def _plain(specs: Sequence[TensorSpec], take: Take, file_name: str, room: Room) 
     return file_B.data
 
 
-def _compressed(specs: Sequence[TensorSpec], take: Take) -> bytes:
-    held, planes, digests = dict[str, torch.Tensor](), dict[str, list[int]](), dict[str, int]()
-    for spec in specs:
-        bits_N = np.empty(spec.element_count, spec.bits_dtype)
-        digests[spec.name] = take(spec.name, bits_N)
-        held[spec.name] = tensor_of(bits_N, spec)
-        if (found := dense.compress(bits_N)) is not None:
-            planes[spec.name], held[spec.name] = found
-    metadata = {**_metadata(digests), "format": FORMAT, _PLANES: json.dumps(planes, separators=(",", ":"))}
-    return b"".join(body(held, metadata))
-
-
 def _metadata(digests: Mapping[str, int]) -> dict[str, str]:
     text = json.dumps({name: fingerprint.to_hex(digest) for name, digest in digests.items()}, separators=(",", ":"))
     return {"format": "pt", _FINGERPRINTS: text}
@@ -132,59 +111,37 @@ def shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, list[
 
 
 def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray, int]]:
-    """Read a weight file, compressed or not: name, unsigned bit patterns of shape N, fingerprint (not compared here).
+    """Read a weight file: name, unsigned bit patterns of shape N, fingerprint (not compared here).
 
-    Uncompressed bits are a read-only view of `data` where that is aligned. Otherwise one tensor at a time is in memory.
-    Nothing that `specs` lacks is decompressed.
+    Bits are a read-only view of `data` where that is aligned. Otherwise one tensor at a time is in memory.
     """
     digests, file_B = fingerprints(data), np.frombuffer(data, np.uint8)
-    for spec, first, last, sizes in contents(data, len(data), specs):
+    for spec, first, last in contents(data, len(data), specs):
         if spec.name not in digests:
             raise CorruptDataError(f"The anchor's weight file has no fingerprint of {spec.name!r}.")
-        byte_B = file_B[first:last]
-        if sizes is None:
-            bits_N = np.require(byte_B.view(spec.bits_dtype), requirements="A")
-        else:
-            bits_N = dense.decompress(torch.from_numpy(byte_B.copy()), sizes, spec)
+        bits_N = np.require(file_B[first:last].view(spec.bits_dtype), requirements="A")
         yield spec.name, bits_N, digests[spec.name]
 
 
-def contents(
-    head: bytes | memoryview, size: int, specs: Mapping[str, TensorSpec]
-) -> Iterator[tuple[TensorSpec, int, int, list[int] | None]]:
+def contents(head: bytes | memoryview, size: int, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[TensorSpec, int, int]]:
     """Check the tensors of a weight file of `size` bytes, from its first bytes with the whole header.
 
-    Yields each tensor's spec, its first byte, the byte behind its last one, and the sizes of its planes if it is compressed.
+    Yields each tensor's spec, its first byte, and the byte behind its last one.
     Raises CorruptDataError if the header is damaged, or a tensor is not as in `specs`.
     """
-    planes, found = planes_of(head), entries(head, size)
-    if unknown := planes.keys() - found.keys():
-        raise CorruptDataError(f"The anchor's weight file names planes of {unknown.pop()!r}, which it does not hold.")
-    for name, (dtype, shape, first, last) in found.items():
-        spec, sizes = specs.get(name), planes.get(name)
+    for name, (dtype, shape, first, last) in entries(head, size).items():
+        spec = specs.get(name)
         if spec is None:
             raise CorruptDataError(f"The anchor's weight file holds {name!r}, which the channel lacks.")
-        if sizes is not None:
-            if dtype != "U8" or len(sizes) != spec.item_bytes or sum(sizes) != last - first:
-                raise CorruptDataError(f"The planes of {name!r} do not have the sizes that its weight file says.")
-        elif (dtype, shape) != (SAFETENSORS_DTYPES[spec.dtype], spec.shape):
+        if (dtype, shape) != (SAFETENSORS_DTYPES[spec.dtype], spec.shape):
             raise CorruptDataError(f"The anchor's weight file holds {name} {dtype}{list(shape)} instead of {spec}.")
-        yield spec, first, last, sizes
+        yield spec, first, last
 
 
 def fingerprints(data: bytes | memoryview) -> dict[str, int]:
     """The fingerprints in the metadata of a weight file."""
-    return {name: int(digest, 16) for name, digest in _table(data, _FINGERPRINTS, dict[str, Fingerprint]).items()}
-
-
-def planes_of(data: bytes | memoryview) -> dict[str, list[int]]:
-    """Return the sizes of the planes of compressed tensors, from the metadata of a weight file; its header is enough."""
-    return _table(data, _PLANES, dict[str, list[int]], "{}")
-
-
-def _table(data: bytes | memoryview, key: str, kind: type[_Table], default: str = "null") -> _Table:
-    """The JSON object under `key` in the metadata of a weight file."""
     try:
-        return msgspec.json.decode(read_metadata(data).get(key, default), type=kind)
+        found = msgspec.json.decode(read_metadata(data).get(_FINGERPRINTS, "null"), type=dict[str, Fingerprint])
     except UNREADABLE_JSON as error:
-        raise CorruptDataError(f"The anchor's weight file has no table {key!r}: {error}.") from error
+        raise CorruptDataError(f"The anchor's weight file has no table of fingerprints: {error}.") from error
+    return {name: int(digest, 16) for name, digest in found.items()}

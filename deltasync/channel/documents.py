@@ -20,12 +20,11 @@ from deltasync.stores.base import check_key
 from deltasync.tensors import ITEM_BYTES, TensorSpec
 
 REFERENCE = "reference"
-COMPRESSED = "zstd"  # the compression of weight files, and the feature that a record with such an anchor requires
 
 SHORTCUTS = ("compaction", "announcement")
 """Kinds of shortcuts: objects outside the log, each of which makes the chain to a version shorter."""
 
-FEATURES = frozenset({REFERENCE, COMPRESSED})  # features that this reader knows
+FEATURES = frozenset({REFERENCE})  # features that this reader knows
 
 _LARGEST = (1 << 63) - 1
 Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]

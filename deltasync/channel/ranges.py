@@ -6,18 +6,15 @@ sha256; the ranks add up the fingerprints of their ranges, and compare the sum w
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import zstandard
 
 from deltasync import limits
 from deltasync.channel.anchors import contents
 from deltasync.codec.base import MOST_HEADER_BYTES
-from deltasync.codec.dense import MOST_WINDOW_BYTES
 from deltasync.errors import CorruptDataError
 from deltasync.tensors import TensorSpec
 from deltasync.threads import ahead
@@ -108,81 +105,10 @@ def read_spans(file: RangedFile, wanted: Iterable[tuple[str, int, int, int, int]
 
 
 def read_weights(file: RangedFile, specs: Mapping[str, TensorSpec], ranges: Ranges) -> Iterator[str | Piece]:
-    """Read ranges of a weight file, compressed or not: the name of each tensor that it holds, then the pieces."""
-    plain, compressed = list[tuple[str, int, int, int, int]](), list[tuple[TensorSpec, int, list[int]]]()
-    for spec, first, _, sizes in contents(file.header(), file.size, specs):
-        if sizes is None:
-            plain.append((spec.name, first, spec.item_bytes, *ranges[spec.name]))
-        else:
-            compressed.append((spec, first, sizes))
+    """Read ranges of a weight file: the name of each tensor that it holds, then the pieces."""
+    wanted = list[tuple[str, int, int, int, int]]()
+    for spec, first, _ in contents(file.header(), file.size, specs):
+        wanted.append((spec.name, first, spec.item_bytes, *ranges[spec.name]))
         yield spec.name
-    for name, element, data in read_spans(file, plain):
+    for name, element, data in read_spans(file, wanted):
         yield name, element, np.require(np.frombuffer(data, specs[name].bits_dtype), requirements="A")
-    for spec, first, sizes in compressed:
-        yield from _decompressed(file, first, sizes, spec, *ranges[spec.name])
-
-
-def _decompressed(
-    file: RangedFile, first: int, sizes: list[int], spec: TensorSpec, start: int, stop: int
-) -> Iterator[Piece]:
-    """Decompress the planes of a tensor from their beginning, side by side, and yield the range."""
-    if start >= stop:
-        return
-    planes = []
-    for size in sizes:
-        planes.append(_Plane(file, first, first + size, spec))
-        first += size
-    step = limits.PIECE_BYTES // spec.item_bytes
-    for at in range(0, stop, step):
-        count = min(step, stop - at)
-        byte_NW = np.empty((count, spec.item_bytes), np.uint8)
-        for w, plane in enumerate(planes):
-            byte_NW[:, w] = np.frombuffer(plane.read(count), np.uint8)
-        if at + count > start:
-            skipped = max(start - at, 0)
-            yield spec.name, at + skipped, byte_NW.reshape(-1).view(spec.bits_dtype)[skipped:]
-
-
-class _Plane:
-    """One plane of a compressed tensor, read from its beginning."""
-
-    def __init__(self, file: RangedFile, first: int, last: int, spec: TensorSpec) -> None:
-        self._name = spec.name
-        most = max(MOST_WINDOW_BYTES, spec.element_count)
-        self._stream = zstandard.ZstdDecompressor(max_window_size=most).stream_reader(
-            io.BufferedReader(_Bytes(file, first, last), 1 << 16)
-        )
-
-    def read(self, count: int) -> bytes:
-        """Return the next bytes."""
-        try:
-            data = self._stream.read(count)
-            while len(data) < count and (more := self._stream.read(count - len(data))):
-                data += more
-        except zstandard.ZstdError as error:
-            raise CorruptDataError(f"A plane of {self._name!r} is no zstandard frame: {error}.") from error
-        if len(data) != count:
-            raise CorruptDataError(f"A plane of {self._name!r} is shorter than its tensor.")
-        return data
-
-
-class _Bytes(io.RawIOBase):
-    """A part of a file as a stream, fetched in pieces."""
-
-    def __init__(self, file: RangedFile, first: int, last: int) -> None:
-        self._file, self._at, self._last = file, first, last
-        self._data = memoryview(b"")
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read the next bytes into a buffer and return their number, 0 at the end."""
-        if not self._data and self._at < self._last:
-            end = min(self._at + limits.PIECE_BYTES // 4, self._last)
-            self._data = memoryview(self._file.read(self._at, end))
-            self._at = end
-        count = min(len(buffer), len(self._data))
-        buffer[:count], self._data = self._data[:count], self._data[count:]
-        return count

@@ -75,17 +75,17 @@ class Model:
         return bytes([len(self._rows) - 1]) + self._rows.astype(np.uint8).tobytes()
 
 
-def groups(run_R: np.ndarray, element_RE: np.ndarray, step_RES: np.ndarray) -> tuple[list[int], list[Model]]:
-    """Return the first block of each group, and its classes: those in which changes take the fewest bits.
+def groups(
+    element_RE: np.ndarray, value_V: np.ndarray, step_RVS: np.ndarray, bound_P: np.ndarray | None = None
+) -> tuple[np.ndarray, list[Model]]:
+    """Return the first run of each group, and its classes: those in which changes take the fewest bits.
 
-    Runs of blocks are joined as long as common tables take fewer bits. Arguments are those and the results of
-    `kernels.native.survey`.
+    Args:
+        element_RE: See `kernels.native.groups`.
+        value_V: See there.
+        step_RVS: See there; symbols that no step has may be left out.
+        bound_P: See there; None for one payload.
     """
-    used_S = np.flatnonzero(np.bitwise_or.reduce(step_RES.reshape(-1, step_RES.shape[2])))
-    step_RES = step_RES[:, :, used_S].astype(np.int64)
-    firsts, found = tables.join_runs(
-        zip(run_R[:-1].tolist(), zip(element_RE, step_RES, strict=True), strict=True),
-        lambda one, other: (one[0] + other[0], one[1] + other[1]),
-        lambda run: native.class_bits(*run, COSTS),
-    )
-    return firsts, [Model(*native.fit(*group, COSTS)) for group in found]
+    bound_P = np.array([0, len(element_RE)]) if bound_P is None else bound_P
+    first_G, found = native.groups(bound_P, element_RE, value_V, step_RVS, COSTS)
+    return first_G, [Model(*each) for each in found]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,9 @@ from deltasync.tensors.device import DeviceBits, DeviceDelta, DeviceSparse
 
 MOST_CHANGED = 1 << 25
 """Changes of payloads that are encoded at once, by classes with 7 bytes for each."""
+
+Send = Callable[[Iterable[tuple[np.ndarray, torch.Tensor]]], None]
+"""See `live.devices.Device.send`."""
 
 Piece = Mapping[int, tuple[int, int]]
 """The tensors of each width that a payload has, from number to number."""
@@ -60,10 +63,11 @@ class Rooms:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tiling:
-    """The blocks of all tensors of a vector that may be coded by classes, made once for a model.
+    """The blocks of tensors of a vector, made once for a model.
 
     Attributes:
         count_T: Number of blocks of each tensor, 0 of one that has none.
+        is_worth_T: Whether enough changes of the tensor are coded by classes.
         row_BF: Tables of the blocks, int64[B, gpu_classes.FIELDS]; `ADDRESS` is the first element's byte from the tensor's
             first one on.
         band_GF: Tables of bands, as in `kernels.native.regroup`; positions count in the vector, blocks in the tensor.
@@ -72,6 +76,7 @@ class Tiling:
     """
 
     count_T: np.ndarray
+    is_worth_T: np.ndarray
     row_BF: np.ndarray
     band_GF: np.ndarray
     band_T: np.ndarray
@@ -79,14 +84,16 @@ class Tiling:
 
     @classmethod
     def of(cls, of: Vector, cut_T: Mapping[int, tiles.Cut], range_T2: np.ndarray) -> Tiling:
-        """Return the blocks of tensors that are cut so, by number."""
+        """Return the blocks of tensors that are cut so, by number. `range_T2` is what is held of each."""
         count_T, band_T = np.zeros(len(of.specs), np.int64), np.zeros(len(of.specs), np.int64)
+        is_worth_T = np.zeros(len(of.specs), np.bool_)
         blocks, bands = [np.empty((0, 4), np.int64)], [np.empty((0, gpu_classes.BANDS), np.int64)]
         for t, cut in cut_T.items():
             found = cut.tables()
             blocks.append(found[0])
             bands.append(found[1])
             count_T[t], band_T[t] = len(found[0]), len(found[1])
+            is_worth_T[t] = tiles.worth(of.specs[t], cut.start, cut.stop, 1 << 62, vector.BLOCK) is not None
         row_B4, band_GF = np.concatenate(blocks), np.concatenate(bands)
         row_BF = np.zeros((len(row_B4), gpu_classes.FIELDS), np.int64)
         first_B = np.repeat(of.first_T[:-1], count_T)
@@ -96,17 +103,7 @@ class Tiling:
         field_T2 = np.array([classes.field(spec.dtype) for spec in of.specs], np.int64).reshape(-1, 2)
         row_BF[:, SHIFT : SHIFT + 2] = np.repeat(field_T2, count_T, axis=0)
         band_GF[:, 0] += np.repeat(of.first_T[:-1], band_T)
-        return cls(count_T, row_BF, band_GF, band_T, range_T2)
-
-    @classmethod
-    def worth(cls, of: Vector, range_T2: np.ndarray) -> Tiling:
-        """Return the blocks of all tensors that may be worth it, of these ranges."""
-        cut_T = {}
-        for t, (start, stop) in enumerate(range_T2.tolist()):
-            cut = tiles.worth(of.specs[t], start, stop, 1 << 62, vector.BLOCK) if start < stop else None
-            if cut is not None:
-                cut_T[t] = cut
-        return cls.of(of, cut_T, range_T2)
+        return cls(count_T, is_worth_T, row_BF, band_GF, band_T, range_T2)
 
     def chosen(self, is_in_T: np.ndarray, address_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the tables of blocks and of bands of some tensors, in order; new arrays.
@@ -121,6 +118,22 @@ class Tiling:
         band_GF = self.band_GF[np.repeat(is_in_T, self.band_T)]
         band_GF[:, 5] += np.repeat(np.cumsum(count_T) - count_T, np.where(is_in_T, self.band_T, 0))
         return row_BF, band_GF
+
+
+class Tilings:
+    """The blocks of all tensors of a model, by width: an encoder's, and those of payloads that it has written."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Tiling] = {}
+
+    def of(self, of: Vector, range_T2: np.ndarray) -> Tiling:
+        """Return the blocks of these ranges of a vector's tensors."""
+        found = self._found.get(of.width)
+        if found is None or not np.array_equal(found.range_T2, range_T2):
+            lines = [(t, start, stop) for t, (start, stop) in enumerate(range_T2.tolist()) if start < stop]
+            cut_T = {t: tiles.cut(of.specs[t].shape, start, stop, tiles.TILE, vector.BLOCK) for t, start, stop in lines}
+            found = self._found[of.width] = Tiling.of(of, cut_T, range_T2)
+        return found
 
 
 def split(delta: DeviceDelta, most: int) -> Iterator[Piece]:
@@ -144,12 +157,13 @@ class Encoder:
 
     Args:
         layout: The model.
+
+    Attributes:
+        tilings: The blocks of its tensors, which a decoder beside it shares.
     """
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._rooms = Rooms()
-        self._tilings: dict[int, Tiling] = {}
+        self._layout, self._rooms, self.tilings = layout, Rooms(), Tilings()
 
     def encode(
         self,
@@ -196,11 +210,11 @@ class Encoder:
             is_tiled_T = np.zeros(len(of.specs), np.bool_)
             by_class: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]] | None] = [None] * len(in_P)
             if codec_name == "context":
-                tiling = self._tiling(of, delta.bits[width])
+                tiling = self.tilings.of(of, ranges(of, delta.bits[width]))
                 inside_T = np.zeros(len(of.specs), np.bool_)
                 inside_T[tensor_P2[0, 0] : tensor_P2[-1, 1]] = True
                 enough_T = steps.count_T >= np.maximum(tiles.FEW * tiling.count_T, tiles.FEW)
-                is_tiled_T = inside_T & (tiling.count_T > 0) & enough_T
+                is_tiled_T = inside_T & tiling.is_worth_T & enough_T
                 if is_tiled_T.any():
                     by_class = self._by_class(of, steps, delta.bits[width], tiling, is_tiled_T, tensor_P2)
             by_gap = self._by_gap(of, steps, ~is_tiled_T, tensor_P2)
@@ -228,13 +242,6 @@ class Encoder:
             if any("tiles" in row for row in vectors.values()):
                 extra["tile_elements"] = str(tiles.TILE)
             yield Encoded.of(codec_name, *versions, _changed(delta, piece), arrays, extra)
-
-    def _tiling(self, of: Vector, bits: DeviceBits) -> Tiling:
-        range_T2 = ranges(of, bits)
-        found = self._tilings.get(of.width)
-        if found is None or not np.array_equal(found.range_T2, range_T2):
-            found = self._tilings[of.width] = Tiling.worth(of, range_T2)
-        return found
 
     def _by_gap(
         self, of: Vector, steps: DeviceSparse, is_in_T: np.ndarray, tensor_P2: np.ndarray
@@ -323,20 +330,17 @@ class Encoder:
         row_BF, band_GF = tiling.chosen(is_in_T, addresses(of, bits))
         block_T = _bounds(np.where(is_in_T, tiling.count_T, 0))
         first_P, last_P = block_T[tensor_P2[:, 0]], block_T[tensor_P2[:, 1]]
-        band_B = np.append(band_GF[:, 5], len(row_BF))
         bands = _bands(of, steps, tiling, band_GF)
         step_K = steps.step_K.view(UNSIGNED[of.width])
         count_B = bands.tally(steps.low_K, len(row_BF)).cpu().numpy().astype(np.int64)
         bound_B = _bounds(count_B)
-        changes = Changes(bands, band_B, steps.low_K, step_K, bits.bits_N)
-        blocks = Bits(row_BF, bound_B, of.width, device, changes)
+        changes = Changes(bands, steps.low_K, step_K, bits.bits_N)
+        blocks = Bits(row_BF, band_GF, bound_B, of.width, device, changes)
         runs, run_P = _runs(bound_B, first_P, last_P)
         size_R = np.add.reduceat(row_BF[:, COLUMNS] * row_BF[:, ROWS], runs[:-1])
         period_R = np.clip(size_R // tiled._SAMPLED, 1, 64) | 1
-        groups, class_models = _models(blocks.survey(runs, period_R), runs, run_P, size_R)
-        # All groups of all payloads, one after the other.
-        first_G = np.concatenate([np.array(each, np.int64) for each in groups])
-        held_G = [model for each in class_models for model in each]
+        group_run_G, held_G = _models(blocks.survey(runs, period_R), run_P, size_R)
+        first_G = runs[group_run_G]
         class_G = _bounds(np.array([model.classes.low_C.size for model in held_G]))
         group_B = np.searchsorted(first_G, np.arange(len(row_BF)), side="right") - 1
         blocks.divide(group_B, class_G, _classes(held_G, device))
@@ -352,19 +356,18 @@ class Encoder:
         words_, word_bound = self._rooms.fetch(f"{of.width} classes", words), _bounds(word_B.cpu().numpy())
         row_B2 = np.stack((count_B, np.diff(word_bound)), axis=1).astype(np.int32)
         found: list[tuple[dict[str, torch.Tensor], dict[str, Any]] | None] = []
-        group = 0
-        for (first_t, last_t), low, high, firsts in zip(
-            tensor_P2.tolist(), first_P.tolist(), last_P.tolist(), groups, strict=True
+        group_P = np.searchsorted(first_G, first_P)
+        for (first_t, last_t), low, high, group in zip(
+            tensor_P2.tolist(), first_P.tolist(), last_P.tolist(), group_P.tolist(), strict=True
         ):
             if low == high:
                 found.append(None)
                 continue
-            parts = []
-            for number in range(group, group + len(firsts)):
+            parts, group_end = [], int(np.searchsorted(first_G, high))
+            for number in range(group, group_end):
                 head = held_G[number].head()
                 low_t, high_t = end_T[2 * class_G[number]], end_T[2 * class_G[number + 1]]
                 parts += [np.frombuffer(head, np.uint8), table_N[low_t:high_t]]
-            group += len(firsts)
             rows, planes = tiled.rows_entry(row_B2[low:high])
             entries = {
                 "tiles": rows,
@@ -375,7 +378,7 @@ class Encoder:
             range_T2 = tiling.range_T2[inside_T]
             if (range_T2 != np.stack((np.zeros_like(inside_T), np.diff(of.first_T)[inside_T]), axis=1)).any():
                 entries["ranges"] = torch.from_numpy(range_T2)
-            found.append((entries, {"groups": [first - low for first in firsts], "planes": planes}))
+            found.append((entries, {"groups": (first_G[group:group_end] - low).tolist(), "planes": planes}))
         return found
 
 
@@ -438,24 +441,15 @@ def _runs(bound_B: np.ndarray, first_P: np.ndarray, last_P: np.ndarray) -> tuple
 
 
 def _models(
-    survey: tuple[torch.Tensor, torch.Tensor], run_R: np.ndarray, run_P: np.ndarray, size_R: np.ndarray
-) -> tuple[list[list[int]], list[list[Model]]]:
-    """Return for each payload the first block of each group, and its classes."""
+    survey: tuple[torch.Tensor, torch.Tensor], run_P: np.ndarray, size_R: np.ndarray
+) -> tuple[np.ndarray, list[Model]]:
+    """Return the first run of each group, and its classes."""
     element, step = survey
     used_E, used_S = (torch.nonzero(step.sum(dim=dims)).reshape(-1) for dims in ((0, 2), (0, 1)))
-    few_RES = step[:, used_E][:, :, used_S].cpu().numpy()
-    step_RES = np.zeros((len(few_RES), 256, used_S.numel()), np.uint32)
-    step_RES[:, used_E.cpu().numpy()] = few_RES
+    step_RVS = step[:, used_E][:, :, used_S].cpu().numpy().view(np.uint32)
     element_RE = element.cpu().numpy()
     element_RE = element_RE * (size_R / np.maximum(element_RE.sum(axis=1), 1))[:, None]
-    groups, models = list[list[int]](), list[list[Model]]()
-    for low, high in zip(run_P[:-1].tolist(), run_P[1:].tolist(), strict=True):
-        firsts, found = list[int](), list[Model]()
-        if low < high:
-            firsts, found = classes.groups(run_R[low : high + 1], element_RE[low:high], step_RES[low:high])
-        groups.append(firsts)
-        models.append(found)
-    return groups, models
+    return classes.groups(element_RE, used_E.cpu().numpy(), step_RVS, run_P)
 
 
 def _classes(models: Sequence[Model], device: torch.device) -> Classes:
@@ -505,12 +499,13 @@ class Decoder:
     Args:
         layout: The model.
         device: The device.
+        send: Copies arrays to the device, on the current stream, each to a tensor of as many elements.
+        tilings: Those of an encoder beside it; None for new ones.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self._layout, self._device = layout, device
-        self._room = torch.empty(0, dtype=torch.uint8)
-        self._tilings: dict[int, Tiling] = {}
+    def __init__(self, layout: Layout, device: torch.device, send: Send, tilings: Tilings | None = None) -> None:
+        self._layout, self._device, self._send = layout, device, send
+        self._tilings = Tilings() if tilings is None else tilings
 
     def decode(
         self, opened: Sequence[Payload], places: Mapping[int, Places], undone: DeviceDelta | None = None
@@ -556,7 +551,7 @@ class Decoder:
         if len(parts) == 2:
             is_tiled_T = np.zeros(len(of.specs), np.bool_)
             for tiled_ in tiled_readers:
-                is_tiled_T[tiled_.tensors] = True
+                is_tiled_T[tiled_.number_T] = True
             found = self._merged(parts[0], parts[1], all_T, is_tiled_T)
         elif parts:
             found = parts[0]
@@ -567,20 +562,17 @@ class Decoder:
 
     def _upload(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
         """Copy words to the device, one array after the other."""
-        size = sum(array.nbytes for array in arrays)
-        if self._room.numel() < size:
-            self._room = torch.empty(
-                1 << max(size - 1, 1).bit_length(), dtype=torch.uint8, pin_memory=self._device.type == "cuda"
-            )
-        at, room = 0, self._room.numpy()
-        for array in arrays:
-            room[at : at + array.nbytes] = array.view(np.uint8)
-            at += array.nbytes
-        found = torch.empty(max(size // 4, 1), dtype=torch.int32, device=self._device)
-        found[: size // 4].copy_(self._room[:size].view(torch.int32), non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # the room is for the next words
-        return found
+        sizes = [array.size for array in arrays]
+        words = torch.empty(max(sum(sizes), 1), dtype=torch.int32, device=self._device)
+        self._send(zip(arrays, torch.split(words[: sum(sizes)], sizes), strict=True))
+        return words
+
+    def _tiling(self, of: Vector, readers: Sequence[TiledReader], range_T2: np.ndarray) -> Tiling:
+        """Return the blocks of what is held, if that is what payloads have blocks of, or of what they say."""
+        known = tiles.TILE, vector.BLOCK
+        if all(r.sizes == known and np.array_equal(r.range_T2, range_T2[r.number_T]) for r in readers):
+            return self._tilings.of(of, range_T2)
+        return Tiling.of(of, {t: cut for reader in readers for t, cut in reader.cuts.items()}, range_T2)
 
     def _by_gap(self, of: Vector, readers: Sequence[vector._Reader]) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Decode the tensors that are coded by gaps: ascending low halves of positions, and steps."""
@@ -624,10 +616,9 @@ class Decoder:
         if places is None:
             raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
         device = self._device
-        cut_T = {t: cut for reader in readers for t, cut in reader._cuts.items()}
         is_in_T = np.zeros(len(of.specs), np.bool_)
-        is_in_T[list(cut_T)] = True
-        tiling = Tiling.of(of, cut_T, places.range_T2)
+        is_in_T[np.concatenate([reader.number_T for reader in readers])] = True
+        tiling = self._tiling(of, readers, places.range_T2)
         row_BF, band_GF = tiling.chosen(is_in_T, places.address_T)
         row_B2 = np.concatenate([reader._row_B2 for reader in readers])
         if (row_B2[:, 0] > row_BF[:, COLUMNS] * row_BF[:, ROWS]).any():
@@ -644,28 +635,22 @@ class Decoder:
             freqs.append(cursor.freq_TS())
             if cursor.at != len(cursor.data):
                 raise CorruptDataError("Payload has more tables than groups.")
-        band_B = np.append(band_GF[:, 5], len(row_BF))
         changes = None
         if undone is not None:
             steps = undone.steps[of.width]
             bands, step_K = _bands(of, steps, tiling, band_GF), steps.step_K.view(UNSIGNED[of.width])
-            changes = Changes(bands, band_B, steps.low_K, step_K, undone.bits[of.width].bits_N)
-        blocks = Bits(row_BF, bound_B, of.width, device, changes)
+            changes = Changes(bands, steps.low_K, step_K, undone.bits[of.width].bits_N)
+        blocks = Bits(row_BF, band_GF, bound_B, of.width, device, changes)
         class_G = _bounds(np.array([model.classes.low_C.size for model in models]))
         blocks.divide(np.concatenate(group_B), class_G, _classes(models, device))
-        last_G = band_GF[:, 0] + np.maximum(band_GF[:, 1] * band_GF[:, 4], band_GF[:, 2])
-        spans = []
-        for low, high in blocks.batches(band_B):
-            band, band_end = (int(np.searchsorted(band_B, edge)) for edge in (low, high))
-            spans.append((low, high, int(band_GF[band, 0]), int(last_G[band_end - 1])))
         slots = gpu_coder.slots(torch.from_numpy(np.concatenate(freqs).astype(np.int16)).to(device))
         words, word = self._upload([reader._words for reader in readers]), torch.from_numpy(word_bound).to(device)
-        found = gpu_classes.decode(blocks, words, word[:-1], word[1:], slots, spans)
+        found = gpu_classes.decode(blocks, words, word[:-1], word[1:], slots)
         if not bool(found.good_B.all()):
             raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")
         at_K = torch.zeros(int(bound_B[-1]), dtype=torch.int32, device=device)
         step_K = torch.zeros(int(bound_B[-1]), dtype=UNSIGNED[of.width], device=device)
-        gpu_classes.place(blocks, found, spans, at_K, step_K)
+        gpu_classes.place(blocks, found, at_K, step_K)
         return at_K, step_K
 
     def _merged(

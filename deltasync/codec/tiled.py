@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -46,7 +47,10 @@ def encode(
     at_K, step_K, count_B = native.regroup(bound_G, band_GF, True, *steps, len(row_BF))
     bound_B = bounds(count_B)
     run_R = np.append(runs(bound_B, at_K.size // MOST_RUNS), count_B.size)
-    firsts, models = classes.groups(run_R, *native.survey(run_R, row_BF, bound_B, at_K, step_K, _SAMPLED))
+    element_RE, step_RES = native.survey(run_R, row_BF, bound_B, at_K, step_K, _SAMPLED)
+    value_V, used_S = (np.flatnonzero(step_RES.any(axis=each)) for each in ((0, 2), (0, 1)))
+    first_G, models = classes.groups(element_RE, value_V, step_RES[:, value_V][:, :, used_S])
+    firsts = run_R[first_G].tolist()
     words, tables_, word_count_B = [], bytearray(), np.zeros_like(count_B)
     for (low, high), model in zip(itertools.pairwise([*firsts, count_B.size]), models, strict=True):
         part = slice(int(bound_B[low]), int(bound_B[high]))
@@ -116,7 +120,13 @@ class _Piece(NamedTuple):
 
 
 class TiledReader:
-    """Reads the part of a payload that changes one vector by classes."""
+    """Reads the part of a payload that changes one vector by classes.
+
+    Attributes:
+        number_T: Numbers of its tensors.
+        range_T2: Which elements of each have blocks, the first one and the one behind the last; int64[T, 2].
+        sizes: Elements of a tile and of a block.
+    """
 
     def __init__(
         self,
@@ -141,8 +151,12 @@ class TiledReader:
         key, flags = f".{vector.width}.tiled", np.ones(number_T.size, np.bool_)
         if key in payload.arrays:
             flags = read_flags(payload, key, number_T.size)
-        self._cuts = dict(zip(number_T[flags].tolist(), self._cut(number_T[flags], *sizes), strict=True))
-        self._block_T = bounds(np.array([cut.count for cut in self._cuts.values()], np.int64))
+        self.number_T, self.sizes = number_T[flags], sizes
+        self.range_T2, is_whole = self._ranges()
+        if is_whole:
+            self._block_T = bounds(tiles.counts(vector, *sizes)[self.number_T])
+        else:
+            self._block_T = bounds(np.array([cut.count for cut in self.cuts.values()], np.int64))
         count = int(self._block_T[-1])
         self._row_B2 = read_rows(payload, f".{vector.width}.tiles", count, row.get("planes"))
         self._bound_B, self._word_B = bounds(self._row_B2[:, 0]), bounds(self._row_B2[:, 1])
@@ -150,33 +164,38 @@ class TiledReader:
         self._words = take(payload, f".{vector.width}.tile_words", "int32", int(self._word_B[-1]))
         if (np.diff(self._bound_B[self._block_T]) != count_T[flags]).any():
             raise CorruptDataError("Payload counts the changes of its tensors wrong.")
-        self._chosen: dict[int, np.ndarray | None] = dict.fromkeys(self._cuts)
 
-    @property
-    def tensors(self) -> list[int]:
-        """Numbers of its tensors."""
-        return list(self._cuts)
+    @functools.cached_property
+    def cuts(self) -> dict[int, Cut]:
+        """The blocks of each tensor, by its number."""
+        specs, lines = self._vector.specs, zip(self.number_T.tolist(), self.range_T2.tolist(), strict=True)
+        return {t: tiles.cut(specs[t].shape, start, stop, *self.sizes) for t, (start, stop) in lines}
+
+    @functools.cached_property
+    def _chosen(self) -> dict[int, np.ndarray | None]:
+        """Numbers of the blocks to decode of each tensor, None for all."""
+        return dict.fromkeys(self.cuts)
 
     @property
     def changed(self) -> int:
         """Number of changes in its blocks."""
         return int(self._bound_B[-1])
 
-    def _cut(self, number_T: np.ndarray, tile: int, block: int) -> Iterator[Cut]:
-        size_T = np.diff(self._vector.first_T)[number_T]
+    def _ranges(self) -> tuple[np.ndarray, bool]:
+        """Return the ranges of its tensors that have blocks, int64[T, 2], and whether these are whole tensors."""
+        size_T = np.diff(self._vector.first_T)[self.number_T]
         key = f".{self._vector.width}.ranges"
         range_T2 = np.stack((np.zeros_like(size_T), size_T), axis=1)
         if key in self._payload.arrays:
             range_T2 = take(self._payload, key, "int64", 2 * size_T.size).view(np.int64).reshape(-1, 2)
         if ((range_T2[:, 0] < 0) | (range_T2[:, 0] >= range_T2[:, 1]) | (range_T2[:, 1] > size_T)).any():
             raise CorruptDataError("Payload has ranges that are not inside their tensors.")
-        for t, (start, stop) in zip(number_T.tolist(), range_T2.tolist(), strict=True):
-            yield tiles.cut(self._vector.specs[t].shape, start, stop, tile, block)
+        return range_T2, bool((range_T2[:, 1] - range_T2[:, 0] == size_T).all())
 
     def choose(self, wanted: Wanted) -> list[str]:
         """Decode only blocks with wanted elements. Return the tensors of which that needs more old bits than are wanted."""
         lacking = []
-        for t, cut in self._cuts.items():
+        for t, cut in self.cuts.items():
             spec = self._vector.specs[t]
             regions = wanted(spec.name)
             self._chosen[t] = None if regions is None else cut.chosen(regions, spec.element_count)
@@ -247,7 +266,7 @@ class TiledReader:
         """
         width, batch, filled = self._vector.width, list[_Piece](), 0.0
         part_bytes = _PART_BYTES * native.threads(self._vector.element_count)
-        for (t, cut), first in zip(self._cuts.items(), self._block_T.tolist(), strict=False):
+        for (t, cut), first in zip(self.cuts.items(), self._block_T.tolist(), strict=False):
             chosen = self._chosen[t]
             if chosen is not None and not chosen.size:
                 continue

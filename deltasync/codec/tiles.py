@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 
-from deltasync.tensors import Region, TensorSpec, region_end, region_size
+from deltasync.tensors import Region, TensorSpec, Vector, region_end, region_size
 
 TILE = 1 << 14
 """Fewest elements of a tile in a matrix of more than four tiles."""
@@ -89,6 +89,12 @@ def _tables(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
 def cut(shape: tuple[int, ...], start: int, stop: int, tile: int, block: int) -> Cut:
     """Cut elements `start` to `stop` of a tensor of this shape."""
     return Cut(start, stop, Grid.fit(shape, start, stop, tile), block)
+
+
+@functools.lru_cache(maxsize=16)
+def counts(vector: Vector, tile: int, block: int) -> np.ndarray:
+    """Return the number of blocks of each whole tensor of a vector, int64[T], which must not be mutated."""
+    return np.array([cut(spec.shape, 0, spec.element_count, tile, block).count for spec in vector.specs], np.int64)
 
 
 def worth(spec: TensorSpec, start: int, stop: int, changed: int, block: int) -> Cut | None:

@@ -322,9 +322,9 @@ class _Reader:
     def decode(self, wanted: Wanted | None, old: OldBits | None) -> Sparse:
         """Return the changes of blocks with wanted elements."""
         by_class = [] if self._tiled is None else self._tiled.decode(old)
-        number_T = self.number_T if self._tiled is None else np.setdiff1d(self.number_T, self._tiled.tensors)
+        number_T = self.number_T if self._tiled is None else np.setdiff1d(self.number_T, self._tiled.number_T)
         by_gaps = self._decode(None if wanted is None else _spans(self._vector, number_T, wanted))
-        if self._tiled is not None and any(self._vector.count(part.at_K)[self._tiled.tensors].any() for part in by_gaps):
+        if self._tiled is not None and any(self._vector.count(part.at_K)[self._tiled.number_T].any() for part in by_gaps):
             raise CorruptDataError("Payload changes a tensor by gaps and by classes.")
         found = [*by_class, *by_gaps]
         if not found:

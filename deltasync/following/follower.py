@@ -24,7 +24,7 @@ from deltasync.errors import (
     StageError,
     TiedError,
 )
-from deltasync.live import LiveMemory, Prints, Staged, model_fingerprint
+from deltasync.live import Device, LiveMemory, Prints, Staged, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
 from deltasync.threads import ahead
@@ -181,7 +181,7 @@ class Follower:
         assert self.memory.decoding is not None
         device, places = self.memory.decoding
         with contextlib.closing(self._fetched([stored])) as fetched, self._blaming(stored), device.staging():
-            steps = payloads.decode_there(stored, next(fetched), self._decoder(device.device), places)
+            steps = payloads.decode_there(stored, next(fetched), self._decoder(device), places)
         self.progressed_s = time.monotonic()
         fingerprints: dict[str, int] = {}
         for width, found in steps.items():
@@ -190,11 +190,11 @@ class Follower:
             fingerprints |= dict(zip(map(names.__getitem__, numbers), digests, strict=True))
         return self.memory.stage_steps(steps, fingerprints), {}
 
-    def _decoder(self, device: torch.device) -> Decoder:
+    def _decoder(self, device: Device) -> Decoder:
         if self._decodes is None:
             from deltasync.codec.device import Decoder
 
-            self._decodes = Decoder(self.reader.layout, device)
+            self._decodes = Decoder(self.reader.layout, device.device, device.send)
         return self._decodes
 
     def _stage_weights(self, chain: Sequence[StoredRecord]) -> tuple[Staged, dict[str, np.ndarray]]:

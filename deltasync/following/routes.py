@@ -30,11 +30,11 @@ from fastapi.responses import Response
 
 from deltasync import limits
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError
+from deltasync.errors import AckTimeoutError, ConfigError, DeltaSyncError, MissingVersionError, PinnedError
 from deltasync.following.loop import Follow
 from deltasync.following.pin import parse_pin, pin_text
 from deltasync.following.requests import STATUS_CODES, PinTo, Sync, WeightUpdate, body_of, stranger, token_matches
-from deltasync.following.wanted import wait
+from deltasync.following.wanted import Wanted, wait
 from deltasync.threads import Workers
 
 _Body = TypeVar("_Body")
@@ -257,6 +257,7 @@ class RemoteRoutes(Routes):
 
     Attributes:
         last_not_ready: Why requests should not be answered, as of a moment ago.
+        last_version: The version served then; of several groups, by the one furthest behind.
     """
 
     def __init__(
@@ -264,11 +265,13 @@ class RemoteRoutes(Routes):
     ) -> None:
         super().__init__()
         self.last_not_ready: str | None = "This server serves no version yet."
+        self.last_version: int | None = None
         self._refresh, self._put = states, ask
 
     async def _states(self) -> list[dict[str, Any]]:
         states = await self._refresh()
         self.last_not_ready = next((state["not_ready"] for state in states if state["not_ready"]), None)
+        self.last_version = min((state["version"] for state in states), key=lambda version: version or 0)
         return states
 
     async def not_ready(self) -> str | None:
@@ -293,6 +296,20 @@ class RemoteRoutes(Routes):
     async def pin(self, wanted: PinTo) -> Any:
         """As `Routes.pin`."""
         return (await self._answers(wanted.timeout_s, pin=wanted.pin))[0]
+
+    async def reach(self, wanted: Wanted) -> Wanted:
+        """As `wanted.reach`, of all loops."""
+        if wanted.version is not None and wanted.allows(self.last_version, self.last_version):
+            return wanted
+        try:
+            found = [
+                answer["version"] for answer in await self._answers(wanted.timeout_s, version=wanted.version, step=None)
+            ]
+        except Refused as refused:
+            raise AckTimeoutError(wanted.refusal(self.last_version, str(refused))) from None
+        if not wanted.allows(min(found), max(found)):
+            raise AckTimeoutError(wanted.refusal(max(found)))
+        return wanted if wanted.version is not None else msgspec.structs.replace(wanted, version=min(found))
 
     async def _answers(self, timeout_s: float, **request: Any) -> list[dict[str, Any]]:
         """Return what each loop answers. Raises Refused with an error of one, or if one does not answer in time.

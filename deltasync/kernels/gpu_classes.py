@@ -14,7 +14,9 @@ values of the field (256), L classes of all groups.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +43,7 @@ _CHUNKS = 8  # chunks that a program counts
 _TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _MOVED = 512  # changes that a program moves
 _SAMPLE = 32  # consecutive elements of a sample, as in `kernels.native`
+_MOST_PROGRAMS = (1 << 16) - 1  # of the second dimension of a launch
 _MARKS = 1024  # words of a bitmap that a program counts
 _ADDRESS, _COLUMNS, _STRIDE, _ROWS, _FIRST, _PITCH, _SHIFT, _MASK = map(tl.constexpr, range(8))
 _GROUP, _CLASS, _CLASSES, _PAIR, _CHUNK_COUNT, _COUNT, _FIELDS = map(tl.constexpr, range(8, 15))
@@ -64,24 +67,24 @@ def _field(block, bits, inside):
 
 
 @triton.jit
-def _place_of(block, row, column, is_in, BITS: tl.constexpr):
-    """Return where elements of blocks lie, by row and column."""
-    address = tl.load(block + _ADDRESS, is_in, other=0).to(tl.pointer_type(BITS))
+def _place_of(block, row, column, is_in, shift, BITS: tl.constexpr):
+    """Return where elements of blocks lie, by row and column, in memory that is `shift` bytes behind the blocks' own."""
+    address = (tl.load(block + _ADDRESS, is_in, other=0) + shift).to(tl.pointer_type(BITS))
     return address + (row * tl.load(block + _STRIDE, is_in, other=0) + column)
 
 
 @triton.jit
-def _chunk_fields(block, chunk, inside, BITS: tl.constexpr):
+def _chunk_fields(block, chunk, inside, shift, BITS: tl.constexpr):
     """Return the fields of chunks of blocks, [chunks, 128], and which of them are elements.
 
-    `block` are the rows of their blocks, and `inside` tells which chunks there are; both as columns.
+    `block` are the rows of their blocks, and `inside` tells which chunks there are; both as columns. See `_place_of`.
     """
     columns = tl.load(block + _COLUMNS, inside, other=1)
     jump = tl.load(block + _STRIDE, inside, other=1) - columns
     place = chunk * _CHUNK
     row = place // columns
     column = place - row * columns
-    begin = tl.load(block + _ADDRESS, inside, other=0).to(tl.pointer_type(BITS)) + (place + row * jump)
+    begin = (tl.load(block + _ADDRESS, inside, other=0) + shift).to(tl.pointer_type(BITS)) + (place + row * jump)
     left = tl.minimum(columns * tl.load(block + _ROWS, inside, other=0) - place, _CHUNK).to(tl.int32)
     lane = tl.arange(0, _CHUNK)[None, :]
     # How many rows have ended: one at most, or rows are short; floating point is exact for such numbers.
@@ -134,7 +137,7 @@ def _survey_steps(
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
         block = block_ptr + number * _FIELDS
         step = tl.load(step_ptr + k, is_in, other=1)
-        old = tl.load(_place_of(block, row, column, is_in, BITS), is_in, other=0) - step
+        old = tl.load(_place_of(block, row, column, is_in, 0, BITS), is_in, other=0) - step
         field = _field(block, old, is_in)
         symbol, _ = _bucket(_zigzag(step))
         run = tl.load(run_ptr + number, is_in, other=0).to(tl.int64)
@@ -171,40 +174,40 @@ def _survey_elements(
     tl.atomic_add(element_ptr + run * 256 + tl.arange(0, 256), found, found != 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["b_base", "base", "shift"])
 def _count_chunks(
-    block_ptr, owner_ptr, program_ptr, low_ptr, high_ptr, count_ptr, b_base, base, BITS: tl.constexpr, CHUNKS: tl.constexpr
+    block_ptr, low_ptr, high_ptr, count_ptr, b_base: tl.int64, base: tl.int64, shift: tl.int64, BITS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Count the elements of each class in chunks of one block."""
-    program = tl.program_id(0)
-    b = tl.load(owner_ptr + program).to(tl.int64)
-    block = block_ptr + b * _FIELDS
-    chunk = (program - tl.load(program_ptr + b - b_base)) * CHUNKS + tl.arange(0, CHUNKS).to(tl.int64)
-    chunks = tl.load(block + _CHUNK_COUNT)
+    """Count the elements of each class in chunks of a block; its programs take several each if there are many."""
+    block = block_ptr + (tl.program_id(0).to(tl.int64) + b_base) * _FIELDS
     here = block + tl.zeros((CHUNKS, 1), tl.int64)
-    field, element = _chunk_fields(here, chunk[:, None], (chunk < chunks)[:, None], BITS)
-    first = tl.load(block + _CLASS)
-    to = count_ptr + (tl.load(block + _COUNT) - base) + chunk
-    for c in range(tl.load(block + _CLASSES)):
-        is_of = element & (field >= tl.load(low_ptr + first + c)) & (field <= tl.load(high_ptr + first + c))
-        tl.store(to + c * chunks, tl.sum(is_of.to(tl.int32), axis=1), chunk < chunks)
-
-
-@triton.jit
-def _sum_chunks(block_ptr, owner_ptr, count_ptr, size_ptr, pair_base, count_base, CHUNKS: tl.constexpr):
-    """Turn the counts of a class of a block into those before each chunk, and write its size."""
-    pair = tl.program_id(0).to(tl.int64)
-    block = block_ptr + tl.load(owner_ptr + pair).to(tl.int64) * _FIELDS
     chunks = tl.load(block + _CHUNK_COUNT)
-    c = pair + pair_base - tl.load(block + _PAIR)
-    line = count_ptr + (tl.load(block + _COUNT) - count_base) + c * chunks
-    total = tl.load(size_ptr + pair + pair_base) * 0
-    for start in range(0, chunks, CHUNKS):
-        at = start + tl.arange(0, CHUNKS)
-        count = tl.load(line + at, at < chunks, other=0)
-        tl.store(line + at, (total + tl.cumsum(count, axis=0) - count).to(tl.int32), at < chunks)
-        total += tl.sum(count, axis=0)
-    tl.store(size_ptr + pair + pair_base, total)
+    first = tl.load(block + _CLASS)
+    to = count_ptr + (tl.load(block + _COUNT) - base)
+    for start in range(tl.program_id(1).to(tl.int64) * CHUNKS, chunks, tl.num_programs(1) * CHUNKS):
+        chunk = start + tl.arange(0, CHUNKS).to(tl.int64)
+        field, element = _chunk_fields(here, chunk[:, None], (chunk < chunks)[:, None], shift, BITS)
+        for c in range(tl.load(block + _CLASSES)):
+            is_of = element & (field >= tl.load(low_ptr + first + c)) & (field <= tl.load(high_ptr + first + c))
+            tl.store(to + c * chunks + chunk, tl.sum(is_of.to(tl.int32), axis=1), chunk < chunks)
+
+
+@triton.jit(do_not_specialize=["b_base", "base"])
+def _sum_chunks(block_ptr, count_ptr, size_ptr, b_base: tl.int64, base: tl.int64, CHUNKS: tl.constexpr):
+    """Turn the counts of a class of a block into those before each chunk, and write its size."""
+    block = block_ptr + (tl.program_id(0).to(tl.int64) + b_base) * _FIELDS
+    c = tl.program_id(1)
+    if c < tl.load(block + _CLASSES):
+        chunks = tl.load(block + _CHUNK_COUNT)
+        line = count_ptr + (tl.load(block + _COUNT) - base) + c * chunks
+        total = chunks * 0
+        for start in range(0, chunks, CHUNKS):
+            at = start + tl.arange(0, CHUNKS)
+            count = tl.load(line + at, at < chunks, other=0)
+            tl.store(line + at, (total + tl.cumsum(count, axis=0) - count).to(tl.int32), at < chunks)
+            total += tl.sum(count, axis=0)
+        tl.store(size_ptr + tl.load(block + _PAIR) + c, total)
 
 
 @triton.jit
@@ -223,10 +226,10 @@ def _first_classes(block_ptr, size_ptr, first_ptr, blocks, LANES: tl.constexpr):
     tl.store(first_ptr + b, first.to(tl.int32), there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k_base", "shift"])
 def _classify(
     band_ptr, begin_ptr, end_ptr, bound_ptr, block_ptr, class_ptr, at_ptr, step_ptr, number_ptr, place_ptr, to_class_ptr,
-    to_step_ptr, k_base, BITS: tl.constexpr, CHANGES: tl.constexpr,
+    to_step_ptr, k_base: tl.int64, shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """Write block, place in it, class and step of each change of bands."""
     g = tl.program_id(0).to(tl.int64)
@@ -238,7 +241,7 @@ def _classify(
         is_in = k < high
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
         block = block_ptr + number * _FIELDS
-        field = _field(block, tl.load(_place_of(block, row, column, is_in, BITS), is_in, other=0), is_in)
+        field = _field(block, tl.load(_place_of(block, row, column, is_in, shift, BITS), is_in, other=0), is_in)
         c = tl.load(class_ptr + tl.load(block + _GROUP, is_in, other=0) * 256 + field, is_in, other=0)
         place = row * tl.load(block + _COLUMNS, is_in, other=0) + column
         tl.store(number_ptr + to + k, number.to(tl.int32), is_in)
@@ -247,8 +250,10 @@ def _classify(
         tl.store(to_step_ptr + to + k, tl.load(step_ptr + k, is_in, other=0), is_in)
 
 
-@triton.jit
-def _undo(band_ptr, begin_ptr, end_ptr, block_ptr, at_ptr, step_ptr, BITS: tl.constexpr, CHANGES: tl.constexpr):
+@triton.jit(do_not_specialize=["shift"])
+def _undo(
+    band_ptr, begin_ptr, end_ptr, block_ptr, at_ptr, step_ptr, shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr
+):
     """Turn new bits of bands into old ones."""
     g = tl.program_id(0).to(tl.int64)
     high = tl.load(end_ptr + g)
@@ -257,15 +262,15 @@ def _undo(band_ptr, begin_ptr, end_ptr, block_ptr, at_ptr, step_ptr, BITS: tl.co
         is_in = k < high
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
         block = block_ptr + number * _FIELDS
-        place_ptr = _place_of(block, row, column, is_in, BITS)
+        place_ptr = _place_of(block, row, column, is_in, shift, BITS)
         new = tl.load(place_ptr, is_in, other=0)
         tl.store(place_ptr, new - tl.load(step_ptr + k, is_in, other=0), is_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base", "pair_base", "last", "shift"])
 def _rank(
-    block_ptr, low_ptr, high_ptr, count_ptr, pair_ptr, number_ptr, place_ptr, class_ptr, key_ptr, base, pair_base, last,
-    BITS: tl.constexpr, CHANGES: tl.constexpr,
+    block_ptr, low_ptr, high_ptr, count_ptr, pair_ptr, number_ptr, place_ptr, class_ptr, key_ptr, base: tl.int64,
+    pair_base: tl.int64, last: tl.int64, shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """Write where each change comes if elements are ordered by block, class and rank."""
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
@@ -280,14 +285,14 @@ def _rank(
     before = tl.load(block + _COUNT, is_in, other=0) - base + c * tl.load(block + _CHUNK_COUNT, is_in, other=0) + chunk
     first_key = tl.load(pair_ptr + tl.load(block + _PAIR, is_in, other=0) - pair_base + c, is_in, other=0)
     first_key += tl.load(count_ptr + before, is_in, other=0)
-    fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], BITS)
+    fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], shift, BITS)
     is_of = element & (fields >= low[:, None]) & (fields <= high[:, None])
     is_of = is_of & (tl.arange(0, _CHUNK)[None, :] < (place - chunk * _CHUNK).to(tl.int32)[:, None])
     tl.store(key_ptr + k, first_key + tl.sum(is_of.to(tl.int32), axis=1), is_in)
 
 
-@triton.jit
-def _mark(key_ptr, mark_ptr, first, last, size, CHANGES: tl.constexpr):
+@triton.jit(do_not_specialize=["first", "last", "size"])
+def _mark(key_ptr, mark_ptr, first: tl.int64, last: tl.int64, size: tl.int64, CHANGES: tl.constexpr):
     """Set the bits of keys that are at least `first` and less than that plus `size`."""
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
     key = tl.load(key_ptr + k, k < last, other=-1) - first
@@ -296,8 +301,8 @@ def _mark(key_ptr, mark_ptr, first, last, size, CHANGES: tl.constexpr):
     tl.atomic_or(mark_ptr + (key >> 5), bit, inside, sem="relaxed")
 
 
-@triton.jit
-def _count_marks(mark_ptr, count_ptr, words, WORDS: tl.constexpr):
+@triton.jit(do_not_specialize=["words"])
+def _count_marks(mark_ptr, count_ptr, words: tl.int64, WORDS: tl.constexpr):
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     marks = tl.load(mark_ptr + word, word < words, other=0).to(tl.uint32, bitcast=True)
     tl.store(count_ptr + word, _popcount(marks), word < words)
@@ -311,9 +316,10 @@ def _order(mark_ptr, end_ptr, key, inside):
     return tl.load(end_ptr + (key >> 5), inside, other=0).to(tl.int64) - _popcount(above)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last"])
 def _move_ranked(
-    key_ptr, mark_ptr, end_ptr, from_class_ptr, step_ptr, key_out_ptr, class_ptr, to_step_ptr, last, CHANGES: tl.constexpr
+    key_ptr, mark_ptr, end_ptr, from_class_ptr, step_ptr, key_out_ptr, class_ptr, to_step_ptr, last: tl.int64,
+    CHANGES: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
     is_in = k < last
@@ -324,9 +330,10 @@ def _move_ranked(
     tl.store(to_step_ptr + to, tl.load(step_ptr + k, is_in, other=0), is_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "size"])
 def _move_placed(
-    key_ptr, mark_ptr, end_ptr, step_ptr, at_ptr, to_step_ptr, first, last, size, AT: tl.constexpr, CHANGES: tl.constexpr
+    key_ptr, mark_ptr, end_ptr, step_ptr, at_ptr, to_step_ptr, first: tl.int64, last: tl.int64, size: tl.int64,
+    AT: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
     position = tl.load(key_ptr + k, k < last, other=-1)
@@ -337,10 +344,10 @@ def _move_placed(
     tl.store(to_step_ptr + to, tl.load(step_ptr + k, inside, other=0), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["b_base", "pair_base", "k_base"])
 def _gaps(
-    bound_ptr, block_ptr, class_ptr, key_ptr, place_ptr, size_ptr, level_ptr, ratio_ptr, first_ptr, gap_ptr, b_base,
-    pair_base, k_base, GAP: tl.constexpr, CHANGES: tl.constexpr,
+    bound_ptr, block_ptr, class_ptr, key_ptr, place_ptr, size_ptr, level_ptr, ratio_ptr, first_ptr, gap_ptr,
+    b_base: tl.int64, pair_base: tl.int64, k_base: tl.int64, GAP: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """Write the gap before each change of blocks whose changes are ordered by class and rank; `counts.gap_before`."""
     b = tl.program_id(0).to(tl.int64) + b_base
@@ -452,10 +459,10 @@ def _halve(word, nth, place, HALF: tl.constexpr):
     return tl.where(above, word >> HALF, word), tl.where(above, nth - below, nth), tl.where(above, place + HALF, place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base", "last", "shift"])
 def _places(
-    block_ptr, low_ptr, high_ptr, count_ptr, number_ptr, rank_ptr, class_ptr, key_ptr, base, last,
-    BITS: tl.constexpr, CHANGES: tl.constexpr,
+    block_ptr, low_ptr, high_ptr, count_ptr, number_ptr, rank_ptr, class_ptr, key_ptr, base: tl.int64, last: tl.int64,
+    shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """Write the position of each change."""
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
@@ -478,7 +485,7 @@ def _places(
     nth = rank - tl.load(line + chunk, is_in, other=0)
     low = tl.load(low_ptr + first + c, is_in, other=0)
     high = tl.load(high_ptr + first + c, is_in, other=0)
-    fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], BITS)
+    fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], shift, BITS)
     is_of = element & (fields >= low[:, None]) & (fields <= high[:, None])
     is_of = tl.reshape(is_of.to(tl.uint32), (CHANGES, _CHUNK // 32, 32))
     words = tl.sum(is_of << tl.arange(0, 32).to(tl.uint32)[None, None, :], axis=2)
@@ -533,17 +540,38 @@ class Changes:
 
     Attributes:
         bands: The bands of the blocks.
-        band_B: First block of each band, and the number of blocks; on the host.
         at_K: The low 32 bits of positions of the delta, int32.
         step_K: Its steps, unsigned.
         bits_N: The memory in which all the bits are.
     """
 
     bands: Bands
-    band_B: np.ndarray
     at_K: torch.Tensor
     step_K: torch.Tensor
     bits_N: torch.Tensor
+
+
+class Batch(NamedTuple):
+    """Blocks that are taken at once.
+
+    Attributes:
+        low, high: The first one, and the one behind the last.
+        band, band_end: The same of their bands.
+        chunks, classes: The most that a block has.
+        byte, byte_end: Address of the first element, and the one behind the last.
+        first, last: Position of the first element, and the one behind the last.
+    """
+
+    low: int
+    high: int
+    band: int
+    band_end: int
+    chunks: int
+    classes: int
+    byte: int
+    byte_end: int
+    first: int
+    last: int
 
 
 class Bits:
@@ -552,18 +580,31 @@ class Bits:
     Args:
         row_BF: Their table, int64[B, FIELDS], on the host; `divide` fills columns from `GROUP` on. Their memory has to stay
             as it is.
+        band_GF: The bands of the blocks, int64[G, BANDS], on the host.
         bound_B: First change of each, and the number of changes behind the last; int64[B + 1], on the host.
         width: Bytes of an element.
         device: Where everything is.
         changes: The changes, if the bits are new. Old ones are then made in a copy of the blocks that are taken at once.
+
+    Attributes:
+        batches: What `divide` cuts all blocks into.
+        shift: Bytes from the blocks' memory to where kernels read the bits of the batch that was counted last.
     """
 
     def __init__(
-        self, row_BF: np.ndarray, bound_B: np.ndarray, width: int, device: torch.device, changes: Changes | None = None
+        self,
+        row_BF: np.ndarray,
+        band_GF: np.ndarray,
+        bound_B: np.ndarray,
+        width: int,
+        device: torch.device,
+        changes: Changes | None = None,
     ) -> None:
         self.row_BF, self.bound_B, self.width, self.device, self.changes = row_BF, bound_B, width, device, changes
-        self.table_BF = torch.tensor(row_BF, device=device)
         self.bound = torch.from_numpy(bound_B).to(device)
+        self._band_GF, self._element_B = band_GF, row_BF[:, COLUMNS] * row_BF[:, ROWS]
+        self._old = torch.empty(0, dtype=torch.uint8, device=device)
+        self.shift = 0
 
     @property
     def count(self) -> int:
@@ -583,6 +624,7 @@ class Bits:
         assert self.changes is not None
         changes, bands = self.changes, self.changes.bands
         runs, symbols, device = run_R.size - 1, 32 * self.width, self.device
+        table_BF = torch.from_numpy(self.row_BF).to(device)
         sample_B = -(-self.row_BF[:, COLUMNS] // _SAMPLE) * self.row_BF[:, ROWS]
         before_B = np.cumsum(sample_B) - sample_B
         before_B -= np.repeat(before_B[run_R[:-1]], np.diff(run_R))
@@ -592,9 +634,9 @@ class Bits:
         step_RES = torch.zeros((runs, 256, symbols), dtype=torch.int32, device=device)
         bits = _UNSIGNED[self.width]
         with on(device):
-            _survey_elements[(self.count,)](self.table_BF, run_B, before, period, element_RE, bits, 32)
+            _survey_elements[(self.count,)](table_BF, run_B, before, period, element_RE, bits, 32)
             _survey_steps[(bands.count,)](
-                bands.row_GF, bands.begin_G, bands.end_G, self.table_BF, run_B, changes.at_K, changes.step_K, step_RES,
+                bands.row_GF, bands.begin_G, bands.end_G, table_BF, run_B, changes.at_K, changes.step_K, step_RES,
                 bits, symbols, _CHANGES,
             )  # fmt: skip
         return element_RE, step_RES
@@ -607,72 +649,70 @@ class Bits:
             class_G: Number of each group's first class, and the number of all.
             classes: The classes.
         """
-        row_BF = self.row_BF
-        row_BF[:, GROUP], row_BF[:, CLASS], row_BF[:, CLASSES] = group_B, class_G[group_B], np.diff(class_G)[group_B]
-        row_BF[:, CHUNKS] = -(-row_BF[:, COLUMNS] * row_BF[:, ROWS] // CHUNK)
-        for column, each_B in ((PAIR, row_BF[:, CLASSES]), (COUNT, row_BF[:, CLASSES] * row_BF[:, CHUNKS])):
-            row_BF[:, column] = np.cumsum(each_B) - each_B
-        self.table_BF.copy_(torch.from_numpy(row_BF))
+        row_BF, class_B = self.row_BF, np.diff(class_G)[group_B]
+        chunk_B = -(-self._element_B // CHUNK)
+        self.pair_B, self.count_B = _bounds(class_B), _bounds(class_B * chunk_B)
+        columns = group_B, class_G[group_B], class_B, self.pair_B[:-1], chunk_B, self.count_B[:-1]
+        row_BF[:, GROUP:] = np.stack(columns, axis=1)
+        self.table_BF = torch.from_numpy(row_BF).to(self.device)
         self.classes = classes
-        self.size_P = torch.zeros(int(row_BF[:, CLASSES].sum()), dtype=torch.int64, device=self.device)
+        self.size_P = torch.zeros(int(self.pair_B[-1]), dtype=torch.int64, device=self.device)
+        self.batches = self._batches(class_B, chunk_B)
 
-    def batches(self, edge_E: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Yield ranges of blocks that begin and end at these numbers of blocks, small enough for what is counted of them."""
-        count_B, element_B = (
-            np.append(0, np.cumsum(each))[edge_E]
-            for each in (self.row_BF[:, CLASSES] * self.row_BF[:, CHUNKS], self.row_BF[:, COLUMNS] * self.row_BF[:, ROWS])
-        )
+    def _batches(self, class_B: np.ndarray, chunk_B: np.ndarray) -> list[Batch]:
+        """Cut the blocks where bands begin, into batches of which what is counted is bounded."""
+        row_BF, band_GF = self.row_BF, self._band_GF
+        edge_E = np.append(band_GF[:, 5], self.count)
         most = MOST_ELEMENTS if self.changes is None else MOST_COPIED // self.width
-        limits = (count_B, MOST_COUNTS), (element_B, most), (self.bound_B[edge_E], MOST_CHANGES)
-        low = 0
-        while low < edge_E.size - 1:
-            fits = min(int(np.searchsorted(of_E, of_E[low] + most, side="right")) - 1 for of_E, most in limits)
-            high = max(fits, low + 1)
-            yield int(edge_E[low]), int(edge_E[high])
-            low = high
+        limits = (self.count_B, MOST_COUNTS), (_bounds(self._element_B), most), (self.bound_B, MOST_CHANGES)
+        limits_E = [(of_B[edge_E], most) for of_B, most in limits]
+        band_C = [0]
+        while band_C[-1] < len(band_GF):
+            low = band_C[-1]
+            fits = min(int(np.searchsorted(of_E, of_E[low] + most, side="right")) - 1 for of_E, most in limits_E)
+            band_C.append(max(fits, low + 1))
+        low_C, byte_B = edge_E[band_C[:-1]], row_BF[:, ADDRESS]
+        end_B = byte_B + ((row_BF[:, ROWS] - 1) * row_BF[:, STRIDE] + row_BF[:, COLUMNS]) * self.width
+        last_G = band_GF[:, 0] + np.maximum(band_GF[:, 1] * band_GF[:, 4], band_GF[:, 2])
+        columns = (
+            *(low_C, edge_E[band_C[1:]], band_C[:-1], band_C[1:]),
+            *(np.maximum.reduceat(chunk_B, low_C), np.maximum.reduceat(class_B, low_C)),
+            *(np.minimum.reduceat(byte_B, low_C), np.maximum.reduceat(end_B, low_C)),
+            *(band_GF[band_C[:-1], 0], last_G[np.array(band_C[1:]) - 1]),
+        )
+        return [Batch(*line) for line in np.stack(columns, axis=1).tolist()]
 
-    def counts(self, low: int, high: int) -> torch.Tensor:
-        """Count the elements of each class before each chunk of blocks from `low` on and below `high`; sets their sizes.
+    def counts(self, of: Batch) -> torch.Tensor:
+        """Count the elements of each class before each chunk of the blocks of a batch; sets their sizes.
 
-        From then on the old bits of these blocks are where the table says, until others are counted.
+        From then on kernels that get `shift` read the old bits of these blocks, until others are counted.
         """
         if self.changes is not None:
-            self._copy_old(self.changes, low, high)
-        row_BF, device = self.row_BF[low:high], self.device
-        last = row_BF[-1]
-        count = int(last[COUNT] + last[CLASSES] * last[CHUNKS] - row_BF[0, COUNT])
-        found = torch.empty(count, dtype=torch.int32, device=device)
-        program_B = -(-row_BF[:, CHUNKS] // _CHUNKS)
-        blocks = torch.arange(low, high, dtype=torch.int32, device=device)
-        first_B = torch.from_numpy(np.cumsum(program_B) - program_B).to(device)
-        programs, pairs = int(program_B.sum()), int(row_BF[:, CLASSES].sum())
-        owner = torch.repeat_interleave(blocks, torch.from_numpy(program_B).to(device), output_size=programs)
-        pair_owner = torch.repeat_interleave(blocks, self.table_BF[low:high, CLASSES], output_size=pairs)
-        with on(device):
-            _count_chunks[(programs,)](
-                self.table_BF, owner, first_B, self.classes.low_L, self.classes.high_L, found, low, int(row_BF[0, COUNT]),
-                _UNSIGNED[self.width], _CHUNKS,
-            )  # fmt: skip
-            _sum_chunks[(pairs,)](
-                self.table_BF, pair_owner, found, self.size_P, int(row_BF[0, PAIR]), int(row_BF[0, COUNT]), 1024
-            )  # fmt: skip
+            self._copy_old(self.changes, of)
+        blocks, base = of.high - of.low, int(self.count_B[of.low])
+        found = torch.empty(int(self.count_B[of.high]) - base, dtype=torch.int32, device=self.device)
+        low_L, high_L = self.classes.low_L, self.classes.high_L
+        with on(self.device):
+            _count_chunks[(blocks, min(-(-of.chunks // _CHUNKS), _MOST_PROGRAMS))](
+                self.table_BF, low_L, high_L, found, of.low, base, self.shift, _UNSIGNED[self.width], _CHUNKS
+            )
+            _sum_chunks[(blocks, of.classes)](self.table_BF, found, self.size_P, of.low, base, 1024)
         return found
 
-    def _copy_old(self, changes: Changes, low: int, high: int) -> None:
+    def _copy_old(self, changes: Changes, of: Batch) -> None:
         """Copy the bits of blocks, and undo their changes there."""
-        row_BF, bands = self.row_BF[low:high], changes.bands
-        first_B = row_BF[:, ADDRESS]
-        base = changes.bits_N.data_ptr()
-        begin = int(first_B.min()) - base
-        end = int((first_B + ((row_BF[:, ROWS] - 1) * row_BF[:, STRIDE] + row_BF[:, COLUMNS]) * self.width).max()) - base
-        self._old = changes.bits_N.view(torch.uint8)[begin:end].clone()
-        address = self.table_BF[low:high, ADDRESS]
-        address.copy_(torch.from_numpy(first_B + (self._old.data_ptr() - base - begin)))
-        band, band_end = (int(np.searchsorted(changes.band_B, edge)) for edge in (low, high))
+        bands, base = changes.bands, changes.bits_N.data_ptr()
+        size = of.byte_end - of.byte
+        if self._old.numel() < size:
+            del self._old  # before there is another one
+            most = max(each.byte_end - each.byte for each in self.batches)
+            self._old = torch.empty(most, dtype=torch.uint8, device=self.device)
+        self._old[:size].copy_(changes.bits_N.view(torch.uint8)[of.byte - base : of.byte_end - base])
+        self.shift = self._old.data_ptr() - of.byte
         with on(self.device):
-            _undo[(band_end - band,)](
-                bands.row_GF[band:], bands.begin_G[band:], bands.end_G[band:], self.table_BF, changes.at_K, changes.step_K,
-                _UNSIGNED[self.width], _CHANGES,
+            _undo[(of.band_end - of.band,)](
+                bands.row_GF[of.band :], bands.begin_G[of.band :], bands.end_G[of.band :], self.table_BF, changes.at_K,
+                changes.step_K, self.shift, _UNSIGNED[self.width], _CHANGES,
             )  # fmt: skip
 
     def first_classes(self) -> torch.Tensor:
@@ -714,12 +754,13 @@ class Bands:
 MOST_COUNTS, MOST_ELEMENTS, MOST_CHANGES = 1 << 24, 1 << 28, 1 << 22
 """Most counts, elements and changes of blocks that are taken at once, if a single band has not more."""
 
-MOST_COPIED = 1 << 27
+MOST_COPIED = 3 << 26
 """The same in bytes, where old bits are made in a copy."""
 
 
+@functools.cache
 def ratio(device: torch.device) -> torch.Tensor:
-    """Return `rans.RATIO` on a device."""
+    """Return `rans.RATIO` on a device, which stays there."""
     return torch.from_numpy(RATIO).to(device)
 
 
@@ -735,8 +776,7 @@ def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
         int32[B].
     """
     assert bits.changes is not None
-    bands, band_B = bits.changes.bands, bits.changes.band_B
-    at_K, step_K = bits.changes.at_K, bits.changes.step_K
+    bands, at_K, step_K = bits.changes.bands, bits.changes.at_K, bits.changes.step_K
     device, changed = at_K.device, int(bits.bound_B[-1])
     wide = gap_bits > 32
     gap_K = torch.empty(changed, dtype=torch.int64 if wide else torch.int32, device=device)
@@ -745,16 +785,17 @@ def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     first_B = torch.empty(bits.count, dtype=torch.int32, device=device)
     ratios, classes, width = ratio(device), bits.classes, _UNSIGNED[bits.width]
     gap = gap_K.view(torch.uint64 if wide else torch.uint32)
-    for low, high in bits.batches(band_B):
-        count_N = bits.counts(low, high)
+    element_B = _bounds(bits.row_BF[:, COLUMNS] * bits.row_BF[:, ROWS])
+    for batch in bits.batches:
+        low, high, band, band_end, *_ = batch
+        count_N = bits.counts(batch)
         begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
         if begin == end:
             continue
-        band, band_end = (int(np.searchsorted(band_B, edge)) for edge in (low, high))
-        pair, pair_end = int(bits.row_BF[low, PAIR]), int(bits.row_BF[high - 1, PAIR] + bits.row_BF[high - 1, CLASSES])
-        size_P = bits.size_P[pair:pair_end]
+        pair, base = int(bits.pair_B[low]), int(bits.count_B[low])
+        size_P = bits.size_P[pair : int(bits.pair_B[high])]
         place_P = torch.cumsum(size_P, 0) - size_P
-        elements = int((bits.row_BF[low:high, COLUMNS] * bits.row_BF[low:high, ROWS]).sum())
+        elements = int(element_B[high] - element_B[low])
         key_K, ordered_K = (torch.empty(end - begin, dtype=torch.int64, device=device) for _ in range(2))
         number_K, at_place_K = (torch.empty(end - begin, dtype=torch.int32, device=device) for _ in range(2))
         from_class_K = torch.empty(end - begin, dtype=torch.uint8, device=device)
@@ -762,11 +803,12 @@ def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
         with on(device):
             _classify[(band_end - band,)](
                 bands.row_GF[band:], bands.begin_G[band:], bands.end_G[band:], bands.bound_G[band:], bits.table_BF,
-                classes.class_GE, at_K, step_K, number_K, at_place_K, from_class_K, from_step_K, begin, width, _CHANGES,
+                classes.class_GE, at_K, step_K, number_K, at_place_K, from_class_K, from_step_K, begin, bits.shift, width,
+                _CHANGES,
             )  # fmt: skip
             _rank[(triton.cdiv(end - begin, _RANKED),)](
                 bits.table_BF, classes.low_L, classes.high_L, count_N, place_P, number_K, at_place_K, from_class_K, key_K,
-                int(bits.row_BF[low, COUNT]), pair, end - begin, width, _RANKED, num_warps=8,
+                base, pair, end - begin, bits.shift, width, _RANKED, num_warps=8,
             )  # fmt: skip
             marks, ends = _bitmap(key_K, 0, elements)
             _move_ranked[(triton.cdiv(end - begin, _MOVED),)](
@@ -800,17 +842,12 @@ class Ranked:
     good_B: torch.Tensor
 
 
-Span = tuple[int, int, int, int]
-"""Blocks that are taken at once: the first one, the one behind the last; the first position, the one behind the last."""
-
-
 def decode(
     bits: Bits,
     words: torch.Tensor,
     word_B: torch.Tensor,
     end_B: torch.Tensor,
     slot_TL: torch.Tensor,
-    spans: Sequence[Span],
 ) -> Ranked:
     """Decode the changes of blocks.
 
@@ -820,11 +857,10 @@ def decode(
         word_B: The first word of each block, int64.
         end_B: The one behind its last.
         slot_TL: The tables of all classes, as `gpu_coder.slots` returns them.
-        spans: All blocks, in order.
     """
     device, changed, width = bits.device, int(bits.bound_B[-1]), bits.width
-    for low, high, _, _ in spans:
-        bits.counts(low, high)
+    for batch in bits.batches:
+        bits.counts(batch)
     found = Ranked(
         torch.zeros(changed, dtype=torch.int32, device=device),
         torch.zeros(changed, dtype=torch.uint8, device=device),
@@ -841,43 +877,42 @@ def decode(
     return found
 
 
-def place(bits: Bits, found: Ranked, spans: Sequence[Span], at_K: torch.Tensor, step_K: torch.Tensor) -> None:
+def place(bits: Bits, found: Ranked, at_K: torch.Tensor, step_K: torch.Tensor) -> None:
     """Order changes by position.
 
     Args:
         bits: See `decode`; the old bits are what they were.
         found: The changes.
-        spans: All blocks, in order; positions ascend too.
         at_K: Gets positions, int32 or int64, the low 32 bits or all; mutated.
         step_K: Gets steps, unsigned; mutated.
     """
     at = tl.int32 if at_K.element_size() == 4 else tl.int64
-    for low, high, first, last in spans:
+    number_B = torch.arange(bits.count, dtype=torch.int32, device=at_K.device)
+    change_B = torch.diff(bits.bound)
+    for batch in bits.batches:
+        low, high = batch.low, batch.high
         begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
         if begin == end:
             continue
-        count_N = bits.counts(low, high)
+        count_N = bits.counts(batch)
         key_K = torch.empty(end - begin, dtype=torch.int64, device=at_K.device)
-        blocks = torch.arange(low, high, dtype=torch.int32, device=at_K.device)
-        number_K = torch.repeat_interleave(
-            blocks, bits.bound[low + 1 : high + 1] - bits.bound[low:high], output_size=end - begin
-        )
+        number_K = torch.repeat_interleave(number_B[low:high], change_B[low:high], output_size=end - begin)
         with on(at_K.device):
             _places[(triton.cdiv(end - begin, _RANKED),)](
                 bits.table_BF, bits.classes.low_L, bits.classes.high_L, count_N, number_K, found.rank_K[begin:end],
-                found.class_K[begin:end], key_K, int(bits.row_BF[low, COUNT]), end - begin, _UNSIGNED[bits.width],
-                _RANKED, num_warps=8,
+                found.class_K[begin:end], key_K, int(bits.count_B[low]), end - begin, bits.shift,
+                _UNSIGNED[bits.width], _RANKED, num_warps=8,
             )  # fmt: skip
         done = begin
-        for start in range(first, last, MOST_ELEMENTS):  # more than one only where a single band is larger
-            size = min(MOST_ELEMENTS, last - start)
+        for start in range(batch.first, batch.last, MOST_ELEMENTS):  # more than one only where a single band is larger
+            size = min(MOST_ELEMENTS, batch.last - start)
             marks, ends = _bitmap(key_K, start, size)
             with on(at_K.device):
                 _move_placed[(triton.cdiv(end - begin, _MOVED),)](
                     key_K, marks, ends, found.step_K[begin:end], at_K[done:end], step_K[done:end], start, end - begin, size,
                     at, _MOVED,
                 )  # fmt: skip
-            if start + size < last:
+            if start + size < batch.last:
                 done += int(ends[-1])
 
 
@@ -891,3 +926,7 @@ def _bitmap(key_K: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, t
         _count_marks[(triton.cdiv(words, _MARKS),)](marks, ends, words, _MARKS)
         torch.cumsum(ends, 0, dtype=torch.int32, out=ends)
     return marks, ends
+
+
+def _bounds(count_B: np.ndarray) -> np.ndarray:
+    return np.append(0, np.cumsum(count_B, dtype=np.int64))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -301,8 +301,9 @@ class _Anywhere:
     def allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
-    def send(self, host: np.ndarray, to: torch.Tensor) -> None:
-        to.copy_(torch.from_numpy(host))
+    def send(self, pairs: Iterable[tuple[np.ndarray, torch.Tensor]]) -> None:
+        for host, to in pairs:
+            to.copy_(torch.from_numpy(host))
 
 
 @functools.cache

@@ -563,27 +563,35 @@ def regroup(
     return to_at_K, to_step_K, count_B
 
 
-def class_bits(element_E: np.ndarray, step_ES: np.ndarray, costs: Costs) -> float:
-    """Estimate the bits of the changes of a run of blocks, if each value of the field is a class; arguments as `fit`."""
-    if (native := extension()) is None:
-        return reference.class_bits(element_E, step_ES, costs)
-    bits: float = native.class_bits(element_E, np.ascontiguousarray(step_ES), np.array(costs))
-    return bits
-
-
-def fit(element_E: np.ndarray, step_ES: np.ndarray, costs: Costs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the classes in which the changes of a group take the fewest bits: first and last values, and levels.
+def groups(
+    bound_P: np.ndarray, element_RE: np.ndarray, value_V: np.ndarray, step_RVS: np.ndarray, costs: Costs
+) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Join runs of blocks as long as common classes take no more bits, and fit classes to each group.
 
     Args:
-        element_E: Elements with each value of the field; estimates, float64[256].
-        step_ES: Symbols of the steps of changed elements, by the value, int64.
+        bound_P: First run of each payload, and the number of runs; a group ends where a payload does.
+        element_RE: Elements with each value of the field; estimates, float64[R, 256].
+        value_V: The values of the field with changes, ascending.
+        step_RVS: Symbols of the steps of changed elements, by these values, uint32[R, V, S].
         costs: Costs of a class.
+
+    Returns:
+        The first run of each group, and the classes in which its changes take the fewest bits: first, last values, levels.
     """
-    first_C, last_C, mean_C = np.full(256, -1), np.full(256, -1), np.ones(256)  # elements for each change
+    runs = len(element_RE)
+    begins_R, first_RE, last_RE = (
+        np.zeros(runs, np.uint8),
+        np.full((runs, 256), -1, np.int16),
+        np.empty((runs, 256), np.int16),
+    )
+    mean_RE = np.ones((runs, 256))  # elements for each change
+    given = bound_P, np.ascontiguousarray(element_RE), value_V, np.ascontiguousarray(step_RVS)
     if (native := extension()) is None:
-        reference.fit(element_E, step_ES, costs, first_C, last_C, mean_C)
+        reference.groups(*given, costs, begins_R, first_RE, last_RE, mean_RE)
     else:
-        native.fit(element_E, np.ascontiguousarray(step_ES), np.array(costs), first_C, last_C, mean_C)
-    level_C = np.rint(8 * np.log2(mean_C)).astype(np.int64).clip(0, LEVELS)
-    is_class = first_C >= 0
-    return first_C[is_class], last_C[is_class], level_C[is_class]
+        work = threads(step_RVS.size)
+        native.groups(work, *given, np.array(costs), begins_R, first_RE, last_RE, mean_RE)
+    first_G = np.flatnonzero(begins_R)
+    level_GE = np.rint(8 * np.log2(mean_RE[first_G])).astype(np.int64).clip(0, LEVELS)
+    found = zip(first_RE[first_G].astype(np.int64), last_RE[first_G].astype(np.int64), level_GE, strict=True)
+    return first_G, [(first[first >= 0], last[first >= 0], level[first >= 0]) for first, last, level in found]

@@ -546,24 +546,56 @@ def regroup(
             count_B[tile : tile + across] = np.bincount(key_K, minlength=across)
 
 
-def class_bits(element_E: np.ndarray, step_ES: np.ndarray, costs: Costs) -> float:
-    """See `native.class_bits`."""
-    used_E = np.flatnonzero(step_ES.any(axis=1))
-    return float(_class_bits(element_E[used_E], step_ES[used_E], costs).sum())
+def groups(
+    bound_P: np.ndarray,
+    element_RE: np.ndarray,
+    value_V: np.ndarray,
+    step_RVS: np.ndarray,
+    costs: Costs,
+    begins_R: np.ndarray,
+    first_RE: np.ndarray,
+    last_RE: np.ndarray,
+    mean_RE: np.ndarray,
+) -> None:
+    """See `native.groups`; writes whether a run begins a group, and in the line of that run its classes."""
+    for low, high in itertools.pairwise(bound_P.tolist()):
+        first, group, last_bits = low, (np.empty(0), np.empty(0)), 0.0
+        for r in range(low, high):
+            run = element_RE[r], step_RVS[r].astype(np.int64)
+            bits = _run_bits(value_V, *run, costs)
+            if r > low:
+                both = group[0] + run[0], group[1] + run[1]
+                joined = _run_bits(value_V, *both, costs)
+                if joined <= last_bits + bits:
+                    group, last_bits = both, joined
+                    continue
+                _fit(value_V, *group, costs, first_RE[first], last_RE[first], mean_RE[first])
+            first, group, last_bits, begins_R[r] = r, run, bits, 1
+        if low < high:
+            _fit(value_V, *group, costs, first_RE[first], last_RE[first], mean_RE[first])
 
 
-def fit(
+def _run_bits(value_V: np.ndarray, element_E: np.ndarray, step_VS: np.ndarray, costs: Costs) -> float:
+    """Estimate the bits of the changes of a run of blocks, if each value of the field is a class."""
+    used = step_VS.any(axis=1)
+    return float(_class_bits(element_E[value_V[used]], step_VS[used], costs).sum())
+
+
+def _fit(
+    value_V: np.ndarray,
     element_E: np.ndarray,
-    step_ES: np.ndarray,
+    step_VS: np.ndarray,
     costs: Costs,
     first_C: np.ndarray,
     last_C: np.ndarray,
     mean_C: np.ndarray,
 ) -> None:
-    """See `native.fit`; writes first and last values, -1 for no class, and elements for each change."""
-    below_E = np.append(0.0, np.cumsum(np.maximum(element_E, step_ES.sum(axis=1))))
-    first = np.flatnonzero(step_ES.any(axis=1))
-    last, step_CS = first.copy(), step_ES[first].astype(np.int64)
+    """Write the classes of a group: first and last values, and elements for each change."""
+    changed_E = np.zeros(256, np.int64)
+    changed_E[value_V] = step_VS.sum(axis=1)
+    below_E = np.append(0.0, np.cumsum(np.maximum(element_E, changed_E)))
+    first, step_CS = value_V[step_VS.any(axis=1)], step_VS[step_VS.any(axis=1)]
+    last = first.copy()
     bits_C = _class_bits(element_E[first], step_CS, costs)
     while first.size > 1:
         joined = _class_bits(below_E[last[1:] + 1] - below_E[first[:-1]], step_CS[:-1] + step_CS[1:], costs)

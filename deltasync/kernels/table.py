@@ -10,7 +10,7 @@ S lines, R rows, K changes, V values to write. A row is the work of one program:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -106,8 +106,8 @@ class Room(Protocol):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Allocate bytes on the device."""
 
-    def send(self, host: np.ndarray, to: torch.Tensor) -> None:
-        """Copy an array to the device, on the current stream; integers keep their lower bits. `host` may be dropped."""
+    def send(self, pairs: Iterable[tuple[np.ndarray, torch.Tensor]]) -> None:
+        """Copy arrays to the device, on the current stream; integers keep their lower bits. The arrays may be dropped."""
 
 
 class Table:
@@ -148,7 +148,7 @@ class Table:
         """Return copies on the device of host arrays of int64."""
         host = np.concatenate([array.reshape(-1) for array in arrays])
         to = self.empty((host.shape, torch.int64))[0]
-        self._room.send(host, to)
+        self._room.send([(host, to)])
         end_A = np.cumsum([array.size for array in arrays]).tolist()
         return [to[end - array.size : end].view(array.shape) for end, array in zip(end_A, arrays, strict=True)]
 
@@ -163,8 +163,7 @@ class Table:
     def crossed(self, *arrays: tuple[np.ndarray, torch.dtype]) -> list[torch.Tensor]:
         """Return copies on the device of host arrays of integers, which keep the lower bits that these dtypes have."""
         found = self.empty(*((array.shape, dtype) for array, dtype in arrays))
-        for (array, _), to in zip(arrays, found, strict=True):
-            self._room.send(array, to)
+        self._room.send((array, to) for (array, _), to in zip(arrays, found, strict=True))
         return found
 
     def bounds(self, below_L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from deltasync.live import derived, plan, proof
+from deltasync.live.devices import Device, accelerator
 from deltasync.live.memory import LiveMemory
 from deltasync.live.segments import Prints, Segment, Union, assemble, model_fingerprint
 from deltasync.live.staging import Staged
 
 __all__ = [
+    "Device",
     "LiveMemory",
     "Prints",
     "Segment",
     "Staged",
     "Union",
+    "accelerator",
     "assemble",
     "derived",
     "model_fingerprint",

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import mmap
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
 import numpy as np
@@ -148,34 +149,37 @@ class Device:
         weakref.finalize(chunk, self._chunks.append, memory).atexit = False
         return chunk
 
-    def send(self, host: np.ndarray, to: torch.Tensor) -> None:
-        """Copy an array of integers to the device, on the current stream. `host` may be dropped after return.
+    def send(self, pairs: Iterable[tuple[np.ndarray, torch.Tensor]]) -> None:
+        """Copy arrays of integers to the device, on the current stream. The arrays may be dropped after return.
 
-        `to` has as many elements, contiguous, of the same or a smaller width: they keep their lower bits. They go through
-        pinned rooms that stay, filled by several threads, in pieces, so that the engine's copies do not wait for all.
+        Each tensor has as many elements as its array, contiguous, of the same or a smaller width: they keep their lower
+        bits. They go through pinned rooms that stay, filled by several threads, in pieces, so that the engine's copies do
+        not wait for all.
         """
-        width = to.element_size()
-        host_N = host.reshape(-1)
         if not self._is_cuda:
-            to.view(-1).copy_(torch.from_numpy(host_N.astype(f"i{width}")))
+            for host, to in pairs:
+                to.view(-1).copy_(torch.from_numpy(host.reshape(-1).astype(f"i{to.element_size()}")))
             return
-        to_N, size = to.view(-1), _SENT_BYTES // width
         with self._lock:
-            ready: deque[tuple[int, int, Future[None]]] = deque()
-            for number, first in enumerate(range(0, host_N.size, size)):
-                if len(ready) == _ROOMS:
-                    self._arrive(to_N, *ready.popleft())
-                room, done = self._rooms[number % _ROOMS]
-                piece = host_N[first : first + size]
-                ready.append((number % _ROOMS, first, copiers().submit(_fill, done, room, piece, f"i{width}")))
+            ready: deque[tuple[int, torch.Tensor, Future[None]]] = deque()
+            rooms = itertools.cycle(range(_ROOMS))
+            for host, to in pairs:
+                width = to.element_size()
+                size = _SENT_BYTES // width
+                parts = to.view(-1).split(size)  # type: ignore[no-untyped-call]
+                for piece, to_N in zip(_cut(host.reshape(-1), size), parts, strict=False):
+                    if len(ready) == _ROOMS:
+                        self._arrive(*ready.popleft())
+                    number = next(rooms)
+                    room, done = self._rooms[number]
+                    ready.append((number, to_N, copiers().submit(_fill, done, room, piece, f"i{width}")))
             while ready:
-                self._arrive(to_N, *ready.popleft())
+                self._arrive(*ready.popleft())
 
-    def _arrive(self, to_N: torch.Tensor, number: int, first: int, filled: Future[None]) -> None:
+    def _arrive(self, number: int, to_N: torch.Tensor, filled: Future[None]) -> None:
         filled.result()
         room, done = self._rooms[number]
-        piece = to_N[first : first + _SENT_BYTES // to_N.element_size()]
-        piece.copy_(room[: piece.nbytes].view(piece.dtype), non_blocking=True)
+        to_N.copy_(room[: to_N.nbytes].view(to_N.dtype), non_blocking=True)
         done.record()
 
     @functools.cached_property
@@ -215,12 +219,13 @@ class Device:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-_device = functools.cache(Device)
+accelerator = functools.cache(Device)
+"""Returns the accelerator of a `torch.device`, made once."""
 
 
 def device_of(live: torch.Tensor) -> Device | None:
     """Return the accelerator that holds this live memory; None for the host."""
-    return None if live.device.type == "cpu" else _device(live.device)
+    return None if live.device.type == "cpu" else accelerator(live.device)
 
 
 @functools.cache
@@ -233,6 +238,11 @@ def each(actions: list[Callable[[], None]]) -> None:
     """Run actions in those threads, and wait for all of them. Raises what one of them raised."""
     for future in [copiers().submit(action) for action in actions]:
         future.result()
+
+
+def _cut(host_N: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Yield consecutive parts of an array, of at most so many elements."""
+    return (host_N[first : first + size] for first in range(0, host_N.size, size))
 
 
 def _fill(done: torch.cuda.Event, room: torch.Tensor, piece: np.ndarray, to: str) -> None:

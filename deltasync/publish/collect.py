@@ -12,7 +12,6 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from deltasync.channel import anchors
-from deltasync.channel.documents import COMPRESSED
 from deltasync.config import PublisherSettings
 from deltasync.publish.shadow import Shadow, Snapshot
 from deltasync.ranks.peers import Peers, Range
@@ -33,11 +32,6 @@ class Weights(NamedTuple):
         """Return the weights that a shadow with the whole model holds now; it may advance meanwhile."""
         snapshot = shadow.snapshot()
         return cls(_files(shadow.specs, snapshot.take, settings), snapshot.close, snapshot)
-
-
-def requires_of(settings: PublisherSettings) -> list[str]:
-    """Return the features that a reader of weights written with these settings needs."""
-    return [] if settings.anchor_compression == "none" else [COMPRESSED]
 
 
 def collect_weights(
@@ -120,5 +114,4 @@ def _read(path: Path) -> memoryview:
 def _files(
     specs: Mapping[str, TensorSpec], take: anchors.Take, settings: PublisherSettings, room: anchors.Room | None = None
 ) -> Files:
-    compression = None if settings.anchor_compression == "none" else settings.anchor_compression
-    return anchors.taken_files(specs, take, settings.shard_bytes, compression, room)
+    return anchors.taken_files(specs, take, settings.shard_bytes, room)

@@ -12,6 +12,7 @@ from deltasync import codec
 from deltasync.codec.base import Encoded
 from deltasync.codec.device import Decoder, Encoder, Piece, Places, split
 from deltasync.errors import CorruptDataError
+from deltasync.live import accelerator
 from deltasync.tensors.device import DeviceDelta
 
 
@@ -28,7 +29,8 @@ class DeviceCoder:
     def __init__(self, delta: DeviceDelta) -> None:
         self.layout = delta.layout
         self._device = next(iter(delta.bits.values())).bits_N.device
-        self._encoder, self._decoder = Encoder(self.layout), Decoder(self.layout, self._device)
+        self._encoder = Encoder(self.layout)
+        self._decoder = Decoder(self.layout, self._device, accelerator(self._device).send, self._encoder.tilings)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no annotation

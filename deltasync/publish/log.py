@@ -231,16 +231,15 @@ class Log:
         self.published.pop(self.tip.version - _MOST_PUBLISHED, None)
         self._follow_with_head()
 
-    def announce(self, version: VersionId, fingerprint: str, anchor: Anchor, requires: list[str]) -> StoredRecord:
+    def announce(self, version: VersionId, fingerprint: str, anchor: Anchor) -> StoredRecord:
         """Announce an anchor of a stored version of any epoch. The anchor's files are stored.
 
-        If this gets no answer, the next call for it puts the same bytes again. `requires` are the features that a reader of
-        the anchor needs.
+        If this gets no answer, the next call for it puts the same bytes again.
 
         Raises:
             FencedError, StoreError, ConfigError, CorruptDataError: as `append`.
         """
-        stored = self.compaction(version, fingerprint, None, anchor=anchor, requires=requires)
+        stored = self.compaction(version, fingerprint, None, anchor=anchor)
         with self._lock:
             self._anchor = max(self._anchor or (0, ""), (version.version, stored.key))
         self._follow_with_head()

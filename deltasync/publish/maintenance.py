@@ -137,10 +137,10 @@ class Maintenance:
             model_files.append(files.pop())
         return Anchor(directory=folder, files=files, model_files=model_files)
 
-    def announce(self, stored: StoredRecord, weights: Weights, requires: list[str], sample: Sample) -> None:
+    def announce(self, stored: StoredRecord, weights: Weights, sample: Sample) -> None:
         """Store the weights of a version, which `sample` is of, as an anchor and announce it. Returns at once."""
         self.storing, paid, self.affords = True, self.affords, False
-        self._workers.submit(self._announce, stored, weights, requires, sample, self.chain.bytes, paid)
+        self._workers.submit(self._announce, stored, weights, sample, self.chain.bytes, paid)
 
     def compact(self, stored: StoredRecord, folder: str, target: compaction.Target, serial: int) -> None:
         """Store a compaction from the chain's base to a version, with parts in a folder; returns at once.
@@ -175,7 +175,6 @@ class Maintenance:
         self,
         stored: StoredRecord,
         weights: Weights,
-        requires: list[str],
         sample: Sample,
         before_bytes: int,
         paid: bool,
@@ -183,7 +182,7 @@ class Maintenance:
         version, digest = stored.version, str(stored.record.fingerprint)
 
         def announce() -> None:
-            announced = self._log.announce(version, digest, self.store(weights, version.version), requires)
+            announced = self._log.announce(version, digest, self.store(weights, version.version))
             self.chain.begin(announced, sample, self.chain.bytes - before_bytes, paid=paid)
 
         self.failed = not self._guarded(announce)

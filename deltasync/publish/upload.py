@@ -22,7 +22,7 @@ from deltasync.errors import (
     PublishPendingError,
     get_logger,
 )
-from deltasync.publish.collect import Weights, requires_of
+from deltasync.publish.collect import Weights
 from deltasync.publish.compaction import Target
 from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.job import Job, without_frames
@@ -299,14 +299,14 @@ class Uploader:
             maintenance.compact(stored, folder, target, job.serial)
         elif job.weights is not None and sample is not None:
             weights, job.weights = job.weights, None
-            maintenance.announce(stored, weights, requires_of(self.settings), sample)
+            maintenance.announce(stored, weights, sample)
         return stored
 
     def _store_full(self, job: Job) -> StoredRecord:
         """Store the weight files, unless it is a reference, then the record. Raises as `_store_delta`."""
         log, requires = self._log, [documents.REFERENCE]
         if job.reference is None:
-            requires = requires_of(self.settings)
+            requires = []
             job.weights = job.weights or Weights.of(job.shadow, self.settings)
         sample = Sample(job.shadow)
         job.released.set()

@@ -46,7 +46,6 @@ _VALUES: list[Any] = [
     "0" * 16,
     "0" * 64,
     "reference",
-    "zstd",
     "delta",
     "anchor",
     "seal",

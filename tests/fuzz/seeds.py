@@ -61,8 +61,7 @@ def payloads(name: str) -> Iterator[bytes]:
 def weight_files() -> Iterator[bytes]:
     tensors = weights(0)
     digests = {name: reference.fingerprint(fingerprint.tensor_key(name), bits_of(t)) for name, t in tensors.items()}
-    for compression in (None, documents.COMPRESSED):
-        yield from (data for _, data in anchors.weight_files(tensors, digests, 1 << 30, compression))
+    yield from (data for _, data in anchors.weight_files(tensors, digests, 1 << 30))
 
 
 def made(codec_name: str) -> Made:

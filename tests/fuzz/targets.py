@@ -203,7 +203,7 @@ def _wanted(name: str) -> list[Region]:
 
 
 def anchors(data: bytes) -> None:
-    """A weight file, compressed or not, by itself and as a channel's first anchor."""
+    """A weight file, by itself and as a channel's first anchor."""
     with contextlib.suppress(DeltaSyncError):
         for name, bits_N, _ in weight_files.read_weights(data, SPECS):
             assert (bits_N.size, bits_N.dtype) == (SPECS[name].element_count, SPECS[name].bits_dtype)

@@ -247,6 +247,21 @@ def test_released_weights_are_left_alone_and_audited_before_the_next_token(serve
     assert versions(generate(server)) == [(version, 0, 12)]
 
 
+def test_a_request_is_made_by_the_version_that_it_demands(server: Server) -> None:
+    live = server.status()["version"]
+    assert {version for version, _, _ in versions(generate(server, **{"x-deltasync-version": str(live)}))} == {live}
+    for stream in (False, True):
+        body = {"input_ids": PROMPT, "stream": stream, "x-deltasync-version": live + 5, "x-deltasync-timeout": 0.2}
+        code, text = refused(server, "/generate", body)
+        assert code == 409 and f"this server serves version {live}" in text
+    server.step()
+    newest = server.publish()
+    (found,) = {version for version, _, _ in versions(generate(server, **{"x-deltasync-version": ">=latest"}))}
+    assert found == newest
+    code, _ = refused(server, "/generate", {"input_ids": PROMPT, "x-deltasync-version": live})
+    assert code == 409
+
+
 def test_requests_past_the_routes_are_refused(server: Server) -> None:
     for question in (None, {}, {"id": "1"}, {"id": 1, "timeout_s": 1.0}, {"id": "1", "timeout_s": 1.0, "token": "guessed"}):
         assert refused(server, "/set_internal_state", {"server_args": {"deltasync": question}})[0] == 400

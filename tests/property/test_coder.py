@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltasync.codec import classes as codec_classes
 from deltasync.codec import tables
 from deltasync.errors import CorruptDataError
 from deltasync.kernels import native, rans, reference
@@ -86,3 +87,26 @@ def test_every_instruction_set_and_numpy_give_the_same_bytes(monkeypatch: pytest
     monkeypatch.undo()
     native.extension.cache_clear()
     assert len(set(found.values())) == 1, {level: len(data) for level, data in found.items()}
+
+
+@pytest.mark.parametrize("runs", [0, 1, 40])
+def test_groups_of_many_payloads_are_the_references(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of two kinds, which do not share tables, and some without a change; a group ends where a payload does."""
+    random = np.random.default_rng(runs)
+    value_V = np.array([0, 3, 100, 101, 102, 110, 255])
+    rate_KVS = random.random((2, value_V.size, 9)) * np.array([1, 200])[:, None, None] * (random.random((2, 7, 9)) < 0.6)
+    step_RVS = random.poisson(rate_KVS[random.integers(0, 2, runs)]).astype(np.uint32)
+    step_RVS[random.random(runs) < 0.1] = 0
+    element_RE = random.random((runs, 256)) * 5000
+    bound_P = np.unique([0, *random.integers(0, runs + 1, 3), runs])
+    found = {}
+    for level in LEVELS:
+        monkeypatch.setenv("DELTASYNC_SIMD", level)
+        native.extension.cache_clear()
+        first_G, classes = native.groups(bound_P, element_RE, value_V, step_RVS, codec_classes.COSTS)
+        found[level] = first_G.tolist(), [[each.tolist() for each in of] for of in classes]
+        assert {*bound_P[:-1]} <= {*first_G}
+    monkeypatch.undo()
+    native.extension.cache_clear()
+    assert all(each == found["none"] for each in found.values())
+    assert runs < 40 or 4 < len(found["none"][0]) < runs

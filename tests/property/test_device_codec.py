@@ -18,6 +18,7 @@ from deltasync import Publisher, Replica, codec, kernels, open_store
 from deltasync.codec import tiled, tiles, vector
 from deltasync.codec.base import Encoded, Payload
 from deltasync.errors import CorruptDataError
+from deltasync.live import accelerator
 from deltasync.publish import encode
 from deltasync.tensors import Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
@@ -151,6 +152,38 @@ def test_all_few_and_tiny(name: str, fraction: float, shapes: list[tuple[int, ..
     DeviceCoder(there).prove(name, there, made.digests, 8, found)
 
 
+QWEN3 = [(160, 1024), (1024,), (32, 1024), (128,), (32, 3072), (1024,)]
+"""A Qwen3-0.6B: embedding (151,936 rows), norms, projections, with as many tiles, of as many columns, but fewer rows."""
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 by 16 tiles of 64 columns, so that chunks have two rows; 8 by 8 of 128 and 384; vectors by gaps between them."""
+    monkeypatch.setattr(vector, "BLOCK", 1 << 12)
+    monkeypatch.setattr(tiled, "GROUP_CHANGED", 600)
+    for constant, value in {"TILE": 1 << 9, "SMALL": 4 << 9, "LEAST": 1 << 8, "FEW": 3}.items():
+        monkeypatch.setattr(tiles, constant, value)
+    from deltasync.kernels import gpu_classes
+
+    monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 1200)
+    monkeypatch.setattr(gpu_classes, "MOST_COPIED", 1 << 18)
+    monkeypatch.setattr(on_device, "MOST_CHANGED", 2500)
+    made = case(0.012, {"bfloat16": QWEN3}, seed=11)
+    found, there = _written(made, name, 1200)
+    assert found == [each.to_bytes() for each in made.encoded(name, 1200)]
+    assert len(found) >= 3
+    if name == "context":
+        cuts = [tiles.worth(spec, 0, spec.element_count, 10**6, vector.BLOCK) for spec in made.layout.specs.values()]
+        assert [0 if cut is None else cut.count for cut in cuts] == [256, 0, 64, 0, 64, 0]
+    DeviceCoder(there).prove(name, there, made.digests, 8, found)
+    before = made.there(are_new=False)
+    places = {2: on_device.Places.of(made.layout.vectors[2], before.bits[2])}
+    opened = [codec.open_payload(data) for data in found]
+    steps = _decoder(made).decode(opened, places)[2]
+    assert torch.equal(steps.low_K, there.steps[2].low_K)
+    assert torch.equal(steps.step_K.view(torch.int16), there.steps[2].step_K)
+
+
 @pytest.mark.parametrize("name", CODECS)
 def test_words_of_a_stranger_end_where_the_host_ends(name: str) -> None:
     made = case(0.2, {"bfloat16": [(10, 9)]}, seed=5)
@@ -185,9 +218,14 @@ def test_a_publisher_whose_shadow_is_there_encodes_and_proves_there(name: str, m
         np.testing.assert_array_equal(bits_of(tensor), made.new[of])
 
 
+def _decoder(made: Case) -> on_device.Decoder:
+    device = accelerator(torch.device(DEVICE, *[0] * (DEVICE == "cuda")))
+    return on_device.Decoder(made.layout, device.device, device.send)
+
+
 def _read(made: Case, payload: Payload, places: dict[int, on_device.Places]) -> object:
     try:
-        found = on_device.Decoder(made.layout, torch.device(DEVICE)).decode([payload], places)[2]
+        found = _decoder(made).decode([payload], places)[2]
     except CorruptDataError:
         return None
     return found.low_K.tolist(), found.step_K.cpu().view(torch.int16).tolist()

@@ -124,9 +124,10 @@ def test_codecs(target: str, widths: tuple[int, ...]) -> None:
             bits_N = zeros(4000, dtype=torch.int64)
             row_BF[:] = bits_N.data_ptr(), 7, 20, 100, 0, 20, *[0] * (gpu_classes.FIELDS - 6)
             bands = Bands(zeros(2, 6, dtype=torch.int64), *(zeros(2, dtype=torch.int64) for _ in range(3)))
-            changes = Changes(bands, np.array([0, 3, 5]), numbers.gap_K, numbers.step_K, bits_N)
+            band_GF = np.array([[0, 20, 7, 3, 100, 0], [5000, 20, 7, 2, 100, 3]])
+            changes = Changes(bands, numbers.gap_K, numbers.step_K, bits_N)
             bands.tally(numbers.gap_K, 5)
-            bits = Bits(row_BF, np.arange(6, dtype=np.int64) * 8, width, device, changes)
+            bits = Bits(row_BF, band_GF, np.arange(6, dtype=np.int64) * 8, width, device, changes)
             bits.survey(np.array([0, 3, 5]), np.array([3, 5]))
             classes = Classes.of([(np.array([1, 9]), np.array([8, 200]), np.array([9, 4]))], device)
             bits.divide(np.zeros(5, np.int64), np.array([0, 2]), classes)
@@ -135,10 +136,9 @@ def test_codecs(target: str, widths: tuple[int, ...]) -> None:
                 streams = Streams(bits.bound, long_S, int_S, first_B)
                 gpu_coder.count_classes(streams, Numbers(gap_K, step_K, class_K), 4)
                 gpu_coder.encode(streams, Numbers(gap_K, step_K, class_K), fitted, gap_bits)
-            spans = [(0, 3, 0, 5000), (3, 5, 5000, 9000)]
-            ranked = gpu_classes.decode(bits, words, long_S, long_S, slots, spans)
+            ranked = gpu_classes.decode(bits, words, long_S, long_S, slots)
             for kind in kinds:
-                gpu_classes.place(bits, ranked, spans, zeros(40, dtype=kind), zeros(40, dtype=unsigned))
+                gpu_classes.place(bits, ranked, zeros(40, dtype=kind), zeros(40, dtype=unsigned))
     _check(found)
     assert {kernel.name for kernel in found} == {"_" + name for name in _LAUNCHED.split()}
 

@@ -256,6 +256,7 @@ def test_arrays_of_wrong_sizes_are_refused() -> None:
         ),
         "encode": (1, one, one, np.array([0, 1]), one, None, one, tables, one, none, none, one),
         "swap": (1, 2, 4, one),
+        "groups": (1, np.array([0, 2]), np.zeros((1, 256)), one, np.zeros((1, 1, 2), np.uint32), np.zeros(3), *4 * (one,)),
     }.items():
         with pytest.raises(ValueError, match="wrong sizes"):
             getattr(extension, name)(*arguments)

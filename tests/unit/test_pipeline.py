@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica, codec, kernels, open_store
-from deltasync.channel import anchors, documents, keys, payloads
+from deltasync.channel import anchors, keys, payloads
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec import tiled
 from deltasync.codec.base import Encoded, NewBits
@@ -175,12 +175,9 @@ def test_a_stream_that_fails_leaves_nothing_and_the_next_attempt_is_right(store:
     assert_holds(store, 2, second)
 
 
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_version(
-    store: FaultyStore, compression: str
-) -> None:
+def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_version(store: FaultyStore) -> None:
     versions = states(24, elements=3000)
-    with Publisher(store, anchor_every=3, shard_bytes=7000, anchor_compression=compression) as publisher:
+    with Publisher(store, anchor_every=3, shard_bytes=7000) as publisher:
         for weights in versions[:3]:
             publisher.publish(weights.items()).wait(60)
         gate = store.hold_at("put", f"{keys.ANCHORS}{4:010d}")
@@ -195,7 +192,7 @@ def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_versi
     (info,) = [info for span, info in reader.announcements() if span.version == 4]
     record = reader.stored(info.key).record
     assert record.anchor is not None and len(record.anchor.files) == MANY
-    assert record.requires == ([] if compression == "none" else [documents.COMPRESSED])
+    assert record.requires == []
     found = {
         name: bits_N
         for file in record.anchor.files

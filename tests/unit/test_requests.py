@@ -15,6 +15,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.following import Follow, MemoryTarget
 from deltasync.following.requests import Requests
+from deltasync.following.wanted import demanded, demanding
 from tests.faults import FaultyStore
 
 pytest.importorskip("fastapi")
@@ -61,8 +62,10 @@ def client(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
         assert requests.takes(request | {"token": TOKEN})
         requests.ask(request)
 
-    app = FastAPI()
-    RemoteRoutes(states, ask).attach(app)
+    app, routes = FastAPI(), RemoteRoutes(states, ask)
+    routes.attach(app)
+    app.add_middleware(demanding, reach=routes.reach)
+    app.post("/generate")(lambda: {"wanted": str(demanded.get())})
     with TestClient(app, headers={"authorization": f"Bearer {TOKEN}"}) as client:
         yield client
 
@@ -159,6 +162,49 @@ def test_clients_that_left_free_their_slots_and_their_requests(
     assert codes == [499] * 70
     assert not requests._open
     assert client.post("/deltasync/sync", json={}).json() == {"version": 1}
+
+
+def test_a_request_that_demands_a_version_waits_for_it_or_gets_409(loop: tuple[Publisher, Follow], client: Any) -> None:
+    def ask(version: str, timeout: str = "20") -> tuple[int, str]:
+        headers = {"x-deltasync-version": version, "x-deltasync-timeout": timeout}
+        reply = client.post("/generate", headers=headers)
+        return reply.status_code, reply.text
+
+    assert ask(">=1", timeout="0.1")[0] == 409
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, "1")
+        publish(loop[0], 1.0, step=1)
+        assert waiting.result() == (200, '{"wanted":"1"}')
+    publish(loop[0], 2.0, step=2)
+    assert ask(">=latest") == (200, '{"wanted":">=2"}')
+    code, text = ask("1")
+    assert code == 409 and "Version 1 was asked for, and this server serves version 2." in text
+    code, text = ask("5", timeout="0.1")
+    assert code == 409 and "serves version 2. After 0.1 s version 2 is served." in text
+    assert client.post("/generate", json={"x-deltasync-version": 2}).json() == {"wanted": "2"}
+    assert client.post("/generate").json() == {"wanted": "None"}
+
+
+def test_a_reply_of_sglang_is_held_to_the_version_that_is_demanded() -> None:
+    from fastapi import HTTPException
+
+    from deltasync.following.wanted import Wanted
+    from sglang_plugin.routes import _check
+
+    def output(*names: str) -> dict[str, Any]:
+        return {"meta_info": {"weight_versions": [{"version": name} for name in names]}}
+
+    exact, later = Wanted(7, exact=True), Wanted(7, exact=False)
+    for fitting in ({"text": ""}, {"meta_info": {}}, output("7"), [output("7"), output("7-0123")]):
+        _check(exact, fitting, streams=False)
+    _check(later, output("7", "8"), streams=True)
+    for wanted, wrong in ((exact, output("7", "8")), (later, output("6", "7")), (exact, [output("7"), output("unknown")])):
+        with pytest.raises(HTTPException) as refused:
+            _check(wanted, wrong, streams=False)
+        assert refused.value.status_code == 409
+        with pytest.raises(ValueError, match="The version changed meanwhile") as error:
+            _check(wanted, wrong, streams=True)
+        assert error.value.status_code == 409  # type: ignore[attr-defined]
 
 
 def test_without_the_token_only_readiness_is_told(loop: tuple[Publisher, Follow], client: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from deltasync import Publisher, Replica, limits, open_store
 from deltasync.channel import documents, keys
 from deltasync.errors import UnsupportedFormatError
+from tests.channels import Made
 from tests.conftest import assert_same_bits
 
 WEIGHTS = {"w": torch.arange(4096, dtype=torch.float32).to(torch.bfloat16)}
@@ -85,25 +86,31 @@ def test_a_codec_that_a_reader_does_not_know_leaves_it_at_its_version(
 def test_a_feature_that_a_reader_does_not_know_is_refused_until_it_is_upgraded(
     memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newer trainer came first, which the page advises against. Compressed anchors are its new feature."""
-    _publish(memory_url, WEIGHTS, anchor_compression="zstd")
+    """The newer trainer came first, which the page advises against."""
+    channel = Made(open_store(memory_url))
+    channel.create(WEIGHTS)
+    channel.append(
+        channel.record("anchor", 1, WEIGHTS, anchor=channel.store_anchor(WEIGHTS, 1), requires=["new"]), None, WEIGHTS
+    )
+    channel.head()
     replica = Replica(memory_url)
-    with monkeypatch.context() as older:
-        older.setattr(documents, "FEATURES", documents.FEATURES - {documents.COMPRESSED})
-        with pytest.raises(UnsupportedFormatError, match=r"requires zstd, unknown to this version\. Upgrade deltasync"):
-            replica.sync()
-        assert replica.version is None
+    with pytest.raises(UnsupportedFormatError, match=r"requires new, unknown to this version\. Upgrade deltasync"):
+        replica.sync()
+    assert replica.version is None
+    monkeypatch.setattr(documents, "FEATURES", documents.FEATURES | {"new"})
     assert replica.sync() == 1
     assert_same_bits(replica.state_dict(), WEIGHTS)
 
 
-def test_a_later_anchor_with_an_unknown_feature_keeps_no_replica_from_its_deltas(
-    memory_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _publish(memory_url, WEIGHTS)
+def test_a_later_anchor_with_an_unknown_feature_keeps_no_replica_from_its_deltas(memory_url: str) -> None:
+    channel = Made(open_store(memory_url))
+    channel.create(WEIGHTS)
+    channel.anchor(WEIGHTS)
+    channel.head()
     replica = Replica(memory_url)
     assert replica.sync() == 1
-    _publish(memory_url, _later(), anchor_every=1, anchor_compression="zstd")
-    monkeypatch.setattr(documents, "FEATURES", documents.FEATURES - {documents.COMPRESSED})
+    later = channel.delta(_later()).version
+    channel.announce(later, requires=["new"])
+    channel.head()
     assert replica.sync() == 2
     assert_same_bits(replica.state_dict(), _later())
