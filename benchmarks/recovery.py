@@ -37,7 +37,7 @@ def run(elements: int, repeats: int, folder: Path | None) -> dict[str, Any]:
 def measure(url: str, elements: int, repeats: int) -> dict[str, Any]:
     """Measure the seconds of each repeat."""
     weights = {f"w{i}": torch.randn(min(TENSOR, elements - i)).bfloat16() for i in range(0, elements, TENSOR)}
-    with Publisher(url, dtype="keep", shard_bytes=1 << 28) as publisher:
+    with Publisher(url, dtype="keep") as publisher:
         publisher.publish(weights.items()).wait(600)
         for tensor in weights.values():
             tensor.view(torch.int16)[torch.randint(0, tensor.numel(), (tensor.numel() // 100,))] ^= 1

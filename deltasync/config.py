@@ -202,10 +202,8 @@ class PublisherOptions(TypedDict, total=False):
     anchor_every: int | None
     dtype: str | None
     shadow: str | None
-    shard_bytes: int | None
     retries: int | None
     retry_delay_s: float | None
-    settle_s: float | None
     peer_timeout_s: float | None
     signing_key: str | Path | None
     trusted_keys: str | Path | None
@@ -229,11 +227,8 @@ class PublisherSettings(_Settings):
             only what changed leaves it; with `host` all weights of an accelerator cross. `auto` means `device` for CUDA
             tensors of one device if room for training and a tenth of its memory remain. It is chosen once, with the first
             stream.
-        shard_bytes: Largest weight file of an anchor (a single larger tensor still makes one file).
         retries: Attempts after the first one for a transient store error.
         retry_delay_s: Wait before the first retry, doubled each time, at most 30 s.
-        settle_s: Wait of a publisher that opens a channel for late requests of the previous one, if the store cannot decide
-            which of the two may write (`publish.log.Lease`).
         peer_timeout_s: Longest wait of a sharded trainer's ranks for a slow or dead rank.
         signing_key: File of the private key that signs documents (`signing.Signer`); None for no signatures.
         trusted_keys: File of the public keys of earlier publishers, if they signed with other keys.
@@ -243,10 +238,8 @@ class PublisherSettings(_Settings):
     anchor_every: _Positive | None = None
     dtype: Annotated[str, _matches(_DTYPES, DTYPE)] = AUTO
     shadow: Annotated[str, _one_of("auto", "device", "host")] = "auto"
-    shard_bytes: _Positive = 1 << 26
     retries: _Natural = 6
     retry_delay_s: _Seconds = 0.25
-    settle_s: _Seconds = 30.0
     peer_timeout_s: _PositiveSeconds = 600.0
     signing_key: str | Path | None = None
     trusted_keys: str | Path | None = None
@@ -262,15 +255,13 @@ class Retention(_Settings):
             reads the full weights again, and needs memory for two copies of 32 M elements or of the largest tensor. Each
             rank of a sharded trainer does so for the ranges that it holds.
         keep_last: Keep the newest N versions and their bases; None to keep all.
-        keep_anchors: Also keep the newest N versions with full weights.
-        prune_grace_s: Time between forgetting a version and deleting its files. It must exceed the time in which the slowest
+        grace_s: Time between forgetting a version and deleting its files. It must exceed the time in which the slowest
             replica loads full weights.
     """
 
     compact_every: _NaturalButOne | None = None
     keep_last: _Positive | None = None
-    keep_anchors: _Positive | None = None
-    prune_grace_s: _Seconds = 3600.0
+    grace_s: _Seconds = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -318,18 +309,13 @@ class ReplicaSettings(ReaderSettings):
         replica_id: Name of the heartbeat object. By default the host's name, for a server with its port (`at_port`).
         pin: The version to stay at, or `newest` to take every new one.
         poll_interval_s: Longest wait between two requests for the next version; the wait backs off up to this.
-        heartbeat_interval_s: Longest wait between two heartbeats. Each change also writes one.
-        audit_interval_s: Time between two comparisons of all bits in memory with the version's fingerprints, which are
-            postponed while another version is waiting; 0 for none.
         ready_behind: Number of versions that a ready server may be behind the newest.
         wait_ready: Whether requests wait until the server was ready once. Otherwise the initially loaded weights answer.
         kv_cache: `keep` the keys and values of running requests across a commit, or `recompute` them with the new weights.
         cache_dir: Absolute path of the directory in which the processes of a machine share downloads; None for a directory
             of this user in the system's temporary directory.
         cache_bytes: Limit for the files in the cache; 0 for no cache.
-        digest_route: Offer `GET /deltasync/digest`, which reads all live weights between two engine steps; for tests.
         http_token: Token that requests to the replica's routes must present; None for no token. Never shown.
-        use_proxy: Send requests to replicas, with the token, through the proxy of the environment (`http_proxy`).
     """
 
     channel: str | None = None
@@ -338,18 +324,14 @@ class ReplicaSettings(ReaderSettings):
     replica_id: _Name = dataclasses.field(default_factory=_default_replica_id)
     pin: Annotated[str, _matches("newest or a version", PIN)] = "newest"
     poll_interval_s: _PositiveSeconds = 1.0
-    heartbeat_interval_s: _PositiveSeconds = 10.0
-    audit_interval_s: _Seconds = 3600.0
     ready_behind: _Natural = 8
     wait_ready: bool = True
     kv_cache: Annotated[str, _one_of("keep", "recompute")] = "keep"
     cache_dir: _AbsolutePath | None = None
     cache_bytes: _Natural = 4 << 30
-    digest_route: bool = False
     http_token: Annotated[str, _matches("visible ASCII characters without spaces", "[!-~]+")] | None = dataclasses.field(
         default=None, repr=False
     )
-    use_proxy: bool = False
 
     def at_port(self, port: int, rank: int | None = None) -> Self:
         """Return these settings with a replica id that stays the same at this port (and for this engine's rank), unless

@@ -55,6 +55,10 @@ HANDED_BYTES = 8 << 20
 HISTORY = 4096
 """Commits that a status keeps."""
 
+# A publisher
+WEIGHT_FILE_BYTES = 1 << 26
+"""Bytes of a weight file of its anchors, unless one tensor is larger."""
+
 # The machine
 CACHE_FILES = 4096
 """Files in the node's cache. `DELTASYNC_CACHE_BYTES` limits their bytes."""

@@ -3,7 +3,7 @@
     python examples/serve_transformers.py MODEL --channel s3://bucket/run [options of transformers serve]
 
 Newer weights come between two forward calls, of `generate` and of `--continuous-batching` alike. It adds the routes
-`GET /deltasync/status`, `/deltasync/ready` and, with DELTASYNC_DIGEST_ROUTE=1, `/deltasync/digest`, the sha256 of each live
+`GET /deltasync/status`, `/deltasync/ready` and `/deltasync/digest`, the sha256 of each live
 tensor. Replies that are not streamed name the versions that were live meanwhile: `x-deltasync-versions: first..last`.
 """
 

@@ -53,7 +53,7 @@ class Server:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", log
-        own = {"PYTHONPATH": str(ROOT), "DELTASYNC_DIGEST_ROUTE": "1", "DELTASYNC_POLL_INTERVAL_S": "0.05"}
+        own = {"PYTHONPATH": str(ROOT), "DELTASYNC_POLL_INTERVAL_S": "0.05"}
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 [*command, "--port", str(port)], env=os.environ | own | environ, stdout=file, stderr=subprocess.STDOUT

@@ -43,7 +43,6 @@ def start(
     command = [PYTHON, "-m", "sglang.launch_server", "--model-path", checkpoint, "--port", str(port), *ON_A_CPU, *arguments]
     settings = {
         "DELTASYNC_CHANNEL": channel or "",
-        "DELTASYNC_DIGEST_ROUTE": "1",
         "DELTASYNC_POLL_INTERVAL_S": "0.05",
         "HF_HUB_OFFLINE": "1",
         "SGLANG_SET_CPU_AFFINITY": "0",

@@ -134,7 +134,7 @@ def launch(
     command += ["--host", HOST, "--port", str(port), "--disable-uvicorn-access-log"]
     command += ["--max-model-len", str(_MAX_MODEL_LEN), "--max-num-seqs", str(sequences)]
     command += [*gpu.options(device == "cuda"), *options]
-    env = environ(DELTASYNC_DIGEST_ROUTE="1", DELTASYNC_POLL_INTERVAL_S="0.05", DELTASYNC_REPLICA_ID="bench")
+    env = environ(DELTASYNC_POLL_INTERVAL_S="0.05", DELTASYNC_REPLICA_ID="bench")
     with Child("The vLLM server", command, env, log) as child:
         yield f"http://{HOST}:{port}", child
 

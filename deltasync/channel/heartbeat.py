@@ -15,7 +15,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -397,10 +396,7 @@ def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> 
     if settings.http_token is not None:
         headers["Authorization"] = f"Bearer {settings.http_token}"
     # A proxy of the environment is for the world outside, and would get the token.
-    proxies = urllib.request.getproxies() if settings.use_proxy else {}
-    opener = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler(proxies))
-    proxy = proxies.get(url.partition("://")[0])
-    through = "" if proxy is None or urllib.request.proxy_bypass(urlsplit(url).netloc) else f" through the proxy {proxy}"
+    opener = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
     try:
         with opener.open(urllib.request.Request(url, body, headers), timeout=timeout_s) as reply:
             return reply.read(limits.ANSWER_BYTES), None, reply.status
@@ -409,9 +405,9 @@ def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> 
         answer = b""
         with contextlib.suppress(OSError, http.client.HTTPException), error:
             answer = error.read(limits.ANSWER_BYTES)
-        return answer, f"{url} answered {error.code}{through}{redirect}", error.code
+        return answer, f"{url} answered {error.code}{redirect}", error.code
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return b"", f"{url} does not answer{through}: {error}", None
+        return b"", f"{url} does not answer: {error}", None
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

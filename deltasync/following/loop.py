@@ -43,6 +43,9 @@ from deltasync.threads import Home, daemon
 
 logger = get_logger(__name__)
 
+AUDIT_S = 3600.0
+"""Time between two comparisons of all bits in memory with the version's fingerprints. A waiting version comes first."""
+_HEARTBEAT_S = 10.0  # longest wait between two heartbeats; each change also writes one
 _DETOURS = 8  # chains that `catch_up` gives up before it raises
 _STEP_S = 60.0  # how long a caller waits for a step of another thread
 _STOP_S = 5.0  # how long `stop` waits for the thread, which a store may hold
@@ -86,7 +89,7 @@ class Follow:
         self._thread: threading.Thread | None = None
         self._poll = Poll(settings.poll_interval_s)
         self._goes_around = False  # the last step failed by a chain that the next one avoids
-        self._heartbeats = HeartbeatWriter(reader.store, settings.heartbeat_interval_s) if heartbeats else None
+        self._heartbeats = HeartbeatWriter(reader.store, _HEARTBEAT_S) if heartbeats else None
 
     @property
     def identity(self) -> VersionId | None:
@@ -415,8 +418,8 @@ class Follow:
 
     def _audit_if_due(self) -> None:
         """Raise ApplyError if bits in memory changed by themselves. The next step then loads full weights."""
-        interval_s, before = self.settings.audit_interval_s, self.version
-        if interval_s and time.monotonic() - self._audited_s >= interval_s:
+        before = self.version
+        if time.monotonic() - self._audited_s >= AUDIT_S:
             self._settle()
             if self.identity is None:
                 raise ApplyError(f"The weights in memory were not those of version {before} any more; loading full weights.")

@@ -61,7 +61,7 @@ def answer(
 
     Args:
         following: The model that the server serves.
-        settings: `http_token` guards all routes but `ready`; `digest_route` turns digest on.
+        settings: `http_token` guards all routes but `ready`.
         path: The request's path, with its query: `?commits=0` shortens the status.
         authorization: The request's header of this name.
         live: Returns the bits of the model's tensors by name. They are read while the model is held.
@@ -73,7 +73,7 @@ def answer(
     if path == "/deltasync/ready":
         reason = following.not_ready
         return 200 if reason is None else 503, {"ready": reason is None, "reason": reason}
-    if path != "/deltasync/status" and not (path == "/deltasync/digest" and settings.digest_route):
+    if path not in ("/deltasync/status", "/deltasync/digest"):
         return None
     if settings.http_token is not None and not token_matches(authorization, settings.http_token):
         return 401, {"error": "Send DELTASYNC_HTTP_TOKEN as a bearer token."}

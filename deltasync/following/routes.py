@@ -5,7 +5,7 @@ GET  /deltasync/ready          200 while a version that is new enough is served,
 POST /deltasync/sync           refresh now, and reply once a version is served
 POST /deltasync/pin            stay at a version, or follow again, and reply once that is served; 409 keeps the old pin
 POST /receive_weight_update    as /deltasync/sync, by the trainer's step, as PipelineRL's trainer calls it
-GET  /deltasync/digest         sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
+GET  /deltasync/digest         sha256 of every live tensor, read between two engine steps
 
 If DELTASYNC_HTTP_TOKEN is set, all but `ready` require it; without it, status replies with the state and the versions only.
 Requests from other sites' pages are refused (`deltasync.following.requests`), and so are bodies not declared as JSON.
@@ -82,10 +82,9 @@ class Routes(ABC):
             ("/deltasync/sync", "POST", self._sync_asked),
             ("/deltasync/pin", "POST", self._pin_asked),
             ("/receive_weight_update", "POST", self._update_asked),
+            ("/deltasync/digest", "GET", self.digest),
             *also,
         ]
-        if self.settings.digest_route:
-            routes.append(("/deltasync/digest", "GET", self.digest))
         router = APIRouter(lifespan=self.lifespan)
         for path, method, route in routes:
             router.add_api_route(path, route, methods=[method], dependencies=[Depends(self.authorize)], response_model=None)

@@ -79,16 +79,16 @@ def open_channel(
 ) -> Log:
     """Open a channel to write to it. Return its log, which goes on from the newest version; the writer before is fenced.
 
-    Where the store does not decide, this waits for the `lease` to settle, by default as the settings say; if there is no
+    Where the store does not decide, this waits for the `lease` to settle; if there is no
     channel yet, the log does.
 
     Raises:
         ChannelInUseError: the channel holds a run, and `resume` is False or the run has another dtype.
-        ConfigError: it is signed, and there is no `signer`; or `settle_s` is too small.
+        ConfigError: it is signed, and there is no `signer`.
         FencedError: another publisher opens it too.
         StoreError: the store failed, or cannot hold the channel. A seal may be stored; whoever opens next goes on from it.
     """
-    return _Opener(reader, settings, signer, Lease(settings.settle_s) if lease is None else lease).open(resume)
+    return _Opener(reader, settings, signer, Lease() if lease is None else lease).open(resume)
 
 
 class _Opener:

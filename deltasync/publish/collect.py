@@ -11,8 +11,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from deltasync import limits
 from deltasync.channel import anchors
-from deltasync.config import PublisherSettings
 from deltasync.publish.shadow import Shadow, Snapshot
 from deltasync.ranks.peers import Peers, Range
 from deltasync.tensors import TensorSpec
@@ -28,10 +28,10 @@ class Weights(NamedTuple):
     snapshot: Snapshot | None = None  # of a process that has the whole model
 
     @classmethod
-    def of(cls, shadow: Shadow, settings: PublisherSettings) -> Self:
+    def of(cls, shadow: Shadow) -> Self:
         """Return the weights that a shadow with the whole model holds now; it may advance meanwhile."""
         snapshot = shadow.snapshot()
-        return cls(_files(shadow.specs, snapshot.take, settings), snapshot.close, snapshot)
+        return cls(_files(shadow.specs, snapshot.take), snapshot.close, snapshot)
 
 
 def collect_weights(
@@ -40,7 +40,6 @@ def collect_weights(
     specs: Mapping[str, TensorSpec],
     held: Sequence[Mapping[str, Range]],
     fingerprints: Mapping[str, int],
-    settings: PublisherSettings,
 ) -> Weights | None:
     """Collect the weight files of a sharded trainer in a temporary directory of the first rank; return None at the others.
 
@@ -77,7 +76,7 @@ def collect_weights(
             return np.empty(size, np.uint8)  # the others go on sending
 
     try:
-        for name, data in _files(specs, take, settings, room):
+        for name, data in _files(specs, take, room):
             paths.append(Path(folder.name, name))
             if problem is None and not paths[-1].exists():
                 try:
@@ -111,7 +110,5 @@ def _read(path: Path) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _files(
-    specs: Mapping[str, TensorSpec], take: anchors.Take, settings: PublisherSettings, room: anchors.Room | None = None
-) -> Files:
-    return anchors.taken_files(specs, take, settings.shard_bytes, room)
+def _files(specs: Mapping[str, TensorSpec], take: anchors.Take, room: anchors.Room | None = None) -> Files:
+    return anchors.taken_files(specs, take, limits.WEIGHT_FILE_BYTES, room)

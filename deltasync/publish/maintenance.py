@@ -158,7 +158,7 @@ class Maintenance:
             self._workers.submit(self._guarded, self._look)
         keep_last = self.retention.keep_last
         due = max(_LEAST_BETWEEN, (keep_last or 0) // 2)
-        if (keep_last is not None or self.retention.keep_anchors is not None) and version >= self._collected + due:
+        if keep_last is not None and version >= self._collected + due:
             self._collected = version
             self._workers.submit(self._guarded, self._collect_garbage)
 
@@ -297,8 +297,8 @@ class Maintenance:
         return True
 
     def _collect_garbage(self) -> None:
-        grace_s = self.retention.prune_grace_s
-        keep = KeepPolicy(last=self.retention.keep_last, anchors=self.retention.keep_anchors)
+        grace_s = self.retention.grace_s
+        keep = KeepPolicy(last=self.retention.keep_last)
         maintenance.gc(self.reader, keep, grace_s=grace_s)
 
     @staticmethod

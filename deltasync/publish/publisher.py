@@ -429,7 +429,7 @@ class Publisher:
         weights = None
         if base.collects:
             assert fingerprints is not None
-            weights = collect_weights(self._peers, shadow, self._specs, self._held, fingerprints, self.settings)
+            weights = collect_weights(self._peers, shadow, self._specs, self._held, fingerprints)
         job = self._job(base)
         if waiting is not None:  # the new job answers its receipts too
             waiting.drop_weights()

@@ -78,7 +78,7 @@ class Given(NamedTuple):
         files = dict(model_files or {})
         for name in files:
             check_key(name)
-        keeps_all = not was_given and retention.keep_last is None and retention.keep_anchors is None
+        keeps_all = not was_given and retention.keep_last is None
         return cls(settings, retention, store, files, keeps_all)
 
     def warn_of_growth(self) -> None:

@@ -279,7 +279,7 @@ class Uploader:
         if wanted == "compaction":
             target = Target.of(job)
         elif wanted is not None:
-            sample, job.weights = Sample(job.shadow), job.weights or Weights.of(job.shadow, self.settings)
+            sample, job.weights = Sample(job.shadow), job.weights or Weights.of(job.shadow)
         job.released.set()
         try:
             if self._signals is not None:
@@ -307,7 +307,7 @@ class Uploader:
         log, requires = self._log, [documents.REFERENCE]
         if job.reference is None:
             requires = []
-            job.weights = job.weights or Weights.of(job.shadow, self.settings)
+            job.weights = job.weights or Weights.of(job.shadow)
         sample = Sample(job.shadow)
         job.released.set()
         if log.channel is None:

@@ -164,7 +164,7 @@ class ObstoreStore:
     def _check_size(self, key: str, size: int) -> None:
         check_key(key)
         if size > LARGEST_BYTES:
-            raise StoreError(f"{self._place(key)} has {size} bytes; one put is limited to 5 GiB. Lower shard_bytes.")
+            raise StoreError(f"{self._place(key)} has {size} bytes; one put is limited to 5 GiB.")
 
     def _place(self, key: str) -> str:
         """Return the key's URL without options, for messages."""

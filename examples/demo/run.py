@@ -182,7 +182,6 @@ def _server(environ: dict[str, str], out: Path, channel: str, port: int, vllm_op
     env = {
         **environ,
         **gpu.variables(),
-        "DELTASYNC_DIGEST_ROUTE": "1",
         "DELTASYNC_POLL_INTERVAL_S": "0.05",
         "DELTASYNC_REPLICA_ID": "demo",
         "VLLM_CPU_KVCACHE_SPACE": "1",

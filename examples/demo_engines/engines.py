@@ -41,7 +41,6 @@ class Engine:
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),  # as this checkout is, wherever the environments were built
             "DELTASYNC_CHANNEL": str(parts["channel"]),
-            "DELTASYNC_DIGEST_ROUTE": "1",
             "DELTASYNC_POLL_INTERVAL_S": "0.1",
             "DELTASYNC_REPLICA_ID": self.name.replace(" ", "-"),
             "HF_HUB_OFFLINE": "1",

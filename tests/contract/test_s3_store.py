@@ -705,7 +705,7 @@ class TestRequests:
         assert (fault.hits, proxy.count()) == (1, 1)
 
     def test_what_no_single_put_takes_is_refused(self, proxied: Store) -> None:
-        with pytest.raises(StoreError, match="Lower shard_bytes"):
+        with pytest.raises(StoreError, match="limited to 5 GiB"):
             proxied.create("b", bytes(object.LARGEST_BYTES + 1))  # never touched, so never in memory
 
     def test_large_uploads_get_more_time(self, s3_env: object) -> None:

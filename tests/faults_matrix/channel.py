@@ -181,7 +181,7 @@ def _flipped_where_it_changes(lab: Lab) -> Seen:
 @row(
     "A replica's memory",
     "a bit flips in an element that no version changes",
-    noticed="an audit (vLLM: DELTASYNC_AUDIT_INTERVAL_S; Replica.audit)",
+    noticed="an audit (vLLM: each hour; Replica.audit)",
     back="an anchor, by the next sync",
 )
 def _flipped_elsewhere(lab: Lab) -> Seen:

@@ -57,7 +57,6 @@ class Supervised:
         self._environ = {
             **os.environ,
             **variables,
-            "DELTASYNC_DIGEST_ROUTE": "1",
             "DELTASYNC_POLL_INTERVAL_S": "0.05",
             "FAULT_AT": str(self.at),
             "PYTHONPATH": f"{_REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",

@@ -130,7 +130,6 @@ class Services:
         command += ["--max-num-seqs", "16", "--disable-uvicorn-access-log"]
         command += ["--ssl-certfile", certificate, "--ssl-keyfile", certificate]
         env = self.store_env(WRITE) | {
-            "DELTASYNC_DIGEST_ROUTE": "1",
             "DELTASYNC_HTTP_TOKEN": self.tokens.routes,
             "DELTASYNC_POLL_INTERVAL_S": "0.05",
             "DELTASYNC_REPLICA_ID": host,

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from deltasync import Publisher, Receipt, Retention, open_store
+from deltasync import Publisher, Receipt, Retention, limits, open_store
 from deltasync.channel import keys, signing
 from deltasync.codec import vector
 from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishError, PublishLostError, StoreError
@@ -125,11 +125,12 @@ def world() -> DeviceMesh:
 
 def train() -> None:
     """Every kind of version: first, delta, without changes, delta with an anchor of several files, resumed."""
+    limits.WEIGHT_FILE_BYTES = 20_000
     for codec in ("packed", "context", "raw"):
         scenario = Scenario(f"train-{codec}")
         model, step = trainer(world())
         assert any(p.to_local().numel() == 0 for p in model.parameters()) or dist.get_rank() < 3
-        settings = {"codec": codec, "anchor_every": 3, "shard_bytes": 20_000, "model_files": {"config.json": b"{}"}}
+        settings = {"codec": codec, "anchor_every": 3, "model_files": {"config.json": b"{}"}}
         if codec == "raw" and dist.get_rank() == 0:  # the other ranks have no key
             signing.new_key(scenario.folder / "key", "first rank")
             settings["signing_key"] = scenario.folder / "key"

@@ -150,7 +150,7 @@ class Trainer:
             resume=True,
             initial=Path(store.url.removeprefix("file://")).parent / "base" if self.by_reference else None,
             anchor_every=3 if self.sweeps else None,
-            retention=Retention(compact_every=2, keep_last=2, prune_grace_s=0.0) if self.sweeps else Retention(),
+            retention=Retention(compact_every=2, keep_last=2, grace_s=0.0) if self.sweeps else Retention(),
         )
 
     def run(self, root: Path, kill: Point | None, passed: Connection) -> None:

@@ -124,7 +124,6 @@ def test_replica_follows_and_wants_the_token(tmp_path: Path, port_is_free: None)
         "MODEL": str(checkpoint),
         "DELTASYNC_CHANNEL": channel,
         "DELTASYNC_HTTP_TOKEN": TOKEN,
-        "DELTASYNC_DIGEST_ROUTE": "1",
         "SPACE_ID": "user/replica",
         "VLLM_ARGUMENTS": "--enforce-eager --max-model-len 1024 --max-num-seqs 8",
         "VLLM_CPU_KVCACHE_SPACE": "1",

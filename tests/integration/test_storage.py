@@ -38,7 +38,7 @@ def test_what_is_kept_is_bounded(memory_url: str) -> None:
     """A publisher that keeps the last 20 versions, and deletes the others at once."""
     random, weights, store = np.random.default_rng(6), storage.model(1_000_000), open_store(memory_url)
     sizes, delta_bytes, stored_bytes = list[int](), list[int](), 0
-    with Publisher(store, retention=Retention(keep_last=20, prune_grace_s=0.0)) as publisher:
+    with Publisher(store, retention=Retention(keep_last=20, grace_s=0.0)) as publisher:
         for _ in range(100):
             receipt = publisher.publish(weights).wait(60)
             stored_bytes += receipt.payload_bytes

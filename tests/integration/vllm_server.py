@@ -74,7 +74,6 @@ def start(
     ]
     settings = {
         "DELTASYNC_CHANNEL": channel,
-        "DELTASYNC_DIGEST_ROUTE": "1",
         "DELTASYNC_POLL_INTERVAL_S": "0.05",
         "DELTASYNC_REPLICA_ID": "test-server",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -105,7 +104,7 @@ def serve(checkpoint: Path, log: Path, *arguments: str, **environ: str) -> Child
     command = [sys.executable, "-c", _VLLM, "serve", str(checkpoint), "--enforce-eager", "--max-model-len", "512"]
     command += ["--worker-extension-cls", "vllm_plugin.DeltaSyncWorkerExtension", *arguments]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    return Child("vLLM", command, {**os.environ, **settings, "DELTASYNC_DIGEST_ROUTE": "1", **environ}, log)
+    return Child("vLLM", command, {**os.environ, **settings, **environ}, log)
 
 
 @dataclasses.dataclass

@@ -232,7 +232,6 @@ class World:
             codec=self.codec,
             anchor_every=self.anchor_every,
             retention=self.retention,
-            settle_s=30.0,
             signing_key=self.folder / "key" if self.signed else None,
         )
 

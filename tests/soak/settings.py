@@ -14,7 +14,7 @@ from deltasync.config import Retention
 
 ELEMENTS = 200_000
 FAULT_RATE = 0.01
-RETENTION = Retention(compact_every=8, keep_last=64, keep_anchors=2, prune_grace_s=10.0)
+RETENTION = Retention(compact_every=8, keep_last=64, grace_s=10.0)
 CACHE_BYTES = 4 << 20
 
 

@@ -20,7 +20,6 @@ READY = "/deltasync/ready"
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", TOKEN)
-    monkeypatch.setenv("DELTASYNC_DIGEST_ROUTE", "1")
     app = FastAPI(openapi_url=None)
     DeltaSyncEndpoints().attach_router(app)
     with TestClient(app) as client:

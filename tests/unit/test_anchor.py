@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, errors
+from deltasync import Publisher, Replica, errors, limits
 from deltasync.channel import anchors
 from deltasync.errors import ConfigError
 from tests.conftest import assert_same_bits
@@ -32,11 +32,14 @@ def _tiny(tied: bool) -> transformers.PreTrainedModel:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 4096], ids=["one file", "sharded"])
-def test_an_anchor_is_a_checkpoint_that_transformers_loads(tmp_path: Path, tied: bool, shard_bytes: int) -> None:
+def test_an_anchor_is_a_checkpoint_that_transformers_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, shard_bytes: int
+) -> None:
+    monkeypatch.setattr(limits, "WEIGHT_FILE_BYTES", shard_bytes)
     model = _tiny(tied)
     model.config.save_pretrained(tmp_path / "config")
     channel = tmp_path / "channel"
-    with Publisher(f"file://{channel}", model_files=tmp_path / "config", shard_bytes=shard_bytes) as publisher:
+    with Publisher(f"file://{channel}", model_files=tmp_path / "config") as publisher:
         publisher.publish(model.state_dict().items()).wait(60)
     (folder,) = (channel / "anchors").iterdir()
     assert (folder / "model.safetensors.index.json").exists() == (shard_bytes == 4096)

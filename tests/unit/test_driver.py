@@ -504,7 +504,7 @@ def test_with_a_token_only_the_state_and_the_versions_are_open(
     engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, bad = {"Authorization": "Bearer s3cret"}, {"Authorization": "Bearer secret"}
-    with serving(engine, monkeypatch, CHANNEL=memory_url, HTTP_TOKEN="s3cret", DIGEST_ROUTE="1") as client:
+    with serving(engine, monkeypatch, CHANNEL=memory_url, HTTP_TOKEN="s3cret") as client:
         trainer.publish()
         guarded = [("POST", "/deltasync/sync"), ("POST", "/receive_weight_update"), ("POST", "/request_weight_update")]
         guarded += [("POST", "/init_process_group")]
@@ -569,10 +569,12 @@ def test_who_asks_gets_a_version_as_soon_as_it_is_repaired(
 
 
 def test_an_audit_finds_a_flipped_bit_and_the_next_look_loads_full_weights(
-    engine: Engine, memory_url: str, trainer: Trainer, registry: CollectorRegistry
+    engine: Engine, memory_url: str, trainer: Trainer, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("deltasync.following.loop.AUDIT_S", 0.0)
+
     async def scene() -> None:
-        settings = ReplicaSettings(channel=memory_url, replica_id="unit", audit_interval_s=1e-9)
+        settings = ReplicaSettings(channel=memory_url, replica_id="unit")
         driver = Driver(engine, settings, Metrics(registry))
         version = trainer.publish()
         while driver.version != version:
@@ -699,7 +701,7 @@ def test_ready_ends_where_the_server_falls_behind_or_sleeps(
 def test_no_request_is_answered_before_the_server_was_ready(
     engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(engine, monkeypatch, CHANNEL=memory_url, DIGEST_ROUTE="1") as client:
+    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
         reply = client.post("/v1/completions")
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
         assert "serves no version" in reply.json()["error"]["message"]

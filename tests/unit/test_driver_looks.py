@@ -90,7 +90,7 @@ def test_a_version_costs_one_request_of_driver_and_worker_together(
             assert store.calls == [("read", keys.slot(number + 1, trainer.channel.epoch))]
 
     trainer.publish()
-    play(engine, memory_url, scene, audit_interval_s=0.0)
+    play(engine, memory_url, scene)
 
 
 def test_records_that_are_too_many_to_hand_over_are_read_by_the_worker(

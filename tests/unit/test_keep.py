@@ -128,7 +128,7 @@ def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, 
     monkeypatch.setattr("deltasync.publish.maintenance._LEAST_BETWEEN", 4)
     monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
     states = run(30)
-    retention = Retention(keep_last=4, compact_every=3, prune_grace_s=0.0)
+    retention = Retention(keep_last=4, compact_every=3, grace_s=0.0)
     with Publisher(store, anchor_every=5, retention=retention) as publisher:
         for state in states:
             publisher.publish(state.items()).wait(60)
@@ -169,8 +169,8 @@ def test_by_default_everything_stays(store: FaultyStore) -> None:
 
 
 def test_settings_come_from_the_environment_and_are_checked() -> None:
-    environ = {"DELTASYNC_COMPACT_EVERY": "8", "DELTASYNC_KEEP_LAST": "50", "DELTASYNC_PRUNE_GRACE_S": "60"}
-    assert Retention.from_env(environ) == Retention(compact_every=8, keep_last=50, prune_grace_s=60.0)
-    for bad in ({"compact_every": 1}, {"compact_every": -1}, {"keep_last": 0}, {"keep_anchors": 0}, {"prune_grace_s": -1.0}):
+    environ = {"DELTASYNC_COMPACT_EVERY": "8", "DELTASYNC_KEEP_LAST": "50", "DELTASYNC_GRACE_S": "60"}
+    assert Retention.from_env(environ) == Retention(compact_every=8, keep_last=50, grace_s=60.0)
+    for bad in ({"compact_every": 1}, {"compact_every": -1}, {"keep_last": 0}, {"grace_s": -1.0}):
         with pytest.raises(ConfigError):
             Retention(**bad)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, codec, kernels, open_store
+from deltasync import Publisher, Replica, codec, kernels, limits, open_store
 from deltasync.channel import anchors, keys, payloads
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec import tiled
@@ -175,9 +175,12 @@ def test_a_stream_that_fails_leaves_nothing_and_the_next_attempt_is_right(store:
     assert_holds(store, 2, second)
 
 
-def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_version(store: FaultyStore) -> None:
+def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_version(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "WEIGHT_FILE_BYTES", 7000)
     versions = states(24, elements=3000)
-    with Publisher(store, anchor_every=3, shard_bytes=7000) as publisher:
+    with Publisher(store, anchor_every=3) as publisher:
         for weights in versions[:3]:
             publisher.publish(weights.items()).wait(60)
         gate = store.hold_at("put", f"{keys.ANCHORS}{4:010d}")
@@ -212,13 +215,14 @@ def broken(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_versions_that_are_published_while_the_first_is_stored_have_their_bits(
-    store: FaultyStore, caplog: pytest.LogCaptureFixture, breaks: bool
+    store: FaultyStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, breaks: bool
 ) -> None:
     """Nobody knows the fingerprints of the first one's tensors before its files are made."""
+    monkeypatch.setattr(limits, "WEIGHT_FILE_BYTES", 7000)
     versions = states(4, elements=3000)
     versions[0][f"w{MANY - 1}"][0] = float("nan")
     gate = store.hold_at("put", keys.ANCHORS)
-    with Publisher(store, shard_bytes=7000) as publisher:
+    with Publisher(store) as publisher:
         receipts = [publisher.publish(versions[0].items())]
         assert gate.entered.wait(60)
         if breaks:
@@ -266,11 +270,14 @@ def test_an_anchor_that_reads_a_tensor_holds_no_publish_and_has_the_bits_of_its_
         np.testing.assert_array_equal(found[name], bits_of(tensor))
 
 
-def test_an_anchor_of_which_a_file_is_not_stored_is_not_announced(store: FaultyStore) -> None:
+def test_an_anchor_of_which_a_file_is_not_stored_is_not_announced(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "WEIGHT_FILE_BYTES", 1)
     versions = states(3)
     fault = store.fail_at("put", f"{keys.ANCHORS}{3:010d}", error=OSError)
     gate = store.hold_at("put", f"{keys.ANCHORS}{3:010d}")
-    with Publisher(store, anchor_every=2, shard_bytes=1) as publisher:
+    with Publisher(store, anchor_every=2) as publisher:
         for weights in versions:
             publisher.publish(weights.items()).wait(60)
         assert gate.entered.wait(60)
@@ -293,10 +300,11 @@ def test_an_anchor_that_cannot_be_stored_is_tried_again_with_the_next_version(st
 
 
 def test_no_second_copy_of_the_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "WEIGHT_FILE_BYTES", 1)
     monkeypatch.setattr(tiled, "_PART_BYTES", 1 << 19)  # old bits that are wanted at once, by default more than this model
     versions = states(4, elements=1 << 20, fraction=0.01)  # 2 MiB each
     weight_bytes = sum(tensor.nbytes for tensor in versions[0].values())
-    with Publisher(f"file://{tmp_path}", anchor_every=2, shard_bytes=1) as publisher:
+    with Publisher(f"file://{tmp_path}", anchor_every=2) as publisher:
         for weights in versions[:2]:
             publisher.publish(weights.items()).wait(60)
         tracemalloc.start()

@@ -53,7 +53,6 @@ def client(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     from deltasync.following.routes import RemoteRoutes
 
     monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", TOKEN)
-    monkeypatch.setenv("DELTASYNC_DIGEST_ROUTE", "1")
 
     async def states() -> list[dict[str, Any]]:
         return [requests.state(False)]

@@ -35,7 +35,7 @@ def test_pages_of_other_sites_are_refused(
 ) -> None:
     given = {} if token is None else {"HTTP_TOKEN": token}
     sent = {**SYNC, "authorization": f"Bearer {token}", **headers}
-    with serving(engine, monkeypatch, LOOPBACK, CHANNEL=memory_url, DIGEST_ROUTE="1", **given) as client:
+    with serving(engine, monkeypatch, LOOPBACK, CHANNEL=memory_url, **given) as client:
         for method, path in (("GET", "status"), ("GET", "digest"), ("POST", "sync")):
             reply = client.request(method, f"/deltasync/{path}", headers=sent, content=b"{}" if method == "POST" else None)
             assert (reply.status_code, reply.json()["error"]) == (403, "Pages of other sites may not send requests here.")
