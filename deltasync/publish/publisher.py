@@ -25,10 +25,10 @@ from deltasync.channel.signing import Trusted
 from deltasync.config import PublisherOptions, Retention, token_ages, whole_number
 from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.collect import collect_weights
+from deltasync.publish.compact import Compactor
 from deltasync.publish.detect import Difference
 from deltasync.publish.job import Job, Losses, Receipt, host_delta
 from deltasync.publish.log import Log
-from deltasync.publish.maintenance import Chain, Maintenance
 from deltasync.publish.ownership import Ownership
 from deltasync.publish.parts import PartUploader
 from deltasync.publish.resume import FirstStream, Given, Start, open_first, prove_writes
@@ -143,17 +143,20 @@ class Publisher:
         self._uploader: Uploader | PartUploader
         if self._log is not None:
             given.warn_of_growth()
-            maintenance = Maintenance(
-                *(reader, self._log, given.retention, given.files, Chain(start.chain)),
+            compactor = Compactor(
+                *(reader, self._log, given.retention, given.files, start.chain),
                 *(start.settings.anchor_every, self._peers.signals if self._peers.size > 1 else None),
             )
-            self._uploader = Uploader(self._log, maintenance, start.settings, self._peers.signals)
+            self._uploader = Uploader(self._log, compactor, start.settings, self._peers.signals)
         else:
-            self._uploader = PartUploader(reader, start.settings, self._peers.signals)
+            self._uploader = PartUploader(
+                self.store, start.settings, self._peers.signals, compacts=given.retention.compact_every != 0
+            )
         if start.channel is not None and alone:
-            self._shadow = self._first.resumed({name: (0, spec.element_count) for name, spec in self._specs.items()})
-            if self._shadow is not None:
-                self._uploader.resume()
+            resumed = self._first.resumed({name: (0, spec.element_count) for name, spec in self._specs.items()})
+            if resumed is not None:
+                self._shadow, steps = resumed
+                self._uploader.resume(steps)
 
     @property
     def run_id(self) -> str | None:
@@ -349,7 +352,7 @@ class Publisher:
             number, full = uploader.next() if waiting is None else (waiting.version, waiting.full)
             full = full or self._starts_over
             uploader.warm_up()
-            collects = self._peers.size > 1 and (full or uploader.maintenance.is_due(number))
+            collects = self._peers.size > 1 and (full or uploader.compactor.is_due(number))
             return number, full, collects, waiting is not None
 
         try:
@@ -369,8 +372,8 @@ class Publisher:
     def _begin(self, base: _Base, named_tensors: Stream) -> tuple[_Base, Difference, Reference | None]:
         """Take the first stream. Return what its version builds on, the steps from there, and the reference if it is one."""
         begun = self._first.compare(named_tensors, self._channel, self.settings.dtype, may_refer=base.version == 1)
-        if begun.resumed:
-            self._uploader.resume()
+        if begun.steps is not None:
+            self._uploader.resume(begun.steps)
             base = base._replace(full=False, collects=False)
         self._channel, self._specs, self._held, self._shadow = begun.channel, begun.channel.specs, begun.held, begun.shadow
         self._digests = Digests(self._peers, begun.held)
@@ -435,6 +438,7 @@ class Publisher:
             waiting.drop_weights()
             job.encoded, job.uploaded, job.coalesced = waiting.encoded, waiting.uploaded, waiting.coalesced + 1
         job.weights, job.fingerprints, job.model = weights, fingerprints, model
+        job.collected = base.collects
         job.changed = 0 if base.full else changed
         job.pieces = () if base.full else pieces
         return [*jobs, job]

@@ -11,7 +11,7 @@ import time
 from concurrent.futures import Future
 
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import Anchor, Delta, File
+from deltasync.channel.documents import Anchor, Delta
 from deltasync.channel.record import StoredRecord
 from deltasync.config import PublisherSettings
 from deltasync.errors import (
@@ -23,11 +23,10 @@ from deltasync.errors import (
     get_logger,
 )
 from deltasync.publish.collect import Weights
-from deltasync.publish.compaction import Target
+from deltasync.publish.compact import Compactor, Steps
 from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.job import Job, without_frames
 from deltasync.publish.log import Log
-from deltasync.publish.maintenance import Maintenance, Sample
 from deltasync.ranks.peers import Signals
 from deltasync.threads import Workers, finish_at_exit, let_go
 
@@ -48,14 +47,14 @@ class Uploader:
 
     Attributes:
         full: Whether the next version needs full weights, because there is no base whose bits are known.
-        maintenance: Compactions, anchors and garbage collection.
+        compactor: Compactions, anchors and garbage collection.
     """
 
-    def __init__(self, log: Log, maintenance: Maintenance, settings: PublisherSettings, signals: Signals) -> None:
+    def __init__(self, log: Log, compactor: Compactor, settings: PublisherSettings, signals: Signals) -> None:
         self.full = True
         self.settings = settings
         self._log = log
-        self.maintenance = maintenance
+        self.compactor = compactor
         self._signals = signals if signals.others else None  # of a sharded trainer
         self._encoder = GroupEncoder(settings.codec)
         self._lock = threading.RLock()
@@ -130,17 +129,18 @@ class Uploader:
         """Open connections again that have been idle, so that no record waits for that."""
         if time.monotonic() - self._used_s > _IDLE_S:
             self._used_s = time.monotonic()
-            self._puts.submit(self.maintenance.reader.head)
+            self._puts.submit(self.compactor.reader.head)
 
-    def resume(self) -> None:
-        """Build the next version on the newest one, whose bits are known."""
+    def resume(self, steps: Steps) -> None:
+        """Build the next version on the newest one, whose bits are known, as are the steps that lead to it."""
         self.full = False
+        self.compactor.resume(steps)
 
     def close(self) -> None:
-        """Finish what was submitted, and the work of the maintenance and the log. Ctrl-C ends waits for a retry."""
+        """Finish what was submitted, and the work of the compactor and the log. Ctrl-C ends waits for a retry."""
         self.release()
         try:
-            for part in (self._worker, self._puts, self.maintenance, self._log):
+            for part in (self._worker, self._puts, self.compactor, self._log):
                 part.close()
         except BaseException:
             self._log.stop.set()
@@ -153,7 +153,7 @@ class Uploader:
         """
         self.let_go()
         self.release()
-        parts = (self._worker, self._puts, self.maintenance, self._log)
+        parts = (self._worker, self._puts, self.compactor, self._log)
         waits_since_s = time.monotonic()
         while any(part.busy for part in parts):
             running = self._running
@@ -202,7 +202,7 @@ class Uploader:
                 *(job.version, job.kind, stored.sha256, time.perf_counter() - started),
             )
             self._end(job, None, stored.sha256)
-            self.maintenance.published(job.version)
+            self.compactor.published(job.version)
 
     def _end(self, job: Job, error: Exception | None, digest: str = "") -> None:
         self._used_s = time.monotonic()
@@ -234,8 +234,7 @@ class Uploader:
                 lost = self._drop_waiting()
         elif pending is not None and pending.version.version == version:
             self.full = False
-            if job.full:
-                self.maintenance.chain.begin(pending, None)
+            self.compactor.stored(pending, job)
             if not isinstance(error, PublishError):
                 error = PublishPendingError(f"Version {version} is not visible yet; the next publish puts it again. {error}")
                 error.__cause__ = cause
@@ -265,41 +264,33 @@ class Uploader:
         Raises:
             FencedError, PublishPendingError, StoreError, ConfigError, CorruptDataError: as `Log.append`.
         """
-        log, maintenance = self._log, self.maintenance
+        log, compactor = self._log, self.compactor
         folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))
-        wanted = maintenance.wanted(job.version, job.shadow) if job.weights is None else "anchor"  # collected from all ranks
+        collected, full_bytes = job.weights is not None, job.shadow.layout.nbytes
+        wanted = "anchor" if collected else compactor.wanted(job.version, full_bytes)
         if self._signals is not None:
-            base = maintenance.chain.base if wanted == "compaction" else None
-            self._signals.begin(job.serial, folder, None if base is None else base.key)
+            base = compactor.base if wanted == "compaction" else None
+            self._signals.begin(job.serial, folder, None if base is None else base.record.version)
         encoded = self._encoder.encode(
             job,
             lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
         )
-        sample, target, others = None, None, list[File]()
-        if wanted == "compaction":
-            target = Target.of(job)
-        elif wanted is not None:
-            sample, job.weights = Sample(job.shadow), job.weights or Weights.of(job.shadow, self.settings)
+        if wanted == "anchor":
+            job.weights = job.weights or Weights.of(job.shadow, self.settings)
         job.released.set()
-        try:
-            if self._signals is not None:
-                others = self._signals.collect(job.serial)
-            payload_bytes = encoded.bytes + sum(file.bytes for file in others)
-            parts = [future.result() for future in encoded.files] + others
-            job.end_encoding(payload_bytes)
-            delta = Delta(codec=self.settings.codec, changed=job.changed, parts=parts)
-            stored = log.append(job.record(log.run_id, log.epoch, delta=delta), encoded.inline)
-        except BaseException:
-            if target is not None:
-                target.snapshot.close()
-            raise
+        others = [] if self._signals is None else self._signals.collect(job.serial)
+        payload_bytes = encoded.bytes + sum(file.bytes for file in others)
+        parts = [future.result() for future in encoded.files] + others
+        job.end_encoding(payload_bytes)
+        delta = Delta(codec=self.settings.codec, changed=job.changed, parts=parts)
+        stored = log.append(job.record(log.run_id, log.epoch, delta=delta), encoded.inline)
         self.full = False
-        maintenance.chain.add(stored)
-        if target is not None:
-            maintenance.compact(stored, folder, target, job.serial)
-        elif job.weights is not None and sample is not None:
+        compactor.stored(stored, job)
+        if job.weights is not None:
             weights, job.weights = job.weights, None
-            maintenance.announce(stored, weights, sample)
+            compactor.announce(stored, weights)
+        elif wanted == "compaction":
+            compactor.compact(stored, folder, job)
         return stored
 
     def _store_full(self, job: Job) -> StoredRecord:
@@ -308,14 +299,13 @@ class Uploader:
         if job.reference is None:
             requires = []
             job.weights = job.weights or Weights.of(job.shadow, self.settings)
-        sample = Sample(job.shadow)
         job.released.set()
         if log.channel is None:
             log.create_channel(job.channel)
-        anchor = Anchor(reference=job.reference) if job.weights is None else self.maintenance.store(job.weights, job.version)
+        anchor = Anchor(reference=job.reference) if job.weights is None else self.compactor.store(job.weights, job.version)
         if job.weights is not None and job.weights.snapshot is not None:
             job.fingerprints = job.shadow.learn(job.weights.snapshot, job.version)
         stored = log.append(job.record(log.run_id, log.epoch, anchor=anchor, requires=requires), None)
         self.full = False
-        self.maintenance.chain.begin(stored, sample)
+        self.compactor.stored(stored, job)
         return stored

@@ -232,7 +232,7 @@ def _jumps(lab: Lab) -> Seen:
     store = open_store(f"file://{lab.folder}/channel")
     seed, slowest_s = 0, 0.0
     retention = Retention(keep_last=2, keep_anchors=1, prune_grace_s=3600.0)
-    with mock.patch("deltasync.publish.maintenance._LEAST_BETWEEN", 1), Publisher(store, retention=retention) as publisher:
+    with mock.patch("deltasync.publish.compact._LEAST_BETWEEN", 1), Publisher(store, retention=retention) as publisher:
         replica = Replica(store)
         for off_s in (0.0, 86400.0, -86400.0, 0.0):
             with _clock_off(off_s):
