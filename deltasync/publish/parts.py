@@ -44,10 +44,18 @@ class PartUploader:
         self._thread = daemon("upload", self._run)
         self._thread.start()
 
-    def take(self) -> Job:
-        """Take back the newest job, as the first rank has done."""
+    is_first = False
+
+    def pause(self) -> None:
+        """Do nothing: the first rank decides which jobs begin."""
+
+    warm_up = unpause = let_go = pause
+
+    def base(self, *, joins: bool = True) -> tuple[int, bool, Job | None]:
+        """Return the newest job, which the first rank joins, with its number and whether it has full weights."""
         with self._changed:
-            return self._pending.popitem()[1]
+            job = self._pending.popitem()[1]
+        return job.version, job.full, job
 
     def wait_released(self) -> None:
         """As `Uploader.wait_released`; raises PublishError if the first rank is lost."""
@@ -56,29 +64,22 @@ class PartUploader:
         for job in jobs:
             self._signals.wait_for(job.released)
 
-    def let_go(self) -> None:
-        """Do nothing."""
-
-    def drop_taken(self, job: Job | None = None) -> None:
-        """As `Uploader.drop_taken`."""
+    def drop(self, job: Job | None) -> None:
+        """As `Uploader.drop`."""
         if job is not None:
-            job.fail(PublishLostError(f"Version {job.version} was lost: the next one could not be taken."))
-
-    def release(self, job: Job | None = None) -> None:
-        """Put back the job that was taken."""
-        if job is not None:
-            self.submit(job)
+            job.fail(PublishLostError(f"Version {job.version} was lost: the next one could not join it."))
 
     def resume(self, steps: Steps) -> None:
         """Note the steps that lead to the newest version; the first rank decides what the next version builds on."""
         self._steps = steps
 
-    def submit(self, job: Job) -> None:
-        """Upload this rank's parts when the first rank begins the job."""
-        if job.full:
-            job.released.set()  # its weights were collected
+    def submit(self, *jobs: Job) -> None:
+        """Upload this rank's parts of jobs when the first rank begins them."""
+        for job in jobs:
+            if job.full:
+                job.released.set()  # its weights were collected
         with self._changed:
-            self._pending[job.serial] = job
+            self._pending |= {job.serial: job for job in jobs}
             self._changed.notify_all()
 
     def close(self) -> None:

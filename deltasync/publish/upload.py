@@ -62,21 +62,31 @@ class Uploader:
         self._running: Job | None = None
         self._fenced: FencedError | None = None
         self._used_s = time.monotonic()
-        self._held: Job | None = None  # of the waiting ones, that which was taken
+        self._is_paused = False
+        self._joined: Job | None = None  # of the waiting ones, that which a publish joins
         self._puts = Workers(PUTS, "upload")
         self._worker = Workers(1, "upload")
         finish_at_exit(self)
 
-    def next(self) -> tuple[int, bool]:
-        """Return the number of the version after all that were submitted, and whether it has full weights."""
+    @property
+    def is_first(self) -> bool:
+        """Whether the next version is the channel's first one, after an attempt that was lost."""
         with self._lock:
-            newest = self._waiting[-1] if self._waiting else self._running
-            return (self._log.next_version, self.full) if newest is None else (newest.version + 1, False)
+            return self.full and self._running is None and not self._waiting and self._log.next_version == 1
 
-    def take(self) -> Job | None:
-        """Return the waiting job, if there is one, so that another publish can be merged into it.
+    def pause(self) -> None:
+        """Begin no job until `submit` or `unpause`, so that another publish can join the one that waits."""
+        with self._lock:
+            self._is_paused = True
 
-        It goes on waiting until another job is submitted, which takes its place, or until `release`.
+    def unpause(self) -> None:
+        """Let the waiting job go on as it is."""
+        with self._lock:
+            self._is_paused, self._joined = False, None
+        self._worker.submit(self._run)
+
+    def base(self, *, joins: bool = True) -> tuple[int, bool, Job | None]:
+        """Return the number of the next version, whether it has full weights, and the waiting job in whose place it comes.
 
         Raises:
             FencedError: another publisher has opened the channel; every later call raises it too.
@@ -84,24 +94,20 @@ class Uploader:
         with self._lock:
             if self._fenced is not None:
                 raise self._fenced
-            merges = self._waiting and self._waiting[-1].reference is None
-            self._held = self._waiting[-1] if merges else None
-            return self._held
+            newest = self._waiting[-1] if self._waiting else self._running
+            if joins and self._waiting and self._waiting[-1].reference is None:
+                self._joined = self._waiting[-1]
+                return self._joined.version, self._joined.full, self._joined
+            return (self._log.next_version, self.full, None) if newest is None else (newest.version + 1, False, None)
 
-    def release(self, job: Job | None = None) -> None:
-        """Let the taken job go on as it is, if there is one."""
+    def drop(self, job: Job | None) -> None:
+        """Fail a waiting job: the bits that it would be encoded from are not there any more."""
         with self._lock:
-            self._held = None
-        self._worker.submit(self._run)
-
-    def drop_taken(self, job: Job | None = None) -> None:
-        """Fail the taken job, if there is one: the bits that it would be encoded from are not there any more."""
-        with self._lock:
-            job, self._held = self._held or job, None
-            if job is not None and job in self._waiting:
-                self._waiting.remove(job)
-        if job is not None:
-            job.fail(PublishLostError(f"Version {job.version} was lost: an interrupt came while its bits changed."))
+            self._joined = None
+            if job is None or job not in self._waiting:
+                return
+            self._waiting.remove(job)
+        job.fail(PublishLostError(f"Version {job.version} was lost: an interrupt came while its bits changed."))
 
     def let_go(self) -> None:
         """Release the locks that an interrupt has left this thread holding."""
@@ -109,21 +115,19 @@ class Uploader:
             let_go(lock)
 
     def wait_released(self) -> None:
-        """Wait until the running job does not need the shadow as it is. The caller has taken the waiting one."""
+        """Wait until the running job does not need the shadow as it is. No other one begins."""
         with self._lock:
             running = self._running
         if running is not None:
             running.released.wait()
 
-    def submit(self, job: Job) -> None:
-        """Upload a job after the others, in the place of the taken one."""
+    def submit(self, *jobs: Job) -> None:
+        """Upload jobs after the others, in the place of the joined one."""
         with self._lock:
-            if self._held is not None and self._held in self._waiting:
-                self._waiting[self._waiting.index(self._held)] = job
-            else:
-                self._waiting.append(job)
-            self._held = None
-        self._worker.submit(self._run)
+            self._waiting = [*(job for job in self._waiting if job is not self._joined), *jobs]
+            self._is_paused, self._joined = False, None
+        for _ in jobs:
+            self._worker.submit(self._run)
 
     def warm_up(self) -> None:
         """Open connections again that have been idle, so that no record waits for that."""
@@ -138,7 +142,7 @@ class Uploader:
 
     def close(self) -> None:
         """Finish what was submitted, and the work of the compactor and the log. Ctrl-C ends waits for a retry."""
-        self.release()
+        self.unpause()
         try:
             for part in (self._worker, self._puts, self.compactor, self._log):
                 part.close()
@@ -152,7 +156,7 @@ class Uploader:
         Only waits for the store count: on a busy machine a version may take longer to encode.
         """
         self.let_go()
-        self.release()
+        self.unpause()
         parts = (self._worker, self._puts, self.compactor, self._log)
         waits_since_s = time.monotonic()
         while any(part.busy for part in parts):
@@ -176,12 +180,12 @@ class Uploader:
 
     def _run(self) -> None:
         try:
-            self._log.settle()  # while the job waits and may still be taken back
+            self._log.settle()  # while the job waits and may still be joined
             problem: Exception | None = None
         except Exception as error:  # noqa: BLE001 - whatever ends the upload must reach the receipt
             problem = error
         with self._lock:
-            if not self._waiting or self._waiting[0] is self._held:
+            if self._is_paused or not self._waiting:
                 return
             job = self._running = self._waiting.pop(0)
         started = time.perf_counter()
@@ -253,9 +257,9 @@ class Uploader:
             self._end(other, self._fenced or PublishLostError(f"Version {other.version} builds on a lost one. {error}"))
 
     def _drop_waiting(self) -> list[Job]:
-        """Forget and return the waiting jobs. A taken one stays, and is found lost when it is its turn."""
-        lost = [job for job in self._waiting if job is not self._held]
-        self._waiting = [job for job in self._waiting if job is self._held]
+        """Forget and return the waiting jobs. A joined one stays, and is found lost when it is its turn."""
+        lost = [job for job in self._waiting if job is not self._joined]
+        self._waiting = [job for job in self._waiting if job is self._joined]
         return lost
 
     def _store_delta(self, job: Job) -> StoredRecord:

@@ -170,7 +170,7 @@ MUTANTS = {
     ),
     "an interrupt in apply is forgotten": Mutant(
         "deltasync.publish.publisher",
-        "            self._is_unsure = self._is_taken = True\n            shadow.apply(found)",
+        "            self._is_torn = True\n            shadow.apply(found)",
         "            shadow.apply(found)",
     ),
     "folders of a lost version are used again": Mutant(
