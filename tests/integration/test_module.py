@@ -258,7 +258,7 @@ def test_others_see_it_by_its_heartbeat(memory_url: str) -> None:
         store, run_id = open_store(memory_url), str(trainer.publisher.run_id)
         with follow(model, memory_url, replica_id="notebook"):
             published = trainer.publisher.published
-            (found,) = heartbeat.wait_for(store, run_id, version, published, "all", PATIENCE_S)
+            (found,) = heartbeat.wait_for(store, run_id, version, published, PATIENCE_S)
             assert (found.replica_id, found.version) == ("notebook", version)
         assert [beat.state for beat in heartbeat.read_all(store, run_id)] == [heartbeat.STOPPED]
 

@@ -305,7 +305,7 @@ def test_a_server_that_training_generates_on(memory_url: str, name: str, monkeyp
     try:
         with pytest.raises(ConfigError) as caught:
             server.check(SimpleNamespace(**DEFAULTS), MODEL, status.url, compares=True, name="policy", wait_s=0.1)
-            heartbeat.wait_for(open_store(memory_url), RUN, 1, {1: "0" * 64}, "all", 30.0, [status.url], required=True)
+            heartbeat.wait_for(open_store(memory_url), RUN, 1, {1: "0" * 64}, 30.0, [status.url], required=True)
     finally:
         status.close()
     assert said in str(caught.value) and status.url in str(caught.value)
