@@ -23,7 +23,7 @@ from benchmarks import common
 from benchmarks.common import table
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel.reading import ChannelReader
-from deltasync.following import Follower
+from deltasync.following import LiveWeights
 
 TENSOR = 8_000_000  # elements of a tensor, about as many as those of a layer have
 
@@ -46,8 +46,8 @@ def measure(url: str, elements: int, repeats: int) -> dict[str, Any]:
     reader = ChannelReader(open_store(url))
     replica = Replica(reader.store)
     replica.sync(1)
-    follower = replica._target.follower
-    assert isinstance(follower, Follower)
+    follower = replica._target.weights
+    assert isinstance(follower, LiveWeights)
     commits, rollbacks = zip(*(commit_and_rollback(follower, reader) for _ in range(repeats)), strict=True)
     loads, again = [], []
     for number in range(repeats):
@@ -71,7 +71,7 @@ def measure(url: str, elements: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def commit_and_rollback(follower: Follower, reader: ChannelReader) -> tuple[float, float]:
+def commit_and_rollback(follower: LiveWeights, reader: ChannelReader) -> tuple[float, float]:
     """Return the seconds to write a version, and those to restore what it overwrote."""
     staged, times = follower.stage([reader.numbered(2)]), [time.perf_counter()]
     committed = follower.commit(staged)

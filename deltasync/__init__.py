@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deltasync import errors
     from deltasync.config import Retention
-    from deltasync.following import Following, Replica, follow
+    from deltasync.following import ModuleReplica, Replica, follow
     from deltasync.publish import Publisher, Receipt
     from deltasync.stores import open_store
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Following": "deltasync.following",
+    "ModuleReplica": "deltasync.following",
     "Publisher": "deltasync.publish",
     "Receipt": "deltasync.publish",
     "Replica": "deltasync.following",
@@ -36,7 +36,7 @@ _HOME = {
     "open_store": "deltasync.stores",
 }
 
-__all__ = ["Following", "Publisher", "Receipt", "Replica", "Retention", "__version__", "errors", "follow", "open_store"]
+__all__ = ["ModuleReplica", "Publisher", "Receipt", "Replica", "Retention", "__version__", "errors", "follow", "open_store"]
 
 
 def __dir__() -> list[str]:

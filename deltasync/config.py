@@ -251,9 +251,9 @@ class Retention(_Settings):
 
     Attributes:
         compact_every: Write a compaction from the newest full weights every N versions, for late joiners; 0 for none. By
-            default as often as all compactions and anchors together stay below a third of the deltas' bytes. A compaction
-            reads the full weights again, and needs memory for two copies of 32 M elements or of the largest tensor. Each
-            rank of a sharded trainer does so for the ranges that it holds.
+            default as often as all compactions and anchors together stay below a third of the deltas' bytes. The steps
+            since the full weights are kept in host memory for it: at most 1.25 times the published bytes, on each rank of a
+            sharded trainer those of the ranges that it holds.
         keep_last: Keep the newest N versions and their bases; None to keep all.
         grace_s: Time between forgetting a version and deleting its files. It must exceed the time in which the slowest
             replica loads full weights.

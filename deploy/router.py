@@ -69,7 +69,7 @@ def main(replicas: tuple[str, ...], host: str, port: int, ca_file: str, out: Pat
     """Start HAProxy in front of replicas: URLs such as http://10.0.0.5:8000 or https://user-name.hf.space.
 
     A request to /v1 goes to a replica that is up. Requests that begin alike go to the same one, and requests with the header
-    `x-deltasync-min-version: N` to one that serves version N or a later one. /deltasync/replicas lists all replicas.
+    `x-deltasync-version` (7, >=7 or >=latest) to one that serves such a version. /deltasync/replicas lists all replicas.
 
     \b
       ROUTER_TOKEN   bearer token that requests must present; not set: none

@@ -27,7 +27,7 @@ class Manager(model_manager.ModelManager):
     """Loads the model that follows, and no other."""
 
     settings: ReplicaSettings
-    following: deltasync.Following
+    following: deltasync.ModuleReplica
 
     def _load_model(self, *arguments: Any, **options: Any) -> Any:
         model = super()._load_model(*arguments, **options)

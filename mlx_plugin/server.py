@@ -14,7 +14,7 @@ from deltasync.following import replies
 from deltasync.following.requests import until_ready
 from mlx_plugin.module import all_bits
 
-following: deltasync.Following  # by the one model that is served
+following: deltasync.ModuleReplica  # by the one model that is served
 settings: ReplicaSettings
 
 
@@ -31,7 +31,7 @@ class _Provider(server.ModelProvider):
 class _Caches(server.LRUPromptCache):
     """Prompt caches of the weights that were live when one was last asked for. None is kept of which a version changed."""
 
-    at = -1  # `Following.exchanges` then
+    at = -1  # `ModuleReplica.exchanges` then
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> Any:
         if self.at != following.exchanges:

@@ -48,7 +48,7 @@ def publish(publisher: Publisher, weights: Weights, step: int | None = None) -> 
 
 def finish_maintenance(publisher: Publisher) -> None:
     """Wait until the anchor or the compacted delta that follows a version is stored."""
-    publisher._uploader.maintenance._workers.submit(int).result(PATIENCE_S)  # type: ignore[union-attr]
+    publisher._uploader.compactor._workers.submit(int).result(PATIENCE_S)  # type: ignore[union-attr]
 
 
 def wait_for_head(log: Log) -> None:

@@ -18,7 +18,7 @@ from benchmarks.common import peak_extra_bytes, timed
 from deltasync.channel import payloads
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.reading import ChannelReader
-from deltasync.following import Follower
+from deltasync.following import LiveWeights
 from deltasync.kernels import native
 from deltasync.live import LiveMemory, Segment, model_fingerprint, plan, proof
 from deltasync.stores import open_store
@@ -50,7 +50,7 @@ def measure(
     memory = LiveMemory(reader.specs, segments)
     proof.check_coverage(reader.specs, [memory.regions])
     memory.audit()
-    follower = Follower(reader, memory)
+    follower = LiveWeights(reader, memory)
     first, second = reader.numbered(1), reader.numbered(2)
     if first.record.fingerprint == f"{model_fingerprint(memory.fingerprints):016x}":
         follower.identified(first)

@@ -71,7 +71,7 @@ class Server:
         """Wait until the newest version that has arrived is served. This reads only files, to disturb nothing."""
         self._child.check()
         versions = self._versions
-        heartbeat.wait_for(self._store, versions.run_id, self.shown, versions.published, "all", _PATIENCE_S)
+        heartbeat.wait_for(self._store, versions.run_id, self.shown, versions.published, _PATIENCE_S)
 
     def status(self) -> dict[str, Any]:
         """Return `/deltasync/status`."""

@@ -39,9 +39,9 @@ class _Printer:
     def show(self) -> None:
         """Print the current version."""
         identity, now_s = self._target.version, time.monotonic()
-        assert identity is not None and self._target.follower is not None
+        assert identity is not None and self._target.weights is not None
         sync_s, self._seen_s = now_s - self._begun_s, now_s
-        fingerprint = sum(self._target.follower.memory.fingerprints.values()) % (1 << 64)
+        fingerprint = sum(self._target.weights.memory.fingerprints.values()) % (1 << 64)
         if self._as_json:
             checked = {"sync_s": round(sync_s, 4), "fingerprint": f"{fingerprint:016x}"}
             echo_json({**dataclasses.asdict(identity), **checked})

@@ -1,27 +1,27 @@
 """Following a channel: the cursor, the one loop (`Follow`) and its targets in host memory and in a torch module."""
 
 from deltasync.following.cursor import ChannelCursor
-from deltasync.following.follower import Follower, StagedVersion
 from deltasync.following.gate import Gate, GatedTarget, Mapped, Names, Part, gated_calls, reclassed
 from deltasync.following.loop import Follow
-from deltasync.following.module import Following, follow
+from deltasync.following.module import ModuleReplica, follow
 from deltasync.following.pin import parse_pin
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
 from deltasync.following.status import Commit, Status
 from deltasync.following.target import Identify, Observer, Target
+from deltasync.following.weights import LiveWeights, StagedVersion
 
 __all__ = [
     "ChannelCursor",
     "Commit",
     "Follow",
-    "Follower",
-    "Following",
     "Gate",
     "GatedTarget",
     "Identify",
+    "LiveWeights",
     "Mapped",
     "MemoryTarget",
+    "ModuleReplica",
     "Names",
     "Observer",
     "Part",
@@ -32,7 +32,6 @@ __all__ = [
     "Target",
     "engine",
     "follow",
-    "follower",
     "gated_calls",
     "metrics",
     "parse_pin",

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import ApplyError, ConfigError, ModelMismatchError, StageError
-from deltasync.following.follower import StagedVersion
 from deltasync.following.replica import MemoryTarget
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
+from deltasync.following.weights import StagedVersion
 from deltasync.live import LiveMemory, Segment
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import dtype_name, int_view
@@ -385,6 +385,6 @@ class GatedTarget(MemoryTarget):
 
     def _update_gate(self) -> None:
         """Let no forward call begin while the weights are of no known version, unless they never were of one."""
-        follower = self.follower
-        is_known = follower is None or (follower.settled and (follower.version is not None or not self._served))
+        weights = self.weights
+        is_known = weights is None or (weights.settled and (weights.version is not None or not self._served))
         self._gate.report(self._refusal or (None if is_known else _UNKNOWN))

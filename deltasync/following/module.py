@@ -28,11 +28,11 @@ from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, NotPublishedError
-from deltasync.following.follower import StagedVersion
 from deltasync.following.gate import Gate, GatedTarget, Names, Part, plain_name, reclassed
 from deltasync.following.loop import Follow
 from deltasync.following.pin import parse_pin, pin_text
 from deltasync.following.status import Commit, Status
+from deltasync.following.weights import StagedVersion
 from deltasync.stores import Store
 
 _ADAPTERS = {"mlx": "mlx_plugin.module"}
@@ -42,7 +42,7 @@ _ADAPTERS = {"mlx": "mlx_plugin.module"}
 _WAIT_S = 5.0  # from when on a commit that waits for forward calls is reported
 
 
-class Following:
+class ModuleReplica:
     """A module that follows a channel; made by `deltasync.follow`. Use it as a context, or `close` it."""
 
     def __init__(self, follow: Follow, gate: Gate, gated: contextlib.ExitStack, background: bool) -> None:
@@ -302,7 +302,7 @@ def follow(
     names: Names | Mapping[str, str | Sequence[str] | None] = plain_name,
     background: bool = True,
     **settings: Any,
-) -> Following:
+) -> ModuleReplica:
     """Patch a module's weights in place with the versions of a channel, between its forward calls.
 
     Returns once the module has the newest version, or at once if there is none yet. Only the parameters and buffers of
@@ -337,7 +337,7 @@ def follow(
     reader = ChannelReader(open_failover(channel), chosen.trusted_keys)
     following = Follow(reader, make(module, reader, named, gate), chosen)
     gated.enter_context(gating(module, gate))
-    return Following(following, gate, gated, background)
+    return ModuleReplica(following, gate, gated, background)
 
 
 def _adapter(module: Any) -> tuple[type[GatedTarget], Callable[[Any, Gate], contextlib.AbstractContextManager[None]]]:

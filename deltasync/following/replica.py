@@ -19,11 +19,11 @@ from deltasync.channel.record import StoredRecord
 from deltasync.config import ReaderSettings, ReplicaSettings, whole_number
 from deltasync.errors import NotPublishedError
 from deltasync.following.cursor import identify, tied
-from deltasync.following.follower import Follower, StagedVersion
 from deltasync.following.loop import Follow
 from deltasync.following.pin import Pin
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
+from deltasync.following.weights import LiveWeights, StagedVersion
 from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors.bits import bits_of
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryTarget:
-    """A target whose weights this process can reach: a follower over them. By default they are made in host memory.
+    """A target whose weights this process can reach. By default they are made in host memory.
 
     Attributes:
         tensors: The live weights by checkpoint name.
-        follower: Stages and commits; None before `open`.
+        weights: Stages and commits; None before `open`.
         joining: Whether nobody uses the weights yet, so that chains are loaded, which cannot be undone.
     """
 
@@ -45,37 +45,37 @@ class MemoryTarget:
     def __init__(self, reader: ChannelReader) -> None:
         self.reader = reader
         self.tensors: dict[str, torch.Tensor] = {}
-        self.follower: Follower | None = None
+        self.weights: LiveWeights | None = None
         self.joining = False
 
     @property
     def version(self) -> VersionId | None:
         """The version that is live (`Target.version`)."""
-        return None if self.follower is None else self.follower.version
+        return None if self.weights is None else self.weights.version
 
     @property
     def progressed_s(self) -> float:
         """When staging last advanced (`Target.progressed_s`)."""
-        return 0.0 if self.follower is None else self.follower.progressed_s
+        return 0.0 if self.weights is None else self.weights.progressed_s
 
     @property
-    def _opened(self) -> Follower:
-        assert self.follower is not None
-        return self.follower
+    def _opened(self) -> LiveWeights:
+        assert self.weights is not None
+        return self.weights
 
     def open(self, identify: Identify) -> None:
         """Make host memory for the channel's tensors, unless a checkpoint was loaded."""
-        if self.follower is None:
+        if self.weights is None:
             memory, self.tensors = LiveMemory.on_host(self.reader.specs)
-            self.follower = Follower(self.reader, memory)
+            self.weights = LiveWeights(self.reader, memory)
 
     def adopt(self, memory: LiveMemory, identify: Identify) -> None:
         """Follow weights that exist: find out which version they are. For a subclass's `open`."""
         memory.warm_up()
         memory.audit()
         found = identify(model_fingerprint(memory.fingerprints))
-        self.follower = Follower(self.reader, memory)
-        self.follower.identified(found)
+        self.weights = LiveWeights(self.reader, memory)
+        self.weights.identified(found)
 
     def is_settled(self, asked: bool) -> bool:
         """Whether the live bits are known (`Target.is_settled`)."""
@@ -93,9 +93,9 @@ class MemoryTarget:
 
     def commit(self, staged: StagedVersion | Sequence[StoredRecord]) -> Commit:
         """Commit a staged chain (`Target.commit`)."""
-        follower, before = self._opened, time.perf_counter()
+        weights, before = self._opened, time.perf_counter()
         if not isinstance(staged, StagedVersion):
-            version = follower.load(staged)
+            version = weights.load(staged)
             load_s = time.perf_counter() - before
             return Commit(version=version.version, sha256=version.sha256, anchor=staged[0].use_anchor, stage_s=load_s)
         return self._exchange(staged)
@@ -173,8 +173,8 @@ class Replica:
     @property
     def fingerprints(self) -> dict[str, int]:
         """Fingerprint of every tensor at `version`."""
-        follower = self._target.follower
-        return {} if follower is None else dict(follower.memory.fingerprints)
+        weights = self._target.weights
+        return {} if weights is None else dict(weights.memory.fingerprints)
 
     def sync(self, version: int | None = None, *, timeout_s: float = 0.0) -> int:
         """Bring the weights to a version and check every bit that was written.
@@ -226,8 +226,8 @@ class Replica:
                 bits_of(tensors[name])[:] = bits_N
             memory.audit()
             known = identify(reader, self._follow.cursor.locate(), model_fingerprint(memory.fingerprints))
-            self._target.follower, self._target.tensors = Follower(reader, memory), tensors
-            self._target.follower.identified(known)
+            self._target.weights, self._target.tensors = LiveWeights(reader, memory), tensors
+            self._target.weights.identified(known)
         return self.version
 
     def audit(self) -> bool:
@@ -239,7 +239,7 @@ class Replica:
             NotPublishedError: nothing was synced yet.
         """
         before = self.version
-        if self._target.follower is None:
+        if self._target.weights is None:
             raise NotPublishedError("This replica holds no version yet; call sync() first.")
         is_right = self._follow.audit()
         if not is_right and before is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from deltasync.channel.documents import sha256_hex
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
-from deltasync.following.module import Following
+from deltasync.following.module import ModuleReplica
 from deltasync.following.requests import token_matches
 from deltasync.following.status import Status
 
@@ -51,7 +51,7 @@ def version_headers(made_by: Iterable[int | None]) -> dict[str, str]:
 
 
 def answer(
-    following: Following,
+    following: ModuleReplica,
     settings: ReplicaSettings,
     path: str,
     authorization: str | None,

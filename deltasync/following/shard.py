@@ -1,4 +1,4 @@
-"""One process's shard of a model: the load plan, its proof, and a follower over the live parameters.
+"""One process's shard of a model: the load plan, its proof, and the live parameters.
 
 A `Shard` asks no other process. `deltasync.following.shards` puts the shards of all processes together. Some methods read or
 write what the engine computes with, so they are called between two steps of the engine, in its thread; the others may run
@@ -32,7 +32,7 @@ from deltasync.errors import (
     get_logger,
 )
 from deltasync.following.engine import Places
-from deltasync.following.follower import Follower, StagedVersion
+from deltasync.following.weights import LiveWeights, StagedVersion
 from deltasync.live import LiveMemory, Prints, Segment, derived, plan, proof
 from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import bits_of
@@ -176,23 +176,23 @@ class Shard:
         self._unproven: set[str] = set()
         self._others: dict[str, TensorSpec] = {}  # of the checkpoint, which the channel lacks
         self._places: Places | None = None
-        self._follower: Follower | None = None
+        self._weights: LiveWeights | None = None
         self._staged: StagedVersion | None = None
         self._committed: StagedVersion | None = None
         self._coming = torch.empty(0)  # a tensor that is handed over whole
         self._is_stale = False  # whether `Engine.refresh` has failed
-        self._is_known = True  # whether the weights are as they were loaded, before there is a follower
+        self._is_known = True  # whether the weights are as they were loaded, before `audit`
 
     @property
-    def follower(self) -> Follower:
-        """The follower over the shard's memory; there after `audit`."""
-        assert self._follower is not None
-        return self._follower
+    def weights(self) -> LiveWeights:
+        """The weights in the shard's memory; there after `audit`."""
+        assert self._weights is not None
+        return self._weights
 
     @property
     def progressed_s(self) -> float:
         """As `Target.progressed_s`."""
-        return 0.0 if self._follower is None else self._follower.progressed_s
+        return 0.0 if self._weights is None else self._weights.progressed_s
 
     @property
     def _recorded(self) -> plan.LoadPlan:
@@ -244,7 +244,7 @@ class Shard:
         """
         if ignored is not None:
             self._adopt(set(ignored), ties)
-        memory = self.follower.memory
+        memory = self.weights.memory
         with self._in_use:
             self._check_awake()
             memory.audit()
@@ -257,7 +257,7 @@ class Shard:
             recorded.segments.update(proof.kept({name: specs[name] for name in ignored}, self.engine.checkpoint()))
         memory = LiveMemory(specs, recorded.segments, ties=ties)
         memory.warm_up()
-        self._follower = Follower(self.reader, memory)
+        self._weights = LiveWeights(self.reader, memory)
 
     def stage(self, chain: Sequence[Handed]) -> bool:
         """Fetch, verify and decode consecutive records. Returns False if the live bits are not known.
@@ -267,7 +267,7 @@ class Shard:
             CorruptDataError, MissingVersionError: with the `key` of the record that is to blame.
         """
         self._staged = None
-        if not self.follower.settled:
+        if not self.weights.settled:
             return False
         stored: list[StoredRecord] = []
         for each in chain:
@@ -278,14 +278,14 @@ class Shard:
                 raise
         with self._in_use:
             self._check_awake()
-            self._staged = self.follower.stage(stored)
+            self._staged = self.weights.stage(stored)
         return True
 
     def read(self, name: str) -> list[bytes]:
         """Return the bits of each of this shard's segments of a tensor, from live memory, in the order of its regions."""
         with self._in_use:
             self._check_awake()
-            return self.follower.memory.read(name)
+            return self.weights.memory.read(name)
 
     # Between two steps of the engine, or before it computes with these weights
 
@@ -332,7 +332,7 @@ class Shard:
 
     def settled(self) -> bool:
         """Whether it is known which version the live bits are."""
-        return self._is_known if self._follower is None else self._follower.settled
+        return self._is_known if self._weights is None else self._weights.settled
 
     def settle(self, total: int) -> VersionId | None:
         """Compare the model's fingerprint, as audited over all shards (-1 if copies differ), with the live version's.
@@ -345,8 +345,8 @@ class Shard:
                 self._refresh(())
             except Exception as error:
                 raise CommitError(f"Layers could not be loaded again, so their weights are uncertain: {error}") from error
-        self.follower.settle(total)
-        return self.follower.version
+        self.weights.settle(total)
+        return self.weights.version
 
     def identified(self, record: Handed | None) -> None:
         """Note which version the live bits are, None for no version of the channel.
@@ -360,11 +360,11 @@ class Shard:
                 "and the weights are no version that the channel knows, so it cannot be proven where they are in memory: "
                 "serve the checkpoint that the channel starts from."
             )
-        self.follower.identified(None if record is None else self.reader.handed(*record))
+        self.weights.identified(None if record is None else self.reader.handed(*record))
 
     def complete(self, name: str, at: int, data: bytes) -> None:
         """Take bytes `at` and following of a tensor that shards lack; with the last ones it is kept whole on the host."""
-        if not self.follower.memory.regions[name]:
+        if not self.weights.memory.regions[name]:
             return
         if not at:
             spec = self.reader.specs[name]
@@ -372,7 +372,7 @@ class Shard:
         bytes_B = bits_of(self._coming).view(np.uint8)
         bytes_B[at : at + len(data)] = np.frombuffer(data, np.uint8)
         if at + len(data) == bytes_B.size:
-            self.follower.complete(name, bits_of(self._coming))
+            self.weights.complete(name, bits_of(self._coming))
 
     def commit(self, alone: bool) -> Done:
         """Write the staged version into the live weights.
@@ -392,7 +392,7 @@ class Shard:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)  # what the engine has launched
         try:
-            self._committed = self.follower.commit(staged)
+            self._committed = self.weights.commit(staged)
             reload_s = self._refresh(staged.staged.fingerprints)
         except Exception:
             self.undo()
@@ -400,7 +400,7 @@ class Shard:
         if alone:
             self.confirm(None)
         done = staged.staged
-        parts = b"" if alone else self.follower.memory.known_parts.tobytes()
+        parts = b"" if alone else self.weights.memory.known_parts.tobytes()
         return Done(done.changed, staged.stage_s, done.scatter_s, reload_s, parts)
 
     def confirm(self, found: tuple[bytes, bytes] | None) -> None:
@@ -412,7 +412,7 @@ class Shard:
         assert committed is not None
         try:
             prints = None if found is None else Prints(np.frombuffer(found[0], np.uint64), np.frombuffer(found[1], bool))
-            self.follower.confirm(committed, prints)
+            self.weights.confirm(committed, prints)
         except (FingerprintMismatchError, TiedError):
             self._refresh(committed.staged.fingerprints)
             raise
@@ -420,9 +420,9 @@ class Shard:
     def undo(self) -> None:
         """Roll back the commit, because another shard's failed."""
         committed, self._committed = self._committed, None
-        self.follower.settled = False
+        self.weights.settled = False
         if committed is not None:
-            self.follower.rollback(committed)
+            self.weights.rollback(committed)
             self._refresh(committed.staged.fingerprints)
 
     def _refresh(self, changed: Iterable[str]) -> float:
@@ -453,7 +453,7 @@ class Shard:
         self._unsettle()
 
     def _unsettle(self) -> None:
-        if self._follower is None:
+        if self._weights is None:
             self._is_known = False
         else:
-            self._follower.settled = False
+            self._weights.settled = False

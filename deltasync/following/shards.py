@@ -38,10 +38,10 @@ from deltasync.errors import (
     printable,
 )
 from deltasync.following.engine import Failure, is_safe, succeeded, unique_name
-from deltasync.following.follower import Follower
 from deltasync.following.shard import Audit, Done, Engine, Found, Handed, Shard, handed
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
+from deltasync.following.weights import LiveWeights
 from deltasync.live import Prints, Union, assemble, proof
 from deltasync.threads import daemon
 
@@ -316,9 +316,9 @@ class RankedShards(Shards):
         self._names: OrderedDict[int, str] = OrderedDict()
 
     @property
-    def follower(self) -> Follower:
-        """The follower of this rank; there after `adopt`."""
-        return self.shard.follower
+    def weights(self) -> LiveWeights:
+        """The weights of this rank; there after `adopt`."""
+        return self.shard.weights
 
     def replies(self, kind: Any, method: str, *args: Any) -> list[Any]:
         """As `Shards.replies`, on all ranks."""
@@ -340,7 +340,7 @@ class RankedShards(Shards):
 
     def settled(self) -> None:
         """Announce what the weights are, between two steps; from here on they may be computed with."""
-        version = self.follower.version
+        version = self.weights.version
         if version is None and self.held:
             return  # full weights follow
         self.shard.engine.announce("unknown" if version is None else unique_name(self._names, version))
@@ -408,7 +408,7 @@ class ShardsTarget:
 
     def _settled(self) -> None:
         self._between_steps("settled")
-        self.version, self._is_sure = self._shards.follower.version, True
+        self.version, self._is_sure = self._shards.weights.version, True
 
     def is_settled(self, asked: bool) -> bool:
         """Whether the live bits are known (`Target.is_settled`)."""

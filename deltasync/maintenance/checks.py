@@ -35,7 +35,7 @@ from deltasync.maintenance.scan import (
 )
 
 if TYPE_CHECKING:
-    from deltasync.following import Follower, StagedVersion
+    from deltasync.following import LiveWeights, StagedVersion
 
 
 _CLOCK_S = 1.0  # stores give whole seconds
@@ -220,12 +220,12 @@ class Inspection:
 
     def replay(self) -> None:
         """Read every file, apply every version, anchor and compaction to weights in host memory, and compare the bits."""
-        from deltasync.following import Follower  # needs torch, unlike the rest of this module
+        from deltasync.following import LiveWeights  # needs torch, unlike the rest of this module
         from deltasync.live import LiveMemory
 
         memory, _ = LiveMemory.on_host(self.reader.specs)
         memory.audit()
-        follower = Follower(self.reader, memory)
+        weights = LiveWeights(self.reader, memory)
         proven = self.proven = set[Slot]()
         edges = {slot: [stored] for slot, stored in self.versions.items()}
         compactions: dict[Slot, list[StoredRecord]] = {}
@@ -236,39 +236,39 @@ class Inspection:
                 compactions.setdefault(shortcut.base.slot, []).append(shortcut)
         for done, (slot, found) in enumerate(sorted(edges.items()), start=1):
             for stored in found:
-                if self._apply(follower, stored) is not None:
+                if self._apply(weights, stored) is not None:
                     proven.add(slot)
             for compaction in compactions.pop(slot, []):
-                committed = self._apply(follower, compaction)
+                committed = self._apply(weights, compaction)
                 if committed is not None:
                     end = self.versions.get(compaction.version.slot)
                     if end is not None and end.record.fingerprint == compaction.record.fingerprint:
                         proven.add(compaction.version.slot)
-                    follower.rollback(committed)
-                    follower.identified(found[0])
+                    weights.rollback(committed)
+                    weights.identified(found[0])
             progressed("replaying", done, len(edges))
         for compaction in [compaction for left in compactions.values() for compaction in left]:  # their bases are missing
             self._read_files_of(compaction)
 
-    def _move_to(self, follower: Follower, base: VersionId | None) -> bool:
+    def _move_to(self, weights: LiveWeights, base: VersionId | None) -> bool:
         """Bring the weights to the version `base`. Return False if its bits cannot be read."""
-        if base is None or follower.version == base:
+        if base is None or weights.version == base:
             return True
         if base.slot in (self.proven or ()):
             damaged = {stored.key: "It is damaged." for stored in self.edges() if not self.usable(stored)}
             with contextlib.suppress(FormatError, ChainError, ApplyError):
-                for stored in find_chain(self.reader, follower.version, base, damaged):
-                    follower.confirm(follower.commit(follower.stage([stored])))
-        return follower.version == base
+                for stored in find_chain(self.reader, weights.version, base, damaged):
+                    weights.confirm(weights.commit(weights.stage([stored])))
+        return weights.version == base
 
-    def _apply(self, follower: Follower, stored: StoredRecord) -> StagedVersion | None:
+    def _apply(self, weights: LiveWeights, stored: StoredRecord) -> StagedVersion | None:
         """Apply a record or compaction, and read its files. On failure record the damage, keep the weights, return None."""
-        if not self._move_to(follower, stored.base) or not self.usable(stored):
+        if not self._move_to(weights, stored.base) or not self.usable(stored):
             self._read_files_of(stored)
             return None
         try:
-            committed = follower.commit(follower.stage([stored]))
-            follower.confirm(committed)
+            committed = weights.commit(weights.stage([stored]))
+            weights.confirm(committed)
         except (FormatError, ChainError, ApplyError) as error:
             self._read_files_of(stored)
             if self.usable(stored):  # no file is damaged: the object itself is wrong

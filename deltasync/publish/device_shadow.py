@@ -120,20 +120,6 @@ class DeviceShadow:
         if self.ready is not None:
             torch.cuda.current_stream(self.device).wait_event(self.ready)
 
-    def windows(self, places: Sequence[tuple[str, int, int]]) -> list[np.ndarray]:
-        """Return some of the bits, on the host: of each of these tensors those from one element of the range to another."""
-        self.wait()
-        by_width: dict[int, list[torch.Tensor]] = {}
-        for name, first, last in places:
-            by_width.setdefault(self._layout.places[name][0], []).append(self.view(name)[first:last])
-        found = {width: torch.cat(views).cpu().numpy().view(f"u{width}") for width, views in by_width.items()}
-        taken, windows = dict.fromkeys(found, 0), list[np.ndarray]()
-        for name, first, last in places:
-            width, count = self._layout.places[name][0], last - first
-            windows.append(found[width][taken[width] : taken[width] + count])
-            taken[width] += count
-        return windows
-
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
         """Return the share of each range in the fingerprint of its tensor, and the tensors with a NaN."""
         found, with_nan = {}, list[str]()

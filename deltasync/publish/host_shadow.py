@@ -136,6 +136,12 @@ class HostShadow:
             collected.add(name, held[at], lasting=True)
         return collected.difference()
 
+    def add(self, delta: Delta) -> None:
+        """Add steps to the bits."""
+        for width, steps in delta.steps.items():
+            of = self._memory[width]
+            native.add(of.vector, of.zero_T, steps)
+
     def compare_each(self, parts: Iterable[tuple[str, torch.Tensor]]) -> Difference:
         """Compare tensors as they come; each may be gone when the next one is asked for."""
         collected = _Collected(self)
@@ -218,8 +224,6 @@ class _Collected:
 
         def apply() -> None:
             for piece in pieces:
-                for width, steps in piece.steps.items():
-                    of = memory[width]
-                    native.add(of.vector, of.zero_T, steps)
+                self._shadow.add(piece)
 
         return Difference(pieces, self._gains, self._aboves, apply)

@@ -25,6 +25,9 @@ from deltasync.tensors.device import DeviceDelta
 
 def host_delta(layout: Layout, pieces: Sequence[Delta | DeviceDelta]) -> Delta:
     """Return pieces of different elements as one delta, on the host."""
+    for piece in pieces:
+        if isinstance(piece, DeviceDelta) and piece.ready is not None:
+            piece.ready.synchronize()
     found = [piece.host() if isinstance(piece, DeviceDelta) else piece for piece in pieces]
     return joined(found) if found else Delta(layout, {})
 
@@ -47,6 +50,7 @@ class Job:
         model: The fingerprint of the model, if that is not the sum of `fingerprints`.
         reference: The checkpoint that it refers to instead of holding weights.
         weights: A sharded trainer's full weights, for the version's record or for an anchor beside it.
+        collected: Whether these are collected.
         ended_s: When the job was made, after its stream had been read, by `time.perf_counter`.
         released: Set once it does not need the shadow any more.
         encoded: Bytes of its payloads, and the seconds since `ended_s`.
@@ -67,6 +71,7 @@ class Job:
     model: int | None = None
     reference: Reference | None = None
     weights: Weights | None = None
+    collected: bool = False
     ended_s: float = dataclasses.field(default_factory=time.perf_counter)
     released: threading.Event = dataclasses.field(default_factory=threading.Event)
     encoded: Future[tuple[int, float]] = dataclasses.field(default_factory=Future)

@@ -11,15 +11,15 @@ from typing import Any
 
 from deltasync.channel import keys
 from deltasync.channel.documents import File
-from deltasync.channel.reading import ChannelReader
 from deltasync.config import PublisherSettings
-from deltasync.errors import PublishError, PublishLostError, PublishPendingError, error_of, get_logger
+from deltasync.errors import ChainError, PublishError, PublishLostError, PublishPendingError, error_of, get_logger
 from deltasync.publish import writes
-from deltasync.publish.compaction import Parts, Target, store_parts
+from deltasync.publish.compact import Parts, Steps, store_parts
 from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.job import Job
 from deltasync.publish.upload import PUTS
 from deltasync.ranks.peers import Signals, attempt
+from deltasync.stores import Store
 from deltasync.threads import Workers, daemon
 
 logger = get_logger(__name__)
@@ -28,8 +28,8 @@ logger = get_logger(__name__)
 class PartUploader:
     """As `Uploader`, for this rank's parts of versions and compactions."""
 
-    def __init__(self, reader: ChannelReader, settings: PublisherSettings, signals: Signals) -> None:
-        self._reader, self._store = reader, reader.store
+    def __init__(self, store: Store, settings: PublisherSettings, signals: Signals, *, compacts: bool) -> None:
+        self._store, self._compacts = store, compacts
         self.settings = settings
         self._signals = signals
         self._encoder = GroupEncoder(settings.codec)
@@ -37,16 +37,25 @@ class PartUploader:
         self._changed = threading.Condition()
         self._closing = False
         self._puts = Workers(PUTS, "upload")
-        self._compaction: tuple[str, str, Target] | None = None  # of the running job: base, folder, target
+        self._steps: Steps | None = None
+        self._compaction: tuple[int, str] | None = None  # of the running job: base and folder
         self._compactions = Workers(1, "maintenance")
         # A daemon, since nothing would end it if the first rank died.
         self._thread = daemon("upload", self._run)
         self._thread.start()
 
-    def take(self) -> Job:
-        """Take back the newest job, as the first rank has done."""
+    is_first = False
+
+    def pause(self) -> None:
+        """Do nothing: the first rank decides which jobs begin."""
+
+    warm_up = unpause = let_go = pause
+
+    def base(self, *, joins: bool = True) -> tuple[int, bool, Job | None]:
+        """Return the newest job, which the first rank joins, with its number and whether it has full weights."""
         with self._changed:
-            return self._pending.popitem()[1]
+            job = self._pending.popitem()[1]
+        return job.version, job.full, job
 
     def wait_released(self) -> None:
         """As `Uploader.wait_released`; raises PublishError if the first rank is lost."""
@@ -55,28 +64,22 @@ class PartUploader:
         for job in jobs:
             self._signals.wait_for(job.released)
 
-    def let_go(self) -> None:
-        """Do nothing."""
-
-    def drop_taken(self, job: Job | None = None) -> None:
-        """As `Uploader.drop_taken`."""
+    def drop(self, job: Job | None) -> None:
+        """As `Uploader.drop`."""
         if job is not None:
-            job.fail(PublishLostError(f"Version {job.version} was lost: the next one could not be taken."))
+            job.fail(PublishLostError(f"Version {job.version} was lost: the next one could not join it."))
 
-    def release(self, job: Job | None = None) -> None:
-        """Put back the job that was taken."""
-        if job is not None:
-            self.submit(job)
+    def resume(self, steps: Steps) -> None:
+        """Note the steps that lead to the newest version; the first rank decides what the next version builds on."""
+        self._steps = steps
 
-    def resume(self) -> None:
-        """Do nothing: the first rank decides what the next version builds on."""
-
-    def submit(self, job: Job) -> None:
-        """Upload this rank's parts when the first rank begins the job."""
-        if job.full:
-            job.released.set()  # its weights were collected
+    def submit(self, *jobs: Job) -> None:
+        """Upload this rank's parts of jobs when the first rank begins them."""
+        for job in jobs:
+            if job.full:
+                job.released.set()  # its weights were collected
         with self._changed:
-            self._pending[job.serial] = job
+            self._pending |= {job.serial: job for job in jobs}
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -103,8 +106,8 @@ class PartUploader:
             except PublishError as error:
                 self._give_up(error)
 
-    def _upload(self, serial: int, folder: str, base: str | None) -> None:
-        """Store this rank's parts of a job, and keep the bits for its parts of a compaction from full weights."""
+    def _upload(self, serial: int, folder: str, base: int | None) -> None:
+        """Store this rank's parts of a job; with a `base`, those of a compaction follow once the job has ended well."""
         files: list[File] = []
         problem = None
 
@@ -115,7 +118,7 @@ class PartUploader:
         try:
             job = self._submitted(serial)
             encoded = self._encoder.encode(job, store, inline=False)
-            self._compaction = None if base is None else (base, folder, Target.of(job))
+            self._compaction = None if base is None else (base, folder)
             job.released.set()
             files = [future.result() for future in encoded.files]
         except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it
@@ -128,28 +131,43 @@ class PartUploader:
         with self._changed:
             del self._pending[serial]
         compacts, self._compaction = self._compaction, None
-        if compacts is not None and line["error"] is None:
-            self._compactions.submit(self._compact, serial, *compacts)
-        elif compacts is not None:
-            compacts[-1].snapshot.close()
         if line["error"] is None:
+            self._stored(job, *(compacts or (None, "")))
             job.succeed(line["digest"], line["payload_bytes"])
         else:
             kind, message = line["error"]
             job.fail(error_of(kind, message, PublishError))
         self._signals.seen(serial)
 
-    def _compact(self, serial: int, base: str, folder: str, target: Target) -> None:
+    def _stored(self, job: Job, base: int | None, folder: str) -> None:
+        """Note a version that is visible, and compact the steps from a base to it."""
+        if not self._compacts:
+            return
+        if job.full or self._steps is None:
+            self._steps = Steps.of(job)
+            return
+        steps = self._steps
+        if base is not None:
+            steps.start(base)  # if these weights were stored since
+        steps.add(job.delta)
+        if job.collected:
+            steps.mark(job.version)
+        if base is not None:
+            self._compactions.submit(self._compact, job, base, folder, steps, steps.frozen())
+
+    def _compact(self, job: Job, base: int, folder: str, steps: Steps, frozen: Steps) -> None:
         def put(name: str, data: bytes) -> File:
             return writes.put_file(self._store, self.settings, f"{folder}/{name}", data)
 
         def store() -> Parts:
-            stored, rank = self._reader.stored(base), self._signals.rank
-            return store_parts(self._reader, stored, target, put, rank=rank, inline=False)[0]
+            assert job.fingerprints is not None
+            if frozen.base != base:
+                raise ChainError(f"it has the steps since version {frozen.base}, not {base}.")
+            return store_parts(frozen, job.version, job.fingerprints, put, rank=self._signals.rank)[0]
 
         parts, problem = attempt(store)
-        target.snapshot.close()
-        self._signals.answer_compaction(serial, parts, problem)
+        steps.thaw()
+        self._signals.answer_compaction(job.serial, parts, problem)
 
     def _submitted(self, serial: int) -> Job:
         """Wait for a job, which the first rank may have submitted earlier than this one."""

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,10 @@ from deltasync.channel.signing import Trusted
 from deltasync.config import PublisherOptions, Retention, token_ages, whole_number
 from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.collect import collect_weights
+from deltasync.publish.compact import Compactor
 from deltasync.publish.detect import Difference
 from deltasync.publish.job import Job, Losses, Receipt, host_delta
 from deltasync.publish.log import Log
-from deltasync.publish.maintenance import Chain, Maintenance
 from deltasync.publish.ownership import Ownership
 from deltasync.publish.parts import PartUploader
 from deltasync.publish.resume import FirstStream, Given, Start, open_first, prove_writes
@@ -45,15 +45,6 @@ from deltasync.threads import Home, let_go
 logger = get_logger(__name__)
 
 _Value = TypeVar("_Value")
-
-
-class _Base(NamedTuple):
-    """The next version and its base; the same at all ranks."""
-
-    version: int  # its number
-    full: bool  # whether it has full weights
-    collects: bool  # whether the ranks collect full weights for it, or for an anchor beside it
-    waiting: Job | None  # the job that it joins
 
 
 _UNKNOWN_TIMEOUT_S = 60.0  # for ranks, where the settings that say it are wrong
@@ -132,10 +123,10 @@ class Publisher:
         self._held: Sequence[Mapping[str, Range]] = []
         self._digests = Digests(self._peers, [])
         self._last: Receipt | None = None
-        self._interrupted = False  # whether a publish was
-        # Whether the shadow may have any bits, and whether the next version starts from new ones.
-        self._is_unsure = self._starts_over = False
-        self._is_taken = False  # whether the shadow has begun to take the difference of this publish
+        self._joined: Job | None = None  # the waiting job that a publish joins
+        # Whether a publish was interrupted; whether the shadow may have any bits; whether the next version has full weights.
+        self._is_interrupted = self._is_torn = self._starts_over = False
+        self._is_new = False  # whether the shadow has the bits of a first stream, and no version has them yet
         self._serial, self._closed = 0, False
         self._losses = Losses()
         self._owned = Ownership(self._peers)
@@ -143,17 +134,20 @@ class Publisher:
         self._uploader: Uploader | PartUploader
         if self._log is not None:
             given.warn_of_growth()
-            maintenance = Maintenance(
-                *(reader, self._log, given.retention, given.files, Chain(start.chain)),
+            compactor = Compactor(
+                *(reader, self._log, given.retention, given.files, start.chain),
                 *(start.settings.anchor_every, self._peers.signals if self._peers.size > 1 else None),
             )
-            self._uploader = Uploader(self._log, maintenance, start.settings, self._peers.signals)
+            self._uploader = Uploader(self._log, compactor, start.settings, self._peers.signals)
         else:
-            self._uploader = PartUploader(reader, start.settings, self._peers.signals)
+            self._uploader = PartUploader(
+                self.store, start.settings, self._peers.signals, compacts=given.retention.compact_every != 0
+            )
         if start.channel is not None and alone:
-            self._shadow = self._first.resumed({name: (0, spec.element_count) for name, spec in self._specs.items()})
-            if self._shadow is not None:
-                self._uploader.resume()
+            resumed = self._first.resumed({name: (0, spec.element_count) for name, spec in self._specs.items()})
+            if resumed is not None:
+                self._shadow, steps = resumed
+                self._uploader.resume(steps)
 
     @property
     def run_id(self) -> str | None:
@@ -217,62 +211,58 @@ class Publisher:
             return None if step is None else whole_number("step", step), None if token_lag is None else token_ages(token_lag)
 
         checked, problem = attempt(numbers)
-        if self._interrupted:
-            self._start_over()
-        self._interrupted = True  # an interrupt, which may come anywhere from here on, leaves it so
+        if self._is_interrupted:
+            self._recover()
         try:
+            self._is_interrupted = True  # until it ends, or until `_recover` has
             with self._peers.inside():
-                receipt = self._publish(named_tensors, checked or (None, None), problem, if_changed)
-        except Exception:
-            self._interrupted = self._is_unsure
+                receipt = self._publish(named_tensors, *(checked or (None, None)), problem, if_changed)
+        except BaseException:
+            self._recover()
             raise
-        self._interrupted = False
+        self._is_interrupted = False
         return receipt
 
     def _publish(
         self,
         named_tensors: Stream,
-        numbers: tuple[int | None, TokenLag | None],
+        step: int | None,
+        token_lag: TokenLag | None,
         problem: BaseException | None,
         if_changed: bool,
     ) -> Receipt:
-        before_s, self._is_taken = time.perf_counter(), False
-        step, token_lag = numbers
-        base = self._agree_on_base(problem, f"step {step}")
-        found: Difference | None
+        before_s, peers, uploader = time.perf_counter(), self._peers, self._uploader
+        uploader.pause()
+        found: Difference | None = None
         reference: Reference | None = None
-        problem = None
-        try:
-            with torch.no_grad():
-                if self._shadow is None:
-                    self._is_unsure = True  # until the version is submitted, whose bits the new shadow may have
-                    base, found, reference = self._begin(base, named_tensors)
-                else:
-                    found, problem = attempt(lambda: self._compare(named_tensors))
-            jobs = self._jobs(base, found or Difference(), reference, problem)
-        except BaseException as error:
-            if self._is_taken:  # what waits would be encoded from other bits than its own
-                self._is_unsure = True
-                self._uploader.drop_taken(base.waiting)
-            else:
-                self._is_unsure = self._is_unsure and not isinstance(error, Exception)
-                self._give_up(base, reference)
-            raise
+        with torch.no_grad():
+            if self._shadow is None or (peers.size == 1 and self._first.initial is not None and uploader.is_first):
+                peers.agree(problem)
+                found, reference = self._begin(named_tensors)
+            elif problem is None:
+                found, problem = attempt(lambda: self._compare(named_tensors))
+        # The first rank decides: it knows what became of the versions before.
+        version, full, collects, joins = peers.first(
+            self._decide, tuple[int, bool, bool, bool], problem=problem, same=f"step {step}"
+        )
         assert self._shadow is not None and found is not None
-        if if_changed and self._last is not None and base.waiting is None and not base.full and not jobs[-1].changed:
+        if peers.rank and joins:
+            self._joined = uploader.base()[2]
+        jobs = self._jobs(version, found, reference, full=full, collects=collects)
+        if if_changed and self._last is not None and not joins and not full and not jobs[-1].changed:
             jobs[-1].drop_weights()
-            self._give_up(base, reference)
+            uploader.unpause()
             return self._last
         jobs[-1].step, jobs[-1].token_lag = step, token_lag
         for job in jobs:
             if job.full:
                 job.end_encoding(0 if job.reference is not None else job.shadow.layout.nbytes)
-            self._uploader.submit(job)
-        self._version = jobs[-1].version
-        self._starts_over = self._is_unsure = False
+        uploader.submit(*jobs)
+        self._version, self._joined = jobs[-1].version, None
+        self._starts_over = self._is_torn = self._is_new = False
         self._last = Receipt.of(jobs[-1], time.perf_counter() - before_s)
         self._shadow.warn_of_nan(self._version)
-        if self._peers.size > 1:
+        if peers.size > 1:
             self._losses.add(self._last)
         return self._last
 
@@ -311,8 +301,8 @@ class Publisher:
         self._home.check()
         if not self._closed:
             self._closed = True
-            if self._interrupted:
-                self._start_over()
+            if self._is_interrupted:
+                self._recover()
             try:
                 with self._peers.inside():
                     self._uploader.close()
@@ -333,130 +323,102 @@ class Publisher:
                 raise
             logger.exception("The last version was not published.")
 
-    def _agree_on_base(self, problem: BaseException | None, same: str) -> _Base:
-        """Return what the next version builds on. The first rank decides: it knows what became of the versions before.
-
-        `problem` has failed at this rank already, and then at all; so does what is not the `same` at all ranks.
+    def _decide(self) -> tuple[int, bool, bool, bool]:
+        """First rank: return the next version's number, whether it has full weights, whether the ranks collect full weights
+        for it or for an anchor beside it, and whether it joins a waiting job.
         """
         uploader = self._uploader
-        waiting: Job | None = None
+        assert isinstance(uploader, Uploader)
+        self._losses.check()
+        number, full, self._joined = uploader.base(joins=not self._starts_over)
+        full = full or self._starts_over
+        collects = self._peers.size > 1 and (full or uploader.compactor.is_due(number))
+        return number, full, collects, self._joined is not None
 
-        def decide() -> tuple[int, bool, bool, bool]:
-            nonlocal waiting
-            assert isinstance(uploader, Uploader)
-            self._losses.check()
-            waiting = None if self._starts_over else uploader.take()
-            number, full = uploader.next() if waiting is None else (waiting.version, waiting.full)
-            full = full or self._starts_over
-            uploader.warm_up()
-            collects = self._peers.size > 1 and (full or uploader.maintenance.is_due(number))
-            return number, full, collects, waiting is not None
-
-        try:
-            number, full, collects, joins = self._peers.first(
-                decide, tuple[int, bool, bool, bool], problem=problem, same=same
-            )
-            if joins and isinstance(uploader, PartUploader):
-                waiting = uploader.take()
-        except BaseException:
-            if waiting is not None:
-                uploader.release(waiting)
-            raise
-        if full and number == 1 and self._first.initial is not None and self._peers.size == 1:
-            self._shadow = None  # to be compared with the initial checkpoint, again if the reference was lost
-        return _Base(number, full, collects, waiting)
-
-    def _begin(self, base: _Base, named_tensors: Stream) -> tuple[_Base, Difference, Reference | None]:
-        """Take the first stream. Return what its version builds on, the steps from there, and the reference if it is one."""
-        begun = self._first.compare(named_tensors, self._channel, self.settings.dtype, may_refer=base.version == 1)
-        if begun.resumed:
-            self._uploader.resume()
-            base = base._replace(full=False, collects=False)
+    def _begin(self, named_tensors: Stream) -> tuple[Difference, Reference | None]:
+        """Take the first stream. Return how it differs from the version before, and the reference that this is, if any."""
+        may_refer = self._shadow is not None or self._version == 0
+        self._shadow = None
+        begun = self._first.compare(named_tensors, self._channel, self.settings.dtype, may_refer=may_refer)
+        if begun.steps is not None:
+            self._uploader.resume(begun.steps)
         self._channel, self._specs, self._held, self._shadow = begun.channel, begun.channel.specs, begun.held, begun.shadow
-        self._digests = Digests(self._peers, begun.held)
-        return base, begun.difference, begun.reference
+        self._digests, self._is_new = Digests(self._peers, begun.held), begun.steps is None
+        return begun.difference, begun.reference
 
     def _compare(self, named_tensors: Stream) -> Difference:
-        """Compare the stream with the shadow, once that may change."""
         assert self._shadow is not None
-        found = self._shadow.compare(self._owned.later(named_tensors), self.settings.dtype, self._peers.rank)
-        self._uploader.wait_released()
-        return found
+        self._uploader.warm_up()
+        return self._shadow.compare(self._owned.later(named_tensors), self.settings.dtype, self._peers.rank)
 
-    def _job(self, base: _Base, **fields: Any) -> Job:
-        assert self._channel is not None and self._shadow is not None
-        self._serial += 1
-        return Job(
-            serial=self._serial, version=base.version, channel=self._channel, shadow=self._shadow, full=base.full, **fields
-        )
+    def _jobs(
+        self, version: int, found: Difference, reference: Reference | None, *, full: bool, collects: bool
+    ) -> list[Job]:
+        """Agree with all ranks on the fingerprints, and apply the difference.
 
-    def _jobs(self, base: _Base, found: Difference, reference: Reference | None, problem: BaseException | None) -> list[Job]:
-        """Agree with all ranks on the version. Return its job, and before it that of the reference that it builds on.
+        Return the version's job, and before it that of the reference that it builds on.
 
         Raises:
-            BaseException: `problem`, or a `DeltaSyncError` with the message of another rank's.
+            PublishError: a rank is lost.
             OSError: the disk is full, with the full weights of a sharded trainer.
         """
-        shadow, waiting = self._shadow, base.waiting
-        assert shadow is not None
+        shadow, waiting, channel = self._shadow, self._joined, self._channel
+        assert shadow is not None and channel is not None
         pieces = found.pieces
-        if waiting is not None and not base.full and waiting.changed_here and pieces:
+        if waiting is not None and not full and waiting.changed_here and pieces:
             pieces = [merge([waiting.delta, host_delta(shadow.layout, pieces)])]
-        elif waiting is not None and not base.full:
+        elif waiting is not None and not full:
             pieces = [*waiting.pieces, *pieces]
         fingerprints: Fingerprints | None = None
         changed, model = sum(delta.changed for delta in pieces), None
         if self._peers.size > 1:
-            shares = {} if problem is not None else dict(shadow.fingerprints.with_gains(found.gains))
-            everything = base.full or base.collects or reference is not None
-            changed, agreed, model = self._digests.agree(problem, changed, shares, everything=everything)
+            shares, everything = dict(shadow.fingerprints.with_gains(found.gains)), full or collects or reference is not None
+            changed, agreed, model = self._digests.agree(changed, shares, everything=everything)
             fingerprints = Fingerprints.by_name(shadow.layout, agreed)
-        elif problem is not None:
-            raise problem
-        elif not base.full or reference is not None:  # else the uploader computes them, so that the trainer does not wait
+        elif not full or reference is not None:  # else the uploader computes them, so that the trainer does not wait
             fingerprints = shadow.fingerprints.with_gains(found.gains)
         if found.pieces and reference is None:
-            self._is_unsure = self._is_taken = True
+            self._uploader.wait_released()
+            self._is_torn = True
             shadow.apply(found)  # before weights are collected, which are the new ones
-            self._starts_over = True  # unless the version is submitted
         jobs: list[Job] = []
+
+        def job(**fields: Any) -> Job:
+            self._serial += 1
+            return Job(serial=self._serial, version=version, channel=channel, shadow=shadow, **fields)
+
         if reference is not None:
             known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
-            jobs = [self._job(base, reference=reference, fingerprints=Fingerprints.by_name(shadow.layout, known))]
+            jobs = [job(full=True, reference=reference, fingerprints=Fingerprints.by_name(shadow.layout, known))]
             if not changed:
                 return jobs
-            base = base._replace(version=2, full=False, collects=False)
+            version, full, collects = 2, False, False
         weights = None
-        if base.collects:
+        if collects:
             assert fingerprints is not None
             weights = collect_weights(self._peers, shadow, self._specs, self._held, fingerprints)
-        job = self._job(base)
+        made = job(full=full, weights=weights, collected=collects, fingerprints=fingerprints, model=model)
+        if not full:
+            made.changed, made.pieces = changed, pieces
         if waiting is not None:  # the new job answers its receipts too
             waiting.drop_weights()
-            job.encoded, job.uploaded, job.coalesced = waiting.encoded, waiting.uploaded, waiting.coalesced + 1
-        job.weights, job.fingerprints, job.model = weights, fingerprints, model
-        job.changed = 0 if base.full else changed
-        job.pieces = () if base.full else pieces
-        return [*jobs, job]
+            made.encoded, made.uploaded, made.coalesced = waiting.encoded, waiting.uploaded, waiting.coalesced + 1
+        return [*jobs, made]
 
-    def _give_up(self, base: _Base, reference: Reference | None) -> None:
-        """Publish nothing: the shadow is as it was, and the waiting job goes on."""
-        self._uploader.let_go()
-        if reference is not None:
-            self._shadow = None
-        if base.waiting is not None:
-            self._uploader.release(base.waiting)
+    def _recover(self) -> None:
+        """Clean up after a failed or interrupted publish.
 
-    def _start_over(self) -> None:
-        """End what an interrupted publish has left.
-
-        If the shadow may have any bits, the next version has full weights.
+        A waiting job goes on. If the shadow may have any bits, the next version has full weights.
         """
         self._uploader.let_go()
         if self._shadow is not None:
             let_go(self._shadow.lock)
-        if isinstance(self._uploader, Uploader) and self._peers.size == 1:
-            if self._is_unsure:
-                self._uploader.drop_taken()
-                self._is_unsure, self._starts_over, self._shadow = False, self._channel is not None, None
-            self._uploader.release()
+        if self._is_torn or self._peers.rank:
+            self._uploader.drop(self._joined)  # which would be encoded from other bits than its own
+        if self._is_torn:
+            self._starts_over = True
+        if self._is_new or (self._is_torn and self._peers.size == 1):
+            self._shadow = None
+        self._joined, self._is_torn, self._is_new = None, False, False
+        self._uploader.unpause()
+        self._is_interrupted = False

@@ -6,15 +6,18 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from deltasync.channel import adapter_base, anchors, checkpoint, documents, keys, plan, signing
+import numpy as np
+
+from deltasync.channel import adapter_base, anchors, checkpoint, documents, keys, payloads, plan, signing
 from deltasync.channel.checkpoint import Checkpoint
 from deltasync.channel.documents import Channel, Reference, VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
+from deltasync.codec.base import Bits, RangeBits
 from deltasync.config import PublisherOptions, PublisherSettings, Retention
 from deltasync.errors import (
     ApplyError,
@@ -25,9 +28,10 @@ from deltasync.errors import (
     ModelMismatchError,
     StoreError,
 )
-from deltasync.following import Replica
+from deltasync.live import LiveMemory, Segment, model_fingerprint
 from deltasync.publish import writes
 from deltasync.publish.acquire import open_channel
+from deltasync.publish.compact import Steps
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
 from deltasync.publish.ownership import Ownership
@@ -37,10 +41,13 @@ from deltasync.ranks.mailbox import ranks_of
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
-from deltasync.tensors import Delta, TensorSpec, check_specs, fingerprint
+from deltasync.tensors import Delta, Sparse, TensorSpec, check_specs, fingerprint
+from deltasync.tensors.bits import signed_view
 from deltasync.threads import each
 
 logger = logging.getLogger(__name__)
+
+_DETOURS = 8  # objects that cannot be read, before a version is given up
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's file. It has the scaling of an adapter, which is in none of its weights."""
@@ -188,7 +195,7 @@ class Begun(NamedTuple):
     channel: Channel
     held: Sequence[Mapping[str, Range]]  # the ranges of each rank
     shadow: Shadow  # the bits of the stream, of this rank's ranges
-    resumed: bool  # whether it continues from the newest version
+    steps: Steps | None  # to the newest version, from which it continues
     difference: Difference  # from that version, or from the reference, which the shadow has taken, to the stream
     reference: Reference | None  # of version 1
 
@@ -268,45 +275,114 @@ class FirstStream:
         check_coverage(channel.specs, held)
         resumed = self.resumed(ranges)
         if resumed is not None:
+            shadow, steps = resumed
             again: Stream = stream if first is None else first.stream()
             rule, stays = (dtype, True) if first is None else ("keep", False)
-            found = peers.all(lambda: resumed.compare(again, rule, peers.rank, settle=stays))
-            return Begun(channel, held, resumed, True, found, None)
+            found = peers.all(lambda: shadow.compare(again, rule, peers.rank, settle=stays))
+            return Begun(channel, held, shadow, steps, found, None)
         if first is None:
             first = peers.all(lambda: Shadow.of(stream, dtype, peers.rank, place))
         first = first.laid_out(channel.specs)
         if self.initial is None or not may_refer:
-            return Begun(channel, held, first, False, Difference(), None)
+            return Begun(channel, held, first, None, Difference(), None)
         reference, changes = _refer(peers, self.initial, first)
         if changes:
             differing = sum(len(delta.counts()) for delta in changes)
             logger.warning("%d tensors are not as in %s; they follow as a delta.", differing, reference)
-        return Begun(channel, held, first, False, Difference(changes), reference)
+        return Begun(channel, held, first, None, Difference(changes), reference)
 
-    def resumed(self, ranges: Mapping[str, Range]) -> Shadow | None:
+    def resumed(self, ranges: Mapping[str, Range]) -> tuple[Shadow, Steps] | None:
         """Read these ranges of the version to resume, once. Return None if there is none, or if it cannot be read."""
         if not self._resumes:
             return None
         self._resumes, start = False, self.start
-        shadow, problem = attempt(lambda: self._read(ranges))
+        found, problem = attempt(lambda: self._read(ranges))
         damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
-        added = 0 if shadow is None else shadow.fingerprints.total
+        added = 0 if found is None else found[0].fingerprints.total
         damaged, total = self._peers.agree(None if damage else problem, damage is not None, added)
         if damaged or fingerprint.to_hex(total) != start.chain[-1].record.fingerprint:
             why = damage or "on another rank, or its bits do not have its fingerprint."
             logger.warning("Version %s cannot be read: %s The next version has full weights.", start.end, why)
             return None
-        return shadow
+        return found
 
-    def _read(self, ranges: Mapping[str, Range]) -> Shadow:
-        """Read the newest version's bits. The caller checks the fingerprint over all ranks."""
-        if self._peers.size > 1:
-            return Shadow.read(self._reader, self.start.chain, ranges, self.start.settings.shadow)
-        replica = Replica(self._reader)
-        replica.sync()
-        if replica.identity != self.start.end:
-            raise ChainError(f"the newest version that can be read is {replica.identity}.")
-        return Shadow.whole(replica.state_dict(), self.start.settings.shadow)
+    def _read(self, ranges: Mapping[str, Range]) -> tuple[Shadow, Steps]:
+        """Read the newest version, around objects that cannot be read. The caller checks the fingerprint over all ranks."""
+        chain, avoid = self.start.chain, dict[str, str]()
+        while True:
+            reading = chain[0]
+            memory = _Memory(self._reader, ranges, chain[0].record.version)
+            try:
+                for reading in chain:
+                    memory.apply(reading)
+                return Shadow(self._reader.specs, ranges, memory.bits, self.start.settings.shadow), memory.steps
+            except (FormatError, ChainError, ApplyError) as error:
+                if len(avoid) == _DETOURS:
+                    raise
+                logger.warning("Version %s is read in another way: %s", self.start.end, error)
+                avoid[reading.key] = str(error)
+            chain = plan.find_chain(self._reader, None, self.start.end, avoid)
+
+
+class _Memory:
+    """Ranges of a channel's tensors in host memory, and the steps that led to them from the full weights of version `base`.
+
+    Attributes:
+        bits: The bits of each range.
+        steps: The steps.
+    """
+
+    def __init__(self, reader: ChannelReader, ranges: Mapping[str, Range], base: int) -> None:
+        specs = reader.specs
+        self.bits = {name: np.empty(stop - start, specs[name].bits_dtype) for name, (start, stop) in ranges.items()}
+        self.steps = Steps(reader.layout, ranges, base)
+        segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in self.bits.items()}
+        self._live = LiveMemory(specs, segments)
+        self._reader, self._ranges = reader, ranges
+        self._is_whole = all(ranges[name] == (0, spec.element_count) for name, spec in specs.items())
+
+    def apply(self, stored: StoredRecord) -> None:
+        """Apply the next record of a chain, the first of which has full weights.
+
+        Raises:
+            StoreError, ChainError, FormatError, ApplyError: it cannot be read.
+        """
+        reader, live = self._reader, self._live
+        if stored.use_anchor:
+            pieces: Iterator[tuple[str, int, np.ndarray]]
+            if self._is_whole:
+                pieces = ((name, 0, bits_N) for name, bits_N, _ in payloads.weights(reader, stored))
+            else:
+                pieces = payloads.ranges_of_weights(reader, stored, self._ranges)
+            for name, at, piece_N in pieces:
+                first = at - self._ranges[name][0]
+                self.bits[name][first : first + piece_N.size] = piece_N
+            live.audit()
+        else:
+            changed = payloads.delta(reader, stored, self._old, live.wanted)
+            live.commit(live.stage(changed))
+            self.steps.add(self._inside(changed.delta))
+        if self._is_whole and fingerprint.to_hex(model_fingerprint(live.fingerprints)) != stored.record.fingerprint:
+            raise CorruptDataError(f"{stored.key} leads to other bits than it names.")
+
+    def _old(self, name: str) -> Bits:
+        if name not in self.bits:
+            return self._live.gather(name)  # which refuses it
+        return RangeBits(self.bits[name], self._ranges[name][0], self._reader.specs[name].element_count)
+
+    def _inside(self, delta: Delta) -> Delta:
+        """Return the steps of elements that are held: a reader may decode others, too."""
+        if self._is_whole:
+            return delta
+        found = {}
+        for width, steps in delta.steps.items():
+            vector = delta.layout.vectors[width]
+            start_T, stop_T = vector.first_T[:-1] + np.array([self._ranges[name] for name in vector.names], np.int64).T
+            tensor_K = vector.tensor(steps.at_K)
+            inside_K = (steps.at_K >= start_T[tensor_K]) & (steps.at_K < stop_T[tensor_K])
+            if inside_K.any():
+                found[width] = Sparse(steps.at_K[inside_K], steps.data_K[inside_K])
+        return Delta(delta.layout, found)
 
 
 def _new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:

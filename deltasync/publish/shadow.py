@@ -17,10 +17,8 @@ import numpy as np
 import torch
 
 from deltasync import kernels
-from deltasync.codec.base import Bits, RangeBits
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, get_logger
 from deltasync.kernels import native
-from deltasync.live import LiveMemory, Segment
 from deltasync.publish.detect import Difference, Looks, Seen, looks_of, on_host, parts_of, served_tensors
 from deltasync.publish.device_shadow import DeviceShadow, needed_bytes, room_bytes
 from deltasync.publish.host_shadow import HostShadow
@@ -31,8 +29,6 @@ from deltasync.tensors.delta import merge
 from deltasync.tensors.device import DeviceDelta
 
 if TYPE_CHECKING:
-    from deltasync.channel.reading import ChannelReader
-    from deltasync.channel.record import StoredRecord
     from deltasync.ranks.peers import Range
 
 logger = get_logger(__name__)
@@ -159,40 +155,6 @@ class Shadow:
         ranges = {name: (0, spec.element_count) for name, spec in specs.items()}
         return cls(specs, ranges, {name: bits_of(tensor) for name, tensor in tensors.items()}, place)
 
-    @classmethod
-    def read(
-        cls, reader: ChannelReader, chain: Sequence[StoredRecord], ranges: Mapping[str, Range], place: str = "host"
-    ) -> Shadow:
-        """Read these ranges from a channel, along a chain of records. The caller checks the fingerprint over all ranks.
-
-        Raises:
-            StoreError, ChainError, FormatError, ApplyError: they cannot be read.
-        """
-        from deltasync.channel import payloads  # which needs packages that a machine for measuring kernels may lack
-
-        specs = reader.specs
-        bits = {
-            name: bits_of(torch.empty(stop - start, dtype=getattr(torch, specs[name].dtype)))
-            for name, (start, stop) in ranges.items()
-        }
-        segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in bits.items()}
-        memory = LiveMemory(specs, segments)
-
-        def old(name: str) -> Bits:
-            if name not in bits:
-                return memory.gather(name)  # which refuses it
-            return RangeBits(bits[name], ranges[name][0], specs[name].element_count)
-
-        for stored in chain:
-            if stored.use_anchor:
-                for name, at, piece_N in payloads.ranges_of_weights(reader, stored, ranges):
-                    first = at - ranges[name][0]
-                    bits[name][first : first + piece_N.size] = piece_N
-                memory.audit()
-            else:
-                memory.commit(memory.stage(payloads.delta(reader, stored, old, memory.wanted)))
-        return cls(specs, ranges, bits, place)
-
     def stream(self) -> Iterator[tuple[str, TensorRange]]:
         """Yield the bits as a stream of ranges."""
         for name, (start, stop) in self.ranges.items():
@@ -270,12 +232,6 @@ class Shadow:
         with self.lock:
             self._snapshots = [*(other for other in self._snapshots if other.is_open), snapshot]
         return snapshot
-
-    def windows(self, places: Sequence[tuple[str, int, int]]) -> list[np.ndarray]:
-        """Return some of the bits, on the host: of each of these tensors those from one element of the range to another."""
-        if not isinstance(self._memory, DeviceShadow):
-            return [self.bits[name][first:last].copy() for name, first, last in places]
-        return self._memory.windows(places)
 
     @property
     def size_bytes(self) -> dict[str, int]:

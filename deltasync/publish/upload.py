@@ -11,7 +11,7 @@ import time
 from concurrent.futures import Future
 
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import Anchor, Delta, File
+from deltasync.channel.documents import Anchor, Delta
 from deltasync.channel.record import StoredRecord
 from deltasync.config import PublisherSettings
 from deltasync.errors import (
@@ -23,11 +23,10 @@ from deltasync.errors import (
     get_logger,
 )
 from deltasync.publish.collect import Weights
-from deltasync.publish.compaction import Target
+from deltasync.publish.compact import Compactor, Steps
 from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.job import Job, without_frames
 from deltasync.publish.log import Log
-from deltasync.publish.maintenance import Maintenance, Sample
 from deltasync.ranks.peers import Signals
 from deltasync.threads import Workers, finish_at_exit, let_go
 
@@ -48,14 +47,14 @@ class Uploader:
 
     Attributes:
         full: Whether the next version needs full weights, because there is no base whose bits are known.
-        maintenance: Compactions, anchors and garbage collection.
+        compactor: Compactions, anchors and garbage collection.
     """
 
-    def __init__(self, log: Log, maintenance: Maintenance, settings: PublisherSettings, signals: Signals) -> None:
+    def __init__(self, log: Log, compactor: Compactor, settings: PublisherSettings, signals: Signals) -> None:
         self.full = True
         self.settings = settings
         self._log = log
-        self.maintenance = maintenance
+        self.compactor = compactor
         self._signals = signals if signals.others else None  # of a sharded trainer
         self._encoder = GroupEncoder(settings.codec)
         self._lock = threading.RLock()
@@ -63,21 +62,31 @@ class Uploader:
         self._running: Job | None = None
         self._fenced: FencedError | None = None
         self._used_s = time.monotonic()
-        self._held: Job | None = None  # of the waiting ones, that which was taken
+        self._is_paused = False
+        self._joined: Job | None = None  # of the waiting ones, that which a publish joins
         self._puts = Workers(PUTS, "upload")
         self._worker = Workers(1, "upload")
         finish_at_exit(self)
 
-    def next(self) -> tuple[int, bool]:
-        """Return the number of the version after all that were submitted, and whether it has full weights."""
+    @property
+    def is_first(self) -> bool:
+        """Whether the next version is the channel's first one, after an attempt that was lost."""
         with self._lock:
-            newest = self._waiting[-1] if self._waiting else self._running
-            return (self._log.next_version, self.full) if newest is None else (newest.version + 1, False)
+            return self.full and self._running is None and not self._waiting and self._log.next_version == 1
 
-    def take(self) -> Job | None:
-        """Return the waiting job, if there is one, so that another publish can be merged into it.
+    def pause(self) -> None:
+        """Begin no job until `submit` or `unpause`, so that another publish can join the one that waits."""
+        with self._lock:
+            self._is_paused = True
 
-        It goes on waiting until another job is submitted, which takes its place, or until `release`.
+    def unpause(self) -> None:
+        """Let the waiting job go on as it is."""
+        with self._lock:
+            self._is_paused, self._joined = False, None
+        self._worker.submit(self._run)
+
+    def base(self, *, joins: bool = True) -> tuple[int, bool, Job | None]:
+        """Return the number of the next version, whether it has full weights, and the waiting job in whose place it comes.
 
         Raises:
             FencedError: another publisher has opened the channel; every later call raises it too.
@@ -85,24 +94,20 @@ class Uploader:
         with self._lock:
             if self._fenced is not None:
                 raise self._fenced
-            merges = self._waiting and self._waiting[-1].reference is None
-            self._held = self._waiting[-1] if merges else None
-            return self._held
+            newest = self._waiting[-1] if self._waiting else self._running
+            if joins and self._waiting and self._waiting[-1].reference is None:
+                self._joined = self._waiting[-1]
+                return self._joined.version, self._joined.full, self._joined
+            return (self._log.next_version, self.full, None) if newest is None else (newest.version + 1, False, None)
 
-    def release(self, job: Job | None = None) -> None:
-        """Let the taken job go on as it is, if there is one."""
+    def drop(self, job: Job | None) -> None:
+        """Fail a waiting job: the bits that it would be encoded from are not there any more."""
         with self._lock:
-            self._held = None
-        self._worker.submit(self._run)
-
-    def drop_taken(self, job: Job | None = None) -> None:
-        """Fail the taken job, if there is one: the bits that it would be encoded from are not there any more."""
-        with self._lock:
-            job, self._held = self._held or job, None
-            if job is not None and job in self._waiting:
-                self._waiting.remove(job)
-        if job is not None:
-            job.fail(PublishLostError(f"Version {job.version} was lost: an interrupt came while its bits changed."))
+            self._joined = None
+            if job is None or job not in self._waiting:
+                return
+            self._waiting.remove(job)
+        job.fail(PublishLostError(f"Version {job.version} was lost: an interrupt came while its bits changed."))
 
     def let_go(self) -> None:
         """Release the locks that an interrupt has left this thread holding."""
@@ -110,37 +115,36 @@ class Uploader:
             let_go(lock)
 
     def wait_released(self) -> None:
-        """Wait until the running job does not need the shadow as it is. The caller has taken the waiting one."""
+        """Wait until the running job does not need the shadow as it is. No other one begins."""
         with self._lock:
             running = self._running
         if running is not None:
             running.released.wait()
 
-    def submit(self, job: Job) -> None:
-        """Upload a job after the others, in the place of the taken one."""
+    def submit(self, *jobs: Job) -> None:
+        """Upload jobs after the others, in the place of the joined one."""
         with self._lock:
-            if self._held is not None and self._held in self._waiting:
-                self._waiting[self._waiting.index(self._held)] = job
-            else:
-                self._waiting.append(job)
-            self._held = None
-        self._worker.submit(self._run)
+            self._waiting = [*(job for job in self._waiting if job is not self._joined), *jobs]
+            self._is_paused, self._joined = False, None
+        for _ in jobs:
+            self._worker.submit(self._run)
 
     def warm_up(self) -> None:
         """Open connections again that have been idle, so that no record waits for that."""
         if time.monotonic() - self._used_s > _IDLE_S:
             self._used_s = time.monotonic()
-            self._puts.submit(self.maintenance.reader.head)
+            self._puts.submit(self.compactor.reader.head)
 
-    def resume(self) -> None:
-        """Build the next version on the newest one, whose bits are known."""
+    def resume(self, steps: Steps) -> None:
+        """Build the next version on the newest one, whose bits are known, as are the steps that lead to it."""
         self.full = False
+        self.compactor.resume(steps)
 
     def close(self) -> None:
-        """Finish what was submitted, and the work of the maintenance and the log. Ctrl-C ends waits for a retry."""
-        self.release()
+        """Finish what was submitted, and the work of the compactor and the log. Ctrl-C ends waits for a retry."""
+        self.unpause()
         try:
-            for part in (self._worker, self._puts, self.maintenance, self._log):
+            for part in (self._worker, self._puts, self.compactor, self._log):
                 part.close()
         except BaseException:
             self._log.stop.set()
@@ -152,8 +156,8 @@ class Uploader:
         Only waits for the store count: on a busy machine a version may take longer to encode.
         """
         self.let_go()
-        self.release()
-        parts = (self._worker, self._puts, self.maintenance, self._log)
+        self.unpause()
+        parts = (self._worker, self._puts, self.compactor, self._log)
         waits_since_s = time.monotonic()
         while any(part.busy for part in parts):
             running = self._running
@@ -176,12 +180,12 @@ class Uploader:
 
     def _run(self) -> None:
         try:
-            self._log.settle()  # while the job waits and may still be taken back
+            self._log.settle()  # while the job waits and may still be joined
             problem: Exception | None = None
         except Exception as error:  # noqa: BLE001 - whatever ends the upload must reach the receipt
             problem = error
         with self._lock:
-            if not self._waiting or self._waiting[0] is self._held:
+            if self._is_paused or not self._waiting:
                 return
             job = self._running = self._waiting.pop(0)
         started = time.perf_counter()
@@ -202,7 +206,7 @@ class Uploader:
                 *(job.version, job.kind, stored.sha256, time.perf_counter() - started),
             )
             self._end(job, None, stored.sha256)
-            self.maintenance.published(job.version)
+            self.compactor.published(job.version)
 
     def _end(self, job: Job, error: Exception | None, digest: str = "") -> None:
         self._used_s = time.monotonic()
@@ -234,8 +238,7 @@ class Uploader:
                 lost = self._drop_waiting()
         elif pending is not None and pending.version.version == version:
             self.full = False
-            if job.full:
-                self.maintenance.chain.begin(pending, None)
+            self.compactor.stored(pending, job)
             if not isinstance(error, PublishError):
                 error = PublishPendingError(f"Version {version} is not visible yet; the next publish puts it again. {error}")
                 error.__cause__ = cause
@@ -254,9 +257,9 @@ class Uploader:
             self._end(other, self._fenced or PublishLostError(f"Version {other.version} builds on a lost one. {error}"))
 
     def _drop_waiting(self) -> list[Job]:
-        """Forget and return the waiting jobs. A taken one stays, and is found lost when it is its turn."""
-        lost = [job for job in self._waiting if job is not self._held]
-        self._waiting = [job for job in self._waiting if job is self._held]
+        """Forget and return the waiting jobs. A joined one stays, and is found lost when it is its turn."""
+        lost = [job for job in self._waiting if job is not self._joined]
+        self._waiting = [job for job in self._waiting if job is self._joined]
         return lost
 
     def _store_delta(self, job: Job) -> StoredRecord:
@@ -265,41 +268,33 @@ class Uploader:
         Raises:
             FencedError, PublishPendingError, StoreError, ConfigError, CorruptDataError: as `Log.append`.
         """
-        log, maintenance = self._log, self.maintenance
+        log, compactor = self._log, self.compactor
         folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))
-        wanted = maintenance.wanted(job.version, job.shadow) if job.weights is None else "anchor"  # collected from all ranks
+        collected, full_bytes = job.weights is not None, job.shadow.layout.nbytes
+        wanted = "anchor" if collected else compactor.wanted(job.version, full_bytes)
         if self._signals is not None:
-            base = maintenance.chain.base if wanted == "compaction" else None
-            self._signals.begin(job.serial, folder, None if base is None else base.key)
+            base = compactor.base if wanted == "compaction" else None
+            self._signals.begin(job.serial, folder, None if base is None else base.record.version)
         encoded = self._encoder.encode(
             job,
             lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
         )
-        sample, target, others = None, None, list[File]()
-        if wanted == "compaction":
-            target = Target.of(job)
-        elif wanted is not None:
-            sample, job.weights = Sample(job.shadow), job.weights or Weights.of(job.shadow)
+        if wanted == "anchor":
+            job.weights = job.weights or Weights.of(job.shadow)
         job.released.set()
-        try:
-            if self._signals is not None:
-                others = self._signals.collect(job.serial)
-            payload_bytes = encoded.bytes + sum(file.bytes for file in others)
-            parts = [future.result() for future in encoded.files] + others
-            job.end_encoding(payload_bytes)
-            delta = Delta(codec=self.settings.codec, changed=job.changed, parts=parts)
-            stored = log.append(job.record(log.run_id, log.epoch, delta=delta), encoded.inline)
-        except BaseException:
-            if target is not None:
-                target.snapshot.close()
-            raise
+        others = [] if self._signals is None else self._signals.collect(job.serial)
+        payload_bytes = encoded.bytes + sum(file.bytes for file in others)
+        parts = [future.result() for future in encoded.files] + others
+        job.end_encoding(payload_bytes)
+        delta = Delta(codec=self.settings.codec, changed=job.changed, parts=parts)
+        stored = log.append(job.record(log.run_id, log.epoch, delta=delta), encoded.inline)
         self.full = False
-        maintenance.chain.add(stored)
-        if target is not None:
-            maintenance.compact(stored, folder, target, job.serial)
-        elif job.weights is not None and sample is not None:
+        compactor.stored(stored, job)
+        if job.weights is not None:
             weights, job.weights = job.weights, None
-            maintenance.announce(stored, weights, sample)
+            compactor.announce(stored, weights)
+        elif wanted == "compaction":
+            compactor.compact(stored, folder, job)
         return stored
 
     def _store_full(self, job: Job) -> StoredRecord:
@@ -308,14 +303,13 @@ class Uploader:
         if job.reference is None:
             requires = []
             job.weights = job.weights or Weights.of(job.shadow)
-        sample = Sample(job.shadow)
         job.released.set()
         if log.channel is None:
             log.create_channel(job.channel)
-        anchor = Anchor(reference=job.reference) if job.weights is None else self.maintenance.store(job.weights, job.version)
+        anchor = Anchor(reference=job.reference) if job.weights is None else self.compactor.store(job.weights, job.version)
         if job.weights is not None and job.weights.snapshot is not None:
             job.fingerprints = job.shadow.learn(job.weights.snapshot, job.version)
         stored = log.append(job.record(log.run_id, log.epoch, anchor=anchor, requires=requires), None)
         self.full = False
-        self.maintenance.chain.begin(stored, sample)
+        self.compactor.stored(stored, job)
         return stored

@@ -29,35 +29,31 @@ class Digests:
         self._whole: dict[str, int] = {}
         self._model = 0
 
-    def agree(
-        self, error: BaseException | None, number: int, shares: Mapping[str, int], *, everything: bool
-    ) -> tuple[int, dict[str, int], int]:
+    def agree(self, number: int, shares: Mapping[str, int], *, everything: bool) -> tuple[int, dict[str, int], int]:
         """Exchange this rank's shares of the fingerprints.
 
         Args:
-            error: The error at this rank, None if there is none.
             number: Is added up over the ranks, too.
-            shares: This rank's share by tensor; empty if `error` is set.
+            shares: This rank's share by tensor.
             everything: Whether all tensors' fingerprints are wanted, not only those of the tensors held here.
 
         Returns:
             The sum of the numbers, the fingerprint of each tensor that is held here or of all, and that of the model.
 
         Raises:
-            BaseException: as `Peers.agree`.
+            PublishError: as `Peers.agree`.
         """
         if everything or not self._whole:
             names = [*self._split, *self._alone]
-            number, *digests = self._peers.agree(error, number, *(shares.get(name, 0) for name in names))
+            number, *digests = self._peers.agree(None, number, *(shares[name] for name in names))
             self._whole = dict(zip(names, digests, strict=True))
             self._model = sum(digests) & MASK
         else:
 
             def gain(name: str) -> int:
-                return shares.get(name, 0) - self._shares[name]
+                return shares[name] - self._shares[name]
 
-            gains = () if error is not None else [sum(map(gain, self._own)), *map(gain, self._split)]
-            number, alone, *split = self._peers.agree(error, number, *(gains or [0] * (1 + len(self._split))))
+            number, alone, *split = self._peers.agree(None, number, sum(map(gain, self._own)), *map(gain, self._split))
             self._whole |= {name: shares[name] for name in self._own}
             self._whole |= {name: (self._whole[name] + more) & MASK for name, more in zip(self._split, split, strict=True)}
             self._model = (self._model + alone + sum(split)) & MASK

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from deltasync.channel.documents import File
-from deltasync.errors import FormatError, PublishError, StoreError, error_of, get_logger
+from deltasync.errors import PublishError, StoreError, error_of, get_logger
 from deltasync.ranks.mailbox import BEAT_S, WAY_ON, Mailbox
 from deltasync.tensors.fingerprint import MASK
 
@@ -296,11 +296,10 @@ class Signals:
             store = store or self._mailbox.connect()
             self._mailbox.check(store, 0, seen)
 
-    def begin(self, serial: int, folder: str, base: str | None) -> None:
+    def begin(self, serial: int, folder: str, base: int | None) -> None:
         """First rank: say that a job's upload begins, and into which folder its parts go.
 
-        With `base`, the key of the record with full weights, each rank compacts the changes since once the job has ended
-        well.
+        With `base`, the version with full weights, each rank compacts the steps since then once the job has ended well.
         """
         self._say({"begin": serial, "folder": folder, "base": base})
 
@@ -321,7 +320,6 @@ class Signals:
         """First rank: wait for the other ranks' parts of the compaction to a job's version, each of this type.
 
         Raises:
-            FormatError: a rank has found the full weights damaged.
             StoreError: a rank could not store its parts, or is lost.
         """
         return self._answers(f"compacted/{serial}", "store its part of a compaction", kind)
@@ -334,9 +332,8 @@ class Signals:
             except (PublishError, RuntimeError) as error:
                 raise StoreError(f"Rank {rank} did not {what}: {error}") from error
             if "error" in answer:
-                failed, message = answer["error"]
-                problem = error_of(failed, f"Rank {rank} could not {what}: {message}", StoreError)
-                raise problem if isinstance(problem, FormatError) else StoreError(str(problem))
+                _, message = answer["error"]
+                raise StoreError(f"Rank {rank} could not {what}: {message}")
             answers.append(msgspec.convert(answer["value"], kind))
         for rank in self.others:
             self._store.delete_key(f"{key}/{rank}")

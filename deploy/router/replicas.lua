@@ -79,10 +79,27 @@ local function affinity(txn)
     return body:sub((prompt or 0) + 1, (prompt or 0) + PREFIX_BYTES)
 end
 
-local function choose(txn, key, least)
+-- Whether a version is what a request demands: "7", ">=7" or ">=latest"; the replica holds its reply to that.
+local function fits(wanted, version)
+    if wanted == "" or version == nil then
+        return wanted == ""
+    end
+    local least = wanted:match("^>=(.+)$")
+    if least == "latest" then
+        for _, other in pairs(versions) do
+            if other > version then
+                return false
+            end
+        end
+        return true
+    end
+    return least and version >= tonumber(least) or version == tonumber(wanted)
+end
+
+local function choose(txn, key, wanted)
     local able, running = {}, 0
     for _, replica in ipairs(replicas()) do
-        if replica.up and (least == nil or (replica.version ~= nil and replica.version >= least)) then
+        if replica.up and fits(wanted, replica.version) then
             replica.score = txn.c:xxh32(key .. "\0" .. replica.name)
             running = running + replica.requests
             able[#able + 1] = replica
@@ -97,13 +114,13 @@ local function choose(txn, key, least)
 end
 
 core.register_action("choose_replica", {"http-req"}, function(txn)
-    local least, key, deadline = txn:get_var("txn.least"), affinity(txn), now() + WAIT_S
+    local wanted, key, deadline = txn.sf:req_hdr("x-deltasync-version"), affinity(txn), now() + WAIT_S
     while true do
-        local name = choose(txn, key, least)
+        local name = choose(txn, key, wanted)
         if name then
             txn:set_var("txn.replica", name)
         end
-        if name or least == nil or now() > deadline then
+        if name or wanted == "" or now() > deadline then
             return
         end
         core.msleep(RETRY_MS)

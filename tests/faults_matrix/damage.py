@@ -108,7 +108,7 @@ def _untold(open_: Open) -> Seen:
     beat = Heartbeat(replica_id="a", run_id=run_id, state="serving", version=3, epoch=found.epoch, sha256=found.sha256)
     heartbeat.write(run.store, beat)
     with pytest.raises(AckTimeoutError):
-        heartbeat.wait_for(run.store, run_id, 3, run.publisher.published, "any", 0.0)
+        heartbeat.wait_for(run.store, run_id, 3, run.publisher.published, 0.0)
     run.publish(4)
     with expecting(DeltaSyncError) as said:
         run.replica.sync()

@@ -232,7 +232,7 @@ def _jumps(lab: Lab) -> Seen:
     store = open_store(f"file://{lab.folder}/channel")
     seed, slowest_s = 0, 0.0
     retention = Retention(keep_last=2, grace_s=3600.0)
-    with mock.patch("deltasync.publish.maintenance._LEAST_BETWEEN", 1), Publisher(store, retention=retention) as publisher:
+    with mock.patch("deltasync.publish.compact._LEAST_BETWEEN", 1), Publisher(store, retention=retention) as publisher:
         replica = Replica(store)
         for off_s in (0.0, 86400.0, -86400.0, 0.0):
             with _clock_off(off_s):
@@ -264,7 +264,7 @@ def _behind(lab: Lab) -> Seen:
         for off_s in (-3600, 3600):
             heartbeat.write(store, beat(time_s=time.time() + off_s))
             with timed() as took:
-                assert heartbeat.wait_for(store, run_id, 1, publisher.published, "all", PATIENCE_S)
+                assert heartbeat.wait_for(store, run_id, 1, publisher.published, PATIENCE_S)
         publish(publisher, 2)
     replica = Replica(store)
     assert replica.sync() == 2

@@ -16,7 +16,7 @@ from unittest import mock
 
 from deltasync.channel import payloads
 from deltasync.channel.reading import ChannelReader
-from deltasync.following import ChannelCursor, Follower
+from deltasync.following import ChannelCursor, LiveWeights
 from deltasync.kernels import native
 from deltasync.live import LiveMemory, Staged
 from deltasync.live.staging import HostStaging
@@ -59,11 +59,11 @@ def patched(tell: Tell) -> Iterator[None]:
             (CachedStore, "_download", "an object is fetched"),
             (CachedStore, "add", "the cache has a file"),
             (HostStaging, "elements", "a tensor is translated"),
-            (Follower, "stage", "all is staged"),
+            (LiveWeights, "stage", "all is staged"),
             (LiveMemory, "_exchange", "all values are exchanged"),
-            (Follower, "commit", "all is written, nothing confirmed"),
-            (Follower, "rollback", "a rollback is done"),
-            (Follower, "confirm", "the version is confirmed"),
+            (LiveWeights, "commit", "all is written, nothing confirmed"),
+            (LiveWeights, "rollback", "a rollback is done"),
+            (LiveWeights, "confirm", "the version is confirmed"),
         ):
             stack.enter_context(mock.patch.object(owner, name, _after(getattr(owner, name), step, tell)))
         replace = os.replace

@@ -70,13 +70,13 @@ def _restored(open_: Open) -> Seen:
             assert publish(second, seed) == version
         heartbeat.write(store, _serves(lost, run_id))
         with expecting(AckTimeoutError):
-            heartbeat.wait_for(store, run_id, 5, second.published, "any", 0.0)
+            heartbeat.wait_for(store, run_id, 5, second.published, 0.0)
         with timed() as took:
             assert replica.sync() == 5
         assert_holds(replica, 15)
         assert replica.identity is not None and replica.identity != lost
         heartbeat.write(store, _serves(replica.identity, run_id))
-        assert heartbeat.wait_for(store, run_id, 5, second.published, "any", 0.0)
+        assert heartbeat.wait_for(store, run_id, 5, second.published, 0.0)
         assert publish(second, 16) == replica.sync() == 6
     return Seen(warned.one("full weights"), took[0])
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from deltasync import Publisher, Receipt, Retention, limits, open_store
 from deltasync.channel import keys, signing
+from deltasync.channel.reading import ChannelReader
 from deltasync.codec import vector
 from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishError, PublishLostError, StoreError
 from deltasync.publish import encode
@@ -372,7 +373,10 @@ def compacting() -> None:
                 scenario.publish(publisher, weights)
                 weights = step()
                 if fails and number == 0 and dist.get_rank() == dist.get_world_size() - 1:
-                    scenario.store.fail_at("read", keys.ANCHORS, error=StoreError)
+                    folder = keys.parts_folder(7, max(ChannelReader(scenario.store).epochs()), 0)
+                    scenario.store.fail_at(
+                        "put", f"{folder}/{keys.compaction_part(1, dist.get_rank(), 1)}", error=StoreError
+                    )
     scenario.end()
 
 

@@ -19,7 +19,7 @@ from deltasync import Replica
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError
-from deltasync.following import Follower
+from deltasync.following import LiveWeights
 from deltasync.kernels import native
 from deltasync.live import LiveMemory
 from deltasync.stores import open_store
@@ -208,7 +208,7 @@ def test_a_compaction_gives_the_published_bits_to_both_readers(codec: str) -> No
     reader = ChannelReader(open_store(f"file://{GOLDEN / codec}"))
     memory, tensors = LiveMemory.on_host(reader.specs)
     memory.audit()
-    follower = Follower(reader, memory)
+    follower = LiveWeights(reader, memory)
     newest = reader.newest()
     (key,) = (info.key for span, info in reader.compactions() if span.base == 1)
     assert newest is not None

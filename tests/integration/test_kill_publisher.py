@@ -161,7 +161,7 @@ class Trainer:
         with self._patched(), self.open(store) as publisher:
             for step in self.steps:
                 publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S)
-                for thread in (publisher._uploader._worker, publisher._uploader.maintenance._workers):  # type: ignore[union-attr]
+                for thread in (publisher._uploader._worker, publisher._uploader.compactor._workers):  # type: ignore[union-attr]
                     thread.submit(int).result(PATIENCE_S)  # in an order that is the same every time
         passed.send((store.passed, warned.messages))
 
@@ -175,7 +175,7 @@ class Trainer:
             log._head.submit(int).result(PATIENCE_S)
 
         with (
-            mock.patch("deltasync.publish.maintenance._LEAST_BETWEEN", 1),
+            mock.patch("deltasync.publish.compact._LEAST_BETWEEN", 1),
             mock.patch("deltasync.publish.acquire.Lease", lambda _: _LEASE),
             mock.patch.object(Log, "_follow_with_head", follow_and_wait),
             mock.patch("deltasync.publish.encode.INLINE_BYTES", 0) if self.parts else contextlib.nullcontext(),

@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from deltasync import Following, Publisher, Replica, follow, open_store
+from deltasync import ModuleReplica, Publisher, Replica, follow, open_store
 from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import AckTimeoutError, ApplyError, ConfigError, ModelMismatchError
@@ -258,7 +258,7 @@ def test_others_see_it_by_its_heartbeat(memory_url: str) -> None:
         store, run_id = open_store(memory_url), str(trainer.publisher.run_id)
         with follow(model, memory_url, replica_id="notebook"):
             published = trainer.publisher.published
-            (found,) = heartbeat.wait_for(store, run_id, version, published, "all", PATIENCE_S)
+            (found,) = heartbeat.wait_for(store, run_id, version, published, PATIENCE_S)
             assert (found.replica_id, found.version) == ("notebook", version)
         assert [beat.state for beat in heartbeat.read_all(store, run_id)] == [heartbeat.STOPPED]
 
@@ -462,7 +462,7 @@ def test_an_interrupt_of_a_commit_that_waits_leaves_the_gate_open(memory_url: st
 def test_threads_that_call_without_a_pause_keep_no_version_away(memory_url: str, how: str) -> None:
     model, stop = llama(), threading.Event()
 
-    def call(following: Following) -> None:
+    def call(following: ModuleReplica) -> None:
         while not stop.is_set():
             with following.hold() if how == "hold" else contextlib.nullcontext(), torch.no_grad():
                 model(torch.tensor([[1, 2, 3]]))
@@ -764,7 +764,7 @@ def test_closing_twice_is_closing_once(memory_url: str) -> None:
         assert "forward" not in vars(model)
 
 
-def _computes(following: Following, model: Any) -> bool:
+def _computes(following: ModuleReplica, model: Any) -> bool:
     with torch.no_grad():
         model(torch.tensor([[1]]))
     return following.error is None

@@ -35,8 +35,7 @@ class Replica(http.server.ThreadingHTTPServer):
     """What a router sees of a vLLM with deltasync.
 
     Attributes:
-        version: What status tells.
-        answered: What the header of a completion tells, `version` unless set.
+        version: What status and the header of a completion tell.
         seen: Headers and body of each completion asked for.
         hosts: What the requests were addressed to.
         hold: A completion waits for it, a stream after its first event.
@@ -50,7 +49,6 @@ class Replica(http.server.ThreadingHTTPServer):
         super().__init__((address, port), Handler)
         self.version = version
         self.state = "serving"
-        self.answered: int | None = None
         self.seen: list[tuple[dict[str, str], bytes]] = []
         self.hosts: set[str] = set()
         self.hold = threading.Event()
@@ -96,7 +94,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         replica.hosts.add(self.headers["Host"])
         body = self.rfile.read(int(self.headers["Content-Length"]))
         replica.seen.append((dict(self.headers.items()), body))
-        version = replica.version if replica.answered is None else replica.answered
+        version = replica.version
         headers = {} if version is None else {"x-deltasync-versions": f"{version}..{version}"}
         if json.loads(body).get("stream"):
             self._stream(headers, json.loads(body)["max_tokens"])
@@ -232,41 +230,39 @@ def wait_until(condition: Any) -> None:
 
 def test_at_least_a_version(router: Router, replicas: dict[str, Replica]) -> None:
     prompts = [f"prompt {number}" for number in range(20)]
-    assert {complete(router, prompt, x_deltasync_min_version="4")[1] for prompt in prompts} == {"two", "three"}
-    assert {complete(router, prompt, x_deltasync_min_version="5") for prompt in prompts} == {(200, "two")}
+    assert {complete(router, prompt, x_deltasync_version=">=4")[1] for prompt in prompts} == {"two", "three"}
+    assert {complete(router, prompt, x_deltasync_version=">=5") for prompt in prompts} == {(200, "two")}
     # One that nobody has yet: when somebody has it.
     with ThreadPoolExecutor() as pool:
-        reply = pool.submit(complete, router, x_deltasync_min_version="6")
+        reply = pool.submit(complete, router, x_deltasync_version=">=6")
         time.sleep(0.2)
         assert not reply.done()
         replicas["one"].version = 6
         assert reply.result() == (200, "one")
-    for wrong in ("-1", "six", "6.0", "9" * 19):
-        assert complete(router, x_deltasync_min_version=wrong)[0] == 400
+    for wrong in ("-1", "six", "6.0", "9" * 19, "latest", ">6"):
+        assert complete(router, x_deltasync_version=wrong)[0] == 400
+
+
+def test_one_version_and_the_latest(router: Router, replicas: dict[str, Replica]) -> None:
+    prompts = [f"prompt {number}" for number in range(20)]
+    for version, name in (("4", "three"), ("5", "two"), (">=latest", "two")):
+        assert {complete(router, prompt, x_deltasync_version=version) for prompt in prompts} == {(200, name)}
+    assert replicas["two"].seen[-1][0]["x-deltasync-version"] == ">=latest", "the replica holds its reply to it"
 
 
 def test_a_version_that_nobody_has_in_time(replicas: dict[str, Replica], tmp_path: Path) -> None:
     with routing_to(replicas, tmp_path, ROUTER_WAIT_S="0.3") as router:
         started = time.monotonic()
-        refused = router.open("/v1/completions", {"prompt": "x"}, x_deltasync_min_version="6")
+        refused = router.open("/v1/completions", {"prompt": "x"}, x_deltasync_version=">=6")
         assert time.monotonic() - started > 0.25
-        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-        assert "No replica serves this version yet" in json.load(refused)["error"]
+        assert refused.status == 409
+        assert "No replica serves this version" in json.load(refused)["error"]
         # One that sleeps is not asked for a version.
         replicas["two"].state = "sleeping"
         wait_until(lambda: router.replicas()["two"]["version"] is None)
-        assert complete(router, x_deltasync_min_version="5")[0] == 503
-        assert complete(router, x_deltasync_min_version="4") == (200, "three")
+        assert complete(router, x_deltasync_version=">=5")[0] == 409
+        assert complete(router, x_deltasync_version=">=4") == (200, "three")
         assert complete(router)[0] == 200
-
-
-def test_a_replica_that_started_anew_is_found_out_by_its_reply(router: Router, replicas: dict[str, Replica]) -> None:
-    replicas["two"].answered = 2
-    with router.open("/v1/completions", {"prompt": "x"}, x_deltasync_min_version="5") as refused:
-        assert refused.status == 503
-        assert "older version" in json.load(refused)["error"]
-    replicas["two"].answered = 5
-    assert complete(router, x_deltasync_min_version="5") == (200, "two")
 
 
 def test_a_replica_that_dies_costs_no_request(router: Router, replicas: dict[str, Replica]) -> None:
@@ -281,7 +277,7 @@ def test_a_replica_that_dies_costs_no_request(router: Router, replicas: dict[str
     assert complete(router)[0] == 503
     back = Replica(8, replicas["two"].server_port)
     router.wait_for_versions(two=8)
-    assert complete(router, x_deltasync_min_version="8") == (200, "two")
+    assert complete(router, x_deltasync_version=">=8") == (200, "two")
     back.stop()
 
 
@@ -319,7 +315,7 @@ def test_who_leaves_gives_up_the_request(router: Router, replicas: dict[str, Rep
 
 def test_long_prompts_pass_whole(router: Router, replicas: dict[str, Replica]) -> None:
     prompt = "long " * 400_000
-    assert complete(router, prompt, x_deltasync_min_version="5") == (200, "two")
+    assert complete(router, prompt, x_deltasync_version=">=5") == (200, "two")
     (_, body) = replicas["two"].seen[-1]
     assert json.loads(body)["prompt"] == prompt
 
@@ -340,7 +336,7 @@ def test_spaces_are_asked_by_their_names_over_tls(tmp_path: Path) -> None:
     options = f"{space.server_port} ssl verify required ca-file {certificate} sni str({name}) check-sni {name}"
     with contextlib.closing(space.socket), routing(tmp_path, {name: options}) as router:
         router.wait_for_versions(**{name: 4})
-        assert complete(router, x_deltasync_min_version="4") == (200, name)
+        assert complete(router, x_deltasync_version=">=4") == (200, name)
         assert space.hosts == indicated == {name}
         space.stop()
 
@@ -356,7 +352,7 @@ def test_the_command(replicas: dict[str, Replica], tmp_path: Path) -> None:
         router.wait_for_versions(
             **{url.removeprefix("http://"): r.version for url, r in zip(urls, replicas.values(), strict=True)}
         )
-        assert complete(router, x_deltasync_min_version="5") == (200, urls[1].removeprefix("http://"))
+        assert complete(router, x_deltasync_version=">=5") == (200, urls[1].removeprefix("http://"))
         assert replicas["two"].seen[0][0]["authorization"] == "Bearer replica's"
         again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
         assert again.returncode == 3 and f"Port {port} on 127.0.0.1 cannot be used" in again.stderr
@@ -437,7 +433,7 @@ def test_a_real_vllm(tmp_path: Path) -> None:
             body = {"model": str(checkpoint), "prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True}
 
             def versions(least: int) -> str:
-                with router.open("/v1/completions", body, x_deltasync_min_version=str(least)) as reply:
+                with router.open("/v1/completions", body, x_deltasync_version=f">={least}") as reply:
                     assert reply.status == 200, reply.read()
                     assert len(json.load(reply)["choices"]) == 1
                     return str(reply.headers["x-deltasync-versions"])

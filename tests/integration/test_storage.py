@@ -16,7 +16,8 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.errors import PublishPendingError, StoreError
 from deltasync.publish.budget import LEAST_COMPACTED, Budget
-from deltasync.publish.maintenance import Sample
+from deltasync.publish.compact import Steps
+from deltasync.publish.job import host_delta
 from deltasync.publish.shadow import Shadow
 from deltasync.tensors.bits import bits_of
 from tests.conftest import assert_same_bits
@@ -53,14 +54,18 @@ def test_what_is_kept_is_bounded(memory_url: str) -> None:
 def test_the_size_of_a_compaction_is_estimated_as_it_is() -> None:
     random, weights = np.random.default_rng(1), storage.model(1_000_000)
     first = {name: tensor.clone() for name, tensor in weights.items()}
-    sample = Sample(Shadow.whole(weights))
-    assert sample.compaction_bytes(Shadow.whole(weights)) == 0
+    shadow = Shadow.whole({name: tensor.clone() for name, tensor in weights.items()})
+    steps = Steps(shadow.layout, shadow.ranges, 1)
+    assert steps.estimated_bytes() == 0
     for _ in range(40):
         storage.move(random, weights, 0.01)
+        found = shadow.compare(weights, "keep", 0)
+        found.apply()
+        steps.add(host_delta(shadow.layout, found.pieces))
     moved = np.concatenate([bits_of(tensor).astype(np.int64) - bits_of(first[name]) for name, tensor in weights.items()])
     _, counts = np.unique(moved, return_counts=True)
     entropy_bits = -float((counts * np.log2(counts / moved.size)).sum())
-    assert sample.compaction_bytes(Shadow.whole(weights)) == pytest.approx(entropy_bits / 8, rel=0.02)
+    assert steps.estimated_bytes() == pytest.approx(entropy_bits / 8, rel=0.02)
 
 
 def test_full_weights_take_the_place_of_a_compaction_that_is_no_longer_small() -> None:
@@ -98,7 +103,7 @@ def test_a_joiner_of_a_channel_that_forgets_takes_the_compaction(memory_url: str
 
 
 def test_a_compaction_is_stored_in_parts_one_group_of_tensors_each(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.publish.compaction.GROUP_ELEMENTS", 20_000)
+    monkeypatch.setattr("deltasync.publish.compact.GROUP_ELEMENTS", 20_000)
     random, weights, store = np.random.default_rng(3), storage.model(200_000), open_store(memory_url)
     states = []
     with Publisher(store) as publisher:
@@ -114,9 +119,9 @@ def test_a_compaction_is_stored_in_parts_one_group_of_tensors_each(memory_url: s
     assert_same_bits(replica.state_dict(), states[max(ends) - 1])
 
 
-def test_a_version_that_fails_keeps_no_bits_for_its_compaction(memory_url: str) -> None:
+def test_a_compaction_has_the_steps_of_a_version_that_got_no_answer(memory_url: str) -> None:
     random, weights, store = np.random.default_rng(4), storage.model(20_000), FaultyStore(open_store(memory_url))
-    with Publisher(store, retries=0, retention=Retention(compact_every=2)) as publisher:
+    with Publisher(store, retries=0, retention=Retention(compact_every=4)) as publisher:
         for _ in range(2):
             publisher.publish(weights).wait(60)
             storage.move(random, weights, 0.02)
@@ -124,9 +129,23 @@ def test_a_version_that_fails_keeps_no_bits_for_its_compaction(memory_url: str) 
         with pytest.raises(PublishPendingError):
             publisher.publish(weights).wait(60)
         assert fault.hits == 1
-        shadow = publisher._shadow  # nothing public tells which snapshots it notes its steps for
-        assert shadow is not None and not any(snapshot.is_open for snapshot in shadow._snapshots)
-        publisher.publish(weights).wait(60)
+        for _ in range(4):
+            storage.move(random, weights, 0.02)
+            publisher.publish(weights).wait(60)
+    assert [(span.base, span.version) for span, _ in ChannelReader(store).compactions()] == [(1, 5)]
+    assert CliRunner().invoke(main, ["check", memory_url, "--read-data"]).exit_code == 0
+
+
+def test_a_publisher_that_resumes_compacts_what_was_published_before(memory_url: str) -> None:
+    random, weights = np.random.default_rng(5), storage.model(20_000)
+    for _ in range(4):
+        with Publisher(memory_url, resume=True, retention=Retention(compact_every=5)) as publisher:
+            for _ in range(3):
+                publisher.publish(weights).wait(60)
+                storage.move(random, weights, 0.02)
+    found = ChannelReader(open_store(memory_url)).compactions()
+    assert [(span.base, span.version) for span, _ in found] == [(1, 6), (1, 11)]
+    assert CliRunner().invoke(main, ["check", memory_url, "--read-data"]).exit_code == 0
 
 
 def test_full_weights_that_cannot_be_read_get_new_ones_in_their_place(memory_url: str) -> None:

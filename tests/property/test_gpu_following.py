@@ -15,7 +15,7 @@ from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec import open_payload, tiles
 from deltasync.errors import CorruptDataError
-from deltasync.following import Follower
+from deltasync.following import LiveWeights
 from deltasync.live import LiveMemory, Segment, model_fingerprint
 from deltasync.tensors.bits import int_view
 from tests.devices import StandIn
@@ -62,7 +62,7 @@ def test_versions_are_decoded_where_the_weights_are(codec: str, monkeypatch: pyt
     segments["a"].append(Segment(int_view(copy), (1,), 0))
     memory = LiveMemory(reader.specs, segments, lambda of: device)
     memory.audit()
-    follower = Follower(reader, memory)
+    follower = LiveWeights(reader, memory)
     follower.identified(reader.numbered(1))
     on_host = mock.patch.object(payloads, "delta", side_effect=AssertionError("decoded on the host"))
     for number, state in enumerate(states[1:], 2):
@@ -89,7 +89,7 @@ def test_a_damaged_payload_is_refused_and_nothing_is_written(monkeypatch: pytest
     segments = {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in live.items()}
     memory = LiveMemory(reader.specs, segments, lambda of: device)
     memory.audit()
-    follower = Follower(reader, memory)
+    follower = LiveWeights(reader, memory)
     follower.identified(reader.numbered(1))
     chain = find_chain(reader, follower.version, reader.numbered(2).version)
     ((key, data),) = payloads.fetch(reader, chain[0])

@@ -18,7 +18,7 @@ from deltasync import Publisher, Replica, maintenance, open_store
 from deltasync.channel import payloads
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
-from deltasync.following import Follower
+from deltasync.following import LiveWeights
 from deltasync.kernels import native, reference
 from deltasync.live import LiveMemory, Segment, Union, model_fingerprint
 from deltasync.maintenance import KeepPolicy
@@ -111,7 +111,7 @@ def by_compaction(store: Store, count: int, base: int, codec: str) -> Proof:
     compaction = maintenance.write_compaction(reader, base, count, codec_name=codec)
     memory, tensors = LiveMemory.on_host(reader.specs)
     memory.audit()
-    follower = Follower(reader, memory)
+    follower = LiveWeights(reader, memory)
     for way in (find_chain(reader, None, reader.numbered(base).version), [compaction]):
         follower.confirm(follower.commit(follower.stage(way)))
     assert follower.version == reader.numbered(count).version
@@ -189,7 +189,7 @@ def by_shards(store: Store, count: int, shards: int) -> Proof:
         }
         memory = LiveMemory(reader.specs, segments)
         memory.audit()
-        followers.append(Follower(reader, memory))
+        followers.append(LiveWeights(reader, memory))
     for stored in find_chain(reader, None, reader.numbered(count).version):
         committed = [follower.commit(follower.stage([stored])) for follower in followers]
         memories = [follower.memory for follower in followers]

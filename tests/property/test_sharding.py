@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from deltasync import codec
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import native
+from deltasync.publish.compact import Steps
 from deltasync.publish.shadow import Shadow, Snapshot, check_coverage
 from deltasync.publish.stream import TensorRange, range_of
 from deltasync.ranks.peers import Range
@@ -122,6 +123,40 @@ def test_a_snapshot_has_the_bits_of_its_moment(moves: list[str], model: tuple, d
     for name in left:
         assert _taken(snapshot, old, name) == old[name].tobytes()
     assert not snapshot.is_open
+
+
+@given(st.lists(st.sampled_from(["add", "mark", "freeze", "thaw"]), max_size=30), strategies.model_pairs(), st.data())
+def test_steps_add_up_to_the_difference_from_their_base(moves: list[str], model: tuple, data: st.DataObject) -> None:
+    specs, *bits = model
+    ranges = data.draw(cuts(specs, 3))[1]
+    shadow = Shadow.of(stream(specs, bits[0], ranges), "keep", 1)
+    steps, start, marked, version = Steps(shadow.layout, ranges, 1), bits[0], None, 1
+    frozen: list[tuple[Steps, Bits]] = []
+
+    def check(steps: Steps, first: Bits, last: Bits) -> None:
+        expected = {name: bits_N[slice(*ranges[name])] - first[name][slice(*ranges[name])] for name, bits_N in last.items()}
+        assert all(np.array_equal(steps.between(name, *ranges[name]), bits_N) for name, bits_N in expected.items())
+        found = joined([Delta(shadow.layout, {}), *steps.groups()])
+        deltas.check(found)
+        assert found.counts() == {name: count for name, each in expected.items() if (count := np.count_nonzero(each))}
+        assert steps.estimated_bytes() >= 0
+
+    for move in moves:
+        if move == "add":
+            version += 1
+            steps.add(joined([Delta(shadow.layout, {}), *taken(shadow, stream(specs, bits[(version + 1) % 2], ranges), 1)]))
+        elif move == "mark":
+            steps.mark(version)
+            marked = version
+        elif move == "freeze" and not frozen:
+            frozen.append((steps.frozen(), bits[(version + 1) % 2]))
+        elif move == "thaw" and frozen:
+            check(frozen[0][0], start, frozen.pop()[1])
+            steps.thaw()
+            if marked is not None:
+                steps.start(marked)
+                start, marked = bits[(marked + 1) % 2], None
+        check(steps, start, bits[(version + 1) % 2])
 
 
 @given(data=st.data(), model=strategies.model_pairs())

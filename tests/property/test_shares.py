@@ -18,7 +18,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.codec import tiles
 from deltasync.errors import FingerprintMismatchError, ShareError
-from deltasync.following import Follower
+from deltasync.following import LiveWeights
 from deltasync.live import LiveMemory, Prints, Segment, Union
 from deltasync.tensors.bits import bits_of
 
@@ -54,7 +54,7 @@ class Two:
         for half, start in zip(self.halves, (0, AT), strict=True):
             memory = LiveMemory(reader.specs, {"w": [Segment(half, (1,), start)]})
             memory.audit()
-            self.followers.append(Follower(reader, memory))
+            self.followers.append(LiveWeights(reader, memory))
 
     def bits(self) -> np.ndarray:
         return bits_of(torch.cat(self.halves))

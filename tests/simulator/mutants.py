@@ -87,20 +87,20 @@ MUTANTS = {
         "        return max",
     ),
     "a commit is labelled with the version before": Mutant(
-        "deltasync.following.follower",
+        "deltasync.following.weights",
         "        self.version, self._fingerprint = stored.version, stored.record.fingerprint\n        return self.version",
         "        self.version, self._fingerprint = stored.record.base, stored.record.fingerprint\n        return stored.version",
     ),
     "old bits are those before the chain": Mutant(
-        "deltasync.following.follower",
+        "deltasync.following.weights",
         "                for delta in done:\n                    delta.apply(name, bits_N)",
         "                pass",
     ),
     "a load that failed keeps its label": Mutant(
-        "deltasync.following.follower", "                        self.version, self.settled = None, False\n", ""
+        "deltasync.following.weights", "                        self.version, self.settled = None, False\n", ""
     ),
     "a loaded chain is not compared": Mutant(
-        "deltasync.following.follower",
+        "deltasync.following.weights",
         '            if done and right and f"{model_fingerprint(found):016x}" == done[-1].record.fingerprint:',
         "            if done:",
     ),
@@ -170,7 +170,7 @@ MUTANTS = {
     ),
     "an interrupt in apply is forgotten": Mutant(
         "deltasync.publish.publisher",
-        "            self._is_unsure = self._is_taken = True\n            shadow.apply(found)",
+        "            self._is_torn = True\n            shadow.apply(found)",
         "            shadow.apply(found)",
     ),
     "folders of a lost version are used again": Mutant(

@@ -22,7 +22,7 @@ from deltasync.maintenance import gc
 from deltasync.maintenance.checks import check
 from deltasync.maintenance.relay import Relay
 from deltasync.maintenance.retention import KeepPolicy
-from deltasync.publish import compaction, encode
+from deltasync.publish import compact, encode
 from deltasync.tensors.bits import bits_of
 from tests.simulator.scheduler import Killed, Process, Scheduler, Stuck, Thread
 from tests.simulator.store import KINDS, NO_FAULTS, Disk, Faults, Line
@@ -90,7 +90,7 @@ class World:
         self.codec = self.random.choice(("packed", "context"))
         self.anchor_every = self.random.choice((3, 8, 1 << 30))
         self.folder = folder
-        for module in (encode, compaction):  # so that some versions have parts
+        for module in (encode, compact):  # so that some versions have parts
             module.INLINE_BYTES = self.random.choice((1 << 20, 300))
         encode.GROUP_CHANGED = 150
         self.signed = self.random.random() < 0.3

@@ -173,7 +173,7 @@ def _acknowledged(soak: Soak, store: Store, publisher: Publisher) -> int:
     if newest is None:
         return 0
     try:
-        beats = heartbeat.wait_for(store, str(publisher.run_id), newest, publisher.published, "any", 2.0)
+        beats = heartbeat.wait_for(store, str(publisher.run_id), newest, publisher.published, 2.0)
     except (AckTimeoutError, StoreError):
         return 0
     for beat in beats:

@@ -737,7 +737,7 @@ def test_generation_stays_paused_after_a_commit_that_could_not_be_undone(
         while driver.version != 1:
             await driver.refresh()
         trainer.publish()
-        memory = engine.worker._deltasync_shard.shard.follower.memory
+        memory = engine.worker._deltasync_shard.shard.weights.memory
         with monkeypatch.context() as patch:
 
             def fail(staged: Any) -> Any:

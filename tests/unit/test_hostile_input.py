@@ -174,7 +174,7 @@ def test_a_listing_of_100_000_strange_keys_costs_a_bounded_number_of_reads(memor
     for has_head in (True, False):
         store.calls.clear()
         running = Replica(store)
-        running._target.follower, running._target.tensors = replica._target.follower, replica._target.tensors
+        running._target.weights, running._target.tensors = replica._target.weights, replica._target.tensors
         running._follow.cursor.newest, running._follow._opened = replica.identity, True
         channel.delta(trained(channel.bits[channel.tip.sha256], 40 + has_head))
         channel.head()

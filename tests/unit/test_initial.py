@@ -209,7 +209,7 @@ def test_anchors_after_a_reference(memory_url: str, base: Path) -> None:
             with Publisher(url, initial=base, resume=True, **settings) as publisher:  # type: ignore[arg-type]
                 for _ in range(part):
                     publisher.publish(state.items()).wait(60)
-                    publisher._uploader.maintenance._workers.submit(int).result(60)  # type: ignore[union-attr]
+                    publisher._uploader.compactor._workers.submit(int).result(60)  # type: ignore[union-attr]
                     number += 1
                     state = trained(state, number)
         return anchors(open_store(url))
@@ -257,7 +257,7 @@ def test_a_publisher_that_keeps_house_goes_by_the_reference(memory_url: str, bas
     with Publisher(memory_url, initial=base, retention=Retention(compact_every=2)) as publisher:
         for seed in range(7):
             publisher.publish(state.items()).wait(60)
-            publisher._uploader.maintenance._workers.submit(int).result(60)  # type: ignore[union-attr]
+            publisher._uploader.compactor._workers.submit(int).result(60)  # type: ignore[union-attr]
             state = trained(state, seed)
     spans = [(span.base, span.version) for span, _ in ChannelReader(open_store(memory_url)).compactions()]
     assert spans == [(1, 3), (1, 5), (1, 7)]

@@ -272,7 +272,7 @@ def test_anchor_every_counts_versions(memory_url: str) -> None:
 
 
 def _wait_for_maintenance(publisher: Publisher) -> None:
-    publisher._uploader.maintenance._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
+    publisher._uploader.compactor._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
 
 
 def test_a_used_channel_is_refused_without_resume(channel_url: str) -> None:

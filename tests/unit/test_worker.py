@@ -75,9 +75,9 @@ def proven(of: Shard, url: str) -> int | None:
     of.prove()
     of.audit([])
     cursor = ChannelCursor(ChannelReader(open_store(url)))
-    found = identify(cursor.reader, cursor.locate(), model_fingerprint(of.follower.memory.fingerprints))
+    found = identify(cursor.reader, cursor.locate(), model_fingerprint(of.weights.memory.fingerprints))
     of.identified(None if found is None else handed([found])[0])
-    return None if of.follower.version is None else of.follower.version.version
+    return None if of.weights.version is None else of.weights.version.version
 
 
 @pytest.fixture
@@ -346,7 +346,7 @@ class TestHanded:
         for data in (stored.data, None):
             assert of.stage([(stored.key, stored.sha256, data)])
         of.commit(alone=True)
-        assert of.follower.version == stored.version
+        assert of.weights.version == stored.version
 
     def test_damage_is_told_with_the_key_of_the_record(self, of: Shard, url: str) -> None:
         def blamed(*record: Any) -> tuple[str, str | None]:
@@ -367,7 +367,7 @@ class TestHanded:
 
     def test_bits_that_nobody_knows_are_settled_first(self, of: Shard, url: str) -> None:
         stored = ChannelReader(open_store(url)).numbered(1)
-        of.follower.settled = False
+        of.weights.settled = False
         assert of.stage(handed([stored])) is False
 
 
@@ -523,7 +523,7 @@ class TestDerivedCopies:
             if not keep:
                 of.undo()
                 assert torch.equal(model.attention.impl.sinks, before)
-                of.follower.settled = True
+                of.weights.settled = True
 
     @pytest.mark.parametrize(
         ("path", "pattern"),
@@ -578,14 +578,14 @@ class TestUnsettled:
         before = model.state_dict()["plain"].clone()
         weights["plain"].add_(1)
         assert of.stage(handed([channel.delta(weights)]))
-        total = model_fingerprint(of.follower.memory.fingerprints)
+        total = model_fingerprint(of.weights.memory.fingerprints)
         fails = True
         for body in (lambda: of.commit(alone=True), lambda: of.settle(total)):
             with pytest.raises((RuntimeError, CommitError)):
                 body()
             assert not of.settled()
             of.audit()  # reads the mirror, which was rolled back
-            assert model_fingerprint(of.follower.memory.fingerprints) == total
+            assert model_fingerprint(of.weights.memory.fingerprints) == total
         fails = False
         live = of.settle(total)
         assert (live and live.version, of.settled()) == (1, True)
@@ -611,7 +611,7 @@ class TestUnsettled:
             assert of.settled()
             vllm_worker.execute_model()
             assert (steps.pop(), of.settled()) == (wanted, False)
-            of.follower.settled = True
+            of.weights.settled = True
         for load in (vllm_worker.model_runner.reload_weights, model.load_weights):
             with pytest.raises(ConfigError, match="Nothing was loaded"):
                 load({})

@@ -189,7 +189,7 @@ def test_an_offline_model_is_audited_after_a_commit_that_could_not_be_undone(
     trainer.publish()
     assert replica.sync() == 1
     trainer.publish()
-    memory = engine.worker._deltasync_shard.shard.follower.memory
+    memory = engine.worker._deltasync_shard.shard.weights.memory
     with monkeypatch.context() as patch:
 
         def fail(staged: Any) -> Any:

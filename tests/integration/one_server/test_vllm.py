@@ -74,7 +74,7 @@ def test_a_heartbeat_tells_the_served_version(server: Server) -> None:
     server.step()
     version = server.publish()
     assert server.publisher is not None and server.publisher.run_id is not None
-    found = heartbeat.wait_for(server.store, server.publisher.run_id, version, server.publisher.published, "all", PATIENCE_S)
+    found = heartbeat.wait_for(server.store, server.publisher.run_id, version, server.publisher.published, PATIENCE_S)
     (beat,) = found
     assert (beat.replica_id, beat.version, beat.state) == ("test-server", version, "serving")
     assert beat.sha256 == server.publisher.published[version] == server.status()["sha256"]

@@ -40,7 +40,7 @@ class StagedVersion:
     """A version that is ready to commit. After the commit it holds the changes that undo it.
 
     Attributes:
-        whole: New bits, or changes, of the tensors that `Follower.complete` keeps whole.
+        whole: New bits, or changes, of the tensors that `LiveWeights.complete` keeps whole.
     """
 
     chain: Sequence[StoredRecord]
@@ -49,7 +49,7 @@ class StagedVersion:
     stage_s: float
 
 
-class Follower:
+class LiveWeights:
     """Live memory that follows a channel. Not thread-safe, but `stage`, which only reads it, may run in another thread.
 
     Attributes:
