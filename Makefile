@@ -85,7 +85,7 @@ test-peers: setup
 
 # 10,000 cases of each round trip of the codecs and 1,000 of every other property (twenty minutes), 200 commits under load with one
 # worker and with two, and what is marked slow: servers with rarer options of vLLM, each TRL that is supported, from the package
-# index, and the fault matrix. Then the other versions of vLLM.
+# index, and kills of processes. Then the other version of vLLM.
 test-long: setup services
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
 	HYPOTHESIS_PROFILE=many $(BIN)/pytest -n $(WORKERS) tests/property --timeout 3600

@@ -288,10 +288,7 @@ def _as_written(name: str) -> Iterator[str]:
 _FAULT_COLUMNS = ("fault", "times", "noticed by", "message", "comes back by", "in")
 _FAULT_PAGES = {
     "killed": ("Publish", "Stage", "Commit", "A real vLLM, started again by a supervisor"),
-    "damaged": ("The channel", "One bad byte, for ever", "A replica's memory", "The trainer"),
-    "publishing": ("A store that fails while publishing",),
-    "following": ("A store that fails while following",),
-    "machine": ("A full disk", "Short memory", "Clocks"),
+    "machine": ("A full disk", "Short memory"),
     "writers": ("One writer after another",),
 }
 """Parts of the fault matrix by the page of docs/reliability/ that shows them."""
@@ -311,8 +308,7 @@ def faults(page: str) -> Iterator[str]:
             if seconds < 0.995
             else f"{seconds:.1f}\N{NO-BREAK SPACE}s"
         )
-        fault = row["fault"].removeprefix("publishing: ").removeprefix("following: ")
-        cells = (fault, row["times"], row["noticed"], _first_sentence(row["said"]), row["back"], took)
+        cells = (row["fault"], row["times"], row["noticed"], _first_sentence(row["said"]), row["back"], took)
         parts.setdefault(row["part"], []).append(cells)
     if unknown := parts.keys() - {part for known in _FAULT_PAGES.values() for part in known}:
         raise KeyError(f"No page of docs/reliability/ shows {sorted(unknown)}: add them to _FAULT_PAGES.")

@@ -21,6 +21,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
+    CorruptDataError,
     DeltaSyncError,
     FormatError,
     MissingVersionError,
@@ -107,8 +108,9 @@ def copy(source: ChannelReader, target: Store) -> Copied:
     small = [_file(info) for info in source.store.list(keys.EPOCHS) if keys.epoch_of(info.key)]
     openings = {keys.epoch_document(slot.epoch) for slot in held.slots}
     check_listing(source, sorted(openings.difference(file.key for file in small)))
-    done += [one(item) for item in (*small, File(key=keys.CHANNEL, bytes=there.get(keys.CHANNEL, 0), sha256=""))]
-    if head is not None:
+    description = one(File(key=keys.CHANNEL, bytes=there.get(keys.CHANNEL, 0), sha256=""))
+    done += [*map(one, small), description]
+    if head is not None and not isinstance(description, DeltaSyncError):
         target.put(keys.HEAD, head)
     slots = (slot for slot, found in held.records.items() if found is not None and found.is_version)
     last = max(slots, key=lambda slot: slot.newness, default=None)
@@ -165,14 +167,20 @@ def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int],
 
 
 def read_object(source: ChannelReader, item: File) -> bytes:
-    """Read an object of the source, and check its digest or signature if it has one."""
+    """Read an object of the source, and check its digest or signature if it has one; without either it is read twice."""
     if keys.slot_of(item.key) or keys.shortcut_of(item.key):
         data = source.stored(item.key, item.sha256 or None).data
         assert data is not None
         return data
     if keys.file_of(item.key):
         return source.fetch(item)
-    return source.store.read(item.key, limits.CHANNEL_BYTES if item.key == keys.CHANNEL else limits.SMALL_BYTES)
+    if item.key == keys.CHANNEL:
+        source.read_channel_again()
+        return source.channel_data
+    data = source.store.read(item.key, limits.SMALL_BYTES)
+    if source.store.read(item.key, limits.SMALL_BYTES) != data:
+        raise CorruptDataError(f"{item.key} was read twice, with different bytes.")
+    return data
 
 
 def export(

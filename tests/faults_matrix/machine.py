@@ -1,4 +1,4 @@
-"""The machine fails: its disk is full, its memory is short, its clock jumps."""
+"""The machine fails: its disk is full, or its memory is short."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import os
 import resource
 import subprocess
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,10 +16,7 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica, maintenance, open_store
-from deltasync.channel import heartbeat
-from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
-from deltasync.config import Retention
 from deltasync.errors import PublishLostError, PublishPendingError, StageError
 from deltasync.stores.cache import CachedStore
 from tests.builders import in_parts
@@ -213,60 +209,3 @@ def _encoding(lab: Lab) -> Seen:
             assert publish(publisher, 3) == replica.sync() == 2
     assert_holds(replica, 3)
     return Seen(said[0], took[0])
-
-
-@contextlib.contextmanager
-def _clock_off(seconds: float) -> Iterator[None]:
-    now = time.time
-    with mock.patch.object(time, "time", lambda: now() + seconds):
-        yield
-
-
-@row(
-    "Clocks",
-    "the trainer's and the replica's clock jumps a day ahead, then a day back",
-    noticed="by nobody: ages are the store's own, waits are by the monotonic clock",
-    back="nothing to come back from",
-)
-def _jumps(lab: Lab) -> Seen:
-    store = open_store(f"file://{lab.folder}/channel")
-    seed, slowest_s = 0, 0.0
-    retention = Retention(keep_last=2, grace_s=3600.0)
-    with mock.patch("deltasync.publish.compact._LEAST_BETWEEN", 1), Publisher(store, retention=retention) as publisher:
-        replica = Replica(store)
-        for off_s in (0.0, 86400.0, -86400.0, 0.0):
-            with _clock_off(off_s):
-                for _ in range(3):
-                    seed += 1
-                    with timed() as took:
-                        assert publish(publisher, seed) == replica.sync() == seed
-                    slowest_s = max(slowest_s, took[0])
-                    assert_holds(replica, seed)
-    assert len(ChannelReader(store).slots()) == seed  # nothing was old enough to forget
-    assert maintenance.check(ChannelReader(store), read_data=True).problems == []
-    return Seen("(nothing)", slowest_s)
-
-
-@row(
-    "Clocks",
-    "a replica's clock is an hour behind the trainer's, which waits for the fleet",
-    noticed="nobody: the store's clock counts",
-    back="nothing to come back from",
-)
-def _behind(lab: Lab) -> Seen:
-    store = open_store(f"file://{lab.folder}/channel")
-    with Publisher(store) as publisher:
-        publish(publisher, 1)
-        run_id, newest = str(publisher.run_id), publisher._log.tip  # type: ignore[union-attr]
-        assert newest is not None
-        serves = {"version": newest.version, "epoch": newest.epoch, "sha256": newest.sha256}
-        beat = functools.partial(Heartbeat, replica_id="a", run_id=run_id, state="serving", **serves)
-        for off_s in (-3600, 3600):
-            heartbeat.write(store, beat(time_s=time.time() + off_s))
-            with timed() as took:
-                assert heartbeat.wait_for(store, run_id, 1, publisher.published, PATIENCE_S)
-        publish(publisher, 2)
-    replica = Replica(store)
-    assert replica.sync() == 2
-    assert_holds(replica, 2)
-    return Seen("(nothing)", took[0])

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from unittest import mock
 
 from deltasync import open_store
 from deltasync.stores import Store
 from deltasync.stores.hub import HubStore
-from tests.faults_matrix.matrix import Lab, Seen
+from tests.faults_matrix.matrix import Lab
 from tests.hub.fixtures import LEASE
 
-Open = Callable[[], Store]
-"""Opens a channel's store; each party has one of its own."""
-
 PLACES = ("file", "s3", "hub")
-DECIDING = PLACES[:2]
 
 
 def url_of(lab: Lab, kind: str) -> str:
@@ -48,15 +43,3 @@ def chosen(lab: Lab, kinds: tuple[str, ...] = PLACES) -> tuple[str, ...]:
     """All places where the table is made; otherwise, to save time, each row has one of them."""
     turn = zlib.crc32(lab.request.node.name.encode()) % len(kinds)
     return kinds if "FAULT_RESULTS" in os.environ else kinds[turn : turn + 1]
-
-
-def everywhere(action: Callable[[Open], Seen], kinds: tuple[str, ...] = PLACES) -> Callable[[Lab], Seen]:
-    """Does it in each place, or the `chosen` one; tells what was said in the first, and the longest recovery."""
-
-    def run(lab: Lab) -> Seen:
-        urls = [url_of(lab, kind) for kind in chosen(lab, kinds)]  # fixtures that patch too come first
-        with short_leases():
-            seen = [action(functools.partial(open_at, url)) for url in urls]
-        return Seen(seen[0].said, max(each.recovered_s for each in seen), len(seen))
-
-    return run

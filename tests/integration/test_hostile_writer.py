@@ -7,26 +7,21 @@ import dataclasses
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from deltasync import Replica, maintenance, open_store
-from deltasync.channel import documents, heartbeat, keys, record, signing
-from deltasync.channel.documents import Head, Record, VersionId
-from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel import documents, keys, signing
+from deltasync.channel.documents import Head, VersionId
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
 from deltasync.errors import (
-    AckTimeoutError,
     CorruptDataError,
     DeltaSyncError,
-    FormatError,
     MissingVersionError,
     RunMismatchError,
     SignatureError,
@@ -160,16 +155,6 @@ def signed(objects: Objects) -> list[str]:
     ]
 
 
-def test_the_honest_channel_is_taken(channel: Channel) -> None:
-    for at in (None, *range(1, NEWEST + 1)):
-        assert channel.never_wrong(channel.objects, at)
-    assert len(signed(channel.objects)) == 1 + NEWEST + 1 + 3
-    for key in signed(channel.objects):
-        data = channel.objects[key]
-        found = signing.signed_by(data) if key == keys.CHANNEL else record.signed_by(data)
-        assert found == channel.ours.public
-
-
 def test_a_whole_channel_by_somebody_else_is_refused(channel: Channel) -> None:
     theirs, unsigned = (objects_of(channel.run(1, signer)[0].store) for signer in (channel.theirs, None))
     claimed = {
@@ -195,140 +180,6 @@ def test_another_run_that_we_signed_is_refused_by_whoever_knows_the_first(channe
             channel.never_wrong(ours | {key: other[key]}, at)
             if key != keys.CHANNEL:  # without it, a replica takes the other run as the first that it sees
                 channel.never_wrong(other | {keys.CHANNEL: ours[keys.CHANNEL], key: ours[key]}, at)
-
-
-FORGERIES = ["stripped", "by them", "in our name", "moved", "no algorithm", "other body", "more behind", "of another kind"]
-
-
-@pytest.mark.parametrize("kind", FORGERIES)
-def test_every_document_must_be_ours_at_its_place(channel: Channel, kind: str) -> None:
-    ours = channel.objects
-    for key in signed(ours):
-        data = ours[key]
-        if kind == "stripped":
-            data = altered(data, stripped)
-        elif kind == "by them":
-            data = altered(data, lambda found, key=key: channel.theirs.seal(key, stripped(found)))
-        elif kind == "in our name":
-            data = altered(data, lambda found, key=key: channel.theirs.seal(key, stripped(found)))
-            data = data.replace(channel.theirs.public.encode(), channel.ours.public.encode())
-        elif kind == "moved":
-            data = altered(data, lambda found: channel.ours.seal(keys.slot(99, EPOCH), stripped(found)))
-        elif kind == "no algorithm":
-            data = data.replace(b'"ed25519"', b'"none"')
-        elif kind == "other body" and key != keys.CHANNEL:
-            body, document = taken_apart(data)
-            data = put_together(bytes(len(body)), document)
-        elif kind == "more behind":
-            data += b"\n"
-        else:
-            data = ours[SEAL if key != SEAL else keys.slot(3, EPOCH)]
-        objects = ours | {key: data}
-        store, _ = channel.replica(objects)
-        reader = ChannelReader(store, channel.keys / "ours.pub")
-        with pytest.raises(CorruptDataError):
-            reader.stored(key)
-        if key == keys.CHANNEL:
-            channel.refuses(objects, SignatureError)
-        for at in (None, 1, 3, 5):
-            arrived = channel.never_wrong(objects, at)
-            assert arrived == (key != keys.CHANNEL or at is not None)
-
-
-def test_records_replayed_at_other_slots_lead_nowhere(channel: Channel) -> None:
-    ours = channel.objects
-    slots = [key for key in ours if key.startswith(keys.VERSIONS)]
-    for key in slots:
-        for target in (keys.slot(NEWEST + 1, SECOND), keys.slot(NEWEST, THIRD), keys.slot(4, "999999-ffffffff"), SEAL):
-            if target != key:
-                for at in (None, 3, NEWEST):
-                    channel.never_wrong(ours | {target: ours[key]}, at)
-    second, third = keys.slot(2, EPOCH), keys.slot(3, EPOCH)
-    swapped = ours | {second: ours[third], third: ours[second]}
-    _, replica = channel.replica(swapped)
-    for version in (2, 3):
-        with pytest.raises(DeltaSyncError):
-            replica.sync(version)
-
-
-def test_a_seal_of_somebody_else_ends_nothing(channel: Channel) -> None:
-    """At the slot that a replica polls: unsigned, of their key, or an old one of ours. The next version is still found."""
-    slot = keys.slot(NEWEST + 1, SECOND)
-    seal = Record(
-        run_id="run",
-        kind="seal",
-        version=NEWEST + 1,
-        epoch=SECOND,
-        created_at=documents.now(),
-        base=channel.versions[-1],
-        next_epoch=THIRD,
-    )
-    for data in (
-        record.encode(seal, slot, None, None).data,
-        record.encode(seal, slot, None, channel.theirs).data,
-        channel.objects[SEAL],
-    ):
-        assert data is not None
-        assert channel.never_wrong(channel.objects | {slot: data}, NEWEST)
-        assert channel.never_wrong(channel.objects | {slot: data}, 2)
-        store, replica = channel.replica(channel.objects | {slot: data}, NEWEST)
-        with pytest.raises(FormatError):
-            replica.sync()
-        goes_on = dataclasses.replace(channel.made, store=store, bits=dict(channel.made.bits))
-        after = goes_on.delta(
-            trained(channel.made.bits[channel.versions[-1].sha256], 99)
-        )  # over it, as on a store without create
-        goes_on.head()
-        with contextlib.suppress(MissingVersionError):  # the slot is left out until the next look
-            replica.sync()
-        assert replica.sync() == NEWEST + 1
-        assert replica.identity == after.version
-        assert_same_bits(replica.state_dict(), goes_on.bits[after.sha256])
-
-
-def heads(channel: Channel) -> Iterator[bytes]:
-    """Anybody can write one; nothing that it says is believed."""
-    newest = channel.versions[-1]
-    named = [
-        *channel.versions,
-        dataclasses.replace(newest, version=900),
-        dataclasses.replace(newest, epoch="999999-ffffffff"),
-        dataclasses.replace(newest, sha256="f" * 64),
-        dataclasses.replace(channel.versions[2], epoch=SECOND),
-        VersionId(keys.LARGEST_VERSION, "999999-ffffffff", "0" * 64),
-        VersionId(4, EPOCH, documents.sha256_hex(channel.objects[SEAL])),
-    ]
-    for version in named:
-        head = Head(
-            run_id="run", version=version.version, epoch=version.epoch, sha256=version.sha256, anchor="compactions/../x"
-        )
-        yield documents.encode(head)
-    yield from (b"", b"{}", b"[" * 4000, bytes(1 << 20), channel.other_run[keys.HEAD], channel.objects[keys.CHANNEL])
-
-
-def test_a_head_is_no_more_than_a_hint(channel: Channel) -> None:
-    ours = channel.objects
-    for head in heads(channel):
-        for at in (None, 2, 5, NEWEST):
-            arrived = channel.never_wrong(ours | {keys.HEAD: head}, at)
-            assert arrived or at is None or at == 2, "who is one behind asks for the next slot"
-        store, replica = channel.replica(ours | {keys.HEAD: head}, NEWEST)
-        goes_on = dataclasses.replace(channel.made, store=store, bits=dict(channel.made.bits))
-        after = goes_on.delta(trained(channel.made.bits[channel.versions[-1].sha256], 5))
-        assert replica.sync() == NEWEST + 1
-        assert replica.identity == after.version
-
-
-def test_a_forged_compaction_costs_a_detour(channel: Channel) -> None:
-    key = keys.compaction(1, NEWEST, SECOND)
-    body, document = taken_apart(channel.objects[key])
-    found = documents.decode(document, Record, key)
-    damaged = bytes([*body[:-5], body[-5] ^ 1, *body[-4:]])
-    plain = documents.encode(dataclasses.replace(found, body_sha256=documents.sha256_hex(damaged)))
-    for forged in (plain, channel.theirs.seal(key, plain), document):
-        objects = channel.objects | {key: put_together(damaged, forged)}
-        for at in (None, 1, 2):
-            assert channel.never_wrong(objects, at)
 
 
 def test_a_large_compaction_is_not_read_before_its_document_is_found_to_be_ours(channel: Channel) -> None:
@@ -401,26 +252,6 @@ def test_a_compaction_between_forks_leads_to_the_version_that_it_names_and_to_no
                     assert_same_bits(replica.state_dict(), known[replica.identity])
 
 
-def test_a_heartbeat_of_somebody_else_acknowledges_no_version_that_was_not_published(channel: Channel) -> None:
-    store, _ = channel.replica(channel.objects)
-    published = {version.version: version.sha256 for version in channel.versions}
-    for sha256 in ("f" * 64, channel.versions[4].sha256):
-        heartbeat.write(
-            store,
-            Heartbeat(
-                replica_id="r",
-                run_id="run",
-                version=NEWEST,
-                epoch=SECOND,
-                sha256=sha256,
-                state="serving",
-                time_s=time.time(),
-            ),
-        )
-        with pytest.raises(AckTimeoutError):
-            heartbeat.wait_for(store, "run", NEWEST, published, 0.2)
-
-
 def test_what_lies_beside_the_weights_is_ours_too(channel: Channel, tmp_path: Path) -> None:
     folder = keys.anchor_folder(4, SECOND)
     config = f"{folder}/config.json"
@@ -481,47 +312,6 @@ def test_the_cache_of_a_machine_is_no_way_around(channel: Channel, tmp_path: Pat
         replica.sync()
     assert replica.version == NEWEST - 1
     channel.holds(replica)
-
-
-def test_every_object_altered_removed_or_replaced_by_every_other(channel: Channel) -> None:
-    ours = channel.objects
-    arrived: dict[tuple[str, int | None], bool] = {}
-    for key in ours:
-        middle = len(ours[key]) // 2
-        changed = ours[key][:middle] + bytes([ours[key][middle] ^ 4]) + ours[key][middle + 1 :]
-        for at in (None, 1, 5):
-            arrived[key, at] = channel.never_wrong(ours | {key: changed}, at)
-            channel.never_wrong({other: data for other, data in ours.items() if other != key}, at)
-        for other in (other for other in ours if other != key and other[:4] == key[:4]):
-            channel.never_wrong(ours | {key: ours[other]}, None)
-        channel.never_wrong(ours | {key: channel.other_run[key]}, 1)
-    # Whatever else is damaged, there is another way.
-    assert {place for place, taken in arrived.items() if not taken} == {(keys.CHANNEL, None)}
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-def test_several_objects_altered_at_random(channel: Channel, data: st.DataObject) -> None:
-    objects = dict(channel.objects)
-    for key in data.draw(st.lists(st.sampled_from(sorted(objects)), min_size=1, max_size=5, unique=True)):
-        how = data.draw(st.sampled_from(["flip", "cut", "swap", "move", "strip", "resign", "remove"]))
-        original = channel.objects[key]
-        at = data.draw(st.integers(0, len(original) - 1))
-        if how == "flip":
-            objects[key] = original[:at] + bytes([original[at] ^ data.draw(st.integers(1, 255))]) + original[at + 1 :]
-        elif how == "cut":
-            objects[key] = original[:at]
-        elif how == "swap":
-            objects[key] = channel.other_run[key]
-        elif how == "move":
-            objects[key] = channel.objects[data.draw(st.sampled_from(sorted(channel.objects)))]
-        elif how == "remove":
-            del objects[key]
-        elif key in signed(channel.objects):
-            objects[key] = altered(
-                original, stripped if how == "strip" else lambda found, key=key: channel.theirs.seal(key, stripped(found))
-            )
-    channel.never_wrong(objects, data.draw(st.sampled_from([None, 1, 3, 5])))
 
 
 def test_a_flood_of_records_hides_no_version_from_who_runs(channel: Channel) -> None:

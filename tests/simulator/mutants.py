@@ -12,60 +12,78 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
-import subprocess
 import sys
 import time
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-SECONDS = 60.0  # of one mutant
+from tests.simulator.__main__ import prepare, run_apart, with_fixed_hashes
+
+SECONDS = 120.0  # of one mutant
+STEPS = 80
 
 
 class Mutant(NamedTuple):
-    """A planted fault: `old` occurs once in the module, and becomes `new`."""
+    """A planted fault: `old` occurs once in the module, and becomes `new`. `world` says in what worlds
+    (`simulate`) it is looked for, `seed` a seed that finds it; None
+    if that takes longer than `make test` has."""
 
     module: str
     old: str
     new: str
+    world: str = ""
+    seed: int | None = None
 
 
 MUTANTS = {
     # what is read
     "a record's body is not hashed": Mutant(
-        "deltasync.channel.record", "    if found.body_sha256 != digest.hexdigest():", "    if False:"
-    ),
-    "a record may have another size": Mutant(
-        "deltasync.channel.record", "    if found.body_bytes + len(document) + _LENGTH.size != size:", "    if False:"
+        "deltasync.channel.record",
+        "    if found.body_sha256 != digest.hexdigest():",
+        "    if False:",
+        world="signed damaged",
     ),
     "a file's digest is not checked": Mutant(
-        "deltasync.channel.reading", "        _check_digest(data, key, sha256)\n        return data", "        return data"
+        "deltasync.channel.reading",
+        "        _check_digest(data, key, sha256)\n        return data",
+        "        return data",
+        world="signed damaged",
+        seed=2,
     ),
     "a document needs no signature": Mutant(
-        "deltasync.channel.record", "        trusted.check(key, document)\n", "        pass\n"
+        "deltasync.channel.record", "        trusted.check(key, document)\n", "        pass\n", world="forged", seed=0
     ),
     "what a chain leads to is not compared": Mutant(
-        "deltasync.channel.plan", '        if found.version != at or found.record.kind == "seal":', "        if False:"
+        "deltasync.channel.plan",
+        '        if found.version != at or found.record.kind == "seal":',
+        "        if False:",
+        world="forged",
     ),
     "a damaged object ends the search": Mutant(
         "deltasync.channel.plan",
         "                edges.remove(error.edge)",
         "                raise MissingVersionError(str(error)) from None",
+        world="rot",
     ),
     "only deltas are planned": Mutant(
         "deltasync.channel.plan",
         "                edges.append(Edge(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key))",
         "                pass",
+        world="rot",
     ),
     # replicas
     "the version of another lineage is taken": Mutant(
         "deltasync.following.tip",
         "            if stored is not None and slot.version != wanted and stored.record.base != self.newest:",
         "            if False:",
+        world="hub rival",
     ),
     "seals are passed over": Mutant(
         "deltasync.following.tip",
         "                self.next_epoch = stored.record.next_epoch\n                continue",
         "                break",
+        world="s3 rival",
     ),
     "head is never read": Mutant(
         "deltasync.following.tip", "        named = None if head is None else head.newest\n", "        named = None\n"
@@ -76,15 +94,16 @@ MUTANTS = {
         "            self.skips[key] = Skip(math.inf, str(why))",
     ),
     "the rest of a chain is taken for another version": Mutant(
-        "deltasync.following.cursor", "        elif self._rest and self._rest[0].base == have:", "        elif self._rest:"
+        "deltasync.following.cursor",
+        "        elif self._rest and self._rest[0].base == have:",
+        "        elif self._rest:",
+        world="rot",
     ),
     "an error is remembered for ever": Mutant(
         "deltasync.following.cursor", "        self.failure, self._failures = None, 0\n", ""
     ),
     "a pin is not kept": Mutant(
-        "deltasync.following.pin",
-        "        if self.version is not None:\n            return self.version\n        return max",
-        "        return max",
+        "deltasync.following.cursor", "        number = self._pin or newest.version\n", "        number = newest.version\n"
     ),
     "a commit is labelled with the version before": Mutant(
         "deltasync.following.weights",
@@ -115,33 +134,46 @@ MUTANTS = {
         "deltasync.publish.log",
         "                is_ours = self._retried(lambda: writes.create(self.store, key, data))",
         "                self._retried(lambda: self.store.put(key, data))",
+        world="s3 rival",
     ),
     "a lease is not looked at": Mutant(
-        "deltasync.publish.log", "            looked_s = self._check_lease(look.result())", "            looked_s = boot_s()"
+        "deltasync.publish.log",
+        "            looked_s = self._check_lease(look.result())",
+        "            looked_s = boot_s()",
+        world="hub rival",
     ),
     "a lease is believed for ever": Mutant(
         "deltasync.publish.log",
         "        if not 0 <= boot_s() - began_s <= self._lease.recheck_s:\n            began_s = self._read_epochs()\n        age_s",
         "        return began_s\n        age_s",
+        world="hub rival",
     ),
-    "a lease does not settle": Mutant("deltasync.publish.acquire", "                self._lease.wait(claimed_s)\n", ""),
+    "a lease does not settle": Mutant(
+        "deltasync.publish.acquire", "                self._lease.wait(claimed_s)\n", "", world="hub rival"
+    ),
     "no epoch counts as newer": Mutant(
-        "deltasync.publish.log", "            if newest > self.epoch and self._is_opening(newest):", "            if False:"
+        "deltasync.publish.log",
+        "            if newest > self.epoch and self._is_opening(newest):",
+        "            if False:",
+        world="hub rival",
     ),
     "a log is not sealed": Mutant(
         "deltasync.publish.acquire",
         "        if self._retried(lambda: writes.create(self._store, slot.key, data)):\n            return None",
         "        return None",
+        world="s3 rival",
     ),
     "a log ends where a listing does": Mutant(
         "deltasync.publish.acquire",
-        "            if following is None:\n                return end\n            end = following",
-        "            return end",
+        "            if following is None:\n                return self._as_stored(end)\n            end = following",
+        "            return self._as_stored(end)",
+        world="s3 rival",
     ),
     "two epochs have one number": Mutant(
         "deltasync.publish.acquire",
         "max(map(keys.epoch_number, found), default=0)",
         "max(map(keys.epoch_number, found), default=0) * 0",
+        world="s3 rival",
     ),
     "a pending version is forgotten": Mutant(
         "deltasync.publish.log",
@@ -164,7 +196,7 @@ MUTANTS = {
         "            if job.version != self._log.next_version or (self.full and not job.full):",
         "            if False:",
     ),
-    "the shadow does not move": Mutant("deltasync.publish.shadow", "            difference.apply()\n", ""),
+    "the shadow does not move": Mutant("deltasync.publish.shadow", "            difference.apply()\n", "", seed=0),
     "fingerprints do not move": Mutant(
         "deltasync.publish.shadow", "            self.fingerprints = before.with_gains(difference.gains)\n", ""
     ),
@@ -181,29 +213,167 @@ MUTANTS = {
         "deltasync.maintenance.retention",
         "        needed.update(contents.chain_to(slot, needed))",
         "        needed.add(slot)",
+        world="forgets keeper",
     ),
     "files that records name are deleted": Mutant(
         "deltasync.maintenance.garbage",
         "    unnamed = [info for info in old if info.key not in references]",
         "    unnamed = list(old)",
+        world="forgets keeper",
     ),
     "young files are deleted": Mutant(
         "deltasync.maintenance.garbage",
         "if retention.was_stored(info.modified_s, since_s)]",
         "]",
+        world="forgets keeper",
     ),
     "a relay copies head first": Mutant(
         "deltasync.maintenance.relay",
         "        if newest is not None and newest.slot.newness <= self.version.slot.newness:\n",
         "        if newest is not None:\n",
+        world="relay",
     ),
     "a relay copies records without files": Mutant(
         "deltasync.maintenance.relay",
         "        return chain if all([self._copy_files(stored) for stored in chain]) else None",
         "        return chain",
+        world="relay",
+    ),
+    # what else the protocol rests on
+    "a log that is sealed is not listed again": Mutant(
+        "deltasync.publish.acquire",
+        "            if not any(isinstance(self._found(slot, info), _End) for slot, info in later):",
+        "            if True:",
+        world="s3 rival forgets",
+    ),
+    "whether a store decides is not tried": Mutant(
+        "deltasync.publish.acquire",
+        "        if self._retried(lambda: decides(self._store, key)):",
+        "        if self._store.can_create:",
+        world="ignores rival",
+    ),
+    "channel.json is read once": Mutant(
+        "deltasync.channel.reading",
+        "        if self.trusted is None and self._read_channel().data",
+        "        if False and self._read_channel().data",
+        world="rival",
+    ),
+    "the digest that a seal names is believed": Mutant(
+        "deltasync.publish.acquire",
+        "        if end.version is None or end.version.epoch == end.epoch:",
+        "        if True:",
+        world="s3 rival",
+    ),
+    "a suspended machine's lease does not age": Mutant(
+        "deltasync.publish.log",
+        "    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr",
+        "    return time.monotonic() if hasattr",
+        world="hub rival",
+    ),
+    "a record that came too late counts": Mutant(
+        "deltasync.publish.log", "        self._check_in_time(key, looked_s)\n", "        pass\n", world="hub rival"
+    ),
+    "channel.json is not put back": Mutant(
+        "deltasync.publish.log",
+        "        if data is None or self._begins_with(data[: limits.SMALL_BYTES]):",
+        "        if True:",
+    ),
+    "a part is not waited for": Mutant(
+        "deltasync.publish.upload",
+        "        parts = [future.result() for future in encoded.files] + others",
+        "        parts = [future.result() for future in encoded.files[:0]] + others",
+    ),
+    "head is believed": Mutant(
+        "deltasync.following.tip",
+        "            self.note(named, self.reader.record(named))",
+        "            self.note(named)",
+        world="outsider",
+    ),
+    "a version that the store lost is waited for": Mutant(
+        "deltasync.following.tip", "        elif self._is_lost(newest, found):", "        elif False:", world="restore"
+    ),
+    "a signed channel may go back": Mutant(
+        "deltasync.following.tip",
+        "        if self.reader.trusted is not None:  # otherwise",
+        "        if False:  # otherwise",
+        world="restore signed",
+    ),
+    "versions are acknowledged by number": Mutant(
+        "deltasync.channel.heartbeat",
+        "    return published.get(serving.version) == serving.sha256",
+        "    return True",
+        world="follower0 rival restore",
+    ),
+    "any key is trusted": Mutant(
+        "deltasync.channel.signing",
+        "        trusted = self._keys.get(name)\n",
+        "        trusted = self._keys.get(name) or [*_public_keys([name]).values()][0]\n",
+        world="forged",
+        seed=1,
+    ),
+    "an audit passes": Mutant("deltasync.following.replica", "        return is_right\n", "        return True\n"),
+    "versions are forgotten oldest first": Mutant(
+        "deltasync.maintenance.retention",
+        "        keys=[key for *_, key in sorted(order, reverse=True)],",
+        "        keys=[key for *_, key in sorted(order)],",
+        world="forgets keeper",
+    ),
+    "seals are forgotten": Mutant(
+        "deltasync.maintenance.retention",
+        "(record.is_version if record is not None else last[slot.epoch] != slot)",
+        "True",
+        world="forgets keeper s3 rival",
+    ),
+    "what is not listed is not asked for": Mutant(
+        "deltasync.maintenance.garbage",
+        "    unlisted = sorted(places.difference((slot.key for slot in held.records), held.shortcuts))",
+        "    unlisted = list[str]()",
+        world="forgets keeper hub",
+    ),
+    "unfinished uploads are deleted": Mutant(
+        "deltasync.maintenance.garbage",
+        "    waiting = [info for info in unnamed if references.in_progress(info.key)]",
+        "    waiting = unnamed[:0]",
+        world="forgets keeper",
+    ),
+    "a cached object is not checked": Mutant(
+        "deltasync.stores.cache",
+        "            check(data)\n            with contextlib",
+        "            with contextlib",
+        world="rot",
+    ),
+    # ranks
+    "a rank that is lost is waited for": Mutant(
+        "deltasync.ranks.mailbox",
+        "(silent_s := time.monotonic() - seen[rank][1]) > self._silence_s",
+        "(silent_s := 0.0) > self._silence_s",
+        world="job",
+    ),
+    "a rank's error stays with it": Mutant(
+        "deltasync.ranks.peers", "        self.agree(problem)\n        return value", "        return value", world="job"
+    ),
+    "other ranks' parts are left out": Mutant(
+        "deltasync.publish.upload",
+        "        others = [] if self._signals is None else self._signals.collect(job.serial)",
+        "        others = list[File]() if self._signals is None else self._signals.collect(job.serial)[:0]",
+        world="job",
+    ),
+    "fingerprints of one rank count": Mutant(
+        "deltasync.ranks.peers",
+        "_without_zeros(sum(_with_zeros(message, count) for message in messages))",
+        "_without_zeros(_with_zeros(messages[0], count))",
+        world="job",
+    ),
+    "what waits is merged with nothing": Mutant(
+        "deltasync.publish.publisher",
+        "            pieces = [merge([waiting.delta, host_delta(shadow.layout, pieces)])]",
+        "            pieces = [host_delta(shadow.layout, pieces)]",
     ),
 }
 """Planted faults by name."""
+
+QUICK = [name for name, mutant in MUTANTS.items() if mutant.seed is not None]
+"""Those that `make test` looks for."""
 
 
 class Planter(importlib.abc.MetaPathFinder):
@@ -228,10 +398,8 @@ class Planter(importlib.abc.MetaPathFinder):
 
 def planted(mutant: Mutant) -> str:
     """Return the source of a module with the fault."""
-    spec = importlib.util.find_spec(mutant.module)
-    assert spec is not None and spec.origin is not None
-    with open(spec.origin, encoding="utf-8") as file:
-        source = file.read()
+    path = Path(__file__).parents[2] / f"{mutant.module.replace('.', '/')}.py"
+    source = path.read_text(encoding="utf-8")
     if source.count(mutant.old) != 1:
         raise AssertionError(f"{mutant.module} has {mutant.old!r} {source.count(mutant.old)} times")
     return source.replace(mutant.old, mutant.new)
@@ -242,25 +410,60 @@ def plant(name: str) -> None:
     sys.meta_path.insert(0, Planter(MUTANTS[name]))
 
 
+class Found(NamedTuple):
+    """What became of a mutant: the seed that fails and how, or None; and after how many seconds."""
+
+    seed: int | None
+    problem: str
+    seconds: float
+
+
+def hunt(name: str, seeds: int, seconds: float) -> Found:
+    """Run seeds with a mutant, from the one that its row names, each in a process of its own, until one fails."""
+    began_s = time.monotonic()
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(sender)
+        with os.fdopen(receiver) as file:
+            said = file.read()
+        os.waitpid(child, 0)
+        seed, _, problem = said.partition(" ")
+        return Found(int(seed) if seed else None, problem, time.monotonic() - began_s)
+    try:
+        os.close(receiver)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # tracebacks of threads
+        plant(name)
+        prepare()
+        first = MUTANTS[name].seed or 0
+        for seed in range(first, first + seeds):
+            problem = run_apart(seed, STEPS, MUTANTS[name].world.split())
+            if problem is not None:
+                os.write(sender, f"{seed} {problem}".encode())
+                break
+            if time.monotonic() - began_s > seconds:
+                break
+    finally:
+        os._exit(0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to plant; all by default")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each mutant")
+    parser.add_argument("--seeds", type=int, default=1000, help="of each mutant, from the one of its row on")
     given = parser.parse_args()
+    with_fixed_hashes("tests.simulator.mutants")
+    import numpy  # noqa: F401 - once for all; the product is imported with each mutant
+    import torch  # noqa: F401
+
     survived = []
     for name in given.names or MUTANTS:
-        began_s = time.monotonic()
-        command = [sys.executable, "-m", "tests.simulator", "--mutant", name, "--seeds", "100000", "--first"]
-        command += ["--seconds", str(given.seconds), "--steps", "100"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-        last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
-        said = last[0].rpartition("  ")[2][:120] if last else "nothing"
-        print(
-            f"{'killed  ' if done.returncode == 1 else 'SURVIVED'} {time.monotonic() - began_s:6.1f} s  {name}: {said}",
-            flush=True,
-        )
-        if done.returncode != 1:
-            survived.append(name)
+        found = hunt(name, given.seeds, given.seconds)
+        survived += [name] if found.seed is None else []
+        outcome = "SURVIVED" if found.seed is None else f"killed by {found.seed}"
+        print(f"{outcome:16} {found.seconds:5.1f} s  {name}: {found.problem[:100]}", flush=True)
+    print(f"{len(survived)} survived: {survived}")
     sys.exit(bool(survived))
 
 

@@ -39,16 +39,28 @@ class Stuck(AssertionError):
 
 
 class Process:
-    """A group of threads with a clock of its own, which may be suspended or killed.
+    """A group of threads with clocks of its own, which may be suspended or killed.
 
     Attributes:
         ahead_s: Seconds by which its clock of the day is ahead.
+        slept_s: Seconds for which its machine was suspended, which `time.monotonic` does not count.
         suspended_until_s: Its threads do not run before.
+        held_s: For how long it was suspended, and will be.
+        refused_until_s: Stores refuse its credentials until then.
         killed: Its threads never run again.
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.ahead_s, self.suspended_until_s, self.killed = name, 0.0, 0.0, False
+        self.name, self.ahead_s, self.slept_s = name, 0.0, 0.0
+        self.suspended_until_s = self.held_s = self.refused_until_s = 0.0
+        self.killed = False
+
+    def suspend(self, now_s: float, seconds: float, whole_machine: bool) -> None:
+        """Do not run for so long; with the whole machine, `time.monotonic` stands still."""
+        until_s = max(self.suspended_until_s, now_s + seconds)
+        self.held_s += until_s - max(self.suspended_until_s, now_s)
+        self.slept_s += until_s - max(self.suspended_until_s, now_s) if whole_machine else 0.0
+        self.suspended_until_s = until_s
 
 
 class Thread:
@@ -469,8 +481,12 @@ class Clock:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.monotonic = self.perf_counter = scheduler.look
         self.sleep = scheduler.sleep
+
+    def monotonic(self) -> float:
+        return self._scheduler.look() - self._scheduler.running.process.slept_s
+
+    perf_counter = monotonic
 
     def time(self) -> float:
         return EPOCH_S + self._scheduler.look() + self._scheduler.running.process.ahead_s

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from deltasync.channel import keys
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import ObjectInfo, check_key, check_size
+from deltasync.stores.base import REQUEST_S, ObjectInfo, check_key, check_size
 from tests.simulator.scheduler import EPOCH_S, Process, Scheduler, Thread
 
 LATE_S = 18.0  # a request that was given up may still have its effect; a guarded one within `REQUEST_S`
@@ -59,9 +61,12 @@ class Faults:
     damaged: float = 0.0  # a body with another bit, or cut
     stale: float = 0.0  # a listing without the newest objects, or without a page
     refused: float = 0.0  # a lasting error, such as a full disk
+    swallowed: float = 0.0  # answered as if it were done
 
 
 NO_FAULTS = Faults()
+MUTABLE = (keys.HEAD, keys.REPLICAS, "probe/")
+"""Where one key may have several contents, one after the other."""
 
 
 @dataclasses.dataclass
@@ -80,18 +85,46 @@ class Disk:
     Attributes:
         objects: Those that are there, by key.
         ever: All bytes that ever were at a key.
+        ours: All bytes that the product put at a key.
+        harmed: Keys that somebody else changed, or that time was turned back for.
         requests: How many were made, by verb.
         faults: What requests meet now.
+        problem: What the product did that it must not do.
     """
 
     def __init__(self, scheduler: Scheduler, kind: Kind, name: str = "bucket") -> None:
         self.scheduler, self.kind, self.name = scheduler, kind, name
         self.objects: dict[str, _Object] = {}
         self.ever: dict[str, set[bytes]] = {}
+        self.ours: dict[str, set[bytes]] = {}
+        self.harmed: set[str] = set()
+        self.problem: str | None = None
         self.requests: Counter[str] = Counter()
         self.faults = NO_FAULTS
         self.met: Counter[str] = Counter()
         self.watches: list[_Watch] = []
+
+    def put(self, key: str, data: bytes) -> None:
+        """What the product stores: no key but the mutable ones gets two contents."""
+        self.ours.setdefault(key, set()).add(data)
+        if len(self.ours[key]) > 1 and key not in self.harmed and not key.startswith(MUTABLE):
+            self.problem = self.problem or f"{key} got two contents"
+        self.write(key, data)
+
+    def harm(self, key: str, data: bytes | None) -> None:
+        """Replace or delete an object behind the product's back."""
+        self.harmed.add(key)
+        if data is None:
+            if self.objects.pop(key, None) is not None:
+                self.scheduler.say(f"{self.name}: {key} is gone")
+        else:
+            self.write(key, data)
+
+    def restore(self, saved: dict[str, _Object]) -> None:
+        """Turn the store back to what it held."""
+        self.scheduler.say(f"{self.name}: restored to {len(saved)} objects")
+        self.harmed.update(key for key in self.ever if key not in saved)
+        self.objects = dict(saved)
 
     def write(self, key: str, data: bytes) -> None:
         self.objects[key] = _Object(data, self.scheduler.now_s)
@@ -125,17 +158,18 @@ class Line:
         def effect() -> None:
             if key in self.disk.objects and self.disk.kind.name != "ignores":
                 raise ObjectExistsError(f"{key} exists.")
-            self.disk.write(key, bytes(data))
+            self.disk.put(key, bytes(data))
 
         self._change("create", key, effect)
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
         check_key(key)
-        held = bytes(data)
+        held, within_s = bytes(data), math.inf
         if guard is not None:
             self._pass("connect", key)
             guard()
-        self._change("put", key, lambda: self.disk.write(key, held))
+            within_s = REQUEST_S
+        self._change("put", key, lambda: self.disk.put(key, held), within_s)
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         held = self._read("read", key, known)
@@ -191,6 +225,9 @@ class Line:
         disk, faults = self.disk, self.disk.faults
         disk.requests[verb] += 1
         disk.scheduler.sleep(self._random.uniform(0.001, 0.05))
+        if disk.scheduler.now_s < self.process.refused_until_s:
+            kind = StoreError if self._random.random() < 0.5 else TransientStoreError
+            raise kind(f"{verb} {key}: the token has expired.")
         if self._meets("hung", faults.hung):
             disk.scheduler.say(f"{verb} {key} hangs")
             disk.scheduler.sleep(self._random.uniform(1.0, HUNG_S))
@@ -198,15 +235,22 @@ class Line:
         if self._meets("before", faults.before):
             raise TransientStoreError(f"{verb} {key}: refused for now.")
 
-    def _change(self, verb: str, key: str, effect: Callable[[], None]) -> None:
+    def _change(self, verb: str, key: str, effect: Callable[[], None], within_s: float = math.inf) -> None:
         disk, faults = self.disk, self.disk.faults
+        began_s = disk.scheduler.now_s
         self._pass(verb, key)
+        if disk.scheduler.now_s - began_s > within_s:  # its sender was suspended, and the connection is gone
+            raise TransientStoreError(f"{verb} {key}: not sent in time.")
         if verb != "delete" and self._meets("refused", faults.refused):
             raise StoreError(f"{verb} {key}: no space left.")
         if self._meets("late", faults.late):
             self._later(effect)
             raise TransientStoreError(f"{verb} {key}: no answer yet.")
         self._missing.pop(key, None)
+        if verb == "put" and key != keys.CHANNEL and self._meets("swallowed", faults.swallowed):
+            disk.harmed.add(key)
+            disk.scheduler.say(f"{key} is swallowed")
+            return
         effect()
         if self._meets("doubled", faults.doubled) and verb != "delete":
             self._later(effect)

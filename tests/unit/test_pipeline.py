@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica, codec, kernels, limits, open_store
-from deltasync.channel import anchors, keys, payloads
+from deltasync.channel import keys, payloads
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec import tiled
 from deltasync.codec.base import Encoded, NewBits
@@ -25,7 +25,6 @@ from deltasync.publish.upload import PUTS
 from deltasync.stores import Store
 from deltasync.tensors import Delta, Sparse
 from deltasync.tensors.bits import bits_of
-from tests.builders import finish_maintenance
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -114,22 +113,6 @@ def test_the_last_group_is_in_the_record_and_a_small_version_is_nothing_else(
     assert_holds(store, 3, third)
 
 
-@pytest.mark.usefixtures("in_groups")
-@pytest.mark.parametrize("held", [("put", keys.PARTS), ("create", keys.VERSIONS)], ids=["parts", "record"])
-def test_the_trainer_goes_on_while_the_store_hangs(store: FaultyStore, held: tuple[str, str]) -> None:
-    versions = states(6)
-    with Publisher(store) as publisher:
-        publisher.publish(versions[0].items()).wait(60)
-        gate = store.hold_at(*held)
-        receipts = [publisher.publish(versions[1].items())]
-        assert gate.entered.wait(60)
-        receipts += [publisher.publish(weights.items()) for weights in versions[2:]]
-        assert not any(receipt.done for receipt in receipts)
-        gate.opened.set()
-    assert_holds(store, 2, versions[1])
-    assert_holds(store, 3, versions[-1])
-
-
 class Meeting(FaultyStore):
     """Parts are stored only as long as others are being stored too."""
 
@@ -173,39 +156,6 @@ def test_a_stream_that_fails_leaves_nothing_and_the_next_attempt_is_right(store:
     named = ChannelReader(store).numbered(2).record.files
     assert {info.key for info in store.list(keys.PARTS)} == {file.key for file in named}
     assert_holds(store, 2, second)
-
-
-def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_version(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "WEIGHT_FILE_BYTES", 7000)
-    versions = states(24, elements=3000)
-    with Publisher(store, anchor_every=3) as publisher:
-        for weights in versions[:3]:
-            publisher.publish(weights.items()).wait(60)
-        gate = store.hold_at("put", f"{keys.ANCHORS}{4:010d}")
-        publisher.publish(versions[3].items()).wait(60)
-        assert gate.entered.wait(60)
-        for weights in versions[4:]:
-            with pytest.raises(RuntimeError):
-                publisher.publish(broken(versions[0]))
-            publisher.publish(weights.items()).wait(60)
-        gate.opened.set()
-    reader = ChannelReader(store)
-    (info,) = [info for span, info in reader.announcements() if span.version == 4]
-    record = reader.stored(info.key).record
-    assert record.anchor is not None and len(record.anchor.files) == MANY
-    assert record.requires == []
-    found = {
-        name: bits_N
-        for file in record.anchor.files
-        for name, bits_N, _ in anchors.read_weights(reader.fetch(file), reader.specs)
-    }
-    assert found.keys() == versions[3].keys()
-    for name, tensor in versions[3].items():
-        np.testing.assert_array_equal(found[name], bits_of(tensor))
-    assert [span.version for span, _ in reader.announcements()] == [4]  # none was begun while one was under way
-    assert_holds(store, 24, versions[-1])
 
 
 def broken(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -268,35 +218,6 @@ def test_an_anchor_that_reads_a_tensor_holds_no_publish_and_has_the_bits_of_its_
     assert found.keys() == versions[2].keys()
     for name, tensor in versions[2].items():
         np.testing.assert_array_equal(found[name], bits_of(tensor))
-
-
-def test_an_anchor_of_which_a_file_is_not_stored_is_not_announced(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "WEIGHT_FILE_BYTES", 1)
-    versions = states(3)
-    fault = store.fail_at("put", f"{keys.ANCHORS}{3:010d}", error=OSError)
-    gate = store.hold_at("put", f"{keys.ANCHORS}{3:010d}")
-    with Publisher(store, anchor_every=2) as publisher:
-        for weights in versions:
-            publisher.publish(weights.items()).wait(60)
-        assert gate.entered.wait(60)
-        gate.opened.set()
-    assert fault.hits == 1
-    assert not ChannelReader(store).announcements()
-    assert_holds(store, 3, versions[-1])
-
-
-def test_an_anchor_that_cannot_be_stored_is_tried_again_with_the_next_version(store: FaultyStore) -> None:
-    versions = states(5)
-    fault = store.fail_at("put", f"{keys.ANCHORS}{3:010d}", times=1, error=OSError)
-    with Publisher(store, anchor_every=2) as publisher:
-        for weights in versions:
-            publisher.publish(weights.items()).wait(60)
-            finish_maintenance(publisher)
-    assert fault.hits == 1
-    assert [span.version for span, _ in ChannelReader(store).announcements()] == [4]
-    assert_holds(store, 5, versions[-1])
 
 
 def test_no_second_copy_of_the_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,16 +336,3 @@ def test_a_small_version_of_several_widths_is_its_record_alone(store: FaultyStor
         publisher.publish(weights).wait(60)
     assert not list(store.list(keys.PARTS))
     assert_holds(store, 2, weights)
-
-
-def test_receipts_tell_the_digest_and_the_publisher_what_it_published(store: FaultyStore) -> None:
-    versions = states(3)
-    with Publisher(store) as publisher:
-        assert publisher.digest is None
-        receipts = [publisher.publish(weights.items()).wait(60) for weights in versions]
-        replica = Replica(store)
-        for receipt in receipts:
-            replica.sync(receipt.version)
-            assert replica.digest == receipt.digest == publisher.published[receipt.version]
-        assert publisher.digest == receipts[-1].digest
-        assert all(receipt.is_encoded and receipt.held_s <= receipt.encode_s for receipt in receipts)
