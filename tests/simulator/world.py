@@ -20,6 +20,7 @@ from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
 from deltasync.errors import DeltaSyncError
+from deltasync.following import loop
 from deltasync.maintenance import gc
 from deltasync.maintenance.checks import check
 from deltasync.publish import compact, encode
@@ -104,7 +105,7 @@ class World:
             keep_last=3 if self.forgets and random.random() < 0.5 else 1000,
             grace_s=600.0,
         )
-        compact._LEAST_BETWEEN = 2
+        compact._LEAST_BETWEEN, loop.AUDIT_S = 2, 600.0
         self.codec = random.choice(("packed", "context"))
         self.anchor_every = random.choice((3, 8, 1 << 30))
         self.folder, self.cache = folder, folder / "cache"
