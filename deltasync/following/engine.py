@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,6 +57,21 @@ def limit_threads(given: str, process_count: int | None) -> None:
         native.limit_threads(int(first))
     elif process_count is not None:
         native.limit_threads(len(os.sched_getaffinity(0)) // process_count)
+
+
+def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that has a function called in place of `owner`'s, with that one before its arguments."""
+    original = getattr(owner, name)
+
+    def replace(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            return hook(original, *args, **kwargs)
+
+        setattr(owner, name, hooked)
+        return hook
+
+    return replace
 
 
 def unique_name(names: OrderedDict[int, str], version: VersionId) -> str:
