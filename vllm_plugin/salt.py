@@ -20,7 +20,7 @@ import secrets
 from collections import OrderedDict
 from typing import Any
 
-from deltasync.following.engine import around
+from deltasync.following.engine import around, number_of
 from vllm_plugin import logger
 
 SESSION = "deltasync-session:"
@@ -28,11 +28,6 @@ SESSION = "deltasync-session:"
 
 _SESSIONS = 1024
 """How many versions' salts are kept."""
-
-
-def number_of(version: str) -> str:
-    """Return the number in vLLM's weight version. A digest follows it if other weights of that number were served."""
-    return version.partition("-")[0]
 
 
 class Salts:
@@ -50,7 +45,7 @@ class Salts:
     def begin(self, version: str) -> None:
         """Start a salt: from now on other weights, named `version`, are live. Sessions of its number go on with it."""
         self._live = None  # so that no two requests share blocks if anything fails here
-        salt, number = self._next(), number_of(version)
+        salt, number = self._next(), str(number_of(version))
         self._by_version[number] = salt
         self._by_version.move_to_end(number)
         while len(self._by_version) > _SESSIONS:

@@ -87,6 +87,12 @@ def unique_name(names: OrderedDict[int, str], version: VersionId) -> str:
     return str(version.version) if first == version.sha256 else f"{version.version}-{version.sha256[:12]}"
 
 
+def number_of(name: str) -> int | None:
+    """Return the version's number in what `unique_name` returned; None for another name, of weights of no version."""
+    number = name.partition("-")[0]
+    return int(number) if number.isdecimal() else None
+
+
 class Places:
     """The addresses of a model's parameters and buffers, so that a replaced one is noticed before the next step."""
 
