@@ -9,7 +9,6 @@ DELTASYNC_CHANNEL nothing in SGLang is changed.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from typing import Any
@@ -31,10 +30,10 @@ def register() -> None:
         hooks.install()
     from sglang.srt.server_args import ServerArgs
 
-    check_server_args = ServerArgs.check_server_args
+    from deltasync.following.engine import around
 
-    @functools.wraps(check_server_args)
-    def checked(self: Any) -> None:
+    @around(ServerArgs, "check_server_args")
+    def checked(check_server_args: Any, self: Any) -> None:
         from sglang_plugin import refusals
 
         check_server_args(self)
@@ -43,5 +42,3 @@ def register() -> None:
             from sglang_plugin import routes
 
             routes.install(server)
-
-    ServerArgs.check_server_args = checked

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+from deltasync.following.engine import around
 from deltasync.live import derived
 from sglang_plugin import logger
 from sglang_plugin.scheduler import MARK
@@ -24,10 +24,10 @@ def install() -> None:
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     state = internal_state.SchedulerInternalStateController
-    initialize, load = Scheduler.__init__, DefaultModelLoader.load_weights_and_postprocess
+    load = DefaultModelLoader.load_weights_and_postprocess
 
-    @functools.wraps(initialize)
-    def initialized(self: Any, *args: Any, **kwargs: Any) -> None:
+    @around(Scheduler, "__init__")
+    def initialized(initialize: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         global _ours
         initialize(self, *args, **kwargs)
         _ours = _Ours(self)
@@ -49,7 +49,7 @@ def install() -> None:
 
         return handlers(self) | {MARK: internal_state._UpdateHandler(check, ask)}
 
-    Scheduler.__init__, DefaultModelLoader.load_weights_and_postprocess = initialized, staticmethod(noted)
+    DefaultModelLoader.load_weights_and_postprocess = staticmethod(noted)
     _around(SchedulerRequestReceiver, "_pull_raw_reqs", _pull)
     _around(Scheduler, "process_input_requests", _process)
     _around(Scheduler, "run_batch", _step)
@@ -69,13 +69,10 @@ def install() -> None:
 
 def _around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
     """Have `hook` called instead of a function, with this function before its arguments."""
-    original = getattr(owner, name)
 
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
+    @around(owner, name)
+    def hooked(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs) if _ours is None else hook(original, _ours, *args, **kwargs)
-
-    setattr(owner, name, hooked)
 
 
 def _pull(pull: Any, ours: _Ours, self: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
+from deltasync.following.engine import number_of
 from deltasync.following.requests import until_ready
 from deltasync.following.routes import RemoteRoutes
 from deltasync.following.wanted import Wanted, demanded, demanding
@@ -47,8 +48,7 @@ class _WrongVersion(ValueError):
 def _check(wanted: Wanted, output: Any, streams: bool) -> None:
     """Raise if an output was made by other versions than its request demands; only the last one of a stream names them."""
     for each in output if isinstance(output, list) else [output]:
-        names = [span["version"].partition("-")[0] for span in each.get("meta_info", {}).get("weight_versions") or ()]
-        numbers = [int(name) if name.isdecimal() else 0 for name in names]
+        numbers = [number_of(span["version"]) or 0 for span in each.get("meta_info", {}).get("weight_versions") or ()]
         if numbers and not wanted.allows(min(numbers), max(numbers)):
             sentence = wanted.refusal(max(numbers), "The version changed meanwhile.")
             raise _WrongVersion(sentence) if streams else HTTPException(409, sentence)

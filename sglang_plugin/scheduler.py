@@ -124,7 +124,7 @@ class DeltaSyncScheduler(Engine):
         return time.perf_counter() - began, running, done
 
     def hold(self) -> None:
-        """Let nothing be computed while it is not known what the weights are; otherwise leave the pause to other clients."""
+        """Pause the engine while the weights are unverified; otherwise leave the pause to other clients."""
         self._scheduler._engine_paused = self.shards.held or self.paused
 
     def announce(self, name: str) -> None:

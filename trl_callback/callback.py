@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from deltasync.config import TrainerSettings
 from deltasync.errors import ConfigError, ModelMismatchError
+from deltasync.following.wanted import VERSION_HEADER
 from trl_callback import adapter, compat, gather, ranks, server
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.record import VersionRecord
@@ -322,10 +323,12 @@ def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object], 
         def update_named_params(
             self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
         ) -> None:
-            """Publish the stream, and wait until the replicas serve it."""
+            """Publish the stream, wait until the replicas serve it, and demand it in each request."""
             transfer.init_weight_transfer()
             transfer.send_weights(named_params)
             transfer.resume()
+            assert transfer.publisher is not None
+            self.session.headers[VERSION_HEADER] = f">={transfer.publisher.version}"
 
         def reset_prefix_cache(self) -> None:
             """Do nothing: a replica resets its caches when it commits a version."""

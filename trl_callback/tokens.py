@@ -17,11 +17,9 @@ import numpy as np
 from deltasync.channel.documents import Count, TokenLag
 from deltasync.channel.keys import LARGEST_VERSION
 from deltasync.errors import UNREADABLE_JSON, ConfigError
+from deltasync.following.replies import SPANS_HEADER, VERSIONS_HEADER
 
 logger = logging.getLogger(__name__)
-
-SPANS_HEADER = "x-deltasync-spans"
-HEADER = "x-deltasync-versions"
 
 _Version = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_VERSION)]
 _SPANS = msgspec.json.Decoder(tuple[list[tuple[_Version, Count]]])  # one choice
@@ -42,7 +40,7 @@ def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:
         (spans,) = _SPANS.decode(headers.get(SPANS_HEADER, ""))
         if sum(tokens for _, tokens in spans) == token_count:
             return [version for version, tokens in spans for _ in range(tokens)]
-    first = re.match(r"[0-9]{1,18}(?=\.\.)", headers.get(HEADER, ""))
+    first = re.match(r"[0-9]{1,18}(?=\.\.)", headers.get(VERSIONS_HEADER, ""))
     return [int(first[0]) if first else UNKNOWN] * token_count
 
 
@@ -191,7 +189,7 @@ class TokenAges:
         self._unversioned_count = self._unversioned_count + 1 if unknown.sum() == trained.sum() else 0
         reason = (
             "name the version of this trainer that made their tokens: a server does not follow the channel, or a proxy "
-            f"drops the headers {SPANS_HEADER} and {HEADER}. To train such tokens, set train_unversioned=True."
+            f"drops the headers {SPANS_HEADER} and {VERSIONS_HEADER}. To train such tokens, set train_unversioned=True."
         )
         if self._unversioned_count >= _MOST_REFUSED:
             raise ConfigError(f"Replies do not {reason}")

@@ -12,7 +12,6 @@ Without DELTASYNC_CHANNEL nothing in vLLM is changed. Two other ways, for other 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 from collections.abc import MutableMapping
@@ -110,23 +109,19 @@ def _refuse_unfollowed() -> None:
 
 def _refuse(engine_class: Any, methods: tuple[str, ...], why: str) -> None:
     """Have methods of an engine raise ConfigError where its `deltasync_refusal` returns a reason, at first that of `why`."""
+    from deltasync.following.engine import around
+    from vllm_plugin.engine import is_pushed
 
-    def checked(method: Any) -> Any:
-        @functools.wraps(method)
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            from vllm_plugin.engine import is_pushed
-
-            if not is_pushed(self) and (reason := self.deltasync_refusal()) is not None:
-                raise ConfigError(reason)
-            return method(self, *args, **kwargs)
-
-        return wrapped
+    def checked(method: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_pushed(self) and (reason := self.deltasync_refusal()) is not None:
+            raise ConfigError(reason)
+        return method(self, *args, **kwargs)
 
     engine_class.deltasync_refusal = staticmethod(
         lambda: f"This engine would never follow {os.environ.get('DELTASYNC_CHANNEL')}: {why}"
     )
     for name in methods:
-        setattr(engine_class, name, checked(getattr(engine_class, name)))
+        around(engine_class, name)(checked)
 
 
 def __getattr__(name: str) -> Any:

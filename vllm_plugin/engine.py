@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from deltasync.errors import ConfigError
+from deltasync.following.engine import around
 from vllm_plugin import logger
 
 
@@ -89,13 +89,12 @@ def install() -> None:
 
     if hasattr(EngineCore, "deltasync_guard"):
         return
-    wake_up = EngineCore.wake_up
 
     def guard(self: Any) -> None:
         self.deltasync_guarded = True
 
-    @functools.wraps(wake_up)
-    def wake_up_paused(self: Any, tags: list[str] | None = None) -> Any:
+    @around(EngineCore, "wake_up")
+    def wake_up_paused(wake_up: Any, self: Any, tags: list[str] | None = None) -> Any:
         """Stay paused once awake, if somebody is there to look at the weights and resume."""
         awake = wake_up(self, tags)
         if awake and getattr(self, "deltasync_guarded", False):
@@ -111,7 +110,6 @@ def install() -> None:
     EngineCore.deltasync_exchange = exchange_here
     EngineCore.deltasync_wakeup = EngineCoreRequestType.WAKEUP
     EngineCore.deltasync_guard = guard
-    EngineCore.wake_up = wake_up_paused
     EngineCore.deltasync_recompute = recompute
     EngineCore.deltasync_asleep = lambda self: bool(self.model_executor.is_sleeping)
 

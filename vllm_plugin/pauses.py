@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
-from deltasync.following.engine import is_safe, succeeded
+from deltasync.following.engine import around, is_safe, succeeded
 from vllm_plugin import logger
 from vllm_plugin.engine import Exchanged, call_engines
 from vllm_plugin.workers import Answer, Client, parse
@@ -245,43 +245,34 @@ class Pauses(Client):
         engine = self._engine
         await call_engines(self._core, "deltasync_guard")
         for name in ("pause_generation", "resume_generation", "sleep"):
-            setattr(engine, name, self._by_turns(getattr(engine, name)))
-        engine.collective_rpc = self._proven(engine.collective_rpc)
-        engine.wake_up = self._proven(engine.wake_up, wakes=True)
+            around(engine, name)(self._by_turns)
+        around(engine, "collective_rpc")(functools.partial(self._proven, wakes=False))
+        around(engine, "wake_up")(functools.partial(self._proven, wakes=True))
 
-        async def update_weight_version(new_version: str) -> None:
+        @around(engine, "update_weight_version")
+        async def refuse(_: Call, new_version: str) -> None:
             raise ConfigError(f"This server follows a channel, which names its weights; they are not {new_version[:40]!r}.")
 
-        engine.update_weight_version = update_weight_version
+    async def _by_turns(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        async with self.by_another():
+            return await call(*args, **kwargs)
 
-    def _by_turns(self, call: Call) -> Call:
-        @functools.wraps(call)
-        async def wrapped(*args: Any, **kwargs: Any) -> Any:
-            async with self.by_another():
+    async def _proven(self, call: Call, *args: Any, wakes: bool, **kwargs: Any) -> Any:
+        async with self._alone():
+            before, self.held = self.held, True  # should this end in the middle, the follow loop looks at the weights
+            try:
+                if not before and not self._by_another:
+                    await self._pause()
                 return await call(*args, **kwargs)
-
-        return wrapped
-
-    def _proven(self, call: Call, *, wakes: bool = False) -> Call:
-        @functools.wraps(call)
-        async def wrapped(*args: Any, **kwargs: Any) -> Any:
-            async with self._alone():
-                before, self.held = self.held, True  # should this end in the middle, the follow loop looks at the weights
-                try:
-                    if not before and not self._by_another:
-                        await self._pause()
-                    return await call(*args, **kwargs)
-                finally:
-                    self.used = True
-                    if wakes and not any(await call_engines(self._core, "deltasync_asleep")):
-                        self._by_another = False
-                        await self._pause()  # again, to wait until all engines are
-                    if not before and await self._settled():
-                        await self._resume()
-                    else:
-                        self.on_use()
-
-        return wrapped
+            finally:
+                self.used = True
+                if wakes and not any(await call_engines(self._core, "deltasync_asleep")):
+                    self._by_another = False
+                    await self._pause()  # again, to wait until all engines are
+                if not before and await self._settled():
+                    await self._resume()
+                else:
+                    self.on_use()
 
     async def _settled(self) -> bool:
         """Whether all workers know which bits they hold, or hold none that anybody computes with."""

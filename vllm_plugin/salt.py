@@ -15,12 +15,12 @@ although the weights have changed, as a running request keeps its blocks.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import secrets
 from collections import OrderedDict
 from typing import Any
 
+from deltasync.following.engine import around, number_of
 from vllm_plugin import logger
 
 SESSION = "deltasync-session:"
@@ -28,11 +28,6 @@ SESSION = "deltasync-session:"
 
 _SESSIONS = 1024
 """How many versions' salts are kept."""
-
-
-def number_of(version: str) -> str:
-    """Return the number in vLLM's weight version. A digest follows it if other weights of that number were served."""
-    return version.partition("-")[0]
 
 
 class Salts:
@@ -50,7 +45,7 @@ class Salts:
     def begin(self, version: str) -> None:
         """Start a salt: from now on other weights, named `version`, are live. Sessions of its number go on with it."""
         self._live = None  # so that no two requests share blocks if anything fails here
-        salt, number = self._next(), number_of(version)
+        salt, number = self._next(), str(number_of(version))
         self._by_version[number] = salt
         self._by_version.move_to_end(number)
         while len(self._by_version) > _SESSIONS:
@@ -78,11 +73,9 @@ def install() -> None:
     if hasattr(EngineCore, "deltasync_salts"):
         return
     salts = Salts()
-    preprocess, look_up = EngineCore.preprocess_add_request, KVCacheManager.prefix_cache_lookup_enabled
-    set_version, check_encoded = EngineCore.set_weight_version, EncoderCacheManager.check_and_update_cache
 
-    @functools.wraps(preprocess)
-    def preprocess_add_request(self: Any, request: Any) -> Any:
+    @around(EngineCore, "preprocess_add_request")
+    def salt_request(preprocess: Any, self: Any, request: Any) -> Any:
         given = request.cache_salt
         try:
             request.cache_salt = salts.of(given)
@@ -94,20 +87,20 @@ def install() -> None:
             _salt(made[0], salts, inputs=True)
         return made
 
-    @functools.wraps(look_up)
-    def prefix_cache_lookup_enabled(self: Any, request: Any) -> bool:
+    @around(KVCacheManager, "prefix_cache_lookup_enabled")
+    def salt_again(look_up: Any, self: Any, request: Any) -> bool:
         return _salt(request, salts) and bool(look_up(self, request))
 
-    @functools.wraps(set_version)
-    def set_weight_version(self: Any, weight_version: str) -> None:
+    @around(EngineCore, "set_weight_version")
+    def begin_salt(set_version: Any, self: Any, weight_version: str) -> None:
         try:
             salts.begin(weight_version)
         except Exception:  # no two requests share blocks until the next version
             logger.exception("deltasync could not begin a salt")
         set_version(self, weight_version)
 
-    @functools.wraps(check_encoded)
-    def check_and_update_cache(self: Any, request: Any, input_id: int) -> bool:
+    @around(EncoderCacheManager, "check_and_update_cache")
+    def note_cache(check_encoded: Any, self: Any, request: Any, input_id: int) -> bool:
         request.deltasync_encoded = self  # in which it may hold entries before it runs
         return bool(check_encoded(self, request, input_id))
 
@@ -118,12 +111,8 @@ def install() -> None:
         """
         return mm_features
 
-    EncoderCacheManager.check_and_update_cache = check_and_update_cache
     output.strip_covered_mm_data = keep_inputs
-    EngineCore.preprocess_add_request = preprocess_add_request
-    EngineCore.set_weight_version = set_weight_version
     EngineCore.deltasync_salts = lambda self: True
-    KVCacheManager.prefix_cache_lookup_enabled = prefix_cache_lookup_enabled
 
 
 def _salt(request: Any, salts: Salts, *, inputs: bool = False) -> bool:

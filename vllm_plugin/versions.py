@@ -22,11 +22,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltasync.errors import DeltaSyncError
+from deltasync.following.engine import number_of
 from deltasync.following.replies import SPANS_HEADER, VERSIONS_HEADER, spans_text
 from deltasync.following.wanted import Wanted, demanded, reply_error
 from vllm_plugin import logger
 from vllm_plugin.pauses import Pauses
-from vllm_plugin.salt import SESSION, number_of
+from vllm_plugin.salt import SESSION
 
 if TYPE_CHECKING:
     from vllm_plugin.target import LiveVersions
@@ -191,10 +192,10 @@ def _note(output: Any, choices: Choices) -> None:
     for choice in output.outputs:
         if choice.finish_reason is None:
             continue
-        spans, known = choice.weight_versions, None
-        if spans is not None and all(number_of(span.version).isdecimal() for span in spans):
-            known = [(int(number_of(span.version)), span.end - span.start) for span in spans]
-        choices[len(output.request_id), output.request_id, choice.index] = known
+        spans = choice.weight_versions or ()
+        made = [(number, span.end - span.start) for span in spans if (number := number_of(span.version)) is not None]
+        is_known = choice.weight_versions is not None and len(made) == len(spans)
+        choices[len(output.request_id), output.request_id, choice.index] = made if is_known else None
 
 
 def _spans_text(choices: Choices) -> str | None:

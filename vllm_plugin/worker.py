@@ -206,49 +206,46 @@ def warm_up_first(worker: Any) -> None:
     """Make a vLLM worker compile the kernels of commits when it compiles its own, before it serves requests."""
     if not hasattr(worker, "compile_or_warm_up_model"):
         return
-    warm_up = worker.compile_or_warm_up_model
 
-    def compile_or_warm_up_model() -> Any:
+    @engine.around(worker, "compile_or_warm_up_model")
+    def warm_up_kernels(warm_up: Any) -> Any:
         parameters = worker.model_runner.get_model().parameters()
         for device, dtype in {(each.device, int_view(each[:0] if each.ndim else each).dtype) for each in parameters}:
             if device.type != "cpu":
                 segment_kernels(device).warm_up(device, dtype)
         return warm_up()
 
-    worker.compile_or_warm_up_model = compile_or_warm_up_model
-
 
 def _note_loaded(worker: Any) -> None:
     """Make a vLLM worker note what loading made in addition to parameters, before it warms the model up."""
-    if (load_model := getattr(worker, "load_model", None)) is not None:
+    if hasattr(worker, "load_model"):
 
-        def noted_load_model(*args: Any, **kwargs: Any) -> None:
+        @engine.around(worker, "load_model")
+        def note(load_model: Any, *args: Any, **kwargs: Any) -> None:
             load_model(*args, **kwargs)
             derived.note_loaded(worker.model_runner.get_model())
-
-        worker.load_model = noted_load_model
 
 
 def _hook_sleep(worker: Any) -> None:
     """Make a vLLM worker note that it sleeps, and tell its replica: touching weights then would end the process."""
     if not hasattr(worker, "sleep") or hasattr(worker, "_deltasync_asleep"):
         return
-    sleep, wake_up = worker.sleep, worker.wake_up
+    worker._deltasync_asleep = False
 
-    def hooked_sleep(level: int = 1) -> None:
+    @engine.around(worker, "sleep")
+    def fall_asleep(sleep: Any, level: int = 1) -> None:
         if opened := getattr(worker, "_deltasync_shard", None):
             opened.fall_asleep()
         worker._deltasync_asleep = True
         sleep(level)
 
-    def hooked_wake_up(tags: list[str] | None = None) -> None:
-        wake_up(tags)
+    @engine.around(worker, "wake_up")
+    def wake_up(awake: Any, tags: list[str] | None = None) -> None:
+        awake(tags)
         if tags is None or "weights" in tags:
             worker._deltasync_asleep = False
             if opened := getattr(worker, "_deltasync_shard", None):
                 opened.shard.wake_up()
-
-    worker.sleep, worker.wake_up, worker._deltasync_asleep = hooked_sleep, hooked_wake_up, False
 
 
 _LOADS = ("load_model", "reload_weights", "reset_weights", "start_weight_update", "update_weights")
@@ -262,13 +259,11 @@ def _guard(worker: Any, channel: str) -> None:
             if hasattr(owner, name):
                 vars(owner)[name] = _refusing(name, channel)
     if hasattr(worker, "execute_model"):
-        execute_model = worker.execute_model
 
-        def checked_execute_model(*args: Any, **kwargs: Any) -> Any:
+        @engine.around(worker, "execute_model")
+        def put_back(execute_model: Any, *args: Any, **kwargs: Any) -> Any:
             worker._deltasync_shard.shard.put_back()
             return execute_model(*args, **kwargs)
-
-        worker.execute_model = checked_execute_model
 
 
 def _refusing(name: str, channel: str) -> Callable[..., None]:

@@ -34,7 +34,7 @@ _NEAR = 8  # versions; a target this near is read without a listing
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edge:
-    """A record or shortcut in a listing. It leads from number to number: `base` 0 is nothing, `key` is None for a record."""
+    """One listed object: applies to version `base` (0: no weights), yields `version`. `key` is None for a record."""
 
     base: int
     version: int

@@ -54,7 +54,7 @@ class ChannelReader:
         self.trusted = trusted_keys  # None if signatures are not checked
         self._token_repos = (settings.reference_repos or "").split(",")
         self.signed = False  # whether channel.json was read and has a signature, checked or not
-        self.held: dict[str, Future[bytes]] = {}  # fetched before their digest was known, by key; dropped when used
+        self.prefetched: dict[str, Future[bytes]] = {}  # fetched before their digest was known, by key; dropped when used
         self._described: _Description | None = None
         self._confirmed = False  # whether a record of the same run was read
 
@@ -268,8 +268,8 @@ class ChannelReader:
 
     def fetch(self, file: File) -> bytes:
         """Read and check a file that a document names. Raises MissingVersionError or CorruptDataError."""
-        held = self.held.pop(file.key, None)
-        if held is not None and sha256_hex(data := held.result()) == file.sha256:
+        found = self.prefetched.pop(file.key, None)
+        if found is not None and sha256_hex(data := found.result()) == file.sha256:
             return data
         with self._is_named(file):
             data = self._read_known(file.key, file.sha256, file.bytes, file.bytes)
@@ -294,15 +294,15 @@ class ChannelReader:
         """Read an object before its digest is known, for the node's cache, or else for `fetch`. Return its size, 0 on
         failure.
         """
-        future = self.held[key] = Future[bytes]()
+        future = self.prefetched[key] = Future[bytes]()
         data = b""
         try:
             data = self.store.read(key, most_bytes)
             if isinstance(self.store, CachedStore):
                 self.store.add(sha256_hex(data), data)
-                self.held.pop(key, None)
+                self.prefetched.pop(key, None)
         except (StoreError, CorruptDataError):
-            self.held.pop(key, None)
+            self.prefetched.pop(key, None)
         finally:
             future.set_result(data)
         return len(data)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -58,6 +59,21 @@ def limit_threads(given: str, process_count: int | None) -> None:
         native.limit_threads(len(os.sched_getaffinity(0)) // process_count)
 
 
+def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that has a function called in place of `owner`'s, with that one before its arguments."""
+    original = getattr(owner, name)
+
+    def replace(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            return hook(original, *args, **kwargs)
+
+        setattr(owner, name, hooked)
+        return hook
+
+    return replace
+
+
 def unique_name(names: OrderedDict[int, str], version: VersionId) -> str:
     """Return a version's number, with the start of its digest if `names` has another version of that number.
 
@@ -69,6 +85,12 @@ def unique_name(names: OrderedDict[int, str], version: VersionId) -> str:
     if len(names) > limits.HISTORY:
         names.popitem(last=False)
     return str(version.version) if first == version.sha256 else f"{version.version}-{version.sha256[:12]}"
+
+
+def number_of(name: str) -> int | None:
+    """Return the version's number in what `unique_name` returned; None for another name, of weights of no version."""
+    number = name.partition("-")[0]
+    return int(number) if number.isdecimal() else None
 
 
 class Places:

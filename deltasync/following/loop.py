@@ -368,7 +368,7 @@ class Follow:
         if audits:
             self._wake.clear()  # this step serves everything that woke the loop until now
         asked, self._asked = self._asked, False
-        known = self._poll.take()
+        known = self._poll.drain()
         if asked:
             cursor.retry_bad()
         if not self._opened:

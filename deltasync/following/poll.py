@@ -76,7 +76,7 @@ class Poll:
             self._announced = {}
         self._announced[info.key] = info
 
-    def take(self) -> dict[str, ObjectInfo]:
+    def drain(self) -> dict[str, ObjectInfo]:
         """Return the announced records by key, and forget them."""
         self._is_taken, taken, self._announced = False, self._announced, {}
         return taken
@@ -174,7 +174,7 @@ class Prefetch:
             if slot != self._slot:
                 self._slot, self._left_bytes, self._first_s = slot, limits.PREFETCHED_BYTES, None
                 self._left = {rank: list(range(1, count + 1)) for rank, count in self._counts.items()}
-                self._reader.held.clear()
+                self._reader.prefetched.clear()
             self._running = []  # before anything begins that adds to it
             for rank, left in self._left.items():
                 if left:

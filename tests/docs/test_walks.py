@@ -11,7 +11,7 @@ from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("\n## One weight change, out and in")[1].split("\n## ")[0]
-QUESTIONS = PAGE.split("\n## Ten questions")[1].split("\n## ")[0]
+QUESTIONS = PAGE.split("\n## Questions")[1].split("\n## ")[0]
 HOPS = [
     (file, name)
     for line in SECTION.splitlines()

@@ -8,6 +8,7 @@ import os
 import random
 import statistics
 import threading
+import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -65,10 +66,14 @@ class Reply:
     spans: list[tuple[int, int]]  # version, tokens
     versions: tuple[int, int]  # the first and the last while it was made
     in_session: bool
+    wanted: str | None  # the version that it demanded
 
 
-def ask(server: Server, model: str, number: int, newest: int) -> Reply:
-    """Of several images or none; many have a long beginning in common, and some name an older version."""
+def ask(server: Server, model: str, number: int, newest: int) -> Reply | None:
+    """Of several images or none; many have a long beginning in common, some name an older version, and some demand one.
+
+    None if the version that it demanded was not served.
+    """
     pick = random.Random(number)
     order = pick.choice([*ORDERS, ()])
     text = "once upon a time there was a model " * pick.choice([0, 3, 3]) + f"{pick.randrange(20)} what?"
@@ -84,14 +89,28 @@ def ask(server: Server, model: str, number: int, newest: int) -> Reply:
         "return_token_ids": True,
     }
     headers = {} if session is None else {"x_deltasync_session": str(session)}
-    with server.open("/v1/chat/completions", body, **headers) as reply:
-        spans = json.loads(reply.headers["x-deltasync-spans"])[0]
-        first, _, last = reply.headers["x-deltasync-versions"].partition("..")
-        found = json.load(reply)
+    demands = str(newest), str(max(1, newest - 1)), f">={newest + 1}", ">=latest"
+    wanted = pick.choice(demands) if pick.random() < 0.4 else None
+    if wanted is not None:
+        headers |= {"x_deltasync_version": wanted, "x_deltasync_timeout": "20"}
+    try:
+        with server.open("/v1/chat/completions", body, **headers) as reply:
+            spans = json.loads(reply.headers["x-deltasync-spans"])[0]
+            first, _, last = reply.headers["x-deltasync-versions"].partition("..")
+            found = json.load(reply)
+    except urllib.error.HTTPError as error:
+        with error:
+            assert wanted is not None and error.code == 409, error.read()
+        return None
+    made_by = [version for version, _ in spans]
+    if wanted is not None and wanted.isdecimal():
+        assert {*made_by} == {int(wanted)}
+    elif wanted is not None:
+        assert min(made_by) >= (newest if wanted == ">=latest" else newest + 1)
     (choice,) = found["choices"]
     prompt, likely = found["prompt_token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
     tokens = [*prompt, *choice["token_ids"]]
-    return Reply(order, tokens, len(prompt), likely, spans, (int(first), int(last)), session is not None)
+    return Reply(order, tokens, len(prompt), likely, spans, (int(first), int(last)), session is not None, wanted)
 
 
 def far(reply: Reply, version: int, model: Expected) -> float:
@@ -118,6 +137,7 @@ def test_every_token_is_what_the_version_that_it_names_makes_of_all_before_it(
     arguments = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256")
     published: dict[int, Weights] = {}
     replies: list[Reply] = []
+    refused: list[int] = []
     with serving(checkpoint, *arguments, DELTASYNC_KV_CACHE=kv_cache) as server, ThreadPoolExecutor(clients) as pool:
         stop = threading.Event()
         numbers = iter(range(10**9))
@@ -125,7 +145,12 @@ def test_every_token_is_what_the_version_that_it_names_makes_of_all_before_it(
 
         def keep_asking() -> None:
             while not stop.is_set():
-                replies.append(ask(server, served, next(numbers), max(published)))
+                number = next(numbers)
+                reply = ask(server, served, number, max(published))
+                if reply is None:
+                    refused.append(number)
+                else:
+                    replies.append(reply)
 
         def publish() -> None:
             version = server.publish()
@@ -152,6 +177,7 @@ def test_every_token_is_what_the_version_that_it_names_makes_of_all_before_it(
         status = server.status()
         assert status["error"] is None and len(status["commits"]) == version_count - 1
         assert sum(commit["running_requests"] for commit in status["commits"]) > 4 * version_count
+    assert refused and sum(reply.wanted is not None for reply in replies) > clients // 2
     if kv_cache == "keep":
         checked = [reply for reply in replies if len(set(reply.versions)) == 1 and not reply.in_session]
     else:

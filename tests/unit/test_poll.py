@@ -93,7 +93,7 @@ def test_a_store_that_tells_of_changes_is_hardly_looked_at(store: Store) -> None
         newest = VersionId(7, "000001-00000001", "0" * 64)
         poll.committed({newest.key: ObjectInfo(newest.key, 1)}, newest.key, newest)
         assert poll.delay_s(moved=True) == 30.0  # it would have been told
-        poll.take()
+        poll.drain()
         assert poll.delay_s(moved=True) <= 0.02
         assert poll.delay_s(moved=False, failure=StoreError("away")) < 0.1  # what failed is tried again
         watched.bell.live = False

@@ -49,10 +49,10 @@ def test_parts_are_fetched_before_their_record(memory_url: str, under_way: bool,
     store.delete(last.key)
     deadline = time.monotonic() + 10
     # The last part may have been asked for once already, just before it was stored.
-    while not set(parts) <= reader.held.keys() and time.monotonic() < deadline:
+    while not set(parts) <= reader.prefetched.keys() and time.monotonic() < deadline:
         replica.sync()
         time.sleep(0.01)
-    assert set(parts) <= reader.held.keys()
+    assert set(parts) <= reader.prefetched.keys()
     store.put(last.key, record)
     threading.Timer(0.2, gate.opened.set).start()
     assert replica.sync() == 5
@@ -115,7 +115,7 @@ def test_a_part_that_was_fetched_too_early_is_fetched_again_if_it_is_another(mem
     channel = made(store, 2)
     reader = ChannelReader(store)
     last = channel.delta(trained(channel.bits[channel.tip.sha256], 52), parts=1)
-    held = reader.held[last.record.payload_files[0].key] = Future[bytes]()
+    held = reader.prefetched[last.record.payload_files[0].key] = Future[bytes]()
     held.set_result(b"left by somebody else")
     replica = Replica(reader)
     replica.sync()

@@ -15,6 +15,7 @@ import torch
 
 from deltasync.errors import ConfigError
 from trl_callback import server
+from trl_callback.callback import client_class
 
 MODEL = torch.nn.Linear(1, 1)
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
@@ -157,3 +158,18 @@ def test_a_server_of_a_model_by_another_name_is_refused(status: Status) -> None:
         check(status)
     status.models = ["tiny", "policy"]
     assert check(status)
+
+
+def test_a_trainer_on_policy_demands_the_version_that_it_has_pushed() -> None:
+    """A server that started anew would answer with the weights of its checkpoint."""
+
+    class Client:
+        session = SimpleNamespace(headers={})
+
+    calls: list[str] = []
+    steps = {name: lambda *_, name=name: calls.append(name) for name in ("init_weight_transfer", "send_weights", "resume")}
+    transfer: Any = SimpleNamespace(**steps, publisher=SimpleNamespace(version=7))
+    client = client_class(transfer, lambda url: None, Client)()
+    client.update_named_params([], iter(()))
+    assert calls == ["init_weight_transfer", "send_weights", "resume"]
+    assert client.session.headers == {"x-deltasync-version": ">=7"}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deltasync.errors import ModelMismatchError
+from deltasync.following.engine import around
 from deltasync.live import derived, plan
 from vllm_plugin import logger
 
@@ -97,14 +98,10 @@ def note_models() -> None:
     """Make vLLM note a model before it loads weights, to see what that changes. Call before a model is configured."""
     from vllm.model_executor.model_loader import utils
 
-    record = utils.record_metadata_for_reloading
-
-    @functools.wraps(record)
-    def record_metadata_for_reloading(model: torch.nn.Module) -> None:
+    @around(utils, "record_metadata_for_reloading")
+    def note(record: Any, model: torch.nn.Module) -> None:
         derived.note_built(model)
         record(model)
-
-    utils.record_metadata_for_reloading = record_metadata_for_reloading
 
 
 LATER = {
@@ -131,10 +128,6 @@ def keep_weights_addressable() -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    @functools.wraps(utils.check_cpu_sgl_kernel)
-    def check_cpu_sgl_kernel(*_: object) -> bool:
-        return False
-
     configure = CpuPlatform.check_and_update_config
 
     @functools.wraps(configure)
@@ -144,7 +137,7 @@ def keep_weights_addressable() -> None:
         configure(vllm_config)
 
     vllm._custom_ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = check_cpu_sgl_kernel
+    around(utils, "check_cpu_sgl_kernel")(lambda *_: False)
     CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
     logger.info("deltasync keeps weights on CPUs unpacked so that they can be patched in place")
 
