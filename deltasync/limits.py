@@ -78,3 +78,5 @@ REPLY_THREADS = 4
 """Threads that do for requests what a store may hold up."""
 ANSWER_BYTES = 1 << 20
 """Bytes of a server's answer."""
+DIGEST_BYTES = 1 << 26
+"""Bytes of a server's answer with the digest of each tensor."""

@@ -127,10 +127,15 @@ def find(where: str | Path) -> Reference:
 def load(reference: Reference, limit_bytes: int | None = None, *, with_token: bool = True) -> Checkpoint:
     """Find a checkpoint on this machine; a model on the Hub is downloaded unless it is in the Hub's cache.
 
+    The path of a reference may also be one safetensors file.
+
     `limit_bytes` is the most to download, None for no limit; `with_token` says whether the machine's token of the Hub may be
     used. Raises ConfigError if the checkpoint does not exist, cannot be reached, or is larger.
     """
     bounds = limit_bytes, with_token
+    if reference.path is not None and (file := Path(reference.path)).is_file():
+        with _opened(file) as tensors:
+            return Checkpoint(reference, dict.fromkeys(tensors.keys(), file))
     directory = _directory(reference, [_WEIGHTS, INDEX], *bounds)
     if (directory / INDEX).is_file():
         names = _weight_map(directory / INDEX)

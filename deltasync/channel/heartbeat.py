@@ -234,6 +234,21 @@ def post(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> 
     raise (AckTimeoutError if code == 504 else DeltaSyncError)(f"{url}: {reason}")
 
 
+def digests(url: str, timeout_s: float) -> tuple[int, dict[str, str]]:
+    """Return the version that a server serves, and the sha256 of each tensor that it computes with, by the channel's names.
+
+    The server reads all its weights between two steps. Raises DeltaSyncError if it does not answer with them in time.
+    """
+    url = url.rstrip("/")
+    answer, error, _ = _call(f"{url}/deltasync/digest", timeout_s=timeout_s, most_bytes=limits.DIGEST_BYTES)
+    found = _json_object(answer)
+    version, sha256 = found.get("version"), found.get("sha256")
+    if error is not None or not isinstance(version, int) or not isinstance(sha256, dict):
+        reason = found.get("error") or error or "the answer has no version with digests. Wait until the server serves one."
+        raise DeltaSyncError(f"{url}: {reason}")
+    return version, {str(name): str(digest) for name, digest in sha256.items()}
+
+
 def wake(urls: Sequence[str], version: int) -> None:
     """Make servers poll for a version now. One that does not answer is ignored."""
     # The time-out is too short for a wait: a server polls as soon as it is asked for a version.
@@ -389,7 +404,9 @@ def _json_object(answer: bytes) -> dict[str, Any]:
     return {}
 
 
-def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> tuple[bytes, str | None, int | None]:
+def _call(
+    url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S, most_bytes: int = limits.ANSWER_BYTES
+) -> tuple[bytes, str | None, int | None]:
     """GET, or with a body POST. Returns the answer, the error, and the HTTP status if there was an answer."""
     headers = {} if body is None else {"Content-Type": "application/json"}
     settings = ReplicaSettings.from_env()
@@ -399,7 +416,7 @@ def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> 
     opener = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
     try:
         with opener.open(urllib.request.Request(url, body, headers), timeout=timeout_s) as reply:
-            return reply.read(limits.ANSWER_BYTES), None, reply.status
+            return reply.read(most_bytes), None, reply.status
     except urllib.error.HTTPError as error:
         redirect = ", a redirect, which is not followed: name the server itself" if 300 <= error.code < 400 else ""
         answer = b""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
     from deltasync.channel.signing import Signer
     from deltasync.errors import DeltaSyncError
-    from deltasync.maintenance import RetentionPlan
+    from deltasync.maintenance import Comparison, RetentionPlan
 
 _COUNT = click.IntRange(min=1)
 
@@ -28,15 +28,28 @@ def _problem(error: DeltaSyncError) -> dict[str, object]:
 
 @channel_command("the report as JSON")
 @click.option("--read-data", is_flag=True, help="Read every file and replay every version, anchor and compaction. Slow.")
-def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
+@click.option(
+    "--against", metavar="PLACE", help="Compare the bits of one version with a file, a directory, or a server instead."
+)
+@click.option(
+    "--version", type=_COUNT, metavar="N", help="With --against: the version. Default: the newest, or the server's."
+)
+def check(reader: ChannelReader, read_data: bool, against: str | None, version: int | None, as_json: bool) -> None:
     """Check that CHANNEL is complete. Problems are printed one per line; nothing is repaired.
 
     Records and compactions are read; parts and anchors are only listed. With --read-data, the bits of every version are also
     proven in host memory. Exits with the highest exit code of the problems, 0 if there are none. Unnamed files are no
     problem.
+
+    With --against, PLACE is a safetensors file, a checkpoint directory, a model on the Hub, or the http URL of a server that
+    follows. Each tensor that differs is named, with its first differing element, and the exit code is 8 if there is one.
     """
     from deltasync import maintenance
 
+    if version is not None and against is None:
+        raise click.UsageError("--version is for --against.")
+    if against is not None:
+        sys.exit(_show_comparison(against, with_bars(maintenance.compare, reader, against, version), as_json))
     report = with_bars(maintenance.check, reader, read_data=read_data)
     if as_json:
         echo_json(msgspec.to_builtins(report, enc_hook=_problem), indent=2)
@@ -65,6 +78,24 @@ def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
         field("not reachable", f"{ranges(report.unreachable)}; try `deltasync repair`")
     field("problems", len(report.problems) or "none")
     sys.exit(report.exit_code)
+
+
+def _show_comparison(place: str, found: Comparison, as_json: bool) -> int:
+    """Print the result of a comparison, and return the exit code."""
+    if as_json:
+        echo_json(dataclasses.asdict(found), indent=2)
+        return found.exit_code
+    tensors = count(found.equal + len(found.differences), "tensor")
+    echo(f"version {found.version} and {place}: {len(found.differences)} of {tensors} differ")
+    for each in found.differences:
+        where = "" if each.index is None else f"{each.index}: {each.expected} in the channel, {each.found} there; "
+        field("differs", f"{each.tensor}{where or ': '}{each.problem}")
+    for names, text in ((found.absent, "not there"), (found.extra, "only there")):
+        if names:
+            field(
+                "not compared", f"{count(len(names), 'tensor')} {text}: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
+            )
+    return found.exit_code
 
 
 @channel_command("the repairs as JSON", signs=True)

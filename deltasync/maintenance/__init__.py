@@ -25,6 +25,7 @@ from deltasync.maintenance.scan import (
 
 if TYPE_CHECKING:
     from deltasync.maintenance.compaction import write_compaction
+    from deltasync.maintenance.comparison import Comparison, compare
     from deltasync.maintenance.copies import Copied, copy, export, model_files
     from deltasync.maintenance.history import Change, bisect, blame, matching
     from deltasync.maintenance.relay import Relay
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     **dict.fromkeys(("Copied", "copy", "export", "model_files"), "copies"),
+    **dict.fromkeys(("Comparison", "compare"), "comparison"),
     **dict.fromkeys(("Repair", "repair", "source_of"), "repairs"),
     **dict.fromkeys(("Change", "bisect", "blame", "matching"), "history"),
     "Relay": "relay",
@@ -41,6 +43,7 @@ _HOME = {
 __all__ = [
     "Change",
     "Collected",
+    "Comparison",
     "Copied",
     "KeepPolicy",
     "Relay",
@@ -50,6 +53,7 @@ __all__ = [
     "bisect",
     "blame",
     "check",
+    "compare",
     "copy",
     "digests",
     "doctor",

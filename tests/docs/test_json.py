@@ -27,6 +27,7 @@ CALLS = {
     "show": ["CHANNEL"],
     "watch": ["CHANNEL", "--once"],
     "check": ["CHANNEL", "--read-data"],
+    "check --against": ["CHANNEL", "--version", "2", "--against", "FOLDER/checkpoint"],
     "repair": ["CHANNEL"],
     "gc": ["CHANNEL", "--keep-last", "1", "--grace", "0", "--dry-run"],
     "export": ["CHANNEL", "latest", "FOLDER/exported"],
@@ -91,6 +92,7 @@ def test_a_command_prints_what_the_page_says(
 ) -> None:
     served: Callable[..., dict[str, Any]] = lambda *_: {"version": 1, "waited_s": time.monotonic()}  # noqa: E731
     monkeypatch.setattr(heartbeat, "post", served)  # as tests/unit/test_driver.py sees a server answer
+    maintenance.export(ChannelReader(open_store(channel)), 3, tmp_path / "checkpoint")
     arguments = [word.replace("CHANNEL", channel).replace("FOLDER", str(tmp_path)) for word in CALLS[command]]
     name = command.split()[0]
     done = CliRunner().invoke(main, [name, *arguments, "--json"])
