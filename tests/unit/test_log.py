@@ -6,18 +6,21 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from deltasync import codec, maintenance, tensors
 from deltasync.channel import documents, keys, payloads, record
-from deltasync.channel.documents import Anchor, Delta, File, Record, sha256_hex
+from deltasync.channel.documents import Anchor, Delta, EpochDocument, File, Record, sha256_hex
 from deltasync.channel.reading import ChannelReader
+from deltasync.channel.signing import Signer, new_key
 from deltasync.errors import (
     ConfigError,
     CorruptDataError,
     FencedError,
+    ObjectMissingError,
     PublishPendingError,
     StoreError,
     TransientStoreError,
@@ -192,6 +195,27 @@ class TestSuspended:
             with pytest.raises(FencedError, match=f"opened the channel as epoch {b.log.epoch}"):
                 late.result()
         assert history(leased.store) == [first, second.version]
+
+    @pytest.mark.parametrize("is_signed", [False, True])
+    def test_one_that_opened_meanwhile_stops_it_though_its_document_is_not_found(
+        self, leased: Place, tmp_path: Path, is_signed: bool
+    ) -> None:
+        """Both took the same number, and a cache remembers that the other one's document was not there."""
+        new_key(tmp_path / "key", "test")
+        signer = Signer(tmp_path / "key") if is_signed else None
+        store = leased.writer()
+        a = Script(store, lease=leased.lease, signer=signer)
+        first = a.publish().version
+        other = f"{a.log.epoch[:7]}ffffffff"
+        key = keys.epoch_document(other)
+        opening = EpochDocument(run_id=a.log.run_id, epoch=other, continues=first, writer="b", created_at=documents.now())
+        data = documents.encode(opening)
+        leased.store.put(key, data if signer is None else signer.seal(key, data))
+        leased.journal.hold(key, leased.store.read(key, 1 << 20))
+        store.fail_at("read", key, times=3, error=ObjectMissingError)
+        with pytest.raises(FencedError, match=f"opened the channel as epoch {other}"):
+            a.publish("late")
+        assert [slot.version for slot, _ in ChannelReader(leased.store).slots()] == [1]
 
     def test_a_request_later_than_is_assumed_costs_a_fork_and_no_object(self, leased: Place) -> None:
         """A zombie: it has looked, and its request takes effect long after the next writer has settled. It learns of it."""
