@@ -295,7 +295,7 @@ class TestHead:
         first = a.publish()
         anchor = first.record.anchor
         assert anchor is not None
-        compaction = a.log.announce(first.version, "0" * 16, anchor, [])
+        compaction = a.log.announce(first.version, "0" * 16, anchor)
         a.log.close()  # head is written behind
         b = quick.script("b")
         b.publish()
@@ -332,7 +332,7 @@ class TestFolds:
         compaction = a.log.compaction(found[2].version, "1" * 16, None, base=found[0].version, delta=delta)
         anchor = found[0].record.anchor
         assert anchor is not None
-        announced = a.log.announce(found[0].version, "2" * 16, anchor, [])
+        announced = a.log.announce(found[0].version, "2" * 16, anchor)
         reader = ChannelReader(anywhere.store)
         for each, base, version in ((compaction, found[0].version, found[2].version), (announced, None, found[0].version)):
             read = reader.stored(each.key, each.sha256)
@@ -348,13 +348,13 @@ class TestFolds:
         assert anchor is not None
         store.fail_at("put", keys.ANNOUNCEMENTS, after=after)
         with pytest.raises(TransientStoreError):
-            a.log.announce(first.version, "0" * 16, anchor, [])
+            a.log.announce(first.version, "0" * 16, anchor)
         folder = keys.anchor_folder(1, a.log.epoch, 1)
         file = a.log.put_file(folder, "model.safetensors", b"other bytes")
         other = Anchor(directory=folder, files=[file])
-        compaction = a.log.announce(first.version, "0" * 16, other, [])
+        compaction = a.log.announce(first.version, "0" * 16, other)
         assert compaction.record.anchor == anchor  # the journal finds two contents otherwise
-        assert a.log.announce(first.version, "0" * 16, other, []).sha256 == compaction.sha256
+        assert a.log.announce(first.version, "0" * 16, other).sha256 == compaction.sha256
 
     def test_a_fenced_writer_writes_none(self, quick: Place) -> None:
         a = quick.script("a")
@@ -363,7 +363,7 @@ class TestFolds:
         with pytest.raises(FencedError):
             a.publish()
         with pytest.raises(FencedError):
-            a.log.announce(first.version, "0" * 16, Anchor(), [])
+            a.log.announce(first.version, "0" * 16, Anchor())
         assert not list(quick.store.list(keys.ANNOUNCEMENTS))
 
 
