@@ -101,10 +101,12 @@ test-faults: setup
 	  $(BIN)/pytest tests/faults_matrix --timeout 7200
 	$(BIN)/python -m benchmarks.results
 
-# The product's code under a seed and a virtual clock (tests/simulator), a night; then planted faults, each of which a seed must find.
+# The product's code under a seed and a virtual clock (tests/simulator), a night: seeds, seeds whose traces are compared, and planted
+# faults, each of which a seed must find.
 SEEDS ?= 10000
 simulate: setup
 	$(BIN)/python -m tests.simulator --seeds $(SEEDS) --steps 300
+	$(BIN)/python -m tests.simulator --seeds 1000 --steps 60 --twice
 	$(BIN)/python -m tests.simulator.mutants
 
 # Of real servers; SOAK="--versions 7000 --rate 6" without them.

@@ -98,19 +98,6 @@ def stale() -> Action:
     return Action("stale", stale=True)
 
 
-def skewed(seconds: float) -> Action:
-    """The reply's Date is off by so much."""
-
-    def shift(reply: Reply) -> Reply:
-        headers = [
-            (name, email.utils.formatdate(_seconds(value) + seconds, usegmt=True) if name.lower() == "date" else value)
-            for name, value in reply.headers
-        ]
-        return dataclasses.replace(reply, headers=headers)
-
-    return Action("skewed", shift)
-
-
 def _seconds(date: str) -> float:
     return email.utils.parsedate_to_datetime(date).timestamp()
 

@@ -199,13 +199,6 @@ def snapshot(store: Store) -> dict[str, bytes]:
     return {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
 
 
-def restore(store: Store, saved: dict[str, bytes]) -> None:
-    """Make a store hold what it held."""
-    store.delete(*(info.key for info in store.list("")))
-    for key, data in saved.items():
-        store.put(key, data)
-
-
 class Place:
     """A store that several writers use.
 

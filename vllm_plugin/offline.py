@@ -13,7 +13,7 @@ from deltasync.errors import AckTimeoutError, ApplyError, CommitError, ConfigErr
 from deltasync.following.metrics import Metrics
 from vllm_plugin import compat
 from vllm_plugin.engine import check_salted
-from vllm_plugin.target import is_held, open_follow
+from vllm_plugin.target import open_follow
 from vllm_plugin.workers import Client
 
 _POLL_S = 0.05
@@ -26,8 +26,8 @@ class OfflineReplica:
         def call(method: str, *args: object) -> list[Any]:
             return list(llm.collective_rpc(method, args=args))
 
-        client = Client(call, llm.llm_engine.set_weight_version)
-        self._follow = open_follow(client, settings, Metrics(CollectorRegistry()))
+        self._client = Client(call, llm.llm_engine.set_weight_version)
+        self._follow = open_follow(self._client, settings, Metrics(CollectorRegistry()))
 
     @property
     def version(self) -> int | None:
@@ -37,9 +37,7 @@ class OfflineReplica:
     @property
     def refusal(self) -> str | None:
         """Why the `LLM` must not generate, in one sentence; None if it may."""
-        return (
-            f"The weights are uncertain: sync again. {self._follow.error or ''}".rstrip() if is_held(self._follow) else None
-        )
+        return f"The weights are uncertain: sync again. {self._follow.error or ''}".rstrip() if self._client.held else None
 
     def sync(self, version: int | None = None, *, timeout_s: float = 60.0) -> int:
         """Bring the weights to the newest version, and return the version that is live.
@@ -62,10 +60,10 @@ class OfflineReplica:
                     raise AckTimeoutError(f"After {timeout_s:g} s nothing newer is published.")
                 time.sleep(_POLL_S)
         except DeltaSyncError as error:
-            if is_held(follow):
+            if self._client.held:
                 with contextlib.suppress(Exception):
                     follow.audit()
-            if is_held(follow):
+            if self._client.held:
                 raise CommitError(f"The weights are uncertain: generate nothing. {error}") from error
             wanted = version or follow.newest
             raise ApplyError(f"Version {wanted} is not live, but version {follow.version}. {error}") from error

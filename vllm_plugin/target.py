@@ -198,8 +198,3 @@ def open_follow(client: Client, settings: ReplicaSettings, metrics: Metrics) -> 
     target = EngineTarget(client, reader, settings, metrics)
     prefetch = isinstance(reader.store, CachedStore)  # workers only have the cache in common
     return Follow(reader, target, settings, observer=metrics, prefetch=prefetch, log=logger)
-
-
-def is_held(follow: Follow) -> bool:
-    """Whether the weights are uncertain: generation stays paused."""
-    return isinstance(follow.target, EngineTarget) and follow.target.client.held

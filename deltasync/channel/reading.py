@@ -24,6 +24,7 @@ from deltasync.errors import (
     ObjectMissingError,
     RunMismatchError,
     StoreError,
+    TransientStoreError,
 )
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.cache import CachedStore
@@ -162,25 +163,41 @@ class ChannelReader:
         return self._read_small(keys.epoch_document(epoch), EpochDocument, self.trusted)
 
     def is_opening(self, epoch: str, newest: int) -> bool:
-        """Whether a publisher seems to have opened an epoch after the one with the number `newest`.
+        """Whether a publisher seems to have opened a listed epoch, after the one with the number `newest` or beside it.
 
         Anybody who may write can store such documents. In a signed channel a trusted key must have signed it; in others its
-        number must follow closely, or at once if the document cannot be read or is another run's.
+        number must follow closely, or be the same or the next one if the document cannot be read or is another run's.
+
+        Raises:
+            TransientStoreError: the channel is signed, and the store says that the listed document is missing.
         """
-        number = keys.epoch_number(epoch)
-        found = next((found for _ in range(_READS) if (found := self.opening(epoch)) is not None), None)
+        number, key, missing = keys.epoch_number(epoch), keys.epoch_document(epoch), False
+        found: EpochDocument | None = None
+        for _ in range(_READS):
+            try:
+                found = self._small(key, EpochDocument, self.trusted)
+                break
+            except ObjectMissingError:
+                missing = True
+            except FormatError:
+                continue
         if found is not None and (self._described is None or found.run_id == self.channel().run_id):
             return self.trusted is not None or number <= newest + _MOST_GAP
-        return (found is not None or self.trusted is None) and number == newest + 1
+        if found is None and missing and self.trusted is not None:
+            raise TransientStoreError(f"{self.store.url} lists {key}, and says that it is missing.")
+        return (found is not None or self.trusted is None) and number <= newest + 1
 
     def _read_small(self, key: str, kind: type[_Document], trusted: Trusted | None = None) -> _Document | None:
         try:
-            data = self.store.read(key, limits.SMALL_BYTES)
-            if trusted is not None:
-                trusted.check(key, data)
-            return documents.decode(data, kind, key)
+            return self._small(key, kind, trusted)
         except (ObjectMissingError, FormatError):
             return None
+
+    def _small(self, key: str, kind: type[_Document], trusted: Trusted | None) -> _Document:
+        data = self.store.read(key, limits.SMALL_BYTES)
+        if trusted is not None:
+            trusted.check(key, data)
+        return documents.decode(data, kind, key)
 
     def slot(self, slot: Slot, known: ObjectInfo | None = None) -> StoredRecord | None:
         """The record in a slot, a version or a seal; None if the slot is empty. See `stored`."""

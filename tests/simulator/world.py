@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -266,7 +267,7 @@ class World:
         text = record.getMessage()
         if error is not None and not isinstance(error, DeltaSyncError | Killed):
             self.said.append(f"{text} {type(error).__name__}: {error}")
-        elif self.signed and "did not give the published bits" in text and not self.memory_rots:
+        elif self.signed and not self.memory_rots and re.search("did not give the published bits|malformed", text):
             self.said.append(f"bytes that nobody signed were applied: {text}")
         elif self.is_calm and record.levelno >= logging.WARNING and "All versions are kept" not in text:
             self.said.append(f"when all is well: {text}")
@@ -308,7 +309,7 @@ class World:
 
     def _finish(self, process: Process) -> None:
         before_s = self.scheduler.now_s
-        if self.harm is not None:
+        if self.harm is not None and self.random.random() < 0.5:
             actors.mended(self, process)
         publisher = self.publisher(process)
         replicas = [Replica(Line(self.disk, process), trusted_keys=self.trusted)]
@@ -346,14 +347,20 @@ class World:
         """Sync until the replica is at a version; a listing may lag."""
         version = receipt.version
         until_s, before = self.scheduler.now_s + 60.0, sum(self.disk.requests.values())
+        lists, refused, is_prompt = self.disk.requests["list"], 0, not self.kind.lag_s and not self.kind.edge_s
         while replica.digest != receipt.digest:
             found = self.call("sync", lambda: replica.sync(timeout_s=5.0))
+            refused += isinstance(found, DeltaSyncError)
             if self.scheduler.now_s > until_s:
                 raise Violation(
                     f"without faults a joiner is at {replica.identity} and not at {version} ({receipt.digest[:12]}): {found}"
                 )
             self.pause(1.0)
         spent = sum(self.disk.requests.values()) - before
+        if is_prompt and refused > (replica in [each for _, each in self.replicas]):
+            raise Violation(f"a replica reached version {version} after {refused} errors")
+        if is_prompt and requests < REACHES and self.disk.requests["list"] - lists > 3:
+            raise Violation(f"a replica lists {self.disk.requests['list'] - lists} times for version {version}")
         if spent > requests:
             raise Violation(f"a replica reached version {version} with {spent} requests")
 

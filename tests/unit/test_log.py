@@ -6,18 +6,21 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from deltasync import codec, maintenance, tensors
 from deltasync.channel import documents, keys, payloads, record
-from deltasync.channel.documents import Anchor, Delta, File, Record, sha256_hex
+from deltasync.channel.documents import Anchor, Delta, EpochDocument, File, Record, sha256_hex
 from deltasync.channel.reading import ChannelReader
+from deltasync.channel.signing import Signer, new_key
 from deltasync.errors import (
     ConfigError,
     CorruptDataError,
     FencedError,
+    ObjectMissingError,
     PublishPendingError,
     StoreError,
     TransientStoreError,
@@ -193,6 +196,27 @@ class TestSuspended:
                 late.result()
         assert history(leased.store) == [first, second.version]
 
+    @pytest.mark.parametrize("is_signed", [False, True])
+    def test_one_that_opened_meanwhile_stops_it_though_its_document_is_not_found(
+        self, leased: Place, tmp_path: Path, is_signed: bool
+    ) -> None:
+        """Both took the same number, and a cache remembers that the other one's document was not there."""
+        new_key(tmp_path / "key", "test")
+        signer = Signer(tmp_path / "key") if is_signed else None
+        store = leased.writer()
+        a = Script(store, lease=leased.lease, signer=signer)
+        first = a.publish().version
+        other = f"{a.log.epoch[:7]}ffffffff"
+        key = keys.epoch_document(other)
+        opening = EpochDocument(run_id=a.log.run_id, epoch=other, continues=first, writer="b", created_at=documents.now())
+        data = documents.encode(opening)
+        leased.store.put(key, data if signer is None else signer.seal(key, data))
+        leased.journal.hold(key, leased.store.read(key, 1 << 20))
+        store.fail_at("read", key, times=3, error=ObjectMissingError)
+        with pytest.raises(FencedError, match=f"opened the channel as epoch {other}"):
+            a.publish("late")
+        assert [slot.version for slot, _ in ChannelReader(leased.store).slots()] == [1]
+
     def test_a_request_later_than_is_assumed_costs_a_fork_and_no_object(self, leased: Place) -> None:
         """A zombie: it has looked, and its request takes effect long after the next writer has settled. It learns of it."""
         store = leased.writer()
@@ -271,7 +295,7 @@ class TestHead:
         first = a.publish()
         anchor = first.record.anchor
         assert anchor is not None
-        compaction = a.log.announce(first.version, "0" * 16, anchor, [])
+        compaction = a.log.announce(first.version, "0" * 16, anchor)
         a.log.close()  # head is written behind
         b = quick.script("b")
         b.publish()
@@ -308,7 +332,7 @@ class TestFolds:
         compaction = a.log.compaction(found[2].version, "1" * 16, None, base=found[0].version, delta=delta)
         anchor = found[0].record.anchor
         assert anchor is not None
-        announced = a.log.announce(found[0].version, "2" * 16, anchor, [])
+        announced = a.log.announce(found[0].version, "2" * 16, anchor)
         reader = ChannelReader(anywhere.store)
         for each, base, version in ((compaction, found[0].version, found[2].version), (announced, None, found[0].version)):
             read = reader.stored(each.key, each.sha256)
@@ -324,13 +348,13 @@ class TestFolds:
         assert anchor is not None
         store.fail_at("put", keys.ANNOUNCEMENTS, after=after)
         with pytest.raises(TransientStoreError):
-            a.log.announce(first.version, "0" * 16, anchor, [])
+            a.log.announce(first.version, "0" * 16, anchor)
         folder = keys.anchor_folder(1, a.log.epoch, 1)
         file = a.log.put_file(folder, "model.safetensors", b"other bytes")
         other = Anchor(directory=folder, files=[file])
-        compaction = a.log.announce(first.version, "0" * 16, other, [])
+        compaction = a.log.announce(first.version, "0" * 16, other)
         assert compaction.record.anchor == anchor  # the journal finds two contents otherwise
-        assert a.log.announce(first.version, "0" * 16, other, []).sha256 == compaction.sha256
+        assert a.log.announce(first.version, "0" * 16, other).sha256 == compaction.sha256
 
     def test_a_fenced_writer_writes_none(self, quick: Place) -> None:
         a = quick.script("a")
@@ -339,7 +363,7 @@ class TestFolds:
         with pytest.raises(FencedError):
             a.publish()
         with pytest.raises(FencedError):
-            a.log.announce(first.version, "0" * 16, Anchor(), [])
+            a.log.announce(first.version, "0" * 16, Anchor())
         assert not list(quick.store.list(keys.ANNOUNCEMENTS))
 
 
