@@ -19,8 +19,7 @@ _COMMANDS = {
     "follow": ("follow", "Follow a channel in host memory, or refresh or pin a server."),
     "watch": ("watch", "Watch a channel: versions, replicas, cost so far."),
     "dashboard": ("watch", "Show a channel as a web page, live or as one file."),
-    "log": ("log", "List the versions of a channel."),
-    "show": ("log", "Show one version."),
+    "log": ("log", "List the versions of a channel, or show one."),
     "blame": ("history", "Show which versions changed a tensor most."),
     "bisect": ("history", "Find the first version that fails a check."),
     "doctor": ("doctor", "Test whether this machine can use a channel."),
@@ -28,8 +27,7 @@ _COMMANDS = {
     "repair": ("maintenance", "Restore lost objects of a channel, or store replacements."),
     "gc": ("maintenance", "Drop old versions, and delete files that no version needs."),
     "export": ("maintenance", "Write a version as a checkpoint directory."),
-    "cp": ("maintenance", "Copy a channel to another store."),
-    "relay": ("follow", "Keep copies of a channel in other stores up to date."),
+    "relay": ("follow", "Copy a channel to other stores, once or continuously."),
     "keygen": ("maintenance", "Make a key to sign a channel with."),
 }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import signal
 import sys
 import time
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltasync.cli.options import DIRECTORIES, channel_command, timeout
-from deltasync.cli.output import ReportedStore, echo, echo_json, reported, show_copied, with_bars
+from deltasync.cli.output import ReportedStore, count, echo, echo_json, reported, show_copied, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -126,14 +128,15 @@ def follow(
         raise printer.problem or NotPublishedError(f"{reader.store.url} holds no version yet.")
 
 
-@channel_command("one JSON object per step that copied something", metavar="SOURCE", directories=True)
+@channel_command("the counts as JSON, per step that copied something", metavar="SOURCE", directories=True)
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
-@click.option("--once", is_flag=True, help="Copy the current objects and exit, like `cp`.")
+@click.option("--once", is_flag=True, help="Copy the current objects and exit.")
 def relay(reader: ChannelReader | str, targets: tuple[str, ...], once: bool, base: str | None, as_json: bool) -> None:
     """Copy the channel SOURCE to each URL TARGET, then every new version as it is published. Every digest is checked.
 
     Waits for the channel. At TARGET only head is replaced, and nothing is deleted. Safe to interrupt: each TARGET stays
-    readable, and the same command resumes. Ends with Ctrl-C or SIGTERM.
+    readable, and the same command resumes. Damaged objects are left out and named. Ends with Ctrl-C, SIGTERM or --once,
+    which does not wait, and then exits non-zero if objects were left out.
 
     SOURCE or the only TARGET may be weight_v+URL: version directories as slime, miles and ModelExpress write and read them.
     """
@@ -151,11 +154,14 @@ def relay(reader: ChannelReader | str, targets: tuple[str, ...], once: bool, bas
     if ends:
         write(reader, targets[0], as_json=as_json, once=once)
         return
-    printer = _CopyPrinter(as_json)
-    printer.relay = relay = maintenance.Relay(reader, [ReportedStore(open_store(target)) for target in targets], printer)
+    stores = [ReportedStore(open_store(target)) for target in targets]
     if once:
-        copied = with_bars(relay.step)
-        sys.exit(0 if copied is None else printer.show(copied))
+        copied = functools.reduce(operator.add, [with_bars(maintenance.copy, reader, store) for store in stores])
+        skipped = f", {count(copied.skipped, 'object')} there already" if copied.skipped else ""
+        stored = f"copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{skipped}"
+        sys.exit(show_copied(copied, as_json, f"{', '.join(targets)} is at version {copied.version}: {stored}"))
+    printer = _CopyPrinter(as_json)
+    printer.relay = relay = maintenance.Relay(reader, stores, printer)
     relay.follow.run()
     if printer.problem is not None:
         raise printer.problem

@@ -1,4 +1,4 @@
-"""`deltasync log | show`: a table of the versions of a channel, and one record or compaction in full."""
+"""`deltasync log`: a table of the versions of a channel, or one record or compaction in full."""
 
 from __future__ import annotations
 
@@ -56,15 +56,23 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
     }
 
 
-@channel_command("one JSON object per row, oldest first")
+@channel_command("one JSON object per row, oldest first, or the document with its key and digest")
+@click.argument("what", metavar="[VERSION|KEY]", required=False)
 @click.option(
     "--last", type=click.IntRange(min=1), metavar="N", help=f"Show only the newest N versions. Default: {_SHOWN}, JSON: all."
 )
-def log(reader: ChannelReader, last: int | None, as_json: bool) -> None:
+def log(reader: ChannelReader, what: str | None, last: int | None, as_json: bool) -> None:
     """List the versions of CHANNEL, oldest first, each followed by compactions and anchors that produce it.
 
-    Only the records of the listed versions are read.
+    Only the records of the listed versions are read. With a version's number, `latest`, or the key of a record, seal or
+    compaction as printed by `log --json`, one record is shown in full: its document, signature, shortcuts and most changed
+    tensors.
     """
+    if what is not None:
+        if last is not None:
+            raise click.UsageError("--last is for the list of versions.")
+        _show(reader, what, as_json)
+        return
     last = _SHOWN if last is None and not as_json else last
     rows, newest, problems = with_bars(_read, reader, last)
     for problem in problems:
@@ -135,14 +143,7 @@ def _totals(rows: Iterable[dict[str, Any]]) -> str:
     return ", ".join(f"{len(listed)} {kind} {size_of(sum(listed))}" for kind, listed in sizes.items() if listed)
 
 
-@channel_command("the document as JSON, with its key and digest")
-@click.argument("what", metavar="[VERSION|KEY]", default="latest")
-def show(reader: ChannelReader, what: str, as_json: bool) -> None:
-    """Show a record of CHANNEL: its document, signature, shortcuts and most changed tensors.
-
-    The record is a version's number, `latest` (the default), or the key of a record, seal or compaction as printed by
-    `deltasync log --json`.
-    """
+def _show(reader: ChannelReader, what: str, as_json: bool) -> None:
     from deltasync.channel.record import signed_by
     from deltasync.tensors import weight_elements
 

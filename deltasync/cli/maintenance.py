@@ -1,4 +1,4 @@
-"""Maintain a channel: `deltasync check | repair | gc | export | cp | keygen`."""
+"""Maintain a channel: `deltasync check | repair | gc | export | keygen`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from deltasync.cli.options import channel_command, seconds
-from deltasync.cli.output import ReportedStore, count, echo, echo_json, field, ranges, show_copied, with_bars
+from deltasync.cli.output import count, echo, echo_json, field, ranges, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -233,24 +233,6 @@ def export(reader: ChannelReader, version: int | None, directory: Path, layout: 
         echo(
             "deltasync: the channel holds no config.json. Copy the model's config and tokenizer to the directory.", err=True
         )
-
-
-@channel_command("the counts as JSON", metavar="SOURCE")
-@click.argument("target")
-def cp(reader: ChannelReader, target: str, as_json: bool) -> None:
-    """Copy the channel SOURCE to the URL TARGET: every version, anchor and compaction. Every digest is checked.
-
-    At TARGET only head is replaced, and existing objects are not copied again. Safe to interrupt: run the command again to
-    resume, or later to copy new versions. Publishing to SOURCE may continue. Damaged objects are left out, and the command
-    then exits non-zero.
-    """
-    from deltasync import maintenance
-    from deltasync.stores import open_store
-
-    copied = with_bars(maintenance.copy, reader, ReportedStore(open_store(target)))
-    skipped = f", {count(copied.skipped, 'object')} there already" if copied.skipped else ""
-    stored = f"copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{skipped}"
-    sys.exit(show_copied(copied, as_json, f"{target} is at version {copied.version}: {stored}"))
 
 
 @click.command("keygen")

@@ -108,8 +108,9 @@ def copy(source: ChannelReader, target: Store) -> Copied:
     small = [_file(info) for info in source.store.list(keys.EPOCHS) if keys.epoch_of(info.key)]
     openings = {keys.epoch_document(slot.epoch) for slot in held.slots}
     check_listing(source, sorted(openings.difference(file.key for file in small)))
+    done += map(one, small)
     description = one(File(key=keys.CHANNEL, bytes=there.get(keys.CHANNEL, 0), sha256=""))
-    done += [*map(one, small), description]
+    done.append(description)
     if head is not None and not isinstance(description, DeltaSyncError):
         target.put(keys.HEAD, head)
     slots = (slot for slot, found in held.records.items() if found is not None and found.is_version)

@@ -43,7 +43,7 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> str:
     return url
 
 
-@pytest.mark.parametrize("command", ["", "serve", "follow", "watch", "dashboard", "log", "show", "repair"])
+@pytest.mark.parametrize("command", ["", "serve", "follow", "watch", "dashboard", "log", "repair"])
 def test_every_command_has_help(command: str) -> None:
     done = run(*command.split(), "--help")
     assert done.returncode == 0
@@ -86,14 +86,14 @@ def test_log_takes_a_line_of_80_columns_for_each_row(tmp_path: Path) -> None:
 
 
 def test_show_tells_one_version(channel: str) -> None:
-    assert json.loads(invoke("show", channel, "2", "--json").stdout)["document"]["version"] == 2
-    shown = invoke("show", channel).stdout
+    assert json.loads(invoke("log", channel, "2", "--json").stdout)["document"]["version"] == 2
+    shown = invoke("log", channel, "latest").stdout
     assert "1 of 1,100 elements since version 2" in shown
     assert "a bfloat16[1000]" in shown
 
 
 def test_follow_goes_to_the_newest_version(channel: str) -> None:
-    followed, shown = run("follow", channel, "--once", "--json"), invoke("show", channel, "--json")
+    followed, shown = run("follow", channel, "--once", "--json"), invoke("log", channel, "latest", "--json")
     identity = json.loads(followed.stdout)
     assert (identity["version"], identity["sha256"]) == (3, json.loads(shown.stdout)["sha256"])
 

@@ -37,8 +37,8 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         "log",
         "log --json",
-        "show latest",
-        "show 2 --json",
+        "log latest",
+        "log 2 --json",
         "check",
         "watch --once",
         "gc --keep-last 2 --dry-run",

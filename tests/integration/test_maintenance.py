@@ -919,7 +919,7 @@ def test_an_error_ends_a_copy_at_once(store: FaultyStore, memory_url: str) -> No
 # The commands
 
 
-@pytest.mark.parametrize("command", ["check", "repair", "gc", "export", "cp", "log", "show", "serve"])
+@pytest.mark.parametrize("command", ["check", "repair", "gc", "export", "relay", "log", "serve"])
 def test_every_help_names_the_exit_codes(command: str) -> None:
     shown = _deltasync(*command.split(), "--help")
     assert shown.exit_code == 0
@@ -987,12 +987,12 @@ def test_compaction_log_and_show_as_commands(url: str) -> None:
     assert "9 deltas " in shown and "3 anchors " in shown and "3 compactions " in shown and "2-6" in shown
     assert reader.numbered(10).sha256[:12] in shown
     assert "1 deltas " in _deltasync("log", url, "--last", 1).stdout
-    assert _deltasync("show", url, 6).stdout.count("compaction   ") == 2
-    document = json.loads(_deltasync("show", url, 6, "--json").stdout)
+    assert _deltasync("log", url, 6).stdout.count("compaction   ") == 2
+    document = json.loads(_deltasync("log", url, 6, "--json").stdout)
     assert document["document"]["base"]["version"] == 5 and document["sha256"] == reader.numbered(6).sha256
     for what, said in ((stored.key, "of record"), (keys.slot(7, EPOCH), "next_epoch"), ("latest", "since version 9")):
-        assert said in _deltasync("show", url, what).stdout
-    assert f"anchor           {_announcement(reader.store, 9)}" in _deltasync("show", url, 9).stdout
+        assert said in _deltasync("log", url, what).stdout
+    assert f"anchor           {_announcement(reader.store, 9)}" in _deltasync("log", url, 9).stdout
 
 
 def test_log_goes_on_past_a_damaged_record(url: str) -> None:
@@ -1010,13 +1010,13 @@ def test_what_is_signed_is_shown_so(memory_url: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/signed"
     filled(open_store(url), STATES[:4], anchors=(3,), signer=Signer(tmp_path / "key"))
     public = Signer(tmp_path / "key").public
-    assert f"signed by        {public} (not checked)" in _deltasync("show", url).stdout
+    assert f"signed by        {public} (not checked)" in _deltasync("log", url, "latest").stdout
     trusted = ("--trusted-keys", tmp_path / "key.pub")
-    assert _deltasync("show", url, *trusted).stdout.count("(not checked)") == 0
+    assert _deltasync("log", url, "latest", *trusted).stdout.count("(not checked)") == 0
     with pytest.raises(ConfigError, match="signing_key"):
         maintenance.write_compaction(_reader(open_store(url)), 1, 3)
-    for command in ("check", "log", "cp"):
-        more = (f"file://{tmp_path}/copy",) if command == "cp" else ()
+    for command in ("check", "log", "relay"):
+        more = (f"file://{tmp_path}/copy", "--once") if command == "relay" else ()
         assert _deltasync(command, url, *more, *trusted).exit_code == 0
 
 
@@ -1034,13 +1034,13 @@ def test_export_as_a_command(url: str, tmp_path: Path) -> None:
 
 def test_cp_as_a_command(url: str, tmp_path: Path) -> None:
     target = f"file://{tmp_path}/copy"
-    assert f"{target} is at version 10 (" in _deltasync("cp", url, target).stdout
-    again = json.loads(_deltasync("cp", url, target, "--json").stdout)
+    assert f"{target} is at version 10 (" in _deltasync("relay", url, target, "--once").stdout
+    again = json.loads(_deltasync("relay", url, target, "--once", "--json").stdout)
     assert (again["objects"], again["version"]["version"], again["problems"]) == (0, 10, [])
-    assert "objects there already" in _deltasync("cp", url, target).stdout
+    assert "objects there already" in _deltasync("relay", url, target, "--once").stdout
     store = open_store(url)
     store.delete(_part_of(store, 4))
-    damaged = _deltasync("cp", url, f"file://{tmp_path}/other")
+    damaged = _deltasync("relay", url, f"file://{tmp_path}/other", "--once")
     assert damaged.exit_code == 5 and "not copied: parts/0000000004" in damaged.stderr
 
 
@@ -1062,8 +1062,8 @@ def test_follow_as_a_command(url: str) -> None:
         (["check", "memory://no-channel"], 5, "holds no channel yet"),
         (["repair", "memory://no-channel"], 5, "from a copy of the channel"),
         (["repair", "URL", "--from", "/nowhere"], 3, "neither the URL"),
-        (["show", "URL", "head.json"], 3, "neither a version"),
-        (["show", "URL", keys.slot(77, EPOCH)], 5, "has no versions/0000000/0000000077"),
+        (["log", "URL", "head.json"], 3, "neither a version"),
+        (["log", "URL", keys.slot(77, EPOCH)], 5, "has no versions/0000000/0000000077"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_an_exit_code(url: str, arguments: list[str], exit_code: int, said: str) -> None:

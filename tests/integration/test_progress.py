@@ -25,14 +25,13 @@ SHOW = {
     "watch": "{channel} --once",
     "dashboard": "{channel} --out {folder}/page.html",
     "log": "{channel}",
-    "show": "{channel}",
+    "log of a version": "{channel} latest",
     "doctor": "{channel}",
     "check": "{channel}",
     "repair": "{channel}",
     "gc": "{channel} --keep-last 2",
     "blame": "{channel} w",
     "export": "{channel} latest {folder}/export",
-    "cp": "{channel} file://{folder}/copy",
     "relay": "{channel} file://{folder}/copy --once",
 }
 

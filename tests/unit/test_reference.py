@@ -256,7 +256,7 @@ class TestHousekeeping:
         )
         assert [row["kind"] for row in rows] == ["anchor", *["delta"] * 5, "announced", "delta"]
         assert "reference" in said("log", url)
-        assert str(base) in said("show", url, "1")
+        assert str(base) in said("log", url, "1")
         assert "proven        the bits of 7 versions" in said("check", url, "--read-data")
 
 

@@ -33,12 +33,11 @@ def test_every_command_that_reads_a_channel_takes_keys(tmp_path: Path, keys: Pat
     commands = {
         "follow": [url, "--once"],
         "check": [url],
-        "show": [url],
         "log": [url],
         "watch": [url, "--once"],
         "dashboard": [url, "--out", f"{tmp_path}/page.html"],
         "export": [url, "2", f"{tmp_path}/export"],
-        "cp": [url, f"file://{tmp_path}/copy"],
+        "relay": [url, f"file://{tmp_path}/copy", "--once"],
         "gc": [url, "--keep-last", "5", "--dry-run"],
     }
 
@@ -51,7 +50,7 @@ def test_every_command_that_reads_a_channel_takes_keys(tmp_path: Path, keys: Pat
         assert command == "check" or "signed with the key" in refused.output or "is not signed" in refused.output
         taken = run(command, "--trusted-keys", str(keys / "both"))
         assert taken.exit_code == 0, (command, taken.output)
-    shown = CliRunner().invoke(main, ["show", url]).output
+    shown = CliRunner().invoke(main, ["log", url, "latest"]).output
     assert f"{Signer(keys / 'old').public} (not checked)" in shown
     served = CliRunner().invoke(main, ["serve", "model", "--channel", url, "--trusted-keys", "keys", "--dry-run"])
     assert f"DELTASYNC_TRUSTED_KEYS={Path.cwd()}/keys " in served.output
