@@ -141,7 +141,7 @@ class Driver(Follow):
 
     @property
     def caught_up(self) -> bool:
-        return self._waits._caught_up == self._waits.begun
+        return self._caught_up == self._begun
 
     async def refresh(self, pin: int | None = None, *, asked: bool = False) -> None:
         """Take one step; `status` tells how it went."""

@@ -28,13 +28,14 @@ from deltasync.errors import (
     DeltaSyncError,
     FingerprintMismatchError,
     MissingVersionError,
+    PinnedError,
     SleepingError,
     TransientStoreError,
     get_logger,
     printable,
 )
 from deltasync.following.cursor import ChannelCursor, identify
-from deltasync.following.pin import Pin, Reached, Waits, parse_pin, pin_text
+from deltasync.following.pin import Pin, parse_pin, pin_text
 from deltasync.following.poll import Poll
 from deltasync.following.status import SHOWN, Commit, Health, HeartbeatWriter, Status, log_commit
 from deltasync.following.target import Observer, Target
@@ -42,6 +43,9 @@ from deltasync.stores.base import ObjectInfo
 from deltasync.threads import Home, daemon
 
 logger = get_logger(__name__)
+
+Reached = Callable[[], int | None]
+"""Returns the number of the version served once that ends a wait, else None. Raises PinnedError."""
 
 AUDIT_S = 3600.0
 """Time between two comparisons of all bits in memory with the version's fingerprints. A waiting version comes first."""
@@ -81,7 +85,11 @@ class Follow:
         self.on_step: list[Callable[[], None]] = []
         self._observer, self._log = observer, log
         self._pin = parse_pin(settings.pin)
-        self._health, self._waits = Health(settings.poll_interval_s, log), Waits()
+        self._health = Health(settings.poll_interval_s, log)
+        self._begun = self._pins = 0  # how many steps have begun; how often the pin was set
+        self._caught_up = -1  # number of the last step that found nothing to take
+        self._served: tuple[VersionId, int | None] | None = None  # the last version, and the trainer's step of its record
+        self._stepped = threading.Condition()
         self._opened, self._audited_s = False, time.monotonic()
         self._asked = False  # a caller waits: refresh, and retry skipped objects
         self._stepping = threading.RLock()
@@ -189,7 +197,7 @@ class Follow:
         """Take other versions from now on. Raises as `check_pin`, unless that was called; the pin then stays as it was."""
         if not checked:
             self.check_pin(pin)
-        self._pin, self._waits.pins = pin, self._waits.pins + 1
+        self._pin, self._pins = pin, self._pins + 1
         self.poke()
 
     def poke(self) -> None:
@@ -215,7 +223,27 @@ class Follow:
         Raises:
             ConfigError: as `poke`.
         """
-        reached = self._waits.begin(version, step, lambda: (self._pin, self.identity, self.cursor.epoch))
+        begun, pins = self._begun, self._pins
+
+        def reached() -> int | None:
+            pin, served = self._pin, self.identity
+            if pin is not None and version not in (None, pin):
+                raise PinnedError(f"This replica is pinned to version {pin} and will not serve version {version}.")
+            if self._pins != pins and version is None and step is None:
+                raise PinnedError(f"The pin of this replica was changed meanwhile to: {pin_text(pin)}.")
+            if served is None:
+                return None
+            if version is not None:
+                is_there = served.version == version if pin is not None else served.version >= version
+                return served.version if is_there else None
+            if self._caught_up <= begun:
+                return None
+            if step is None:
+                return served.version
+            of, at = self._served or (served, None)
+            is_newest = of == served and served.epoch == self.cursor.epoch
+            return served.version if is_newest and at is not None and at >= step else None
+
         self.poke()
         return reached
 
@@ -230,7 +258,11 @@ class Follow:
         if version is None and self.version is not None:
             return self.version
         reached = self.request(wanted if version is not None or self._pin is None else self._pin)
-        if (served := self._waits.wait(reached, timeout_s)) is None:
+        deadline = time.monotonic() + timeout_s
+        with self._stepped:
+            while (served := reached()) is None and (left_s := deadline - time.monotonic()) > 0:
+                self._stepped.wait(left_s)
+        if served is None:
             raise AckTimeoutError(
                 f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}. {self.why}".rstrip()
             )
@@ -343,13 +375,13 @@ class Follow:
         if not self._stepping.acquire(timeout=_STEP_S):
             raise TransientStoreError(f"{self.reader.store.url} has not answered for {_STEP_S:g} s.")
         try:
-            self._waits.begun += 1
-            begun, self._goes_around = self._waits.begun, False
+            self._begun += 1
+            begun, self._goes_around = self._begun, False
             try:
                 if known is not None:
                     self._poll.announce(known)
                 if is_done := self._step(self._pin if pin is None else pin, ahead, audits):
-                    self._waits.caught_up(begun)
+                    self._caught_up = begun
                 self._report(None)
                 return is_done
             except (KeyboardInterrupt, SystemExit):
@@ -360,8 +392,10 @@ class Follow:
                 raise
         finally:
             self._stepping.release()
-            for notify in (*self.on_step, self._waits.notify):
+            for notify in self.on_step:
                 notify()
+            with self._stepped:
+                self._stepped.notify_all()
 
     def _step(self, pin: Pin, ahead: bool, audits: bool) -> bool:
         target, cursor = self.target, self.cursor
@@ -406,7 +440,7 @@ class Follow:
     def _identify(self, total: int) -> StoredRecord | None:
         """Find the version whose model has this fingerprint; its step counts as served."""
         found = identify(self.reader, self.cursor.locate(), total)
-        self._waits.served = None if found is None else (found.version, found.record.step)
+        self._served = None if found is None else (found.version, found.record.step)
         return found
 
     def _settle(self) -> None:
@@ -439,7 +473,7 @@ class Follow:
 
     def _committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
         """Record a commit in the status, the metrics and the log."""
-        self._waits.served = chain[-1].version, chain[-1].record.step
+        self._served = chain[-1].version, chain[-1].record.step
         commit = msgspec.structs.replace(
             commit, lag_s=self.cursor.lag_s(chain), payload_bytes=payload_bytes(chain), served_at=time.time()
         )

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
@@ -22,11 +22,17 @@ from prometheus_client import CollectorRegistry
 from deltasync import Publisher, open_store
 from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError, StoreError
+from deltasync.errors import (
+    ApplyError,
+    CommitError,
+    FingerprintMismatchError,
+    NotPublishedError,
+    StoreError,
+    TransientStoreError,
+)
 from deltasync.following import Commit, Follow, routes
 from deltasync.following.engine import Failure
 from deltasync.following.metrics import Metrics
-from deltasync.following.pin import Waits
 from deltasync.following.requests import token_matches
 from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
@@ -425,6 +431,10 @@ def test_who_leaves_frees_a_place_at_once(
     asyncio.run(body())
 
 
+def _refused(*_: object, **__: object) -> NoReturn:
+    raise TransientStoreError("the store is away")
+
+
 def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
     engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,11 +452,10 @@ def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
         def overtaken(self: Follow, wanted: int | None, *, checked: bool = False) -> None:
             pin(self, wanted, checked=checked)
             if wanted == 1:
-                self.cursor.next = lambda *_, **__: []  # type: ignore[method-assign]
+                self.cursor.next = _refused  # type: ignore[method-assign]
                 asyncio.get_running_loop().call_later(0.2, pin, self, 2)
 
         monkeypatch.setattr(Follow, "set_pin", overtaken)
-        monkeypatch.setattr(Waits, "caught_up", lambda *_: None)
         late = client.post("/deltasync/pin", json={"pin": "1", "timeout_s": 30})
         assert late.status_code == 409 and late.json()["error"] == "The pin of this replica was changed meanwhile to: 2."
 
