@@ -22,7 +22,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long; 0 for no limit")
     parser.add_argument("--trace", action="store_true", help="print each line of the trace")
     parser.add_argument("--twice", action="store_true", help="run each seed twice, and compare the traces")
-    parser.add_argument("--world", default="", help="what it must have: a store, a harm, actors; with commas between")
+    parser.add_argument(
+        "--world",
+        default="",
+        help="what it must have, with commas between: a store, a harm, actors; or several such, with semicolons: in turn",
+    )
     parser.add_argument("--mutant", help="plant a fault first (tests.simulator.mutants)")
     given = parser.parse_args()
     with_fixed_hashes("tests.simulator")
@@ -31,9 +35,10 @@ def main() -> None:
 
         plant(given.mutant)
     prepare()
-    wanted = [word for word in given.world.split(",") if word]
+    worlds = [[word for word in world.split(",") if word] for world in given.world.split(";")]
     began_s, failed = time.monotonic(), 0
     for seed in range(given.seed, given.seed + given.seeds):
+        wanted = worlds[seed % len(worlds)]
         if given.seeds == 1 and not given.twice:
             line, problem = _run(seed, given.steps, given.trace, wanted)
             print(line)
@@ -90,7 +95,7 @@ def _run(seed: int, steps: int, trace: bool, wanted: Sequence[str]) -> tuple[str
     for line in outcome.trace or ():
         print(line)
     counts = " ".join(f"{name}={count}" for name, count in outcome.counts.items() if count)
-    line = f"seed {seed} {outcome.digest[:16]} {counts}  {outcome.problem or 'ok'}"
+    line = f"seed {seed} {','.join(wanted)} {outcome.digest[:16]} {counts}  {outcome.problem or 'ok'}"
     return line.replace("\n", " "), outcome.problem
 
 

@@ -215,17 +215,30 @@ MUTANTS = {
         "]",
         world="forgets keeper",
     ),
-    "a relay copies head first": Mutant(
-        "deltasync.maintenance.relay",
-        "        if newest is not None and newest.slot.newness <= self.version.slot.newness:\n",
-        "        if newest is not None:\n",
-        world="relay",
-    ),
     "a relay copies records without files": Mutant(
         "deltasync.maintenance.relay",
         "        return chain if all([self._copy_files(stored) for stored in chain]) else None",
         "        return chain",
         world="relay",
+    ),
+    # faults of the product that seeds have found
+    "channel.json is read once": Mutant(
+        "deltasync.channel.reading",
+        "        if self.trusted is None and self._read_channel().data",
+        "        if False and self._read_channel().data",
+        world="rival damaged",
+    ),
+    "the digest that a seal names is believed": Mutant(
+        "deltasync.publish.acquire",
+        "        if end.version is None or end.version.epoch == end.epoch:",
+        "        if True:",
+        world="s3 rival damaged",
+    ),
+    "a relay stores channel.json as it arrived": Mutant(
+        "deltasync.maintenance.copies",
+        "        source.read_channel_again()\n        return source.channel_data\n",
+        "        return source.store.read(item.key, limits.CHANNEL_BYTES)\n",
+        world="relay damaged",
     ),
     # what else the protocol rests on
     "a log that is sealed is not listed again": Mutant(
@@ -239,18 +252,6 @@ MUTANTS = {
         "        if self._retried(lambda: decides(self._store, key)):",
         "        if self._store.can_create:",
         world="ignores rival",
-    ),
-    "channel.json is read once": Mutant(
-        "deltasync.channel.reading",
-        "        if self.trusted is None and self._read_channel().data",
-        "        if False and self._read_channel().data",
-        world="rival",
-    ),
-    "the digest that a seal names is believed": Mutant(
-        "deltasync.publish.acquire",
-        "        if end.version is None or end.version.epoch == end.epoch:",
-        "        if True:",
-        world="s3 rival",
     ),
     "a suspended machine's lease does not age": Mutant(
         "deltasync.publish.log",

@@ -10,26 +10,8 @@ import pytest
 
 from tests.simulator.mutants import MUTANTS, QUICK, planted
 
-WORLDS = (
-    "",
-    "job",
-    "rot",
-    "expire",
-    "restore",
-    "swallow",
-    "forged",
-    "signed,damaged",
-    "relay,damaged",
-    "hub,rival",
-    "s3,rival",
-)
-"""Of which each has some seeds."""
-
-FAULTS = (
-    ("signed,damaged", 2),  # a relay stored a channel.json that had arrived damaged
-    ("rival,damaged", 0),  # a publisher took the run from a channel.json that had arrived damaged
-)
-"""Worlds and seeds that have found a fault of the product."""
+WORLDS = ";;job;rot;expire;restore;swallow;forged;;signed,damaged;relay,damaged;hub,rival;s3,rival;forgets,keeper;follower0"
+"""Which seeds have in turn; an empty one is left to chance."""
 
 
 def run(module: str, *arguments: str) -> list[str]:
@@ -44,15 +26,11 @@ def failures(lines: Sequence[str]) -> list[str]:
     return [line for line in lines if not line.endswith("  ok")]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_nothing_that_must_hold_is_violated(world: str) -> None:
-    lines = run("tests.simulator", "--world", world, "--seeds", "20" if not world else "3", "--steps", "80")
+@pytest.mark.parametrize("first", (0, 30))
+def test_nothing_that_must_hold_is_violated(first: int) -> None:
+    lines = run("tests.simulator", "--world", WORLDS, "--seed", f"{first}", "--seeds", "30", "--steps", "80")
     assert failures(lines) == []
-
-
-@pytest.mark.parametrize(("world", "seed"), FAULTS)
-def test_what_was_found_is_mended(world: str, seed: int) -> None:
-    assert failures(run("tests.simulator", "--world", world, "--seed", f"{seed}", "--steps", "80")) == []
+    assert len(lines) == 30
 
 
 def test_a_seed_gives_the_same_trace() -> None:
