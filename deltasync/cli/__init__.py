@@ -17,8 +17,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "serve": ("serve", "Start vLLM as a replica of a channel."),
     "follow": ("follow", "Follow a channel in host memory, or refresh or pin a server."),
-    "watch": ("watch", "Watch a channel: versions, replicas, cost so far."),
-    "dashboard": ("watch", "Show a channel as a web page, live or as one file."),
+    "watch": ("watch", "Watch a channel in the terminal or as a web page."),
     "log": ("log", "List the versions of a channel, or show one."),
     "blame": ("history", "Show which versions changed a tensor most."),
     "bisect": ("history", "Find the first version that fails a check."),

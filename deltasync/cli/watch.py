@@ -1,4 +1,4 @@
-"""`deltasync watch | dashboard`: show a run in the terminal or as a web page. Only the channel is needed."""
+"""`deltasync watch`: show a run in the terminal or as a web page. Only the channel is needed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,41 @@ _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 @click.option("--once", is_flag=True, help="Show the channel once and exit.")
 @interval
 @timeout
-@click.option("--last", type=click.IntRange(min=1), metavar="N", default=100, help="Start with the newest N versions.")
-def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float | None, last: int, as_json: bool) -> None:
-    """Watch CHANNEL live: its versions, compactions, replicas and cost.
+@click.option(
+    "--last", type=click.IntRange(min=1), metavar="N", help="Start with the newest N versions. Default: 100, of a page 500."
+)
+@click.option("--page", is_flag=True, help="Serve a web page on 127.0.0.1 instead.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8765, help="Port of the page; 0 for a free one.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file and exit.")
+@click.option(
+    "--heat",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=200,
+    help="Show the changes of each layer for the newest N versions on the page.",
+)
+def watch(
+    reader: ChannelReader,
+    once: bool,
+    interval_s: float,
+    timeout_s: float | None,
+    last: int | None,
+    page: bool,
+    port: int,
+    out: Path | None,
+    heat: int,
+    as_json: bool,
+) -> None:
+    """Watch CHANNEL live: its versions, compactions, replicas and cost so far, in the terminal or as a web page.
 
-    If the output is not a terminal, each change is printed as one line. Only documents and heartbeats are read. Ends with
-    Ctrl-C, --once or --timeout.
+    If the output is not a terminal, each change is printed as one line. Documents and heartbeats are read, for a page also
+    the headers of deltas. Nothing is written to the channel. Ends with Ctrl-C, --once or --timeout.
     """
+    if page or out is not None:
+        if once or as_json or timeout_s is not None:
+            raise click.UsageError("--once, --timeout and --json are for the terminal; --out FILE writes a page once.")
+        _show_page(reader, out, port, interval_s, last or 500, heat)
+        return
     from rich.console import Console
     from rich.live import Live
 
@@ -46,7 +74,7 @@ def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float
 
     if once:
         reader.channel()  # raises if there is none: the URL is probably wrong
-    observer = Observer(reader.store, last=last, trusted_keys=reader.trusted)
+    observer = Observer(reader.store, last=last or 100, trusted_keys=reader.trusted)
     lines = as_json or not sys.stdout.isatty()
     before: Snapshot | None = None
     moved_s = time.monotonic()
@@ -251,23 +279,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-@channel_command()
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file and exit.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8765, help="Port on 127.0.0.1; 0 for a free one.")
-@interval
-@click.option("--last", type=click.IntRange(min=1), metavar="N", default=500, help="Show the newest N versions.")
-@click.option(
-    "--heat",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=200,
-    help="Show the changes of each layer for the newest N versions.",
-)
-def dashboard(reader: ChannelReader, out: Path | None, port: int, interval_s: float, last: int, heat: int) -> None:
-    """Show CHANNEL as a web page: versions, payload, changed fraction by layer, replicas and their lag, cost.
-
-    Reads documents, heartbeats and the headers of deltas, and writes nothing to the channel. Ends with Ctrl-C.
-    """
+def _show_page(reader: ChannelReader, out: Path | None, port: int, interval_s: float, last: int, heat: int) -> None:
     from deltasync.dashboard import Observer, PageServer, page
 
     observer = Observer(reader.store, last=last, heat=heat, trusted_keys=reader.trusted)

@@ -43,7 +43,7 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> str:
     return url
 
 
-@pytest.mark.parametrize("command", ["", "serve", "follow", "watch", "dashboard", "log", "repair"])
+@pytest.mark.parametrize("command", ["", "serve", "follow", "watch", "log", "repair"])
 def test_every_command_has_help(command: str) -> None:
     done = run(*command.split(), "--help")
     assert done.returncode == 0

@@ -71,7 +71,7 @@ def look(document: Path, width: int = 900) -> dict[str, Any]:
 
 
 def export(url: str, out: Path, *arguments: str) -> Path:
-    command = [sys.executable, "-m", "deltasync", "dashboard", url, "--out", str(out), *arguments]
+    command = [sys.executable, "-m", "deltasync", "watch", url, "--out", str(out), *arguments]
     subprocess.run(command, check=True, timeout=PATIENCE_S, capture_output=True)
     return out
 
@@ -163,7 +163,7 @@ def test_few_versions_many_versions_and_none(channel: str, tmp_path: Path) -> No
 
 def test_the_served_page_follows_a_run(tmp_path: Path) -> None:
     url, log = f"file://{tmp_path}/channel", tmp_path / "log"
-    command = [sys.executable, "-m", "deltasync", "dashboard", url, "--port", "0", "--interval", "0.1"]
+    command = [sys.executable, "-m", "deltasync", "watch", url, "--page", "--port", "0", "--interval", "0.1"]
     with (
         Child("The dashboard", command, {**os.environ, "PYTHONUNBUFFERED": "1"}, log) as served,
         Publisher(url, retention=Retention(compact_every=3)) as publisher,

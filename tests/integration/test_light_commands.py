@@ -54,7 +54,7 @@ def test_a_command_that_reads_documents(channel: str, command: str) -> None:
 
 
 def test_a_page(channel: str, tmp_path: Path) -> None:
-    words = ["dashboard", channel, "--out", str(tmp_path / "page.html")]
+    words = ["watch", channel, "--out", str(tmp_path / "page.html")]
     done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "loaded:"

@@ -23,7 +23,7 @@ SHOW = {
     "follow": "{channel} --once",
     "follow of a server": "{server} --once",
     "watch": "{channel} --once",
-    "dashboard": "{channel} --out {folder}/page.html",
+    "watch as a page": "{channel} --out {folder}/page.html",
     "log": "{channel}",
     "log of a version": "{channel} latest",
     "doctor": "{channel}",
@@ -96,7 +96,7 @@ def test_progress(name: str, channel: str, server: str, tmp_path: Path, monkeypa
     monkeypatch.setenv("TERM", "xterm")
     said = []
     words_of, name = SHOW[name], name.split()[0]
-    json_too = any(option.name == "as_json" for option in COMMANDS[name].params)
+    json_too = "page" not in words_of and any(option.name == "as_json" for option in COMMANDS[name].params)
     for way, stderr in enumerate([Terminal(), io.StringIO(), *([Terminal()] if json_too else [])]):
         monkeypatch.setattr(sys, "stderr", stderr)
         words = words_of.format(channel=channel, server=server, folder=tmp_path / str(way)).split()

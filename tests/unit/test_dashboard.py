@@ -1,4 +1,4 @@
-"""What `watch` and `dashboard` see of a channel, and what they read for it."""
+"""What `watch` and its page see of a channel, and what they read for it."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
     "log of another directory": (["log", "{tmp}"], 5, "holds no channel"),
     "watch of a directory that is not there": (["watch", "{tmp}/no", "--once"], 5, "/no holds no channel yet."),
     "dashboard of a directory that is not there": (
-        ["dashboard", "{tmp}/no", "--out", "{tmp}/page.html"],
+        ["watch", "{tmp}/no", "--out", "{tmp}/page.html"],
         5,
         "/no holds no channel yet.",
     ),
@@ -313,7 +313,6 @@ def test_a_server_that_training_generates_on(memory_url: str, name: str, monkeyp
 
 HANGING: dict[str, list[str]] = {
     "watch": ["--once"],
-    "dashboard": ["--out", "{tmp}/page.html"],
     "log": [],
     "check": [],
     "repair": [],

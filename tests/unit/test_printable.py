@@ -50,7 +50,7 @@ COMMANDS = (
     ["check", "CHANNEL", "--json"],
     ["follow", "CHANNEL", "--once"],
     ["follow", "CHANNEL", "--once", "--json"],
-    ["dashboard", "CHANNEL", "--out", "PAGE"],
+    ["watch", "CHANNEL", "--out", "PAGE"],
     ["doctor", "CHANNEL"],
     ["doctor", "CHANNEL", "--json"],
     ["repair", "CHANNEL"],

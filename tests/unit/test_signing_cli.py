@@ -35,7 +35,6 @@ def test_every_command_that_reads_a_channel_takes_keys(tmp_path: Path, keys: Pat
         "check": [url],
         "log": [url],
         "watch": [url, "--once"],
-        "dashboard": [url, "--out", f"{tmp_path}/page.html"],
         "export": [url, "2", f"{tmp_path}/export"],
         "relay": [url, f"file://{tmp_path}/copy", "--once"],
         "gc": [url, "--keep-last", "5", "--dry-run"],
