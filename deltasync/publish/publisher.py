@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,7 +36,6 @@ from deltasync.publish.resume import FirstStream, Given, Start, open_first, prov
 from deltasync.publish.shadow import Shadow
 from deltasync.publish.stream import Stream
 from deltasync.publish.upload import Uploader
-from deltasync.ranks.digests import Digests
 from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store
 from deltasync.tensors import Fingerprints, TensorSpec
@@ -121,7 +121,7 @@ class Publisher:
         self._specs: Mapping[str, TensorSpec] = {} if start.channel is None else start.channel.specs
         self._shadow: Shadow | None = None
         self._held: Sequence[Mapping[str, Range]] = []
-        self._digests = Digests(self._peers, [])
+        self._agreed: Fingerprints | None = None  # of the whole tensors, as the shadows of all ranks have them
         self._last: Receipt | None = None
         self._joined: Job | None = None  # the waiting job that a publish joins
         # Whether a publish was interrupted; whether the shadow may have any bits; whether the next version has full weights.
@@ -343,7 +343,7 @@ class Publisher:
         if begun.steps is not None:
             self._uploader.resume(begun.steps)
         self._channel, self._specs, self._held, self._shadow = begun.channel, begun.channel.specs, begun.held, begun.shadow
-        self._digests, self._is_new = Digests(self._peers, begun.held), begun.steps is None
+        self._agreed, self._is_new = None, begun.steps is None
         return begun.difference, begun.reference
 
     def _compare(self, named_tensors: Stream) -> Difference:
@@ -370,11 +370,9 @@ class Publisher:
         elif waiting is not None and not full:
             pieces = [*waiting.pieces, *pieces]
         fingerprints: Fingerprints | None = None
-        changed, model = sum(delta.changed for delta in pieces), None
+        changed = sum(delta.changed for delta in pieces)
         if self._peers.size > 1:
-            shares, everything = dict(shadow.fingerprints.with_gains(found.gains)), full or collects or reference is not None
-            changed, agreed, model = self._digests.agree(changed, shares, everything=everything)
-            fingerprints = Fingerprints.by_name(shadow.layout, agreed)
+            changed, fingerprints = self._agree(changed, found)
         elif not full or reference is not None:  # else the uploader computes them, so that the trainer does not wait
             fingerprints = shadow.fingerprints.with_gains(found.gains)
         if found.pieces and reference is None:
@@ -397,13 +395,32 @@ class Publisher:
         if collects:
             assert fingerprints is not None
             weights = collect_weights(self._peers, shadow, self._specs, self._held, fingerprints)
-        made = job(full=full, weights=weights, collected=collects, fingerprints=fingerprints, model=model)
+        made = job(full=full, weights=weights, collected=collects, fingerprints=fingerprints)
         if not full:
             made.changed, made.pieces = changed, pieces
         if waiting is not None:  # the new job answers its receipts too
             waiting.drop_weights()
             made.encoded, made.uploaded, made.coalesced = waiting.encoded, waiting.uploaded, waiting.coalesced + 1
         return [*jobs, made]
+
+    def _agree(self, changed: int, found: Difference) -> tuple[int, Fingerprints]:
+        """Return the sum over all ranks of a number, and the fingerprints of the whole tensors after a difference.
+
+        The first time the ranks exchange their shares; later what these gain, which costs a bit for a tensor that gains
+        nothing.
+        """
+        shadow, before = self._shadow, self._agreed
+        assert shadow is not None
+        layout = shadow.layout
+        zeros = Fingerprints(layout, {w: np.zeros(len(vector.specs), np.uint64) for w, vector in layout.vectors.items()})
+        shares = shadow.fingerprints.with_gains(found.gains)
+        added = shares if before is None else zeros.with_gains(found.gains)
+        changed, new, *sums = self._peers.agree(None, changed, before is None, *added.values())
+        if new and new != self._peers.size:  # a rank has lost count
+            before, sums = None, self._peers.agree(None, *shares.values())
+        gains = Fingerprints.by_name(layout, dict(zip(layout.specs, sums, strict=True)))
+        self._agreed = (zeros if before is None else before).with_gains(gains.of)
+        return changed, self._agreed
 
     def _recover(self) -> None:
         """Clean up after a failed or interrupted publish.
@@ -416,7 +433,7 @@ class Publisher:
         if self._is_torn or self._peers.rank:
             self._uploader.drop(self._joined)  # which would be encoded from other bits than its own
         if self._is_torn:
-            self._starts_over = True
+            self._starts_over, self._agreed = True, None
         if self._is_new or (self._is_torn and self._peers.size == 1):
             self._shadow = None
         self._joined, self._is_torn, self._is_new = None, False, False

@@ -126,8 +126,7 @@ class Uploader:
         with self._lock:
             self._waiting = [*(job for job in self._waiting if job is not self._joined), *jobs]
             self._is_paused, self._joined = False, None
-        for _ in jobs:
-            self._worker.submit(self._run)
+        self._worker.submit(self._run)
 
     def warm_up(self) -> None:
         """Open connections again that have been idle, so that no record waits for that."""
@@ -179,6 +178,11 @@ class Uploader:
             )
 
     def _run(self) -> None:
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run the next job, if it may begin; return whether another one may follow at once."""
         try:
             self._log.settle()  # while the job waits and may still be joined
             problem: Exception | None = None
@@ -186,7 +190,7 @@ class Uploader:
             problem = error
         with self._lock:
             if self._is_paused or not self._waiting:
-                return
+                return False
             job = self._running = self._waiting.pop(0)
         started = time.perf_counter()
         try:
@@ -198,8 +202,8 @@ class Uploader:
         except Exception as error:  # noqa: BLE001 - likewise
             if isinstance(problem, PublishPendingError) and self._signals is None:
                 self._keep(job, problem)
-            else:
-                self._fail(job, error)
+                return False
+            self._fail(job, error)
         else:
             logger.info(
                 "published version=%d kind=%s digest=%.12s upload_s=%.3f",
@@ -207,6 +211,7 @@ class Uploader:
             )
             self._end(job, None, stored.sha256)
             self.compactor.published(job.version)
+        return True
 
     def _end(self, job: Job, error: Exception | None, digest: str = "") -> None:
         self._used_s = time.monotonic()
