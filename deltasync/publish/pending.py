@@ -33,7 +33,7 @@ def host_delta(layout: Layout, pieces: Sequence[Delta | DeviceDelta]) -> Delta:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Job:
+class Pending:
     """A version to encode and upload.
 
     Attributes:
@@ -244,7 +244,7 @@ class Receipt:
         return self
 
     @classmethod
-    def of(cls, job: Job, held_s: float) -> Self:
+    def of(cls, job: Pending, held_s: float) -> Self:
         """Return the receipt of a job."""
         total = job.shadow.layout.element_count
         return cls(
