@@ -67,23 +67,25 @@ class Home:
 
 
 class Workers:
-    """Up to `count` threads that run actions in order, and end when there are none.
+    """Up to `count` threads that run actions in order, and end when there have been none for `idle_s`.
 
     They are daemons. Unlike those of `concurrent.futures` they take actions while the interpreter exits, and the process can
     end while a store hangs. An interrupt of `submit` leaves the action out, or run by the next call of `submit` or `start`.
     """
 
-    def __init__(self, count: int, name: Name) -> None:
-        self._count, self._name = count, name
+    def __init__(self, count: int, name: Name, idle_s: float = 0.0) -> None:
+        self._count, self._name, self._idle_s = count, name, idle_s
         self._actions: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads: set[threading.Thread] = set()
+        self._idle: set[threading.Thread] = set()
         self.lock = threading.RLock()
+        self._added = threading.Condition(self.lock)
 
     @property
     def busy(self) -> bool:
         """Whether an action runs or waits."""
         with self.lock:
-            return bool(self._actions) or any(thread.is_alive() for thread in self._threads)
+            return bool(self._actions) or any(thread.is_alive() for thread in self._threads - self._idle)
 
     def submit(self, action: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
         """Run `action` after those that were submitted before; its result or exception is in the future."""
@@ -100,7 +102,10 @@ class Workers:
         """
         with self.lock:
             self._threads = {thread for thread in self._threads if thread.is_alive()}
-            if not self._actions or len(self._threads) >= self._count:
+            self._idle &= self._threads
+            if self._idle:
+                self._added.notify()
+            if len(self._actions) <= len(self._idle) or len(self._threads) >= self._count:
                 return
             thread = daemon(self._name, self._work)
             self._threads.add(thread)
@@ -123,13 +128,17 @@ class Workers:
         while self.busy:
             self.start()
             with self.lock:
-                threads = [thread for thread in self._threads if thread.is_alive()]
+                threads = [thread for thread in self._threads - self._idle if thread.is_alive()]
             for thread in threads:
                 thread.join()
 
     def _work(self) -> None:
         while True:
             with self.lock:
+                if self._idle_s and not self._actions:
+                    self._idle.add(threading.current_thread())
+                    self._added.wait_for(lambda: self._actions, self._idle_s)
+                    self._idle.discard(threading.current_thread())
                 if not self._actions:
                     self._threads.discard(threading.current_thread())
                     return

@@ -31,7 +31,7 @@ from deltasync.following.shard import handed
 from deltasync.following.shards import commit_of
 from deltasync.stores.cache import CachedStore
 from vllm_plugin import logger
-from vllm_plugin.workers import Client, Workers
+from vllm_plugin.workers import Client, WorkerShards
 
 _SURE_S = 10.0  # between calls of idle workers: with several, vLLM keeps a core of each busy for a second after a call
 
@@ -93,7 +93,7 @@ class EngineTarget:
     def __init__(self, client: Client, reader: ChannelReader, settings: ReplicaSettings, metrics: Metrics) -> None:
         self.version: VersionId | None = None
         self.live = LiveVersions()
-        self.client, self.workers = client, Workers(client, reader)
+        self.client, self.workers = client, WorkerShards(client, reader)
         self._reader, self._settings, self._metrics = reader, settings, metrics
         self._is_committing = False
         self._is_asleep = False

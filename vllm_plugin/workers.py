@@ -94,7 +94,7 @@ class Client:
         """Give up the call that is under way."""
 
 
-class Workers(Shards):
+class WorkerShards(Shards):
     """The workers behind one client.
 
     Attributes:

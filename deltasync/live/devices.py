@@ -231,7 +231,7 @@ def device_of(live: torch.Tensor) -> Device | None:
 @functools.cache
 def copiers() -> Workers:
     """Return the threads that copy host memory."""
-    return Workers(_COPIERS, "copy")
+    return Workers(_COPIERS, "copy", idle_s=10.0)  # a thread starts in the time that a piece takes to be copied
 
 
 def each(actions: list[Callable[[], None]]) -> None:

@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deltasync.publish.job import Receipt
+    from deltasync.publish.pending import Receipt
     from deltasync.publish.publisher import Publisher
 
-_HOME = {"Publisher": "publisher", "Receipt": "job"}
+_HOME = {"Publisher": "publisher", "Receipt": "pending"}
 
 __all__ = ["Publisher", "Receipt", "ownership", "shards", "stream"]
 

@@ -35,8 +35,8 @@ from deltasync.publish.budget import Budget
 from deltasync.publish.collect import Weights
 from deltasync.publish.encode import Versions, encode, prove
 from deltasync.publish.host_shadow import HostShadow
-from deltasync.publish.job import Job
 from deltasync.publish.log import Log
+from deltasync.publish.pending import Pending
 from deltasync.ranks.peers import Range, Signals
 from deltasync.stores.retries import retried
 from deltasync.tensors import Delta, Layout
@@ -90,7 +90,7 @@ class Steps:
         self._marked: tuple[int, list[Delta]] | None = None  # a version whose full weights are being stored, and steps since
 
     @classmethod
-    def of(cls, job: Job) -> Self:
+    def of(cls, job: Pending) -> Self:
         """Return no steps yet, from the full weights of a job."""
         return cls(job.shadow.layout, job.shadow.ranges, job.version)
 
@@ -291,7 +291,7 @@ class Compactor:
         """Make compactions of these steps, which lead to the newest version."""
         self.steps = None if self.retention.compact_every == 0 else steps
 
-    def stored(self, stored: StoredRecord, job: Job) -> None:
+    def stored(self, stored: StoredRecord, job: Pending) -> None:
         """Note the next version, of a job: full weights, or a delta."""
         if job.full:
             self.begin(stored)
@@ -364,7 +364,7 @@ class Compactor:
             self.steps.mark(stored.record.version)
         self._workers.submit(self._announce, stored, weights, self._bytes, paid)
 
-    def compact(self, stored: StoredRecord, folder: str, job: Job) -> None:
+    def compact(self, stored: StoredRecord, folder: str, job: Pending) -> None:
         """Store a compaction from the base to the newest version, which a job made, with parts in a folder.
 
         Returns at once.
@@ -413,7 +413,7 @@ class Compactor:
             self.lost = False
         self.storing = False
 
-    def _compact(self, stored: StoredRecord, folder: str, job: Job, steps: Steps, frozen: Steps) -> None:
+    def _compact(self, stored: StoredRecord, folder: str, job: Pending, steps: Steps, frozen: Steps) -> None:
         compacted: StoredRecord | None = None
 
         def store() -> None:
@@ -432,7 +432,7 @@ class Compactor:
                 self._factor = size / self._estimated
         self.storing = False
 
-    def _store_compaction(self, stored: StoredRecord, folder: str, job: Job, steps: Steps) -> StoredRecord:
+    def _store_compaction(self, stored: StoredRecord, folder: str, job: Pending, steps: Steps) -> StoredRecord:
         """Store the parts of all ranks; then the compaction."""
         log, signals, base = self._log, self._signals, self.base
         assert base is not None and job.fingerprints is not None

@@ -16,7 +16,7 @@ from deltasync.channel.documents import Delta, File, Record, VersionId
 from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded, NewBits, RangeBits
 from deltasync.errors import CorruptDataError, get_logger
-from deltasync.publish.job import Job
+from deltasync.publish.pending import Pending
 from deltasync.tensors import Delta as Changes
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class GroupEncoder:
         self.codec_name = codec_name
         self._device: DeviceCoder | None = None
 
-    def encode(self, job: Job, put: Callable[[int, bytes], Future[File]], *, inline: bool = True) -> Payloads:
+    def encode(self, job: Pending, put: Callable[[int, bytes], Future[File]], *, inline: bool = True) -> Payloads:
         """Encode and prove a delta, while its parts are stored.
 
         The job's shadow must not change meanwhile. `put` begins to store a part, by its number from 1 on. With `inline` the
@@ -74,7 +74,7 @@ class GroupEncoder:
             self._prove_on_device(job, stored)
         return Payloads(files, in_record, sum(map(len, stored)))
 
-    def _payloads(self, job: Job) -> tuple[int, Iterator[tuple[Encoded, Callable[[bytes], None] | None]]]:
+    def _payloads(self, job: Pending) -> tuple[int, Iterator[tuple[Encoded, Callable[[bytes], None] | None]]]:
         """Return how many payloads a job has, and each with what proves it, None if that is done for all at once."""
         delta = job.on_device
         if delta is None or self.codec_name == "raw":
@@ -92,7 +92,7 @@ class GroupEncoder:
         pieces = self._device.pieces(delta, GROUP_CHANGED)
         return len(pieces), ((encoded, None) for encoded in self._on_device(job, delta, pieces))
 
-    def _on_device(self, job: Job, delta: DeviceDelta, pieces: Sequence[Piece]) -> Iterator[Encoded]:
+    def _on_device(self, job: Pending, delta: DeviceDelta, pieces: Sequence[Piece]) -> Iterator[Encoded]:
         import torch
 
         assert self._device is not None and job.fingerprints is not None
@@ -106,7 +106,7 @@ class GroupEncoder:
             for group in itertools.islice(job.delta.split(GROUP_CHANGED), done, None):
                 yield encode(self.codec_name, group, Versions.of(job))
 
-    def _prove_on_device(self, job: Job, stored: Sequence[bytes]) -> None:
+    def _prove_on_device(self, job: Pending, stored: Sequence[bytes]) -> None:
         import torch
 
         assert self._device is not None and job.on_device is not None and job.fingerprints is not None
@@ -134,7 +134,7 @@ class Versions(NamedTuple):
     fingerprints: Mapping[str, int]
 
     @classmethod
-    def of(cls, job: Job) -> Self:
+    def of(cls, job: Pending) -> Self:
         """Return the version of a job and the one before, while the job's shadow has its bits."""
         shadow = job.shadow
         assert job.fingerprints is not None

@@ -300,11 +300,11 @@ class Log:
         assert stored.data is not None
         files_bytes = sum(file.bytes for file in stored.record.payload_files)
         for what, size, most in (
-            (key, len(stored.data), self._bounds.most_bytes(key)),
-            (f"What {key} names", files_bytes, self._bounds.most_payload_bytes),
+            (f"{key} has", len(stored.data), self._bounds.most_bytes(key)),
+            (f"Files named by {key} total", files_bytes, self._bounds.most_payload_bytes),
         ):
             if size > most:
-                raise ConfigError(f"{what} has {size:,} bytes, more than the {most:,} that the channel's tensors take.")
+                raise ConfigError(f"{what} {size:,} bytes; this channel allows {most:,}.")
         found = record.decode_document(stored.data, stored.size, key, self._reader.trusted)
         return dataclasses.replace(stored, record=found)
 
@@ -383,7 +383,9 @@ class Log:
             began_s = self._read_epochs()
         age_s = boot_s() - began_s
         if not 0 <= age_s <= self._lease.recheck_s:
-            raise TransientStoreError(f"A look at the epochs took {age_s:.1f} s and is too old, so nothing was sent.")
+            raise TransientStoreError(
+                f"The lease check took {age_s:.1f} s (limit {self._lease.recheck_s:g} s); nothing was sent."
+            )
         return began_s
 
     def _is_there(self, version: VersionId) -> bool:

@@ -208,7 +208,7 @@ _ALONE_CURE = (
 
 
 def _alone(stream: Stream) -> Stream:
-    """Return the stream of a process that publishes by itself; one of several that train holds everything whole, or raises.
+    """Return the stream of a process that publishes alone. Check that it holds every tensor whole.
 
     Raises:
         ConfigError: at once, or when it is read: a tensor is gathered for a moment only, or other processes hold other ones.

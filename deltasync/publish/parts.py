@@ -16,7 +16,7 @@ from deltasync.errors import ChainError, PublishError, PublishLostError, Publish
 from deltasync.publish import writes
 from deltasync.publish.compact import Parts, Steps, store_parts
 from deltasync.publish.encode import GroupEncoder
-from deltasync.publish.job import Job
+from deltasync.publish.pending import Pending
 from deltasync.publish.upload import PUTS
 from deltasync.ranks.peers import Signals, attempt
 from deltasync.stores import Store
@@ -25,15 +25,15 @@ from deltasync.threads import Workers, daemon
 logger = get_logger(__name__)
 
 
-class PartUploader:
-    """As `Uploader`, for this rank's parts of versions and compactions."""
+class PartQueue:
+    """As `UploadQueue`, for this rank's parts of versions and compactions."""
 
     def __init__(self, store: Store, settings: PublisherSettings, signals: Signals, *, compacts: bool) -> None:
         self._store, self._compacts = store, compacts
         self.settings = settings
         self._signals = signals
         self._encoder = GroupEncoder(settings.codec)
-        self._pending: dict[int, Job] = {}
+        self._pending: dict[int, Pending] = {}
         self._changed = threading.Condition()
         self._closing = False
         self._puts = Workers(PUTS, "upload")
@@ -51,21 +51,21 @@ class PartUploader:
 
     warm_up = unpause = let_go = pause
 
-    def base(self, *, joins: bool = True) -> tuple[int, bool, Job | None]:
+    def base(self, *, joins: bool = True) -> tuple[int, bool, Pending | None]:
         """Return the newest job, which the first rank joins, with its number and whether it has full weights."""
         with self._changed:
             job = self._pending.popitem()[1]
         return job.version, job.full, job
 
     def wait_released(self) -> None:
-        """As `Uploader.wait_released`; raises PublishError if the first rank is lost."""
+        """As `UploadQueue.wait_released`; raises PublishError if the first rank is lost."""
         with self._changed:
             jobs = list(self._pending.values())
         for job in jobs:
             self._signals.wait_for(job.released)
 
-    def drop(self, job: Job | None) -> None:
-        """As `Uploader.drop`."""
+    def drop(self, job: Pending | None) -> None:
+        """As `UploadQueue.drop`."""
         if job is not None:
             job.fail(PublishLostError(f"Version {job.version} was lost: the next one could not join it."))
 
@@ -73,7 +73,7 @@ class PartUploader:
         """Note the steps that lead to the newest version; the first rank decides what the next version builds on."""
         self._steps = steps
 
-    def submit(self, *jobs: Job) -> None:
+    def submit(self, *jobs: Pending) -> None:
         """Upload this rank's parts of jobs when the first rank begins them."""
         for job in jobs:
             if job.full:
@@ -139,7 +139,7 @@ class PartUploader:
             job.fail(error_of(kind, message, PublishError))
         self._signals.seen(serial)
 
-    def _stored(self, job: Job, base: int | None, folder: str) -> None:
+    def _stored(self, job: Pending, base: int | None, folder: str) -> None:
         """Note a version that is visible, and compact the steps from a base to it."""
         if not self._compacts:
             return
@@ -155,7 +155,7 @@ class PartUploader:
         if base is not None:
             self._compactions.submit(self._compact, job, base, folder, steps, steps.frozen())
 
-    def _compact(self, job: Job, base: int, folder: str, steps: Steps, frozen: Steps) -> None:
+    def _compact(self, job: Pending, base: int, folder: str, steps: Steps, frozen: Steps) -> None:
         def put(name: str, data: bytes) -> File:
             return writes.put_file(self._store, self.settings, f"{folder}/{name}", data)
 
@@ -169,7 +169,7 @@ class PartUploader:
         steps.thaw()
         self._signals.answer_compaction(job.serial, parts, problem)
 
-    def _submitted(self, serial: int) -> Job:
+    def _submitted(self, serial: int) -> Pending:
         """Wait for a job, which the first rank may have submitted earlier than this one."""
         with self._changed:
             self._changed.wait_for(lambda: serial in self._pending or self._closing)

@@ -12,33 +12,33 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from deltasync.channel.documents import Reference, TokenLag
+from deltasync.channel.documents import TokenLag
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
-from deltasync.config import PublisherOptions, Retention, token_ages, whole_number
+from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
 from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.collect import collect_weights
 from deltasync.publish.compact import Compactor
 from deltasync.publish.detect import Difference
-from deltasync.publish.job import Job, Losses, Receipt, host_delta
 from deltasync.publish.log import Log
 from deltasync.publish.ownership import Ownership
-from deltasync.publish.parts import PartUploader
-from deltasync.publish.resume import FirstStream, Given, Start, open_first, prove_writes
+from deltasync.publish.parts import PartQueue
+from deltasync.publish.pending import Losses, Pending, Receipt, host_delta
 from deltasync.publish.shadow import Shadow
+from deltasync.publish.start import ChannelState, Start, check_arguments, open_first, prove_writes, warn_of_growth
 from deltasync.publish.stream import Stream
-from deltasync.publish.upload import Uploader
-from deltasync.ranks.digests import Digests
-from deltasync.ranks.peers import Peers, Range, attempt
+from deltasync.publish.upload import UploadQueue
+from deltasync.ranks.peers import Peers, attempt
 from deltasync.stores import Store
-from deltasync.tensors import Fingerprints, TensorSpec
+from deltasync.tensors import Fingerprints
 from deltasync.tensors.delta import merge
 from deltasync.threads import Home, let_go
 
@@ -94,65 +94,71 @@ class Publisher:
         **options: Unpack[PublisherOptions],
     ) -> None:
         self._home = Home("publisher")
-        given, problem = attempt(lambda: Given.of(channel, model_files, retention, options))
+        given, problem = attempt(lambda: check_arguments(channel, model_files, retention, options))
         if group is None and problem is not None:
             raise problem
-        self._peers = Peers(group, _UNKNOWN_TIMEOUT_S if given is None else given.settings.peer_timeout_s)
+        self._peers = Peers(group, _UNKNOWN_TIMEOUT_S if given is None else given[0].peer_timeout_s)
         try:
             self._peers.agree(problem)  # so that all ranks know at once what fails at one
             assert given is not None
-            self.store = given.store
-            self._begin_run(given, initial, resume, alone=group is None)
+            settings, chosen, self.store, files = given
+            if retention is None and self._peers.rank == 0:
+                warn_of_growth(self.store, chosen)
+            self._begin_run(settings, chosen, files, initial, resume, alone=group is None)
         except BaseException:
             self._peers.close("could not open its publisher")
             raise
         self._peers.leave()
 
-    def _begin_run(self, given: Given, initial: str | Path | None, resume: bool, *, alone: bool) -> None:
-        def begin() -> tuple[Start, str]:
-            start, self._log = open_first(self.store, given.settings, resume, given.files)
-            return start, uuid.uuid4().hex
+    def _begin_run(
+        self,
+        given: PublisherSettings,
+        retention: Retention,
+        files: Mapping[str, bytes],
+        initial: str | Path | None,
+        resume: bool,
+        *,
+        alone: bool,
+    ) -> None:
+        def begin() -> tuple[ChannelState, str]:
+            state, self._log = open_first(self.store, given, resume, files)
+            return state, uuid.uuid4().hex
 
-        start, token = self._peers.first(begin, tuple[Start, str])
-        prove_writes(self._peers, self.store, given.settings, token)
-        reader = ChannelReader(self.store, None if start.trusted is None else Trusted(start.trusted))
-        self.settings = start.settings
-        self._run_id, self._version, self._channel = start.run_id, start.number, start.channel
-        self._specs: Mapping[str, TensorSpec] = {} if start.channel is None else start.channel.specs
+        state, token = self._peers.first(begin, tuple[ChannelState, str])
+        prove_writes(self._peers, self.store, given, token)
+        reader = ChannelReader(self.store, None if state.trusted is None else Trusted(state.trusted))
+        self.settings = state.settings
+        self._run_id, self._version = state.run_id, state.number
         self._shadow: Shadow | None = None
-        self._held: Sequence[Mapping[str, Range]] = []
-        self._digests = Digests(self._peers, [])
+        self._agreed: Fingerprints | None = None  # of the whole tensors, as the shadows of all ranks have them
         self._last: Receipt | None = None
-        self._joined: Job | None = None  # the waiting job that a publish joins
+        self._joined: Pending | None = None  # the waiting job that a publish joins
         # Whether a publish was interrupted; whether the shadow may have any bits; whether the next version has full weights.
         self._is_interrupted = self._is_torn = self._starts_over = False
         self._is_new = False  # whether the shadow has the bits of a first stream, and no version has them yet
         self._serial, self._closed = 0, False
         self._losses = Losses()
         self._owned = Ownership(self._peers)
-        self._first = FirstStream(self._peers, self._owned, reader, start, initial)
-        self._uploader: Uploader | PartUploader
+        self._start = Start(self._peers, self._owned, reader, state, initial)
+        self._uploader: UploadQueue | PartQueue
         if self._log is not None:
-            given.warn_of_growth()
             compactor = Compactor(
-                *(reader, self._log, given.retention, given.files, start.chain),
-                *(start.settings.anchor_every, self._peers.signals if self._peers.size > 1 else None),
+                *(reader, self._log, retention, files, state.chain),
+                *(self.settings.anchor_every, self._peers.signals if self._peers.size > 1 else None),
             )
-            self._uploader = Uploader(self._log, compactor, start.settings, self._peers.signals)
+            self._uploader = UploadQueue(self._log, compactor, self.settings, self._peers.signals)
         else:
-            self._uploader = PartUploader(
-                self.store, start.settings, self._peers.signals, compacts=given.retention.compact_every != 0
-            )
-        if start.channel is not None and alone:
-            resumed = self._first.resumed({name: (0, spec.element_count) for name, spec in self._specs.items()})
-            if resumed is not None:
-                self._shadow, steps = resumed
-                self._uploader.resume(steps)
+            self._uploader = PartQueue(self.store, self.settings, self._peers.signals, compacts=retention.compact_every != 0)
+        if state.channel is not None and alone:
+            specs = state.channel.specs
+            self._shadow = self._start.resumed({name: (0, spec.element_count) for name, spec in specs.items()})
+            if self._start.steps is not None:
+                self._uploader.resume(self._start.steps)
 
     @property
     def run_id(self) -> str | None:
         """The run that the channel holds; None before the first publish to a new channel."""
-        return None if self._channel is None else self._run_id
+        return None if self._start.channel is None else self._run_id
 
     @property
     def version(self) -> int:
@@ -234,11 +240,10 @@ class Publisher:
         before_s, peers, uploader = time.perf_counter(), self._peers, self._uploader
         uploader.pause()
         found: Difference | None = None
-        reference: Reference | None = None
         with torch.no_grad():
-            if self._shadow is None or (peers.size == 1 and self._first.initial is not None and uploader.is_first):
+            if self._shadow is None or (peers.size == 1 and self._start.initial is not None and uploader.is_first):
                 peers.agree(problem)
-                found, reference = self._begin(named_tensors)
+                found = self._begin(named_tensors)
             elif problem is None:
                 found, problem = attempt(lambda: self._compare(named_tensors))
         # The first rank decides: it knows what became of the versions before.
@@ -248,7 +253,7 @@ class Publisher:
         assert self._shadow is not None and found is not None
         if peers.rank and joins:
             self._joined = uploader.base()[2]
-        jobs = self._jobs(version, found, reference, full=full, collects=collects)
+        jobs = self._jobs(version, found, full=full, collects=collects)
         if if_changed and self._last is not None and not joins and not full and not jobs[-1].changed:
             jobs[-1].drop_weights()
             uploader.unpause()
@@ -328,32 +333,29 @@ class Publisher:
         for it or for an anchor beside it, and whether it joins a waiting job.
         """
         uploader = self._uploader
-        assert isinstance(uploader, Uploader)
+        assert isinstance(uploader, UploadQueue)
         self._losses.check()
         number, full, self._joined = uploader.base(joins=not self._starts_over)
         full = full or self._starts_over
         collects = self._peers.size > 1 and (full or uploader.compactor.is_due(number))
         return number, full, collects, self._joined is not None
 
-    def _begin(self, named_tensors: Stream) -> tuple[Difference, Reference | None]:
-        """Take the first stream. Return how it differs from the version before, and the reference that this is, if any."""
-        may_refer = self._shadow is not None or self._version == 0
+    def _begin(self, named_tensors: Stream) -> Difference:
+        """Compare the first stream with the version before, or with the reference that this is."""
+        start, may_refer = self._start, self._shadow is not None or self._version == 0
         self._shadow = None
-        begun = self._first.compare(named_tensors, self._channel, self.settings.dtype, may_refer=may_refer)
-        if begun.steps is not None:
-            self._uploader.resume(begun.steps)
-        self._channel, self._specs, self._held, self._shadow = begun.channel, begun.channel.specs, begun.held, begun.shadow
-        self._digests, self._is_new = Digests(self._peers, begun.held), begun.steps is None
-        return begun.difference, begun.reference
+        found = start.compare(named_tensors, self.settings.dtype, may_refer=may_refer)
+        if start.steps is not None:
+            self._uploader.resume(start.steps)
+        self._shadow, self._agreed, self._is_new = start.shadow, None, start.steps is None
+        return found
 
     def _compare(self, named_tensors: Stream) -> Difference:
         assert self._shadow is not None
         self._uploader.warm_up()
         return self._shadow.compare(self._owned.later(named_tensors), self.settings.dtype, self._peers.rank)
 
-    def _jobs(
-        self, version: int, found: Difference, reference: Reference | None, *, full: bool, collects: bool
-    ) -> list[Job]:
+    def _jobs(self, version: int, found: Difference, *, full: bool, collects: bool) -> list[Pending]:
         """Agree with all ranks on the fingerprints, and apply the difference.
 
         Return the version's job, and before it that of the reference that it builds on.
@@ -362,7 +364,8 @@ class Publisher:
             PublishError: a rank is lost.
             OSError: the disk is full, with the full weights of a sharded trainer.
         """
-        shadow, waiting, channel = self._shadow, self._joined, self._channel
+        shadow, waiting, channel = self._shadow, self._joined, self._start.channel
+        reference, self._start.reference = self._start.reference, None
         assert shadow is not None and channel is not None
         pieces = found.pieces
         if waiting is not None and not full and waiting.changed_here and pieces:
@@ -370,22 +373,20 @@ class Publisher:
         elif waiting is not None and not full:
             pieces = [*waiting.pieces, *pieces]
         fingerprints: Fingerprints | None = None
-        changed, model = sum(delta.changed for delta in pieces), None
+        changed = sum(delta.changed for delta in pieces)
         if self._peers.size > 1:
-            shares, everything = dict(shadow.fingerprints.with_gains(found.gains)), full or collects or reference is not None
-            changed, agreed, model = self._digests.agree(changed, shares, everything=everything)
-            fingerprints = Fingerprints.by_name(shadow.layout, agreed)
+            changed, fingerprints = self._agree(changed, found)
         elif not full or reference is not None:  # else the uploader computes them, so that the trainer does not wait
             fingerprints = shadow.fingerprints.with_gains(found.gains)
         if found.pieces and reference is None:
             self._uploader.wait_released()
             self._is_torn = True
             shadow.apply(found)  # before weights are collected, which are the new ones
-        jobs: list[Job] = []
+        jobs: list[Pending] = []
 
-        def job(**fields: Any) -> Job:
+        def job(**fields: Any) -> Pending:
             self._serial += 1
-            return Job(serial=self._serial, version=version, channel=channel, shadow=shadow, **fields)
+            return Pending(serial=self._serial, version=version, channel=channel, shadow=shadow, **fields)
 
         if reference is not None:
             known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
@@ -396,14 +397,33 @@ class Publisher:
         weights = None
         if collects:
             assert fingerprints is not None
-            weights = collect_weights(self._peers, shadow, self._specs, self._held, fingerprints)
-        made = job(full=full, weights=weights, collected=collects, fingerprints=fingerprints, model=model)
+            weights = collect_weights(self._peers, shadow, channel.specs, self._start.held, fingerprints)
+        made = job(full=full, weights=weights, collected=collects, fingerprints=fingerprints)
         if not full:
             made.changed, made.pieces = changed, pieces
         if waiting is not None:  # the new job answers its receipts too
             waiting.drop_weights()
             made.encoded, made.uploaded, made.coalesced = waiting.encoded, waiting.uploaded, waiting.coalesced + 1
         return [*jobs, made]
+
+    def _agree(self, changed: int, found: Difference) -> tuple[int, Fingerprints]:
+        """Return the sum over all ranks of a number, and the fingerprints of the whole tensors after a difference.
+
+        The first time the ranks exchange their shares; later what these gain, which costs a bit for a tensor that gains
+        nothing.
+        """
+        shadow, before = self._shadow, self._agreed
+        assert shadow is not None
+        layout = shadow.layout
+        zeros = Fingerprints(layout, {w: np.zeros(len(vector.specs), np.uint64) for w, vector in layout.vectors.items()})
+        shares = shadow.fingerprints.with_gains(found.gains)
+        added = shares if before is None else zeros.with_gains(found.gains)
+        changed, new, *sums = self._peers.agree(None, changed, before is None, *added.values())
+        if new and new != self._peers.size:  # a rank has lost count
+            before, sums = None, self._peers.agree(None, *shares.values())
+        gains = Fingerprints.by_name(layout, dict(zip(layout.specs, sums, strict=True)))
+        self._agreed = (zeros if before is None else before).with_gains(gains.of)
+        return changed, self._agreed
 
     def _recover(self) -> None:
         """Clean up after a failed or interrupted publish.
@@ -416,7 +436,7 @@ class Publisher:
         if self._is_torn or self._peers.rank:
             self._uploader.drop(self._joined)  # which would be encoded from other bits than its own
         if self._is_torn:
-            self._starts_over = True
+            self._starts_over, self._agreed = True, None
         if self._is_new or (self._is_torn and self._peers.size == 1):
             self._shadow = None
         self._joined, self._is_torn, self._is_new = None, False, False

@@ -214,6 +214,7 @@ class Shadow:
                 deltas = [piece.host() if isinstance(piece, DeviceDelta) else piece for piece in difference.pieces]
             else:
                 deltas = []
+            del self.fingerprints  # until they are known again
             difference.apply()
             self.fingerprints = before.with_gains(difference.gains)
             vectors = self.layout.vectors

@@ -1,7 +1,7 @@
 """PUBLISH: encode versions and make them visible, in order, in one background thread.
 
-The first rank alone decides what becomes of a version (`Uploader`). A thread of each other rank follows its log, and stores
-the rank's parts of a version once the first rank begins it (`parts`).
+The first rank alone decides what becomes of a version (`UploadQueue`). A thread of each other rank follows its log, and
+stores the rank's parts of a version once the first rank begins it (`parts`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from deltasync.errors import (
 from deltasync.publish.collect import Weights
 from deltasync.publish.compact import Compactor, Steps
 from deltasync.publish.encode import GroupEncoder
-from deltasync.publish.job import Job, without_frames
 from deltasync.publish.log import Log
+from deltasync.publish.pending import Pending, without_frames
 from deltasync.ranks.peers import Signals
 from deltasync.threads import Workers, finish_at_exit, let_go
 
@@ -42,8 +42,8 @@ _ENDING_S = 2.0  # how long threads may take to end once they were told to
 _IDLE_S = 5.0  # after which a connection is opened again before it is needed
 
 
-class Uploader:
-    """Encodes and uploads jobs one after the other. At most one runs and one waits, and a reference before that one.
+class UploadQueue:
+    """Queue of at most two versions, one that runs and one that waits; a first reference may precede them.
 
     Attributes:
         full: Whether the next version needs full weights, because there is no base whose bits are known.
@@ -58,12 +58,12 @@ class Uploader:
         self._signals = signals if signals.others else None  # of a sharded trainer
         self._encoder = GroupEncoder(settings.codec)
         self._lock = threading.RLock()
-        self._waiting: list[Job] = []
-        self._running: Job | None = None
+        self._waiting: list[Pending] = []
+        self._running: Pending | None = None
         self._fenced: FencedError | None = None
         self._used_s = time.monotonic()
         self._is_paused = False
-        self._joined: Job | None = None  # of the waiting ones, that which a publish joins
+        self._joined: Pending | None = None  # of the waiting ones, that which a publish joins
         self._puts = Workers(PUTS, "upload")
         self._worker = Workers(1, "upload")
         finish_at_exit(self)
@@ -85,7 +85,7 @@ class Uploader:
             self._is_paused, self._joined = False, None
         self._worker.submit(self._run)
 
-    def base(self, *, joins: bool = True) -> tuple[int, bool, Job | None]:
+    def base(self, *, joins: bool = True) -> tuple[int, bool, Pending | None]:
         """Return the number of the next version, whether it has full weights, and the waiting job in whose place it comes.
 
         Raises:
@@ -100,7 +100,7 @@ class Uploader:
                 return self._joined.version, self._joined.full, self._joined
             return (self._log.next_version, self.full, None) if newest is None else (newest.version + 1, False, None)
 
-    def drop(self, job: Job | None) -> None:
+    def drop(self, job: Pending | None) -> None:
         """Fail a waiting job: the bits that it would be encoded from are not there any more."""
         with self._lock:
             self._joined = None
@@ -121,13 +121,12 @@ class Uploader:
         if running is not None:
             running.released.wait()
 
-    def submit(self, *jobs: Job) -> None:
+    def submit(self, *jobs: Pending) -> None:
         """Upload jobs after the others, in the place of the joined one."""
         with self._lock:
             self._waiting = [*(job for job in self._waiting if job is not self._joined), *jobs]
             self._is_paused, self._joined = False, None
-        for _ in jobs:
-            self._worker.submit(self._run)
+        self._worker.submit(self._run)
 
     def warm_up(self) -> None:
         """Open connections again that have been idle, so that no record waits for that."""
@@ -179,6 +178,11 @@ class Uploader:
             )
 
     def _run(self) -> None:
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run the next job, if it may begin; return whether another one may follow at once."""
         try:
             self._log.settle()  # while the job waits and may still be joined
             problem: Exception | None = None
@@ -186,7 +190,7 @@ class Uploader:
             problem = error
         with self._lock:
             if self._is_paused or not self._waiting:
-                return
+                return False
             job = self._running = self._waiting.pop(0)
         started = time.perf_counter()
         try:
@@ -198,8 +202,8 @@ class Uploader:
         except Exception as error:  # noqa: BLE001 - likewise
             if isinstance(problem, PublishPendingError) and self._signals is None:
                 self._keep(job, problem)
-            else:
-                self._fail(job, error)
+                return False
+            self._fail(job, error)
         else:
             logger.info(
                 "published version=%d kind=%s digest=%.12s upload_s=%.3f",
@@ -207,8 +211,9 @@ class Uploader:
             )
             self._end(job, None, stored.sha256)
             self.compactor.published(job.version)
+        return True
 
-    def _end(self, job: Job, error: Exception | None, digest: str = "") -> None:
+    def _end(self, job: Pending, error: Exception | None, digest: str = "") -> None:
         self._used_s = time.monotonic()
         payload_bytes = 0 if error is not None else job.encoded.result()[0]
         with self._lock:
@@ -220,7 +225,7 @@ class Uploader:
         else:
             job.fail(error)
 
-    def _keep(self, job: Job, error: PublishPendingError) -> None:
+    def _keep(self, job: Pending, error: PublishPendingError) -> None:
         """Let a job wait for the next publish, which puts the version before it again: that has no answer yet."""
         receipts, job.encoded, job.uploaded = (job.encoded, job.uploaded), Future(), Future()
         with self._lock:
@@ -229,9 +234,9 @@ class Uploader:
         for future in receipts:
             future.set_exception(without_frames(error))
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def _fail(self, job: Pending, error: Exception) -> None:
         """End a job that failed, and those that build on it if it is lost. A pending version keeps its number and bits."""
-        version, pending, lost, cause = job.version, self._log.pending, list[Job](), error
+        version, pending, lost, cause = job.version, self._log.pending, list[Pending](), error
         if isinstance(error, FencedError):
             with self._lock:
                 self._fenced = error
@@ -256,13 +261,13 @@ class Uploader:
         for other in lost:
             self._end(other, self._fenced or PublishLostError(f"Version {other.version} builds on a lost one. {error}"))
 
-    def _drop_waiting(self) -> list[Job]:
+    def _drop_waiting(self) -> list[Pending]:
         """Forget and return the waiting jobs. A joined one stays, and is found lost when it is its turn."""
         lost = [job for job in self._waiting if job is not self._joined]
         self._waiting = [job for job in self._waiting if job is self._joined]
         return lost
 
-    def _store_delta(self, job: Job) -> StoredRecord:
+    def _store_delta(self, job: Pending) -> StoredRecord:
         """Store the parts, then the record. After return: visible as a whole.
 
         Raises:
@@ -297,7 +302,7 @@ class Uploader:
             compactor.compact(stored, folder, job)
         return stored
 
-    def _store_full(self, job: Job) -> StoredRecord:
+    def _store_full(self, job: Pending) -> StoredRecord:
         """Store the weight files, unless it is a reference, then the record. Raises as `_store_delta`."""
         log, requires = self._log, [documents.REFERENCE]
         if job.reference is None:

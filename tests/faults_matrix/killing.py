@@ -28,7 +28,7 @@ def reach(step: str) -> None:
 
 def _patch_driver() -> None:
     """Once vLLM has loaded the plugin."""
-    while (workers := getattr(sys.modules.get("vllm_plugin.workers"), "Workers", None)) is None:
+    while (workers := getattr(sys.modules.get("vllm_plugin.workers"), "WorkerShards", None)) is None:
         time.sleep(0.01)
     commit = workers.commit
 

@@ -20,7 +20,7 @@ import torch
 
 from deltasync import Publisher, Replica
 from deltasync.channel.documents import Record
-from deltasync.publish.job import Job
+from deltasync.publish.pending import Pending
 from tests.builders import settle
 from tests.conftest import assert_same_bits
 from tests.integration.test_kill_publisher import Warned
@@ -138,12 +138,12 @@ def publish(publisher: Publisher, seed: int) -> int:
 @contextlib.contextmanager
 def wrong_promise() -> Iterator[None]:
     """Versions that are published meanwhile promise a fingerprint that their deltas do not give."""
-    original = Job.record
+    original = Pending.record
 
-    def record(self: Job, *arguments: Any, **keywords: Any) -> Record:
+    def record(self: Pending, *arguments: Any, **keywords: Any) -> Record:
         return dataclasses.replace(original(self, *arguments, **keywords), fingerprint="0" * 16)
 
-    with mock.patch.object(Job, "record", record):
+    with mock.patch.object(Pending, "record", record):
         yield
 
 

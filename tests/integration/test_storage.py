@@ -17,7 +17,7 @@ from deltasync.cli import main
 from deltasync.errors import PublishPendingError, StoreError
 from deltasync.publish.budget import LEAST_COMPACTED, Budget
 from deltasync.publish.compact import Steps
-from deltasync.publish.job import host_delta
+from deltasync.publish.pending import host_delta
 from deltasync.publish.shadow import Shadow
 from deltasync.tensors.bits import bits_of
 from tests.conftest import assert_same_bits

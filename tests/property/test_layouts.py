@@ -23,7 +23,7 @@ from tests import strategies
 from tests.channels import Made
 from tests.driving import runner_of
 from vllm_plugin.worker import DeltaSyncWorkerExtension
-from vllm_plugin.workers import Client, Workers
+from vllm_plugin.workers import Client, WorkerShards
 
 SHAPES = {"embed": (64, 64), "experts": (4, 16, 64), "mlp.down": (64, 128), "norm": (64,), "scale": ()}
 Piece = tuple[int, int, int]  # dimension, number, count
@@ -52,7 +52,7 @@ class Shard(torch.nn.Module):
 
 
 class Engine:
-    """All that `Workers` calls, with all workers on this thread."""
+    """All that `WorkerShards` calls, with all workers on this thread."""
 
     def __init__(self, layouts: list[Layout], weights: dict[str, torch.Tensor]) -> None:
         self.workers = [DeltaSyncWorkerExtension() for _ in layouts]
@@ -114,7 +114,7 @@ def chain(data: st.DataObject, reader: ChannelReader, have: VersionId | None, ta
 def follow(data: st.DataObject, channel: Made, versions: list[VersionId], held: list[Layout]) -> None:
     reader, url = ChannelReader(channel.store), channel.store.url
     start = data.draw(st.sampled_from(versions))
-    found = [Workers(Client(Engine(each, channel.bits[start.sha256]).call), reader) for each in ([WHOLE], held)]
+    found = [WorkerShards(Client(Engine(each, channel.bits[start.sha256]).call), reader) for each in ([WHOLE], held)]
     for workers in found:
         workers.open(url, None)
         workers.identified(handed([reader.record(start)])[0])

@@ -186,7 +186,9 @@ MUTANTS = {
     ),
     "the shadow does not move": Mutant("deltasync.publish.shadow", "            difference.apply()\n", "", seed=0),
     "fingerprints do not move": Mutant(
-        "deltasync.publish.shadow", "            self.fingerprints = before.with_gains(difference.gains)\n", ""
+        "deltasync.publish.shadow",
+        "            self.fingerprints = before.with_gains(difference.gains)\n",
+        "            self.fingerprints = before\n",
     ),
     "an interrupt in apply is forgotten": Mutant(
         "deltasync.publish.publisher",

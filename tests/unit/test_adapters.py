@@ -98,7 +98,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         record.message
         for record in caplog.records
-        if record.levelname == "WARNING" and record.name != "deltasync.publish.resume"
+        if record.levelname == "WARNING" and record.name != "deltasync.publish.start"
     ]
 
 

@@ -33,7 +33,7 @@ from deltasync.errors import (
     PublishTimeoutError,
     StoreError,
 )
-from deltasync.publish.upload import Uploader
+from deltasync.publish.upload import UploadQueue
 from deltasync.stores import Store
 from tests import builders
 from tests.builders import Weights
@@ -683,16 +683,16 @@ def test_a_replica_without_a_version_has_no_weights(memory_url: str) -> None:
 def test_a_version_whose_upload_begins_late_keeps_what_was_streamed_into_it(
     memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begins, run = threading.Event(), Uploader._run
+    begins, run = threading.Event(), UploadQueue._run
 
-    def begin_late(uploader: Uploader) -> None:
+    def begin_late(uploader: UploadQueue) -> None:
         begins.wait(60)
         run(uploader)
 
     weights = {"a": torch.zeros(100), "b": torch.zeros(100)}
     with Publisher(memory_url) as publisher:
         publisher.publish(weights.items()).wait(60)
-        monkeypatch.setattr(Uploader, "_run", begin_late)
+        monkeypatch.setattr(UploadQueue, "_run", begin_late)
         for step in range(3):
             weights["ab"[step % 2]][step] = 1.0
             receipt = publisher.publish(weights.items())

@@ -65,6 +65,17 @@ def test_workers_do_their_actions_themselves_where_no_thread_starts(monkeypatch:
     assert xet._interruptible(lambda: 7) == 7
 
 
+def test_workers_that_stay_take_the_next_action() -> None:
+    workers = Workers(2, "copy", idle_s=30.0)
+    first = {workers.submit(threading.current_thread).result() for _ in range(50)}
+    both = threading.Barrier(2)  # which needs two threads at once
+    for future in [workers.submit(both.wait, 30.0) for _ in range(2)]:
+        future.result()
+    workers.close()
+    assert not workers.busy and len(first) <= 2
+    assert workers.submit(int, "7").result() == 7
+
+
 def test_the_page_of_limits_has_them_all() -> None:
     page = (Path(threads.__file__).parents[1] / "docs/reference/limits.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page, re.M))

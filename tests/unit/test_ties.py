@@ -19,7 +19,7 @@ from tests.channels import Made
 from tests.driving import runner_of
 from vllm_plugin.load import layers
 from vllm_plugin.worker import DeltaSyncWorkerExtension
-from vllm_plugin.workers import Client, Workers
+from vllm_plugin.workers import Client, WorkerShards
 
 ROWS, COLUMNS = 64, 48
 HEAD, EMBEDDINGS, BODY = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
@@ -72,7 +72,7 @@ class Server:
         size = ROWS // workers
         self.models = [Part(slice(at * size, (at + 1) * size), has_head) for at in range(workers)]
         self.reader, self.engine = ChannelReader(open_store(url)), Engine(self.models)
-        self.workers = Workers(Client(self.engine.call), self.reader)
+        self.workers = WorkerShards(Client(self.engine.call), self.reader)
 
     def open(self, url: str) -> int:
         total = self.workers.open(url, None)

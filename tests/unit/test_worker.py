@@ -34,7 +34,7 @@ from vllm_plugin import worker as extension
 from vllm_plugin.load import layers
 from vllm_plugin.load.fallback import Mirror, _together, mirrored
 from vllm_plugin.worker import WorkerShard
-from vllm_plugin.workers import Client, Workers
+from vllm_plugin.workers import Client, WorkerShards
 
 PATIENCE_S = 60.0
 
@@ -258,7 +258,7 @@ class TestCoverage:
         engine = tests_driving.Engine()
         engine.model = model
         reader = ChannelReader(open_store(url))
-        workers = Workers(Client(lambda method, *args: [getattr(engine.worker, method)(*args)]), reader)
+        workers = WorkerShards(Client(lambda method, *args: [getattr(engine.worker, method)(*args)]), reader)
         found = []
         workers.open(url, None)
         workers.identified(None)

@@ -28,7 +28,7 @@ from tests import driving
 from tests.driving import Engine, Trainer
 from vllm_plugin.offline import OfflineReplica
 from vllm_plugin.worker import BACKGROUND, CALLS
-from vllm_plugin.workers import Client, Workers, answer
+from vllm_plugin.workers import Client, WorkerShards, answer
 
 engine, trainer = driving.engine, driving.trainer  # fixtures
 
@@ -56,7 +56,7 @@ class Two:
 
 
 def commit(two: Two) -> Done:
-    workers = Workers(Client(two.call), SimpleNamespace(specs={}))  # type: ignore[arg-type]
+    workers = WorkerShards(Client(two.call), SimpleNamespace(specs={}))  # type: ignore[arg-type]
     workers._regions = [{}, {}]
     workers._union = Union([], workers._regions)
     return workers.commit()
@@ -115,8 +115,8 @@ class Halves:
         return [first, {"result": True}, {"result": True}]
 
 
-def halves(engine: Halves) -> Workers:
-    workers = Workers(Client(engine.call), SimpleNamespace(specs={"w": TensorSpec("w", "bfloat16", (2, 3))}))  # type: ignore[arg-type]
+def halves(engine: Halves) -> WorkerShards:
+    workers = WorkerShards(Client(engine.call), SimpleNamespace(specs={"w": TensorSpec("w", "bfloat16", (2, 3))}))  # type: ignore[arg-type]
     workers._regions = [{"w": [(start, ((3, 1),))]} for start in (0, 3)] + [{"w": []}]
     return workers
 

@@ -33,7 +33,7 @@ def host_delta(layout: Layout, pieces: Sequence[Delta | DeviceDelta]) -> Delta:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Job:
+class Pending:
     """A version to encode and upload.
 
     Attributes:
@@ -45,9 +45,7 @@ class Job:
         changed: Elements that differ from the version before, over all ranks.
         pieces: Steps from the version before, in pieces of different elements. Later ones are merged into them while the
             job waits.
-        fingerprints: Those of the whole tensors at this version; of tensors that other ranks hold, they may be older. None
-            if the uploader has to compute them.
-        model: The fingerprint of the model, if that is not the sum of `fingerprints`.
+        fingerprints: Those of the whole tensors at this version; None if the uploader has to compute them.
         reference: The checkpoint that it refers to instead of holding weights.
         weights: A sharded trainer's full weights, for the version's record or for an anchor beside it.
         collected: Whether these are collected.
@@ -68,7 +66,6 @@ class Job:
     changed: int = 0
     pieces: Sequence[Delta | DeviceDelta] = ()
     fingerprints: Fingerprints | None = None
-    model: int | None = None
     reference: Reference | None = None
     weights: Weights | None = None
     collected: bool = False
@@ -114,7 +111,7 @@ class Job:
             version=self.version,
             epoch=epoch,
             created_at=documents.now(),
-            fingerprint=fingerprint.to_hex(self.fingerprints.total if self.model is None else self.model),
+            fingerprint=fingerprint.to_hex(self.fingerprints.total),
             delta=delta,
             anchor=anchor,
             step=self.step,
@@ -247,7 +244,7 @@ class Receipt:
         return self
 
     @classmethod
-    def of(cls, job: Job, held_s: float) -> Self:
+    def of(cls, job: Pending, held_s: float) -> Self:
         """Return the receipt of a job."""
         total = job.shadow.layout.element_count
         return cls(

@@ -1,4 +1,4 @@
-"""Fingerprints that ranks add up: right after every publish, though only what changed is exchanged."""
+"""Numbers that ranks add up, of which zeros cost a bit."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.ranks import peers
-from deltasync.ranks.digests import Digests
 from deltasync.tensors.fingerprint import MASK
 
 SIZE = 3
-HELD = [  # `all` is split, `first` and `last` are of one rank, nobody holds an element of `none`
-    {"all": (0, 4), "first": (0, 8), "last": (0, 0), "none": (0, 0)},
-    {"all": (4, 8), "first": (0, 0), "last": (0, 0), "none": (0, 0)},
-    {"all": (8, 9), "first": (0, 0), "last": (0, 3), "none": (0, 0)},
-]
 
 
 class Together:
@@ -48,31 +42,18 @@ class Together:
         return found
 
 
-def test_what_changed_is_enough() -> None:
+def test_numbers_of_all_ranks_add_up() -> None:
     random.seed(0)
     together = Together()
-    ranks = [Digests(together.of(rank), HELD) for rank in range(SIZE)]
-    shares = [{name: random.getrandbits(64) if first < last else 0 for name, (first, last) in held.items()} for held in HELD]
-
-    def agree(everything: bool = False) -> list[Any]:
+    ranks = [together.of(rank) for rank in range(SIZE)]
+    for count in (0, 1, 9, 300):
+        numbers = [[random.choice((0, random.getrandbits(64))) for _ in range(count)] for _ in range(SIZE)]
         with ThreadPoolExecutor(SIZE) as pool:
-            asked = [pool.submit(ranks[r].agree, r, dict(shares[r]), everything=everything) for r in range(SIZE)]
-            return [future.result() for future in asked]
-
-    def check(found: list[Any], everything: bool = False) -> None:
-        whole = {name: sum(share[name] for share in shares) & MASK for name in HELD[0]}
-        for rank, (number, known, model) in enumerate(found):
-            assert (number, model) == (3, sum(whole.values()) & MASK)
-            wanted = [name for name, (first, last) in HELD[rank].items() if everything or first < last]
-            assert {name: known[name] for name in wanted} == {name: whole[name] for name in wanted}
-
-    check(agree(), everything=True)  # the first time all are learned
-    for changed in (["all"], ["first"], ["last"], [], ["all", "last"]):
-        for share in shares:
-            share.update({name: random.getrandbits(64) for name in changed if share[name]})
-        check(agree())
+            found = [*pool.map(lambda of: of[0].agree(None, *of[1]), zip(ranks, numbers, strict=True))]
+        assert found == [[sum(each) & MASK for each in zip(*numbers, strict=True)]] * SIZE
+    with ThreadPoolExecutor(SIZE) as pool:
+        list(pool.map(lambda rank: rank.agree(None, *[0] * 300), ranks))
     assert together.bytes < 40
-    check(agree(everything=True), everything=True)
 
 
 @given(st.lists(st.sampled_from([0, 1, MASK]), max_size=40))

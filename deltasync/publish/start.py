@@ -1,4 +1,4 @@
-"""RESUME: check a publisher's arguments, read what its channel holds, and compare the first stream with that."""
+"""Start a publisher: check its arguments, read what its channel holds, and compare the first stream with that."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,61 +53,48 @@ ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's file. It has the scaling of an adapter, which is in none of its weights."""
 
 
-class Given(NamedTuple):
-    """Arguments of a publisher, checked."""
+def check_arguments(
+    channel: str | os.PathLike[str] | Store,
+    model_files: str | Path | Mapping[str, bytes] | None,
+    retention: Retention | None,
+    options: PublisherOptions,
+) -> tuple[PublisherSettings, Retention, Store, Mapping[str, bytes]]:
+    """Return settings, retention, store and model files of a publisher's arguments.
 
-    settings: PublisherSettings
-    retention: Retention
-    store: Store
-    files: Mapping[str, bytes]
-    keeps_all: bool  # whether nothing is ever deleted, without being asked for
-
-    @classmethod
-    def of(
-        cls,
-        channel: str | os.PathLike[str] | Store,
-        model_files: str | Path | Mapping[str, bytes] | None,
-        retention: Retention | None,
-        options: PublisherOptions,
-    ) -> Self:
-        """Check the arguments.
-
-        Raises:
-            ConfigError: one is wrong.
-        """
-        settings = PublisherSettings.from_env(**options)
-        was_given, retention = retention is not None, Retention.from_env() if retention is None else retention
-        if not isinstance(retention, Retention):
-            raise ConfigError(f"retention must be a Retention, not {retention!r}.")
-        store = open_store(channel)
-        if isinstance(model_files, str | Path):
-            model_files = anchors.read_model_files(Path(model_files))
-        files = dict(model_files or {})
-        for name in files:
-            check_key(name)
-        keeps_all = not was_given and retention.keep_last is None
-        return cls(settings, retention, store, files, keeps_all)
-
-    def warn_of_growth(self) -> None:
-        """Log that the channel only grows, unless its owner has chosen what to keep."""
-        if self.keeps_all:
-            logger.warning(
-                "Nothing is ever deleted from %s: it keeps all versions. DELTASYNC_KEEP_LAST=1000, say, bounds it; "
-                "docs/operations/cost.md has sizes.",
-                self.store.url,
-            )
+    Raises:
+        ConfigError: one is wrong.
+    """
+    settings = PublisherSettings.from_env(**options)
+    retention = Retention.from_env() if retention is None else retention
+    if not isinstance(retention, Retention):
+        raise ConfigError(f"retention must be a Retention, not {retention!r}.")
+    store = open_store(channel)
+    if isinstance(model_files, str | Path):
+        model_files = anchors.read_model_files(Path(model_files))
+    files = dict(model_files or {})
+    for name in files:
+        check_key(name)
+    return settings, retention, store, files
 
 
-class Start(NamedTuple):
-    """The state of a channel as the first rank found it, for all ranks."""
+def warn_of_growth(store: Store, retention: Retention) -> None:
+    """Log that a channel only grows, where nobody has chosen what to keep."""
+    if retention.keep_last is None:
+        logger.warning(
+            "Nothing is ever deleted from %s: it keeps all versions. DELTASYNC_KEEP_LAST=1000, say, bounds it; "
+            "docs/operations/cost.md has sizes.",
+            store.url,
+        )
+
+
+class ChannelState(NamedTuple):
+    """A channel as the first rank found it, for all ranks."""
 
     options: dict[str, str | int | float | None]  # the settings
     channel: Channel | None
     run_id: str
     number: int  # of the newest version, readable or not; 0 if there is none
-    chain: Sequence[
-        StoredRecord
-    ]  # the records that lead to it from nothing, without bytes; empty if nothing can build on it
+    chain: Sequence[StoredRecord]  # from nothing to it, without bytes; empty if nothing can build on it
     trusted: list[str] | None  # keys of writers, None if everything is taken
 
     @property
@@ -121,7 +108,9 @@ class Start(NamedTuple):
         return self.chain[-1].version
 
 
-def open_first(store: Store, settings: PublisherSettings, resume: bool, files: Mapping[str, bytes]) -> tuple[Start, Log]:
+def open_first(
+    store: Store, settings: PublisherSettings, resume: bool, files: Mapping[str, bytes]
+) -> tuple[ChannelState, Log]:
     """Open a channel to write to it, and find the chain to its newest version. Raises as `open_channel`.
 
     The next version has full weights if `files`, beside them, change what an adapter's weights mean.
@@ -143,7 +132,9 @@ def open_first(store: Store, settings: PublisherSettings, resume: bool, files: M
     options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()}
     if log.channel is not None:
         options["dtype"] = log.channel.dtype
-    return Start(options, log.channel, log.run_id, number, chain, None if signer is None else signer.trusted.names), log
+    return ChannelState(
+        options, log.channel, log.run_id, number, chain, None if signer is None else signer.trusted.names
+    ), log
 
 
 def _has_other_adapter(stored: StoredRecord, files: Mapping[str, bytes]) -> bool:
@@ -177,8 +168,8 @@ def prove_writes(peers: Peers, store: Store, settings: PublisherSettings, token:
         wrong = [other for other, holds in enumerate(found) if not holds]
         if wrong:
             raise ConfigError(
-                f"What {ranks_of(wrong).lower()} stored in {store.url} is not there for rank 0. A directory has "
-                "to be one that all hosts share; otherwise use an object store."
+                f"Rank 0 cannot read what {ranks_of(wrong).lower()} wrote to {store.url}. Use a directory that all hosts "
+                "share, or an object store."
             )
 
     try:
@@ -189,18 +180,7 @@ def prove_writes(peers: Peers, store: Store, settings: PublisherSettings, token:
             store.delete(proofs[rank])
 
 
-class Begun(NamedTuple):
-    """The contents of the first stream."""
-
-    channel: Channel
-    held: Sequence[Mapping[str, Range]]  # the ranges of each rank
-    shadow: Shadow  # the bits of the stream, of this rank's ranges
-    steps: Steps | None  # to the newest version, from which it continues
-    difference: Difference  # from that version, or from the reference, which the shadow has taken, to the stream
-    reference: Reference | None  # of version 1
-
-
-class FirstStream:
+class Start:
     """Compares the first stream with the version that is resumed, or with a checkpoint that everybody has.
 
     Only that stream tells which ranges each rank of a sharded trainer holds, and so has to read.
@@ -209,37 +189,47 @@ class FirstStream:
         peers: The ranks.
         owned: Tells which of them publishes what.
         reader: The channel's.
-        start: The state of the channel.
+        state: The state of the channel.
         initial: The checkpoint for a new channel. Every rank loads it; the first one decides which commit it is.
+
+    Attributes:
+        channel: The channel's description, once a stream was compared.
+        held: The ranges of each rank.
+        shadow: The bits of the stream, of this rank's ranges; those of the version that is resumed, if one is.
+        steps: The steps to that version, None if none is resumed.
+        reference: The reference to the checkpoint that the first version is, if it is one.
 
     Raises:
         ConfigError, CorruptDataError: a rank cannot load the checkpoint; then all raise.
     """
 
     def __init__(
-        self,
-        peers: Peers,
-        owned: Ownership,
-        reader: ChannelReader,
-        start: Start,
-        initial: str | Path | None,
+        self, peers: Peers, owned: Ownership, reader: ChannelReader, state: ChannelState, initial: str | Path | None
     ) -> None:
-        self.start = start
+        self.channel = state.channel
+        self.held: Sequence[Mapping[str, Range]] = []
+        self.shadow: Shadow | None = None
+        self.steps: Steps | None = None
+        self.reference: Reference | None = None
         self.initial: Checkpoint | None = None
-        if initial is not None and not start.number:
+        if initial is not None and not state.number:
             reference = peers.first(lambda: checkpoint.find(initial), Reference)
             self.initial = peers.all(lambda: checkpoint.load(reference))
         self._peers, self._owned = peers, owned
-        self._reader = reader
-        self._resumes = bool(start.chain)
+        self._reader, self._state = reader, state
+        self._place = state.settings.shadow
+        self._resumes = bool(state.chain)
 
-    def compare(self, named_tensors: Stream, channel: Channel | None, dtype: str, may_refer: bool) -> Begun:
-        """Take the first stream. With `may_refer` its version may be a reference.
+    def compare(self, named_tensors: Stream, dtype: str, *, may_refer: bool) -> Difference:
+        """Compare the first stream, and set the attributes. With `may_refer` its version may be a reference.
+
+        Returns the difference from the resumed version, or from the reference, which the shadow has already.
 
         Raises:
-            ModelMismatchError, ConfigError: at all ranks. Nothing was taken.
+            ModelMismatchError, ConfigError: at all ranks; nothing was set.
         """
-        peers, place = self._peers, self.start.settings.shadow
+        peers, place, channel = self._peers, self._place, self.channel
+        self.steps = self.reference = None
         stream = self._owned.first(named_tensors, dtype)
         # Tensors that stay in memory are compared with the version that is resumed where they are, without a copy.
         stays = self._resumes and peers.size > 1 and isinstance(stream, Sequence)
@@ -273,55 +263,57 @@ class FirstStream:
         if channel is None:  # in the first rank's order
             channel = _new_channel({name: TensorSpec(name, *described) for name, described in shared[0][0].items()}, dtype)
         check_coverage(channel.specs, held)
-        resumed = self.resumed(ranges)
-        if resumed is not None:
-            shadow, steps = resumed
+        self.channel, self.held = channel, held
+        if (shadow := self.resumed(ranges)) is not None:
             again: Stream = stream if first is None else first.stream()
             rule, stays = (dtype, True) if first is None else ("keep", False)
-            found = peers.all(lambda: shadow.compare(again, rule, peers.rank, settle=stays))
-            return Begun(channel, held, shadow, steps, found, None)
+            return peers.all(lambda: shadow.compare(again, rule, peers.rank, settle=stays))
         if first is None:
             first = peers.all(lambda: Shadow.of(stream, dtype, peers.rank, place))
-        first = first.laid_out(channel.specs)
+        self.shadow = first = first.laid_out(channel.specs)
         if self.initial is None or not may_refer:
-            return Begun(channel, held, first, None, Difference(), None)
-        reference, changes = _refer(peers, self.initial, first)
+            return Difference()
+        self.reference, changes = _refer(peers, self.initial, first)
         if changes:
             differing = sum(len(delta.counts()) for delta in changes)
-            logger.warning("%d tensors are not as in %s; they follow as a delta.", differing, reference)
-        return Begun(channel, held, first, None, Difference(changes), reference)
+            logger.warning("%d tensors are not as in %s; they follow as a delta.", differing, self.reference)
+        return Difference(changes)
 
-    def resumed(self, ranges: Mapping[str, Range]) -> tuple[Shadow, Steps] | None:
-        """Read these ranges of the version to resume, once. Return None if there is none, or if it cannot be read."""
+    def resumed(self, ranges: Mapping[str, Range]) -> Shadow | None:
+        """Read these ranges of the version to resume, once; set `shadow` and `steps`. Return the shadow, or None if there is
+        no such version, or if it cannot be read.
+        """
         if not self._resumes:
             return None
-        self._resumes, start = False, self.start
+        self._resumes, state = False, self._state
         found, problem = attempt(lambda: self._read(ranges))
         damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
         added = 0 if found is None else found[0].fingerprints.total
         damaged, total = self._peers.agree(None if damage else problem, damage is not None, added)
-        if damaged or fingerprint.to_hex(total) != start.chain[-1].record.fingerprint:
+        if damaged or fingerprint.to_hex(total) != state.chain[-1].record.fingerprint:
             why = damage or "on another rank, or its bits do not have its fingerprint."
-            logger.warning("Version %s cannot be read: %s The next version has full weights.", start.end, why)
+            logger.warning("Version %s cannot be read: %s The next version has full weights.", state.end, why)
             return None
-        return found
+        assert found is not None
+        self.shadow, self.steps = found
+        return self.shadow
 
     def _read(self, ranges: Mapping[str, Range]) -> tuple[Shadow, Steps]:
         """Read the newest version, around objects that cannot be read. The caller checks the fingerprint over all ranks."""
-        chain, avoid = self.start.chain, dict[str, str]()
+        chain, avoid = self._state.chain, dict[str, str]()
         while True:
             reading = chain[0]
             memory = _Memory(self._reader, ranges, chain[0].record.version)
             try:
                 for reading in chain:
                     memory.apply(reading)
-                return Shadow(self._reader.specs, ranges, memory.bits, self.start.settings.shadow), memory.steps
+                return Shadow(self._reader.specs, ranges, memory.bits, self._place), memory.steps
             except (FormatError, ChainError, ApplyError) as error:
                 if len(avoid) == _DETOURS:
                     raise
-                logger.warning("Version %s is read in another way: %s", self.start.end, error)
+                logger.warning("Version %s is read in another way: %s", self._state.end, error)
                 avoid[reading.key] = str(error)
-            chain = plan.find_chain(self._reader, None, self.start.end, avoid)
+            chain = plan.find_chain(self._reader, None, self._state.end, avoid)
 
 
 class _Memory:
