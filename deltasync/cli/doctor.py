@@ -20,18 +20,18 @@ _SCALE = {"M": 1e6, "B": 1e9, "T": 1e12}
 _STYLE = {"ok": "green", "warning": "yellow", "failure": "red"}
 
 
-class _Parameters(click.ParamType[float]):
-    name = "SIZE"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([MBT])", str(value))
-        if match is None or not float(match[1]):
-            self.fail(f"{value!r} is not the size of a model, such as 600M, 8B or 1T.", param, ctx)
-        return float(match[1]) * _SCALE[match[2]]
+def _parameters(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """Return the number of parameters of a size such as `600M`, `8B` or `1T`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MBT])", value)
+    if match is None or not float(match[1]):
+        raise click.BadParameter(f"{value!r} is not the size of a model, such as 600M, 8B or 1T.")
+    return float(match[1]) * _SCALE[match[2]]
 
 
 @channel_command("the findings as JSON")
-@click.option("--model", type=_Parameters(), default="8B", help="Size of the model, to estimate transfer times.")
+@click.option(
+    "--model", callback=_parameters, metavar="SIZE", default="8B", help="Size of the model, to estimate transfer times."
+)
 def doctor(reader: ChannelReader, model: float, as_json: bool) -> None:
     """Test whether a trainer and a replica on this machine can use CHANNEL, and how fast.
 

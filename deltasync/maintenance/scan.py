@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TypeVar
@@ -25,8 +24,6 @@ THREADS, WHOLE = 8, 4  # concurrent reads of documents, and of whole objects
 _LISTED_DELAY_S = 2.0  # wait before an incomplete listing is requested again
 Progress = Callable[[str, int, int], None]  # called with the name of the work, the amount done and the total
 _progress: ContextVar[Progress] = ContextVar("deltasync_progress", default=lambda what, done, total: None)
-
-_thread = threading.local()  # `stop` ends the waits of `result_or_error` in a thread of `in_parallel`
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -54,20 +51,12 @@ def in_parallel(
 
     `what` names the work in reports of progress; None for no reports.
     """
-    results, stop = list[_Result](), threading.Event()
-
-    def run(item: _Item) -> _Result:
-        _thread.stop = stop
-        return action(item)
-
-    try:
-        with contextlib.closing(ahead(run, items, threads)) as found:
-            for result in found:
-                results.append(result)
-                if what is not None:
-                    progressed(what, len(results), len(items))
-    finally:
-        stop.set()
+    results = list[_Result]()
+    with contextlib.closing(ahead(action, items, threads)) as found:
+        for result in found:
+            results.append(result)
+            if what is not None:
+                progressed(what, len(results), len(items))
     return results
 
 
@@ -192,7 +181,6 @@ def result_or_error(
     Transient errors are retried, because one failure among many objects would waste all the other reads.
     """
     try:
-        passing, stop = (TransientStoreError, FormatError), getattr(_thread, "stop", None)
-        return retried(lambda: read(item), 2, passing=passing, level=logging.DEBUG, stop=stop)
+        return retried(lambda: read(item), 2, passing=(TransientStoreError, FormatError), level=logging.DEBUG)
     except (FormatError, MissingVersionError, ObjectMissingError) as error:
         return error
