@@ -629,7 +629,7 @@ ENTRY(count, "nrrrrrorrw")  // threads, runs, blocks and changes, ratios, counts
     return report(&call, failed);
 }
 
-ENTRY(encode, "nrrrrorrrrww")  // threads, blocks and changes, frequencies, ratios, ends of rooms, words, first word of each block
+ENTRY(encode, "nrrrrorrrrww")  // threads, blocks and changes, frequencies, ratios, ends of rooms, words, words of each block
     i64 classes = call.size[7] / (2 * SYMBOLS), most = 0;
     Code of = {.freq_TS = call.p[7], .ratio_CC = call.p[8], .room_B = call.p[9], .out = call.p[10], .first_B = call.p[11]};
     if (!blocks_of(&of, &call, 1, classes) || !IS(7, 2 * classes * SYMBOLS, 4) || !IS(8, classes * classes, 8) ||
@@ -650,6 +650,13 @@ ENTRY(encode, "nrrrrorrrrww")  // threads, blocks and changes, frequencies, rati
     of.coding = coding;
     RUN(encode, &of, (of.blocks + 3) / 4, call.n[0], failed);
     free(coding);
+    u32 *to = of.out;
+    for (i64 b = 0; b < of.blocks; b++) {  // close the gaps between the blocks
+        i64 count = of.room_B[b + 1] - of.first_B[b];
+        memmove(to, of.out + of.first_B[b], (size_t)count * 4);
+        to += count;
+        of.first_B[b] = count;
+    }
     return report(&call, failed);
 }
 
@@ -1054,22 +1061,6 @@ INLINE void ahead(const char *p, i64 bytes) {
 INLINE i64 find(const char *old, const char *new_, i64 count, u16 *offset, char *step, int w) {
     i64 found = 0, i = 0;
     enum { FAR = 4096 };  // bytes that memory is asked for ahead
-#if defined(AVX512)
-    if (w == 2) {
-        __m512i place = _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10,
-                                         9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        for (; i + 32 <= count; i += 32) {
-            __builtin_prefetch(old + 2 * i + FAR);
-            __builtin_prefetch(new_ + 2 * i + FAR);
-            __m512i x = _mm512_loadu_si512(old + 2 * i), y = _mm512_loadu_si512(new_ + 2 * i);
-            __mmask32 m = _mm512_cmpneq_epi16_mask(x, y);
-            _mm512_storeu_si512(offset + found, _mm512_maskz_compress_epi16(m, place));
-            _mm512_storeu_si512(step + 2 * found, _mm512_maskz_compress_epi16(m, _mm512_sub_epi16(y, x)));
-            found += ones(m);
-            place = _mm512_add_epi16(place, _mm512_set1_epi16(32));
-        }
-    }
-#endif
     for (; i + LANES <= count; i += LANES) {
         ahead(old + i * w + FAR, LANES * w);
         ahead(new_ + i * w + FAR, LANES * w);
