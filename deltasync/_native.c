@@ -37,12 +37,14 @@ enum {
     ROW = 1 << 16,       // most elements of a row that is compared, so that offsets fit 16 bits
     CHUNK = 1 << 12,     // most changes of a row
     STREAM = 1 << 18,    // elements that are hashed by one thread
+    PIECE = 1 << 12,     // elements of a block that are counted at a time
     AHEAD = 64,          // elements, or changes, for which memory is asked for ahead
     DIMS = 8,
     SYMBOLS = 256,
     TABLE_BITS = 12,
     SLOTS = 1 << TABLE_BITS,
     LANES = 64,
+    STRIDE = 16,
     RATIO_BITS = 8,
     SAMPLE = 32,
     WIDE = 4,  // blocks that are coded at a time: each symbol of a block waits for the symbol before
@@ -318,6 +320,7 @@ INLINE i64 gap_before(const Code *of, i64 b, i64 k, i64 *gap, int one) {
 #define ones ISA(ones)
 #define nth ISA(nth)
 #define ahead ISA(ahead)
+#define at_most ISA(at_most)
 #define find ISA(find)
 #define flush ISA(flush)
 #define push_bits ISA(push_bits)
@@ -327,9 +330,8 @@ INLINE i64 gap_before(const Code *of, i64 b, i64 k, i64 *gap, int one) {
 #define open_lane ISA(open_lane)
 #define change ISA(change)
 #define decode_lanes ISA(decode_lanes)
-#define fields ISA(fields)
 #define field_row ISA(field_row)
-#define counts_ahead ISA(counts_ahead)
+#define count_block ISA(count_block)
 #define place_block ISA(place_block)
 #define neon_bits ISA(neon_bits)
 
@@ -375,6 +377,7 @@ INLINE i64 gap_before(const Code *of, i64 b, i64 k, i64 *gap, int one) {
 #undef ones
 #undef nth
 #undef ahead
+#undef at_most
 #undef find
 #undef flush
 #undef push_bits
@@ -384,9 +387,8 @@ INLINE i64 gap_before(const Code *of, i64 b, i64 k, i64 *gap, int one) {
 #undef open_lane
 #undef change
 #undef decode_lanes
-#undef fields
 #undef field_row
-#undef counts_ahead
+#undef count_block
 #undef place_block
 #undef neon_bits
 
@@ -629,7 +631,7 @@ ENTRY(count, "nrrrrrorrw")  // threads, runs, blocks and changes, ratios, counts
     return report(&call, failed);
 }
 
-ENTRY(encode, "nrrrrorrrrww")  // threads, blocks and changes, frequencies, ratios, ends of rooms, words, first word of each block
+ENTRY(encode, "nrrrrorrrrww")  // threads, blocks and changes, frequencies, ratios, ends of rooms, words, words of each block
     i64 classes = call.size[7] / (2 * SYMBOLS), most = 0;
     Code of = {.freq_TS = call.p[7], .ratio_CC = call.p[8], .room_B = call.p[9], .out = call.p[10], .first_B = call.p[11]};
     if (!blocks_of(&of, &call, 1, classes) || !IS(7, 2 * classes * SYMBOLS, 4) || !IS(8, classes * classes, 8) ||
@@ -650,6 +652,13 @@ ENTRY(encode, "nrrrrorrrrww")  // threads, blocks and changes, frequencies, rati
     of.coding = coding;
     RUN(encode, &of, (of.blocks + 3) / 4, call.n[0], failed);
     free(coding);
+    u32 *to = of.out;
+    for (i64 b = 0; b < of.blocks; b++) {  // close the gaps between the blocks
+        i64 count = of.room_B[b + 1] - of.first_B[b];
+        memmove(to, of.out + of.first_B[b], (size_t)count * 4);
+        to += count;
+        of.first_B[b] = count;
+    }
     return report(&call, failed);
 }
 
@@ -1044,6 +1053,17 @@ INLINE int nth(u64 m, u64 n) {
 #endif
 }
 
+// How many of the next STRIDE ascending numbers are at most `most`.
+INLINE int at_most(const int32_t *p, int32_t most) {
+#if defined(AVX512)
+    return ones(_mm512_cmple_epi32_mask(_mm512_loadu_si512(p), _mm512_set1_epi32(most)));
+#else
+    int count = 0;
+    for (int i = 0; i < STRIDE; i++) count += p[i] <= most;
+    return count;
+#endif
+}
+
 INLINE void ahead(const char *p, i64 bytes) {
     for (i64 line = 0; line < bytes; line += 64) __builtin_prefetch(p + line);
 }
@@ -1054,22 +1074,6 @@ INLINE void ahead(const char *p, i64 bytes) {
 INLINE i64 find(const char *old, const char *new_, i64 count, u16 *offset, char *step, int w) {
     i64 found = 0, i = 0;
     enum { FAR = 4096 };  // bytes that memory is asked for ahead
-#if defined(AVX512)
-    if (w == 2) {
-        __m512i place = _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10,
-                                         9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        for (; i + 32 <= count; i += 32) {
-            __builtin_prefetch(old + 2 * i + FAR);
-            __builtin_prefetch(new_ + 2 * i + FAR);
-            __m512i x = _mm512_loadu_si512(old + 2 * i), y = _mm512_loadu_si512(new_ + 2 * i);
-            __mmask32 m = _mm512_cmpneq_epi16_mask(x, y);
-            _mm512_storeu_si512(offset + found, _mm512_maskz_compress_epi16(m, place));
-            _mm512_storeu_si512(step + 2 * found, _mm512_maskz_compress_epi16(m, _mm512_sub_epi16(y, x)));
-            found += ones(m);
-            place = _mm512_add_epi16(place, _mm512_set1_epi16(32));
-        }
-    }
-#endif
     for (; i + LANES <= count; i += LANES) {
         ahead(old + i * w + FAR, LANES * w);
         ahead(new_ + i * w + FAR, LANES * w);
@@ -1141,17 +1145,17 @@ KERNEL(join, Scan)
 // ---- Fingerprints ----
 
 INLINE void ISA(stream_body)(Job *job, Stream *of, int w) {
-    enum { PIECE = 512 };
+    enum { PART = 512 };
     i64 per = (of->length + STREAM - 1) / STREAM;
     u64 sum = 0;
     for (i64 r; (r = take(job)) >= 0;) {
         i64 done = r % per * STREAM, count = MIN(STREAM, of->length - done), skip = (r / per * of->length + done) * w;
         const char *bits = of->bits + skip;
         u64 key = of->key + (u64)(of->start[r / per] + done) * INDEX_STEP;
-        for (i64 at = 0; at < count; at += PIECE) {
-            i64 size = MIN(PIECE, count - at);
+        for (i64 at = 0; at < count; at += PART) {
+            i64 size = MIN(PART, count - at);
             const char *piece = bits + at * w;
-            ahead(piece + PIECE * w, PIECE * w);
+            ahead(piece + PART * w, PART * w);
             if (of->out) piece = memcpy(of->out + skip + at * w, piece, (size_t)(size * w));  // the fingerprint is of what was written
             u64 part = 0, first = key + (u64)at * INDEX_STEP;
             for (i64 i = 0; i < size; i++) part += cell(first, (u64)i, get(piece, i, w));
@@ -1542,8 +1546,7 @@ typedef struct { u8 *field; int32_t *ahead, *rank; u8 *class_K; u64 *marks; i64 
 #define Room ISA(Room)
 
 static int ISA(fit_room)(Room *room, i64 elements, i64 changes, i64 classes, int w) {
-    i64 words = (elements + LANES - 1) / LANES, width = 1;
-    while (width <= words) width *= 2;
+    i64 words = (elements + LANES - 1) / LANES, width = words + STRIDE;
     if (elements > room->elements) {
         free(room->field), free(room->ahead), free(room->marks), free(room->to);
         room->field = malloc((size_t)words * LANES);
@@ -1569,43 +1572,65 @@ static void ISA(free_room)(Room *room) {
     free(room->rank), free(room->class_K), free(room->place), free(room->step);
 }
 
-INLINE void field_row(const char *from, u8 *to, i64 columns, int shift, u8 mask) {
-    for (i64 i = 0; i < columns; i++) {
-        u16 bits;
-        memcpy(&bits, from + 2 * i, 2);
-        to[i] = (u8)(bits >> shift) & mask;
-    }
+// Writes fields of numbers in memory as bytes.
+INLINE void field_row(const char *from, u8 *to, i64 count, u32 shift, u8 mask, int w) {
+    i64 i = 0;
+#if defined(AVX512)
+    if (w == 2)
+        for (; i + 32 <= count; i += 32) {
+            __m512i x = _mm512_srl_epi16(_mm512_loadu_si512(from + 2 * i), _mm_cvtsi32_si128((int)shift));
+            _mm256_storeu_si256((__m256i *)(to + i), _mm512_cvtepi16_epi8(_mm512_and_si512(x, _mm512_set1_epi16(mask))));
+        }
+#endif
+    if (w == 2 && shift == 7)  // of a number known here, narrow vectors are made
+        for (; i < count; i++) to[i] = (u8)(get(from, i, w) >> 7) & mask;
+    for (; i < count; i++) to[i] = (u8)(get(from, i, w) >> shift) & mask;
 }
 
-// Writes the fields of a block as bytes, filled up with 0 to a multiple of 64.
-INLINE void fields(const i64 *row, u8 *field, i64 words, int w) {
+// Writes the fields of a block as bytes, filled up with 0 to a multiple of 64; those of changed elements, whose places are given,
+// before the change. Counts the elements of each class before each 64 elements, int32[C, width], and in all.
+INLINE int count_block(const Code *of, Room *room, const i64 *row, i64 low, i64 high, i64 *size_C, int w) {
     const char *bits = pointer(row[0]);
-    i64 columns = row[1], stride = row[2], rows = row[3];
+    i64 columns = row[1], stride = row[2], rows = row[3], elements = columns * rows, k = low, at = 0, word = 0;
+    i64 some = MAX(PIECE / columns, 1);
     u32 shift = (u32)row[5];
     u8 mask = (u8)row[6];
-    memset(field + rows * columns, 0, (size_t)(words * LANES - rows * columns));
-    for (i64 at = 0; at < rows; at++) {
-        const char *from = bits + at * stride * w;
-        u8 *to = field + at * columns;
-        if (rows > 1) ahead(from + 8 * stride * w, columns * w);
-        if (w == 2 && shift == 7) field_row(from, to, columns, 7, mask);  // of numbers known here, narrow vectors are made
-        else if (w == 2 && shift == 10) field_row(from, to, columns, 10, mask);
-        else for (i64 i = 0; i < columns; i++) to[i] = (u8)(get(from, i, w) >> shift) & mask;
-    }
-}
-
-// Counts the elements of each class before each 64 elements, int32[C, width], and in all.
-INLINE void counts_ahead(const Code *of, Room *room, i64 elements, i64 *size_C) {
-    for (i64 c = 0; c < of->classes; c++) {
-        u8 low = of->low_C[c], span = of->span_C[c];
-        int32_t *ahead_W = room->ahead + c * room->width, total = 0;
-        for (i64 word = 0; word < room->words; word++) {
-            ahead_W[word] = total;
-            total += ones(between(room->field + word * LANES, low, span));
+    double row_part = 1.0 / (double)stride;
+    memset(room->field + elements, 0, (size_t)(room->words * LANES - elements));
+    memset(size_C, 0, (size_t)of->classes * 8);
+    while (word < room->words) {  // some rows at a time: memory is on its way while the ones before are counted
+        i64 end = MIN(at + some, rows), done = end * columns;
+        for (; at < end; at++) {
+            const char *from = bits + at * stride * w;
+            if (rows > 1) ahead(from + MAX(some, 8) * stride * w, columns * w);
+            field_row(from, room->field + at * columns, columns, shift, mask, w);
         }
-        for (i64 word = room->words; word < room->width; word++) ahead_W[word] = INT32_MAX;  // a search stops before them
-        size_C[c] = total - (low == 0 ? room->words * LANES - elements : 0);
+        for (; k < high; k++) {
+            i64 offset = at_of(of->at, k, of->wide) - row[4], line = (i64)(((double)offset + 0.5) * row_part);
+            i64 place = offset - line * (stride - columns);
+            if (offset < 0 || place < 0 || offset - line * stride >= columns || place >= elements) return 0;
+            if (place >= done) break;
+            u8 before = (u8)(((get(bits, offset, w) - get(of->step, k, w)) & all_bits(w)) >> shift) & mask;
+            room->field[place] = before;
+            room->place[k - low] = place;
+        }
+        i64 last = end == rows ? room->words : done / LANES;
+        for (i64 c = 0; c < of->classes; c++) {
+            u8 least = of->low_C[c], span = of->span_C[c];
+            int32_t *ahead_W = room->ahead + c * room->width, total = (int32_t)size_C[c];
+            for (i64 i = word; i < last; i++) {
+                ahead_W[i] = total;
+                total += ones(between(room->field + i * LANES, least, span));
+            }
+            size_C[c] = total;
+        }
+        word = last;
     }
+    for (i64 c = 0; c < of->classes; c++) {
+        for (i64 i = room->words; i < room->width; i++) room->ahead[c * room->width + i] = INT32_MAX;  // where a search ends
+        if (of->low_C[c] == 0) size_C[c] -= room->words * LANES - elements;
+    }
+    return k == high;
 }
 
 INLINE void ISA(rank_body)(Job *job, Code *of, int w) {
@@ -1613,31 +1638,18 @@ INLINE void ISA(rank_body)(Job *job, Code *of, int w) {
     i64 next_C[SYMBOLS + 1];
     for (i64 b; (b = take(job)) >= 0;) {
         const i64 *row = of->row_BF + 7 * b;
-        i64 low = of->bound_B[b], high = of->bound_B[b + 1], columns = row[1], stride = row[2], elements = columns * row[3];
+        i64 low = of->bound_B[b], high = of->bound_B[b + 1], elements = row[1] * row[3];
         if (low == high) continue;
         if (!ISA(fit_room)(&room, elements, high - low, of->classes, w)) {
             BAD(job, NO_MEMORY);
             break;
         }
-        const char *bits = pointer(row[0]);
-        u32 shift = (u32)row[5];
-        u8 mask = (u8)row[6];
-        fields(row, room.field, room.words, w);
-        memset(next_C, 0, sizeof next_C);
-        double row_part = 1.0 / (double)stride;
-        for (i64 k = low; k < high; k++) {
-            i64 offset = at_of(of->at, k, of->wide) - row[4], at = (i64)(((double)offset + 0.5) * row_part);
-            i64 place = offset - at * (stride - columns);
-            if (offset < 0 || place < 0 || place >= elements || at >= row[3]) {
-                BAD(job, MALFORMED);
-                goto done;
-            }
-            u8 before = (u8)(((get(bits, offset, w) - get(of->step, k, w)) & all_bits(w)) >> shift) & mask;
-            room.field[place] = before;
-            room.place[k - low] = place;
-            next_C[of->class_E[before] + 1]++;
+        if (!count_block(of, &room, row, low, high, of->size_to_BC + b * of->classes, w)) {
+            BAD(job, MALFORMED);
+            break;
         }
-        counts_ahead(of, &room, elements, of->size_to_BC + b * of->classes);
+        memset(next_C, 0, sizeof next_C);
+        for (i64 k = low; k < high; k++) next_C[of->class_E[room.field[room.place[k - low]]] + 1]++;
         for (i64 c = 0; c < of->classes; c++) next_C[c + 1] += next_C[c];
         for (i64 k = low; k < high; k++) {
             i64 place = room.place[k - low], c = of->class_E[room.field[place]], word = place / LANES;
@@ -1648,20 +1660,19 @@ INLINE void ISA(rank_body)(Job *job, Code *of, int w) {
             put(of->step_to, to, get(of->step, k, w), w);
         }
     }
-done:
     ISA(free_room)(&room);
 }
 KERNEL(rank, Code)
 
 // Turns the decoded ranks of a block into ascending positions.
 INLINE void place_block(const Code *of, Room *room, const i64 *row, i64 low, i64 count, int w) {
-    int steps = 0;
-    while (((i64)1 << steps) < room->width) steps++;
     memset(room->marks, 0, (size_t)room->words * 8);
-    for (i64 k = 0; k < count; k++) {  // without branches, which would often be mispredicted
-        i64 c = room->class_K[k], rank = room->rank[k], word = 0;
-        const int32_t *ahead_W = room->ahead + c * room->width;
-        for (int step = steps - 1; step >= 0; step--) word += (i64)(ahead_W[word + ((i64)1 << step)] <= rank) << step;
+    i64 last = -1, word = 0;
+    for (i64 k = 0; k < count; k++) {  // ascending by class, and by rank in each
+        i64 c = room->class_K[k];
+        int32_t rank = room->rank[k], *ahead_W = room->ahead + c * room->width;
+        if (c != last) word = 0, last = c;
+        for (int more = STRIDE; more == STRIDE; word += more) more = at_most(ahead_W + word + 1, rank);
         int lane = nth(between(room->field + word * LANES, of->low_C[c], of->span_C[c]), (u64)(rank - ahead_W[word]));
         room->place[k] = word * LANES + lane;
         room->marks[word] |= (u64)1 << lane;
@@ -1703,10 +1714,7 @@ INLINE void ISA(decode_classes_body)(Job *job, Code *of, int w) {
                 BAD(job, NO_MEMORY);
                 goto done;
             }
-            if (count) {
-                fields(row, room[n].field, room[n].words, w);
-                counts_ahead(of, &room[n], elements, of->size_to_BC + b * of->classes);
-            }
+            if (count) count_block(of, &room[n], row, 0, 0, of->size_to_BC + b * of->classes, w);
             good &= open_lane(of, &lane[n], b, 0, count);
             at[n] = room[n].rank;
             class_K[n] = room[n].class_K;
@@ -1729,7 +1737,7 @@ KERNEL(decode_classes, Code)
 INLINE void ISA(survey_body)(Job *job, Code *of, int w) {
     for (i64 r; (r = take(job)) >= 0;) {
         i64 *element_E = of->element_RE + r * SYMBOLS, at = 0, period = of->period_R[r];
-        u32 *step_ES = of->step_RES + r * SYMBOLS * SYMBOLS, extra;
+        u32 *step_ES = of->step_RES + r * SYMBOLS * SYMBOLS, extra, count_4E[4][SYMBOLS] = {{0}};  // four, as the same often follows
         for (i64 b = of->run_R[r]; b < of->run_R[r + 1]; b++) {
             const i64 *row = of->row_BF + 7 * b;
             i64 columns = row[1], stride = row[2], rows = row[3], first = row[4], samples = (columns + SAMPLE - 1) / SAMPLE;
@@ -1738,10 +1746,10 @@ INLINE void ISA(survey_body)(Job *job, Code *of, int w) {
             u32 shift = (u32)row[5];
             u8 mask = (u8)row[6];
             for (; at < rows * samples; at += period) {
-                i64 start = at / samples * stride + at % samples * SAMPLE, next = at + 8 * period;
-                if (next < rows * samples) __builtin_prefetch(bits + (next / samples * stride + next % samples * SAMPLE) * w);
+                i64 start = at / samples * stride + at % samples * SAMPLE, next = at + 24 * period;
+                if (next < rows * samples) ahead(bits + (next / samples * stride + next % samples * SAMPLE) * w, SAMPLE * w);
                 i64 end = MIN(start + SAMPLE, at / samples * stride + columns);
-                for (i64 i = start; i < end; i++) element_E[(u8)(get(bits, i, w) >> shift) & mask]++;
+                for (i64 i = start; i < end; i++) count_4E[i & 3][(u8)(get(bits, i, w) >> shift) & mask]++;
             }
             at -= rows * samples;
             for (i64 k = of->bound_B[b]; k < of->bound_B[b + 1]; k++) {
@@ -1755,6 +1763,7 @@ INLINE void ISA(survey_body)(Job *job, Code *of, int w) {
                 step_ES[((u8)(old >> shift) & mask) * SYMBOLS + bucket(zigzag(step, w), &extra)]++;
             }
         }
+        for (int e = 0; e < 4 * SYMBOLS; e++) element_E[e % SYMBOLS] += count_4E[e / SYMBOLS][e % SYMBOLS];
     }
 }
 KERNEL(survey, Code)

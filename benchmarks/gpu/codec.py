@@ -275,9 +275,8 @@ def _check(name: str, opened: list[Any], delta: Any, vector: Any) -> int:
     """Compare blocks of the first payload with what the reference encodes; return how many."""
     import torch
 
-    from deltasync.codec import classes, tiled
+    from deltasync.codec import classes, tables, tiled
     from deltasync.codec import vector as codec_vector
-    from deltasync.codec.tables import Cursor
     from tests import coder_reference
 
     steps, bits = delta.steps[2], delta.bits[2].bits_N
@@ -288,8 +287,7 @@ def _check(name: str, opened: list[Any], delta: Any, vector: Any) -> int:
     step_K = steps.step_K[: at_K.size].cpu().numpy().view(np.uint16)
     checked = 0
     if name == "packed":
-        cursor = Cursor(tiled.read_tables(payload.arrays[f".{width}.tables"]))
-        freq = cursor.table(), cursor.table()
+        freq = tables.read(tiled.read_tables(payload.arrays[f".{width}.tables"]), 2 * len(row["groups"]))[:2]
         group = [*row["groups"][1:], row["blocks"]][0]
         for b in range(min(2, group)):
             base = (row["block"] + b) * codec_vector.BLOCK
@@ -301,8 +299,8 @@ def _check(name: str, opened: list[Any], delta: Any, vector: Any) -> int:
         return checked
     held = reader._tiled
     t, cut = next(iter(held.cuts.items()))
-    cursor = Cursor(tiled.read_tables(payload.arrays[f".{width}.tile_tables"]))
-    model, freq_TS = classes.Model.read(cursor)
+    models, freq_TS = classes.Model.read(tiled.read_tables(payload.arrays[f".{width}.tile_tables"]), len(held._groups))
+    model, freq_TS = models[0], freq_TS[: 2 * len(models[0].level_C)]
     low_C, span_C = (each.astype(int).tolist() for each in model.classes)
     rows = [(low, low + span, level) for low, span, level in zip(low_C, span_C, model.level_C.tolist(), strict=True)]
     first_t = int(vector.first_T[t])

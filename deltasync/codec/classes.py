@@ -52,13 +52,17 @@ class Model:
         self.ratio_CC = ratios(level_C)
 
     @classmethod
-    def read(cls, cursor: tables.Cursor) -> tuple[Model, np.ndarray]:
-        """Read the classes of a group, and the slots of their tables, uint32[2 C, 256]."""
-        model = cls.read_head(cursor)
-        return model, np.stack([cursor.table() for _ in range(2 * len(model.level_C))])
+    def read(cls, data: bytes, count: int) -> tuple[list[Model], np.ndarray]:
+        """Read the classes of so many groups and no more, and the slots of all their tables, int64[T, 256]."""
+        parsed, models = tables.Parsed(data), []
+        for _ in range(count):
+            models.append(cls.read_head(parsed))
+            parsed.skip(2 * len(models[-1].level_C))
+        parsed.finish()
+        return models, parsed.freq_TS()
 
     @classmethod
-    def read_head(cls, cursor: tables.Cursor | tables.Parsed) -> Model:
+    def read_head(cls, cursor: tables.Parsed) -> Model:
         """Read the classes of a group; their tables follow."""
         count = int(cursor.bytes(1)[0]) + 1
         first_C, last_C, level_C = cursor.bytes(3 * count).reshape(-1, 3).astype(np.int64).T
@@ -67,11 +71,11 @@ class Model:
         return cls(first_C, last_C, level_C)
 
     def to_bytes(self, freq_TS: np.ndarray) -> bytes:
-        """Return the bytes that `read` reads."""
-        return self.head() + b"".join(map(tables.to_bytes, freq_TS))
+        """Return the bytes of a group, with the slots of its tables."""
+        return self.head() + tables.all_bytes(freq_TS)[0].tobytes()
 
     def head(self) -> bytes:
-        """Return those of these bytes that are before the tables."""
+        """Return the bytes before those of the tables."""
         return bytes([len(self._rows) - 1]) + self._rows.astype(np.uint8).tobytes()
 
 

@@ -21,25 +21,19 @@ SYMBOLS = 256
 SLOTS = 1 << TABLE_BITS
 
 
-def fit(count_S: np.ndarray) -> np.ndarray:
-    """Return the slots of each symbol, uint32[256]: about proportional to its count, at least one if it occurs."""
-    total = int(count_S.sum())
-    if not total:
-        count_S, total = np.eye(1, SYMBOLS, dtype=np.int64)[0], 1
-    freq_S = np.maximum(np.rint(count_S * (SLOTS / total)).astype(np.int64), count_S > 0)
-    while excess := int(freq_S.sum()) - SLOTS:
-        largest = int(freq_S.argmax())
-        freq_S[largest] -= min(excess, int(freq_S[largest]) // 2)
-    return freq_S.astype(np.uint32)
-
-
-def to_bytes(freq_S: np.ndarray) -> bytes:
-    """Return the table's bytes."""
-    slots = freq_S[: int(np.flatnonzero(freq_S)[-1]) + 1].tolist()
-    encoded = bytearray([len(slots) - 1])
-    for slot_count in slots:
-        encoded += bytes([slot_count]) if slot_count < 128 else bytes([slot_count & 127 | 128, slot_count >> 7])
-    return bytes(encoded)
+def fit(count_TS: np.ndarray) -> np.ndarray:
+    """Return the slots of each symbol, uint32[T, 256]: about proportional to its count, at least one if it occurs."""
+    total_T = count_TS.sum(axis=1)
+    if not total_T.all():
+        count_TS = count_TS.copy()
+        count_TS[total_T == 0, 0] = 1
+    freq_TS = np.rint(count_TS * (SLOTS / np.maximum(total_T, 1))[:, None]).astype(np.int64)
+    np.maximum(freq_TS, count_TS > 0, out=freq_TS)
+    table_T = np.arange(len(freq_TS))
+    while (excess_T := freq_TS.sum(axis=1) - SLOTS).any():
+        largest_T = freq_TS.argmax(axis=1)
+        freq_TS[table_T, largest_T] -= np.minimum(excess_T, freq_TS[table_T, largest_T] // 2)
+    return freq_TS.astype(np.uint32)
 
 
 def join_runs(
@@ -70,56 +64,8 @@ def join_runs(
     return firsts, found
 
 
-class Cursor:
-    """Reads tables from their bytes, from front to back.
-
-    Raises:
-        CorruptDataError: (any method) the bytes are too short or malformed.
-    """
-
-    def __init__(self, data: bytes, at: int = 0) -> None:
-        self.data = data
-        self.at = at
-
-    def byte(self) -> int:
-        """Read the next byte."""
-        if self.at >= len(self.data):
-            raise CorruptDataError("Payload tables are too short.")
-        self.at += 1
-        return self.data[self.at - 1]
-
-    def bytes(self, count: int) -> np.ndarray:
-        """Read the next `count` bytes."""
-        if count > len(self.data) - self.at:
-            raise CorruptDataError("Payload tables are too short.")
-        self.at += count
-        return np.frombuffer(self.data, np.uint8, count, self.at - count)
-
-    def table(self) -> np.ndarray:
-        """Read a table: the slots of each symbol, uint32[256]."""
-        slots, highest = list[int](), self.byte()
-        data, at = self.data, self.at
-        try:
-            for _ in range(highest + 1):
-                low, at = data[at], at + 1
-                if low >= 128:
-                    high, at = data[at], at + 1
-                    if high >= 128:
-                        raise CorruptDataError("Payload table has a number of more than two bytes.")
-                    low += (high - 1) << 7
-                slots.append(low)
-        except IndexError:
-            raise CorruptDataError("Payload tables are too short.") from None
-        if sum(slots) != SLOTS or not slots[-1]:
-            raise CorruptDataError(f"Payload table has {sum(slots)} slots instead of {SLOTS}.")
-        self.at = at
-        freq_S = np.zeros(SYMBOLS, np.uint32)
-        freq_S[: len(slots)] = slots
-        return freq_S
-
-
 def all_bytes(freq_TS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `to_bytes` of many tables, one after the other, and where each one ends; uint8 and int64[T]."""
+    """Return the bytes of tables, one after the other, and where each one ends; uint8 and int64[T]."""
     freq_TS = freq_TS.astype(np.int64, copy=False)
     highest_T = freq_TS.shape[1] - 1 - (freq_TS[:, ::-1] != 0).argmax(axis=1)
     byte_TS2 = np.empty((*freq_TS.shape, 2), np.uint8)
@@ -134,7 +80,7 @@ def all_bytes(freq_TS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Parsed:
-    """Reads many tables from their bytes as `Cursor` does, without looking at each number by itself.
+    """Reads many tables from their bytes, without looking at each number by itself.
 
     Raises:
         CorruptDataError: (any method) the bytes are too short or malformed.
@@ -166,6 +112,11 @@ class Parsed:
             raise CorruptDataError("Payload tables are too short.") from None
         self.at = at
 
+    def finish(self) -> None:
+        """Check that all bytes were read."""
+        if self.at != len(self.data):
+            raise CorruptDataError("Payload has more tables than groups.")
+
     def freq_TS(self) -> np.ndarray:
         """Return the slots of each symbol of the tables that were read, int64[T, 256]."""
         found_T2 = np.array(self._found, np.int64).reshape(-1, 2)
@@ -183,3 +134,11 @@ class Parsed:
         if (freq_TS.sum(axis=1) != SLOTS).any() or (last_T == 0).any():
             raise CorruptDataError(f"Payload has a table that has not {SLOTS} slots.")
         return freq_TS
+
+
+def read(data: bytes, count: int) -> np.ndarray:
+    """Return the slots of each symbol of so many tables and no more, int64[T, 256]. Raises as `Parsed`."""
+    parsed = Parsed(data)
+    parsed.skip(count)
+    parsed.finish()
+    return parsed.freq_TS()

@@ -13,7 +13,6 @@ import torch
 from deltasync.codec import classes, dense, tables, tiles
 from deltasync.codec.base import NewBits, OldBits, Payload, Wanted, old_bits, take
 from deltasync.codec.classes import Model
-from deltasync.codec.tables import Cursor
 from deltasync.codec.tiles import Cut
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import native
@@ -57,7 +56,7 @@ def encode(
         part_B = bound_B[low : high + 1] - bound_B[low]
         ranked = native.rank(row_BF[low:high], part_B, at_K[part], step_K[part], model.classes)
         count_TS = native.count(*ranked, model.ratio_CC)
-        freq_TS = np.stack([tables.fit(count_S) for count_S in count_TS])
+        freq_TS = tables.fit(count_TS)
         coded, word_count_B[low:high] = native.encode(*ranked, freq_TS, model.ratio_CC)
         words.append(coded)
         tables_ += model.to_bytes(freq_TS)
@@ -213,9 +212,10 @@ class TiledReader:
             raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
         vector = self._vector
         entry = self._payload.arrays.get(f".{vector.width}.tile_tables")
-        cursor = Cursor(read_tables(entry))
-        ends = [*self._groups[1:], len(self._row_B2)]
-        group, found = -1, list[Sparse]()
+        models, freq_TS = Model.read(read_tables(entry), len(self._groups))
+        first_G = bounds(np.array([2 * len(model.level_C) for model in models], np.int64))  # tables
+        end_G = np.array([*self._groups[1:], len(self._row_B2)])
+        found = list[Sparse]()
         for pieces in self._batches(old):
             row_BF, band_GF = _table(
                 vector,
@@ -232,10 +232,8 @@ class TiledReader:
             at_K, step_K = np.empty(bound_B[-1], vector.index_dtype), np.empty(bound_B[-1], vector.bits_dtype)
             low = 0
             while low < at_B.size:
-                while at_B[low] >= (ends[group] if group >= 0 else 0):
-                    model, freq_TS = Model.read(cursor)
-                    group += 1
-                high = int(np.searchsorted(at_B, ends[group]))
+                group = int(np.searchsorted(end_G, at_B[low], side="right"))
+                model, high = models[group], int(np.searchsorted(at_B, end_G[group]))
                 part = slice(int(bound_B[low]), int(bound_B[high]))
                 if part.start < part.stop and not native.decode_classes(
                     row_BF[low:high],
@@ -243,7 +241,7 @@ class TiledReader:
                     self._words,
                     word_B2[low:high],
                     model.classes,
-                    freq_TS,
+                    freq_TS[first_G[group] : first_G[group + 1]],
                     model.ratio_CC,
                     at_K[part],
                     step_K[part],
@@ -252,11 +250,6 @@ class TiledReader:
                 low = high
             bound_G = bound_B[np.append(band_GF[:, 5], at_B.size)]
             found.append(Sparse(*native.regroup(bound_G, band_GF, False, at_K, step_K, 0)[:2]))
-        while group + 1 < len(self._groups):
-            Model.read(cursor)
-            group += 1
-        if cursor.at != len(cursor.data):
-            raise CorruptDataError("Payload has more tables than groups.")
         return found
 
     def _batches(self, old: OldBits) -> Iterator[list[_Piece]]:

@@ -23,7 +23,6 @@ import torch
 
 from deltasync.codec import tables, tiled, tiles
 from deltasync.codec.base import Encoded, NewBits, OldBits, Payload, Wanted, take
-from deltasync.codec.tables import Cursor
 from deltasync.codec.tiled import TiledReader, bounds, read_flags, read_groups, read_rows, read_tables, runs
 from deltasync.codec.tiles import Cut
 from deltasync.errors import CorruptDataError, ShareError
@@ -151,10 +150,10 @@ def _encode(vector: Vector, steps: Sparse) -> tuple[dict[str, torch.Tensor], dic
     row_B2 = np.stack((np.diff(bound_B), np.zeros(last - first, np.int64)), axis=1).astype(np.int32)
     for (low, high), count_TS in zip(itertools.pairwise([*group_G, last - first]), count_GTS, strict=True):
         part, held = _part(blocks, low, high)
-        freq_TS = np.stack([tables.fit(count_S) for count_S in count_TS])
+        freq_TS = tables.fit(count_TS)
         coded, row_B2[low:high, 1] = native.encode(part, at_K[held], None, step_K[held], freq_TS, _ONE_CLASS)
         words.append(coded)
-        tables_ += b"".join(map(tables.to_bytes, freq_TS))
+        tables_ += tables.all_bytes(freq_TS)[0].tobytes()
     blocks_entry, planes = tiled.rows_entry(row_B2)
     entries = {
         "blocks": blocks_entry,
@@ -351,16 +350,13 @@ class _Reader:
             np.add.at(edges, last_R, -1)
             keep_B = np.cumsum(edges[:-1]) > 0
         groups = read_groups(self._row, len(self._row_B2))
-        cursor = Cursor(read_tables(self._payload.arrays.get(f".{self._vector.width}.tables")))
+        freq_TS = tables.read(read_tables(self._payload.arrays.get(f".{self._vector.width}.tables")), 2 * len(groups))
         pieces: list[Sparse] = []
-        for low, high in itertools.pairwise([*groups, keep_B.size]):
-            freq_TS = np.stack([cursor.table(), cursor.table()])
+        for table, (low, high) in enumerate(itertools.pairwise([*groups, keep_B.size])):
             at_B = np.flatnonzero(keep_B[low:high]) + low
             if not at_B.size or not self._row_B2[at_B, 0].any():
                 continue
-            pieces.append(self._decode_group(blocks, at_B, freq_TS))
-        if cursor.at != len(cursor.data):
-            raise CorruptDataError("Payload has more tables than groups.")
+            pieces.append(self._decode_group(blocks, at_B, freq_TS[2 * table : 2 * table + 2]))
         return pieces
 
     def _decode_group(self, blocks: Blocks, at_B: np.ndarray, freq_TS: np.ndarray) -> Sparse:

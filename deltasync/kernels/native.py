@@ -420,12 +420,11 @@ def encode(
     words_per_change = (2 * TABLE_BITS + 61 + 8 * step_K.itemsize + 31) // 32
     room_B = np.zeros(blocks.bound_B.size, np.int64)
     np.cumsum(words_per_change * np.diff(blocks.bound_B) + 5, out=room_B[1:])
-    out, first_B = np.empty(room_B[-1], np.uint32), np.empty(blocks.base_B.size, np.int64)
+    out, size_B = np.empty(room_B[-1], np.uint32), np.empty(blocks.base_B.size, np.int64)
     native.encode(
-        threads(8 * at_K.size), *blocks, at_K, class_K, step_K, np.ascontiguousarray(freq_TS), ratio_CC, room_B, out, first_B
+        threads(8 * at_K.size), *blocks, at_K, class_K, step_K, np.ascontiguousarray(freq_TS), ratio_CC, room_B, out, size_B
     )
-    words = np.concatenate([out[:0], *(out[first:end] for first, end in zip(first_B, room_B[1:], strict=True))])
-    return words, room_B[1:] - first_B
+    return out[: int(size_B.sum())].copy(), size_B
 
 
 def decode(
@@ -446,7 +445,7 @@ def decode(
     """
     if (native := extension()) is None:
         return reference.decode(blocks, words, word_B2, freq_TS, at_K, step_K)
-    arrays = map(np.ascontiguousarray, (words, word_B2, *blocks, freq_TS))
+    arrays = map(np.ascontiguousarray, (words, word_B2, *blocks, freq_TS.astype(np.uint32)))
     good: bool = native.decode(threads(8 * at_K.size), *arrays, at_K, step_K)
     return good
 
@@ -500,7 +499,7 @@ def decode_classes(
         at_K: Gets the positions of the changes, block after block, ascending in each; mutated.
         step_K: Gets their steps, unsigned; mutated.
     """
-    given = (row_BF, bound_B, words, word_B2, *classes, freq_TS, ratio_CC)
+    given = (row_BF, bound_B, words, word_B2, *classes, freq_TS.astype(np.uint32), ratio_CC)
     if (native := extension()) is None:
         return reference.decode_classes(*given, at_K, step_K)
     good: bool = native.decode_classes(threads(8 * at_K.size), *map(np.ascontiguousarray, given), at_K, step_K)

@@ -116,7 +116,7 @@ def _streams(seconds: float) -> int:
         row_BF[0, 0] = new_N.ctypes.data
         ratio_CC = rans.ratios(np.sort(random.integers(0, 100, classes))[::-1])
         ranked = native.rank(row_BF, bound_B, changed, step_K, rans.Classes(low_C, span_C))
-        freq_TS = np.stack([tables.fit(count_S) for count_S in native.count(*ranked, ratio_CC)])
+        freq_TS = tables.fit(native.count(*ranked, ratio_CC))
         words, _ = native.encode(*ranked, freq_TS, ratio_CC)
         held = _exact(old_N)
         row_BF[0, 0] = np.frombuffer(held, np.uint8).ctypes.data

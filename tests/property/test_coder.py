@@ -42,12 +42,16 @@ def test_ratios_double_each_eight_levels() -> None:
 
 @given(st.lists(st.integers(0, 1 << 40) | st.just(0), max_size=256))
 def test_tables_round_trip(counts: list[int]) -> None:
-    count_S = np.array(counts + [0] * (256 - len(counts)), np.int64)
-    freq_S = tables.fit(count_S)
-    assert freq_S.sum() == tables.SLOTS and (freq_S[count_S > 0] > 0).all()
-    cursor = tables.Cursor(tables.to_bytes(freq_S))
-    np.testing.assert_array_equal(cursor.table(), freq_S)
-    assert cursor.at == len(cursor.data)
+    count_TS = np.zeros((2, 256), np.int64)
+    count_TS[0, : len(counts)], count_TS[1, 3] = counts, 5
+    freq_TS = tables.fit(count_TS)
+    assert (freq_TS.sum(axis=1) == tables.SLOTS).all() and (freq_TS[count_TS > 0] > 0).all()
+    data, end_T = tables.all_bytes(freq_TS)
+    assert end_T[-1] == data.size
+    np.testing.assert_array_equal(tables.read(data.tobytes(), 2), freq_TS)
+    np.testing.assert_array_equal(tables.read(data[: end_T[0]].tobytes(), 1), freq_TS[:1])
+    with pytest.raises(CorruptDataError, match="more tables"):
+        tables.read(data.tobytes(), 1)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +61,7 @@ def test_tables_round_trip(counts: list[int]) -> None:
 )
 def test_malformed_tables_are_refused(data: bytes) -> None:
     with pytest.raises(CorruptDataError):
-        tables.Cursor(data).table()
+        tables.read(data, 1)
 
 
 def _weights_by_context() -> bytes:

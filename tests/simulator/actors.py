@@ -81,8 +81,8 @@ def trainer(world: World, process: Process) -> None:
                 break
             if not isinstance(receipt, DeltaSyncError):
                 mine[receipt.version] = bits
-                receipts.append(receipt)
-                if world.random.random() < 0.5 and waited(world, receipt, mine, interrupted):
+                receipts.append((receipt, bits))
+                if world.random.random() < 0.5 and waited(world, receipt, bits, mine, interrupted):
                     acknowledged(world, process, publisher, receipt)
             world.pause(world.random.choice((0.2, 2.0, 30.0)))
             if world.random.random() < 0.05:
@@ -91,13 +91,13 @@ def trainer(world: World, process: Process) -> None:
             world.call("close", publisher.close, True)
         except KeyboardInterrupt:
             world.call("close again", publisher.close)
-        for receipt in receipts:
+        for receipt, bits in receipts:
             if receipt.done:
-                waited(world, receipt, mine, interrupted)
+                waited(world, receipt, bits, mine, interrupted)
 
 
-def waited(world: World, receipt: Any, mine: dict[int, str], interrupted: bool) -> bool:
-    """Wait for a receipt; what it calls visible has the bits that were published last under its number."""
+def waited(world: World, receipt: Any, bits: str, mine: dict[int, str], interrupted: bool) -> bool:
+    """Wait for the receipt of these bits; what it calls visible has the bits that were published last under its number."""
     found = world.call("wait", lambda: receipt.wait(world.random.choice((1.0, 60.0, 400.0))))
     if isinstance(found, DeltaSyncError):
         if isinstance(found, PublishLostError):
@@ -105,7 +105,7 @@ def waited(world: World, receipt: Any, mine: dict[int, str], interrupted: bool) 
             if not isinstance(found.__cause__, StoreError | FencedError) and "builds on a lost one" not in str(found):
                 raise Violation(f"a version is lost, and not because of the store: {found}")
             if not interrupted:
-                world.lost.add(mine[receipt.version])
+                world.lost.add(bits)
         return False
     world.counts["versions"] += 1
     if not interrupted:  # an interrupted publish may have joined the version
@@ -200,13 +200,13 @@ class Rank:
             if isinstance(receipt, DeltaSyncError):
                 return
             mine[receipt.version] = bits
-            receipts.append(receipt)
+            receipts.append((receipt, bits))
             self.digests.append("")
             world.pause(2.0)
         world.call("close", publisher.close)
-        for at, receipt in enumerate(receipts):
+        for at, (receipt, bits) in enumerate(receipts):
             if receipt.done and group.rank == 0:
-                waited(world, receipt, mine, False)
+                waited(world, receipt, bits, mine, False)
             elif receipt.done and not isinstance(found := world.call("wait", lambda: receipt.wait(1.0)), DeltaSyncError):  # noqa: B023
                 self.digests[at] = found.digest
                 world.agree(world.visible, (receipt.version, found.digest), mine[receipt.version], "published")
@@ -379,7 +379,8 @@ def fate(world: World, process: Process) -> None:
             saved = harm(world, saved)
     world.disk.faults = world.copy.faults = NO_FAULTS
     for each in world.live:
-        each.suspended_until_s = each.refused_until_s = 0.0
+        each.resume(world.scheduler.now_s)
+        each.refused_until_s = 0.0
 
 
 def harm(world: World, saved: Any) -> Any:

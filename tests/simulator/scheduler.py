@@ -53,14 +53,21 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name, self.ahead_s, self.slept_s = name, 0.0, 0.0
         self.suspended_until_s = self.held_s = self.refused_until_s = 0.0
-        self.killed = False
+        self.killed = self._sleeps = False
 
     def suspend(self, now_s: float, seconds: float, whole_machine: bool) -> None:
         """Do not run for so long; with the whole machine, `time.monotonic` stands still."""
         until_s = max(self.suspended_until_s, now_s + seconds)
         self.held_s += until_s - max(self.suspended_until_s, now_s)
         self.slept_s += until_s - max(self.suspended_until_s, now_s) if whole_machine else 0.0
-        self.suspended_until_s = until_s
+        self.suspended_until_s, self._sleeps = until_s, whole_machine
+
+    def resume(self, now_s: float) -> None:
+        """Run on."""
+        left_s = max(0.0, self.suspended_until_s - now_s)
+        self.held_s -= left_s
+        self.slept_s -= min(left_s, self.slept_s) if self._sleeps else 0.0
+        self.suspended_until_s = 0.0
 
 
 class Thread:

@@ -24,6 +24,7 @@ from deltasync.errors import DeltaSyncError
 from deltasync.following import loop
 from deltasync.maintenance import gc
 from deltasync.maintenance.checks import check
+from deltasync.maintenance.retention import KeepPolicy
 from deltasync.publish import compact, encode
 from deltasync.stores import Store
 from deltasync.stores.cache import CachedStore
@@ -374,11 +375,11 @@ class World:
         if self.harm is not None:
             return
         reader = self.reader(process)
-        found = list(reader.versions())
+        listed = list(reader.versions())
         strays = 0 if self.signed else self.counts["forged"]
-        if keys.epoch_number(found[0].epoch) > len(self.attempts) + 1 + strays:
-            raise Violation(f"epoch {found[0].epoch} after {len(self.attempts)} openings")
-        held = {version.version: version.sha256 for version in found}
+        if keys.epoch_number(listed[0].epoch) > len(self.attempts) + 1 + strays:
+            raise Violation(f"epoch {listed[0].epoch} after {len(self.attempts)} openings")
+        held = {version.version: version.sha256 for version in listed}
         if [*held] != list(range(max(held), max(held) - len(held), -1)):
             raise Violation(f"the channel has versions {[*held]}")
         for version, digest in sorted(self.visible):
@@ -388,15 +389,25 @@ class World:
                 raise Violation(f"version {version} was visible, and is not in the channel")
         if self.counts["forged"]:
             return
+        self._check_data(process)
+        self.scheduler.sleep(7 * 86400.0)
+        if self.forgets:
+            gc(self.reader(process), KeepPolicy(last=3), grace_s=0.0)
+        for last in (False, True):
+            found = gc(self.reader(process), grace_s=0.0, dry_run=last)
+        if found.objects or found.waiting:
+            raise Violation(f"nobody deletes {[info.key for info in (*found.objects, *found.waiting)][:3]}")
+        self._check_data(process)
+        joiner = Replica(Line(self.disk, process), trusted_keys=self.trusted)
+        if joiner.sync() != max(held):
+            raise Violation(f"after a collection of garbage a joiner is at {joiner.identity}")
+        self.compare(joiner)
+
+    def _check_data(self, process: Process) -> None:
         report = check(self.reader(process), read_data=True)
         problems = [text for text in map(str, report.problems) if not text.startswith(keys.EPOCHS)]  # of who lost a race
         if problems or report.unproven:
             raise Violation(f"the channel is damaged: {problems[:3]}, {report.unproven}")
-        self.scheduler.sleep(7 * 86400.0)
-        for last in (False, True):
-            pruned = gc(self.reader(process), grace_s=0.0, dry_run=last)
-        if pruned.objects or pruned.waiting:
-            raise Violation(f"nobody deletes {[info.key for info in (*pruned.objects, *pruned.waiting)][:3]}")
 
 
 def _digest(held: dict[str, bytes]) -> str:
