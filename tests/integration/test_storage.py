@@ -54,7 +54,7 @@ def test_what_is_kept_is_bounded(memory_url: str) -> None:
 def test_the_size_of_a_compaction_is_estimated_as_it_is() -> None:
     random, weights = np.random.default_rng(1), storage.model(1_000_000)
     first = {name: tensor.clone() for name, tensor in weights.items()}
-    shadow = Shadow.whole({name: tensor.clone() for name, tensor in weights.items()})
+    shadow = Shadow.of({name: tensor.clone() for name, tensor in weights.items()}, "keep", 0)
     steps = Steps(shadow.layout, shadow.ranges, 1)
     assert steps.estimated_bytes() == 0
     for _ in range(40):
