@@ -284,17 +284,18 @@ release-check: dist
 	$(PYTHON) requirements/release.py tag --dry-run
 
 # A folder to carry to a machine with a GPU and Python 3.12, torch, triton, numpy and safetensors, but without a package index:
-#   cd gpu-kit && python -m benchmarks.gpu
+#   cd gpu-kit && sh benchmarks/gpu/run.sh
 GPU_KIT ?= gpu-kit
 GPU_KIT_PYTHON ?= 3.12
 GPU_KIT_PLATFORM ?= manylinux2014_$(shell uname -m)
 gpu-kit: setup
 	rm -rf $(GPU_KIT)
 	mkdir -p $(GPU_KIT)
-	cp -r deltasync benchmarks tests pyproject.toml $(GPU_KIT)/
+	cp -r deltasync deltasync.egg-info vllm_plugin examples/demo benchmarks tests pyproject.toml $(GPU_KIT)/
 	$(PIP) install --quiet --no-deps --no-compile --only-binary :all: --python-version $(GPU_KIT_PYTHON) \
 	  --platform $(GPU_KIT_PLATFORM) --target $(GPU_KIT) msgspec hypothesis sortedcontainers pytest pytest-timeout pluggy \
-	  iniconfig packaging pygments
+	  iniconfig packaging pygments click rich markdown-it-py mdurl obstore zstandard
+	rm -rf $(addprefix $(GPU_KIT)/tests/,fuzz golden integration)
 	find $(GPU_KIT) -name __pycache__ -type d -prune -exec rm -rf {} +
 	@test "$$(du -sm $(GPU_KIT) | cut -f1)" -le 64
 	@du -sm $(GPU_KIT)

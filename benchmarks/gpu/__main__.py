@@ -29,7 +29,11 @@ from typing import Any
 from benchmarks import common
 
 ROOT = Path(__file__).parents[2]
-TESTS = {"test_segment_kernels.py": ("-k", "gpu_segments or warming"), "test_gpu_diff.py": ("-m", "gpu")}
+TESTS = {
+    "test_segment_kernels.py": ("-k", "gpu_segments or warming"),
+    "test_gpu_diff.py": ("-m", "gpu"),
+    "test_device_codec.py": ("-k", "not publisher"),
+}
 TESTS_S = 150
 PARTS = ("kernels", "dense", "anchor", "mixture", "detect", "tests")
 

@@ -24,6 +24,7 @@ from deltasync.threads import ahead
 
 if TYPE_CHECKING:
     from deltasync.codec.device import Decoded, Decoder, Places
+    from deltasync.tensors.device import DeviceDelta
 
 
 _REFERENCE_BYTES = 8, 64 << 20  # of a checkpoint for each byte of the channel's model, and in addition
@@ -119,10 +120,14 @@ def decode(
 
 
 def decode_there(
-    stored: StoredRecord, fetched: Sequence[tuple[str, bytes]], decoder: Decoder, places: Mapping[int, Places]
+    record: Record,
+    payloads: Iterable[tuple[str, bytes]],
+    decoder: Decoder,
+    places: Mapping[int, Places],
+    undone: DeviceDelta | None = None,
 ) -> Mapping[int, Decoded]:
-    """Decode a delta of `packed` or `context` on a device, whose payloads are the result of `fetch`; by element width."""
-    return decoder.decode([payload for _, payload in _opened(stored.record, fetched)], places)
+    """As `decode`, of a delta of `packed` or `context`, on a device; by element width. `undone`: see `Decoder.decode`."""
+    return decoder.decode([payload for _, payload in _opened(record, payloads)], places, undone)
 
 
 def _opened(record: Record, payloads: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, Payload]]:

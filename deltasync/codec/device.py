@@ -294,7 +294,7 @@ class Encoder:
         freq_RTS = fitted.freq_TS.cpu().numpy().reshape(-1, 2, 256)[is_group_R]
         table_N, end_T = tables.all_bytes(freq_RTS.reshape(-1, 256))
         end_G, group_first = np.append(0, end_T[1::2]), first_R[is_group_R]
-        words_, word_bound = self._rooms.fetch(f"{of.width} gaps", words), _bounds(word_S.cpu().numpy())
+        words_, word_bound = self._rooms.fetch(f"{of.width} gaps", words), _bounds(word_S)
         row_S2 = np.stack((end_S - bound_S, np.diff(word_bound)), axis=1).astype(np.int32)
         for p, low, high, block in zip(
             held_P.tolist(), stream_P[:-1].tolist(), stream_P[1:].tolist(), block_P2, strict=True
@@ -353,7 +353,7 @@ class Encoder:
         words, word_B = gpu_coder.encode(streams, numbers, fitted, gap_bits)
         table_N, end_T = tables.all_bytes(fitted.freq_TS.cpu().numpy())
         end_T = np.append(0, end_T)
-        words_, word_bound = self._rooms.fetch(f"{of.width} classes", words), _bounds(word_B.cpu().numpy())
+        words_, word_bound = self._rooms.fetch(f"{of.width} classes", words), _bounds(word_B)
         row_B2 = np.stack((count_B, np.diff(word_bound)), axis=1).astype(np.int32)
         found: list[tuple[dict[str, torch.Tensor], dict[str, Any]] | None] = []
         group_P = np.searchsorted(first_G, first_P)

@@ -181,7 +181,7 @@ class LiveWeights:
         assert self.memory.decoding is not None
         device, places = self.memory.decoding
         with contextlib.closing(self._fetched([stored])) as fetched, self._blaming(stored), device.staging():
-            steps = payloads.decode_there(stored, next(fetched), self._decoder(device), places)
+            steps = payloads.decode_there(stored.record, next(fetched), self._decoder(device), places)
         self.progressed_s = time.monotonic()
         fingerprints: dict[str, int] = {}
         for width, found in steps.items():

@@ -23,7 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from deltasync.kernels.gpu_coder import _UNSIGNED, LANES, _bucket, _groups, _open, _pull_number, _unzigzag, _zigzag, on
+from deltasync.kernels.gpu_coder import LANES, _bucket, _groups, _open, _pull_number, _unzigzag, _zigzag
+from deltasync.kernels.gpu_common import UNSIGNED, on, popcount
 from deltasync.kernels.rans import RATIO, RATIO_BITS
 
 CHUNK = 128
@@ -49,14 +50,6 @@ _ADDRESS, _COLUMNS, _STRIDE, _ROWS, _FIRST, _PITCH, _SHIFT, _MASK = map(tl.const
 _GROUP, _CLASS, _CLASSES, _PAIR, _CHUNK_COUNT, _COUNT, _FIELDS = map(tl.constexpr, range(8, 15))
 _CHUNK = tl.constexpr(CHUNK)
 _RATIO_BITS = tl.constexpr(RATIO_BITS)
-
-
-@triton.jit
-def _popcount(bits):
-    bits = bits - ((bits >> 1) & 0x55555555)
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-    return ((bits * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -305,7 +298,7 @@ def _mark(key_ptr, mark_ptr, first: tl.int64, last: tl.int64, size: tl.int64, CH
 def _count_marks(mark_ptr, count_ptr, words: tl.int64, WORDS: tl.constexpr):
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     marks = tl.load(mark_ptr + word, word < words, other=0).to(tl.uint32, bitcast=True)
-    tl.store(count_ptr + word, _popcount(marks), word < words)
+    tl.store(count_ptr + word, popcount(marks), word < words)
 
 
 @triton.jit
@@ -313,7 +306,7 @@ def _order(mark_ptr, end_ptr, key, inside):
     """Return how many marked keys are less than each of these."""
     word = tl.load(mark_ptr + (key >> 5), inside, other=0).to(tl.uint32, bitcast=True)
     above = word >> (key & 31).to(tl.uint32)
-    return tl.load(end_ptr + (key >> 5), inside, other=0).to(tl.int64) - _popcount(above)
+    return tl.load(end_ptr + (key >> 5), inside, other=0).to(tl.int64) - popcount(above)
 
 
 @triton.jit(do_not_specialize=["last"])
@@ -454,7 +447,7 @@ def _decode(
 @triton.jit
 def _halve(word, nth, place, HALF: tl.constexpr):
     """Narrow the search for the bit that is set after `nth` others down to one half of a word."""
-    below = _popcount(word & ((1 << HALF) - 1))
+    below = popcount(word & ((1 << HALF) - 1))
     above = below <= nth
     return tl.where(above, word >> HALF, word), tl.where(above, nth - below, nth), tl.where(above, place + HALF, place)
 
@@ -489,7 +482,7 @@ def _places(
     is_of = element & (fields >= low[:, None]) & (fields <= high[:, None])
     is_of = tl.reshape(is_of.to(tl.uint32), (CHANGES, _CHUNK // 32, 32))
     words = tl.sum(is_of << tl.arange(0, 32).to(tl.uint32)[None, None, :], axis=2)
-    counts = _popcount(words)
+    counts = popcount(words)
     before = tl.cumsum(counts, axis=1) - counts
     own = (before <= nth[:, None]) & (nth[:, None] < before + counts)
     word = tl.sum(tl.where(own, words, 0), axis=1)
@@ -632,7 +625,7 @@ class Bits:
         before, period = torch.from_numpy(before_B).to(device), torch.from_numpy(period_R).to(device)
         element_RE = torch.zeros((runs, 256), dtype=torch.int32, device=device)
         step_RES = torch.zeros((runs, 256, symbols), dtype=torch.int32, device=device)
-        bits = _UNSIGNED[self.width]
+        bits = UNSIGNED[self.width]
         with on(device):
             _survey_elements[(self.count,)](table_BF, run_B, before, period, element_RE, bits, 32)
             _survey_steps[(bands.count,)](
@@ -694,7 +687,7 @@ class Bits:
         low_L, high_L = self.classes.low_L, self.classes.high_L
         with on(self.device):
             _count_chunks[(blocks, min(-(-of.chunks // _CHUNKS), _MOST_PROGRAMS))](
-                self.table_BF, low_L, high_L, found, of.low, base, self.shift, _UNSIGNED[self.width], _CHUNKS
+                self.table_BF, low_L, high_L, found, of.low, base, self.shift, UNSIGNED[self.width], _CHUNKS
             )
             _sum_chunks[(blocks, of.classes)](self.table_BF, found, self.size_P, of.low, base, 1024)
         return found
@@ -712,7 +705,7 @@ class Bits:
         with on(self.device):
             _undo[(of.band_end - of.band,)](
                 bands.row_GF[of.band :], bands.begin_G[of.band :], bands.end_G[of.band :], self.table_BF, changes.at_K,
-                changes.step_K, self.shift, _UNSIGNED[self.width], _CHANGES,
+                changes.step_K, self.shift, UNSIGNED[self.width], _CHANGES,
             )  # fmt: skip
 
     def first_classes(self) -> torch.Tensor:
@@ -783,7 +776,7 @@ def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     class_K = torch.empty(changed, dtype=torch.uint8, device=device)
     to_step_K = torch.empty(changed, dtype=step_K.dtype, device=device)
     first_B = torch.empty(bits.count, dtype=torch.int32, device=device)
-    ratios, classes, width = ratio(device), bits.classes, _UNSIGNED[bits.width]
+    ratios, classes, width = ratio(device), bits.classes, UNSIGNED[bits.width]
     gap = gap_K.view(torch.uint64 if wide else torch.uint32)
     element_B = _bounds(bits.row_BF[:, COLUMNS] * bits.row_BF[:, ROWS])
     for batch in bits.batches:
@@ -872,7 +865,7 @@ def decode(
         _decode[(triton.cdiv(bits.count, LANES),)](
             words.view(torch.uint32), word_B, end_B, bits.bound, bits.table_BF, bits.first_classes(), bits.size_P,
             bits.classes.level_L, ratio(device), slot_TL.view(torch.uint32), found.rank_K, found.class_K, found.step_K,
-            found.good_B, bits.count, (1 << 8 * width) - 2, _UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
+            found.good_B, bits.count, (1 << 8 * width) - 2, UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
         )  # fmt: skip
     return found
 
@@ -901,7 +894,7 @@ def place(bits: Bits, found: Ranked, at_K: torch.Tensor, step_K: torch.Tensor) -
             _places[(triton.cdiv(end - begin, _RANKED),)](
                 bits.table_BF, bits.classes.low_L, bits.classes.high_L, count_N, number_K, found.rank_K[begin:end],
                 found.class_K[begin:end], key_K, int(bits.count_B[low]), end - begin, bits.shift,
-                _UNSIGNED[bits.width], _RANKED, num_warps=8,
+                UNSIGNED[bits.width], _RANKED, num_warps=8,
             )  # fmt: skip
         done = begin
         for start in range(batch.first, batch.last, MOST_ELEMENTS):  # more than one only where a single band is larger

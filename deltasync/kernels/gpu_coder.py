@@ -12,14 +12,14 @@ Shapes: K changed elements, S streams, T tables, R runs of streams.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from deltasync.kernels.gpu_common import UNSIGNED, on
 from deltasync.kernels.rans import TABLE_BITS
 
 LANES = 32
@@ -33,7 +33,6 @@ _COST_BITS = tl.constexpr(_COST)
 _COST_ONE = tl.constexpr(1 << _COST)
 _STATE_MIN = tl.constexpr(1 << 32)
 _ROUND = tl.constexpr(6755399441055744.0)  # 1.5 * 2**52: adding and subtracting it rounds to nearest even
-_UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -508,7 +507,7 @@ def fit(count_TS: torch.Tensor) -> Fitted:
     return Fitted(freq, code, inverse, cost)
 
 
-def encode(streams: Streams, numbers: Numbers, fitted: Fitted, gap_bits: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(streams: Streams, numbers: Numbers, fitted: Fitted, gap_bits: int = 32) -> tuple[torch.Tensor, np.ndarray]:
     """Encode streams.
 
     Args:
@@ -518,11 +517,12 @@ def encode(streams: Streams, numbers: Numbers, fitted: Fitted, gap_bits: int = 3
         gap_bits: Bits that no gap exceeds.
 
     Returns:
-        The words of all streams, int32[W], and how many each has, int64[S]; on the device. Without changes it has none.
+        The words of all streams, int32[W], on the device; how many each has, int64[S], on the host. Without changes it has
+            none.
     """
     device, width = streams.bound_S.device, numbers.step_K.element_size()
     if not streams.count:
-        return torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.int64, device=device)
+        return torch.empty(0, dtype=torch.int32, device=device), np.empty(0, np.int64)
     room_S = torch.zeros(streams.count + 1, dtype=torch.int64, device=device)
     begin_S = torch.zeros(streams.count, dtype=torch.int64, device=device)
     classes = numbers.class_K is not None
@@ -542,11 +542,13 @@ def encode(streams: Streams, numbers: Numbers, fitted: Fitted, gap_bits: int = 3
             num_warps=1,
         )  # fmt: skip
         count_S = room_S[1:] - begin_S
-        assert bool((begin_S >= room_S[:-1]).all()), "a stream has more words than room"
+        fits = (begin_S >= room_S[:-1]).all()
+        found_S = torch.cat((count_S, fits.to(torch.int64).view(1))).cpu().numpy()
+        assert found_S[-1], "a stream has more words than room"
         to_S = torch.cumsum(count_S, 0) - count_S
-        words = torch.empty(int(count_S.sum()), dtype=torch.int32, device=device)
+        words = torch.empty(int(found_S[:-1].sum()), dtype=torch.int32, device=device)
         _gather[(streams.count,)](begin_S, room_S, to_S, out, words, 512)
-    return words, count_S
+    return words, found_S[:-1]
 
 
 def slots(freq_TS: torch.Tensor) -> torch.Tensor:
@@ -589,7 +591,7 @@ def decode(
         _decode[(triton.cdiv(streams.count, LANES),)](
             words.view(torch.uint32), word_S, end_S, streams.bound_S, streams.base_S, size_S, streams.table_S,
             slot_TL.view(torch.uint32), at_K, step_K, good_S, streams.count, (1 << 8 * width) - 2,
-            tl.int32 if at_K.element_size() == 4 else tl.int64, _UNSIGNED[width], number, _groups(8 * width), LANES,
+            tl.int32 if at_K.element_size() == 4 else tl.int64, UNSIGNED[width], number, _groups(8 * width), LANES,
             num_warps=1,
         )  # fmt: skip
     return good_S
@@ -598,8 +600,3 @@ def decode(
 def _groups(bits: int) -> int:
     """Return how many groups of extra bits the numbers of so many bits have at most."""
     return -(-max(bits - 3, 1) // 24)
-
-
-def on(device: torch.device) -> Any:
-    """Launch kernels on a device; Triton would take the current one. Its interpreter takes tensors of the host."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -17,11 +17,9 @@ Kernels see bit patterns as unsigned integers. R runs, B blocks, T tensors of on
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +27,7 @@ import triton
 import triton.language as tl
 
 from deltasync.kernels import groups
+from deltasync.kernels.gpu_common import UNSIGNED, on, popcount, unsigned
 from deltasync.kernels.gpu_segments import _cell
 from deltasync.tensors.bits import SIGNED
 from deltasync.tensors.device import DeviceSparse
@@ -44,7 +43,6 @@ Fill = Callable[[int, torch.Tensor], None]
 
 _ALIGNED_BYTES = 16
 _LANES = 1024  # elements that a program of `_print` reads at once
-_UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
 @triton.jit
@@ -141,10 +139,7 @@ def _compare(
     if ALIGNED:  # here, because arguments of a function carry no hints
         old_ptr, new_ptr = tl.multiple_of(old_ptr, 16), tl.multiple_of(new_ptr, 16)
     marks = _marks(old_ptr, new_ptr, left, W, NEW_W, ALIGNED, BLOCK)
-    n = marks - ((marks >> 1) & 0x55555555)  # counts the ones; LLVM recognizes this form as one instruction
-    n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
-    n = (n + (n >> 4)) & 0x0F0F0F0F
-    n = ((n * 0x01010101) >> 24).to(tl.int32)
+    n = popcount(marks)
     total = tl.sum(n, axis=0)
     k = tl.cumsum(n, axis=0) - n
     added = tl.load(entry_ptr + _AT) + base
@@ -337,7 +332,7 @@ class Comparison:
         self._copied = np.flatnonzero(copied_R)
         place_R, edges = _places(self._first_R, copied_R)
         self._groups = [*itertools.pairwise(sorted({*range(0, self.blocks, groups.GROUP_BLOCKS), *edges, self.blocks}))]
-        with self._here():
+        with on(self.device):
             self._copies = torch.empty(int((place_R + copied_R).max()), dtype=torch.uint8, device=device)
             self._copy_R = np.where(copied_R > 0, self._copies.data_ptr() + place_R, 0)
             line_RC[:, NEW] = np.where(copied_R > 0, self._copy_R, line_RC[:, NEW])
@@ -357,7 +352,7 @@ class Comparison:
             return
         was = self._is_aligned()
         self._line_RC[:, NEW] = address_R
-        with self._here():
+        with on(self.device):
             self._table_RC.copy_(torch.from_numpy(self._line_RC))
         if not np.array_equal(was, self._is_aligned()):
             self._kinds = self._kinds_of()
@@ -377,21 +372,21 @@ class Comparison:
 
     def apply(self, steps: DeviceSparse) -> None:
         """Add steps that were found to the shadow. This allocates nothing, and returns once it is launched."""
-        with self._here():
+        with on(self.device):
             _apply[(self.blocks,)](
-                *(self._table_RC, self._row_B, steps.bound_B, steps.low_K, _unsigned(steps.step_K)),
-                *(_UNSIGNED[self.width], groups.BLOCK, groups.SLOT),
+                *(self._table_RC, self._row_B, steps.bound_B, steps.low_K, unsigned(steps.step_K)),
+                *(UNSIGNED[self.width], groups.BLOCK, groups.SLOT),
                 num_warps=1,
             )
 
     def sums(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the fingerprint of the shadow's elements of each tensor, uint64[T], and how many are NaN, int64[T]."""
-        with self._here():
+        with on(self.device):
             sum_B = torch.empty(self.blocks, dtype=torch.int64, device=self.device)
             above_B = torch.empty(self.blocks, dtype=torch.int32, device=self.device)
             _print[(self.blocks,)](
                 *(self._table_RC, self._row_B, sum_B.view(torch.uint64), above_B),
-                *(_UNSIGNED[self.width], groups.BLOCK, min(_LANES, groups.BLOCK)),
+                *(UNSIGNED[self.width], groups.BLOCK, min(_LANES, groups.BLOCK)),
                 num_warps=4,
             )
             found_2T = torch.stack([self._by_tensor(_ends(each_B)) for each_B in (sum_B, above_B)]).cpu().numpy()
@@ -415,7 +410,7 @@ class Comparison:
         return found
 
     def _launch(self, room: int, fill: Fill) -> _Launched:
-        with self._here():
+        with on(self.device):
             slots = min(1 << (self.blocks - 1).bit_length(), groups.GROUP_BLOCKS) * groups.SLOT
             slot_at = torch.empty(slots, dtype=torch.int16, device=self.device)
             slot_step = torch.empty(slots, dtype=SIGNED[self.width], device=self.device)
@@ -443,7 +438,7 @@ class Comparison:
         if changed > of.low_K.numel():
             del of
             return self._finish(self._launch(groups.room(changed, self.element_count), fill), fill)
-        with self._here():
+        with on(self.device):
             if most > groups.SLOT:
                 self._overflowing(of, fill)
             counts, gains, aboves = map(self._by_tensor, (of.bound_B, _ends(of.gain_B), _ends(of.above_B)))
@@ -511,7 +506,7 @@ class Comparison:
         new_width, aligned = kind
         _compare[(count,)](
             *(self._table_RC, self._row_B, self._row_B if listed_L is None else listed_L, of.count_B, of.bound_B),
-            *(to_at, _unsigned(to_step), first, self.width, new_width, _UNSIGNED[self.width], _UNSIGNED[new_width]),
+            *(to_at, unsigned(to_step), first, self.width, new_width, UNSIGNED[self.width], UNSIGNED[new_width]),
             *(aligned, listed_L is not None, slots, groups.BLOCK, groups.SLOT),
             num_warps=4 if aligned and new_width < 4 else 8,
         )
@@ -528,13 +523,10 @@ class Comparison:
     ) -> None:
         _pack[(count,)](
             *(self._table_RC, self._row_B, self._row_B if listed_L is None else listed_L, of.bound_B),
-            *(slot_at, _unsigned(slot_step), of.low_K, _unsigned(of.step_K), of.gain_B.view(torch.uint64), of.above_B),
-            *(first, of.low_K.numel(), _UNSIGNED[self.width], listed_L is not None, slots, groups.BLOCK, groups.SLOT),
+            *(slot_at, unsigned(slot_step), of.low_K, unsigned(of.step_K), of.gain_B.view(torch.uint64), of.above_B),
+            *(first, of.low_K.numel(), UNSIGNED[self.width], listed_L is not None, slots, groups.BLOCK, groups.SLOT),
             num_warps=1,
         )
-
-    def _here(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
 
 @dataclasses.dataclass(eq=False)
@@ -583,7 +575,3 @@ def _ends(value_B: torch.Tensor) -> torch.Tensor:
     ends = torch.zeros(value_B.numel() + 1, dtype=torch.int64, device=value_B.device)
     torch.cumsum(value_B, 0, dtype=torch.int64, out=ends[1:])
     return ends
-
-
-def _unsigned(signed: torch.Tensor) -> torch.Tensor:
-    return signed.view(getattr(torch, f"uint{8 * signed.element_size()}"))

@@ -7,7 +7,6 @@ line; sums of integers modulo 2**64 do not depend on the order.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,9 +18,9 @@ import triton.language as tl
 
 from deltasync.errors import undoing
 from deltasync.kernels import reference, table
+from deltasync.kernels.gpu_common import UNSIGNED, on, unsigned
 from deltasync.kernels.table import Line, Rows, Table, Writes
 
-_BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 _READ_BLOCK = 512  # elements that a program reads at once from a row of `table.STREAM_BLOCK`
 
 _DEST, _KEY, _OFFSET, _FIRST, _SPAN, _DIMS, _COLUMNS, _MOST_DIMS, _LOW, _COUNT, _PLACE, _WRITE_COLUMNS = (
@@ -227,11 +226,11 @@ def _fingerprint(
 def prepare(of: Writes) -> None:
     """See `SegmentKernels.prepare`."""
     of.sum_3S.zero_()
-    held, bits = of.table, _BITS[of.table.width]
-    step_K, value_V = _unsigned(of.step_K), _unsigned(of.value_V)
+    held, bits = of.table, UNSIGNED[of.table.width]
+    step_K, value_V = unsigned(of.step_K), unsigned(of.value_V)
     for is_strided, of_kind in _kinds(of):
         for row_R in of_kind.split(of.at_once):  # launches that end soon: an engine's kernels come between them
-            arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, _unsigned(of.low_K), step_K, value_V, *of.sum_3S)
+            arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, unsigned(of.low_K), step_K, value_V, *of.sum_3S)
             _launch(_prepare, row_R.numel(), arguments, bits, is_strided, table.SCATTER_BLOCK)
 
 
@@ -251,9 +250,9 @@ def swap(of: Writes) -> None:
 
 
 def _swap_kind(of: Writes, is_strided: bool, row_R: torch.Tensor) -> None:
-    held, low_K, value_V = of.table, _unsigned(of.low_K), _unsigned(of.value_V)
+    held, low_K, value_V = of.table, unsigned(of.low_K), unsigned(of.value_V)
     arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, low_K, value_V, of.sum_3S[table.CHECK])
-    _launch(_swap, row_R.numel(), arguments, _BITS[held.width], is_strided, table.SCATTER_BLOCK)
+    _launch(_swap, row_R.numel(), arguments, UNSIGNED[held.width], is_strided, table.SCATTER_BLOCK)
 
 
 def _kinds(of: Writes) -> list[tuple[bool, torch.Tensor]]:
@@ -267,7 +266,7 @@ def fingerprint(of: Table, rows: Rows, gain_S: torch.Tensor) -> None:
     gain_S.zero_()
     for (is_strided, is_unaligned), row_R in _pieces(rows):
         arguments = (of.line_SC, of.dim_S2D3, row_R, gain_S)
-        constants = _BITS[of.width], table.STREAM_BLOCK, _READ_BLOCK
+        constants = UNSIGNED[of.width], table.STREAM_BLOCK, _READ_BLOCK
         if is_strided:
             _launch(_fingerprint_strided, row_R.numel(), arguments, *constants, num_warps=8)
         else:
@@ -281,14 +280,9 @@ def _pieces(rows: Rows) -> Iterator[tuple[tuple[bool, bool], torch.Tensor]]:
             yield kind, row_R
 
 
-def _unsigned(view: torch.Tensor) -> torch.Tensor:
-    return view.view(getattr(torch, f"uint{8 * view.element_size()}"))
-
-
 def _launch(kernel: Any, programs: int, arguments: tuple[torch.Tensor, ...], *constants: Any, **options: Any) -> None:
     """Launch a kernel on the tensors' device; Triton would take the current one. Its interpreter takes host tensors."""
-    device = arguments[0].device
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with on(arguments[0].device):
         kernel[(programs,)](*arguments, *constants, **options)
 
 

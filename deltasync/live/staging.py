@@ -25,7 +25,7 @@ from deltasync.live.exchange import Copy, DeviceCopy, DeviceSwap, HostCopy, Host
 from deltasync.live.segments import Segment, unsigned
 from deltasync.tensors import Sparse, Vector, count_below, fingerprint, index_dtype, region_end
 from deltasync.tensors.bits import signed_view
-from deltasync.tensors.device import DeviceSparse
+from deltasync.tensors.device import DeviceSparse, search
 
 if TYPE_CHECKING:
     from deltasync.kernels.native import SwapTable
@@ -339,13 +339,8 @@ class DevicePlaces:
         turn = count_below(at_K, np.arange(int(limit_L[-1] >> 32) + 1, dtype=np.int64) << 32)
         edges = np.append(turn, at_K.size)
         low_L, high_L, wanted_L = self.table.sent(edges[limit_L >> 32], edges[(limit_L >> 32) + 1], limit_L & 0xFFFFFFFF)
-        for _ in range(at_K.size.bit_length()):
-            middle_L = (low_L + high_L) >> 1
-            found_L = low_K[middle_L.clamp(max=at_K.size - 1)].to(torch.int64) & 0xFFFFFFFF
-            is_below_L = (low_L < high_L) & (found_L < wanted_L)
-            low_L = torch.where(is_below_L, middle_L + 1, low_L)
-            high_L = torch.where(is_below_L, high_L, middle_L)
-        below: np.ndarray = low_L.cpu().numpy()
+        found_L = search(low_K, low_L, high_L, at_K.size, lambda found_LP: (found_LP & 0xFFFFFFFF) < wanted_L[:, None])
+        below: np.ndarray = found_L.cpu().numpy()
         return below
 
     def _below(self, steps: DeviceSteps) -> np.ndarray:

@@ -85,11 +85,12 @@ class GroupEncoder:
                 for group in groups
             )
             return len(groups), proven
+        from deltasync.codec.device import split
         from deltasync.publish.encode_device import DeviceCoder
 
         if self._device is None or self._device.layout is not delta.layout:
             self._device = DeviceCoder(delta)
-        pieces = self._device.pieces(delta, GROUP_CHANGED)
+        pieces = list(split(delta, GROUP_CHANGED))
         return len(pieces), ((encoded, None) for encoded in self._on_device(job, delta, pieces))
 
     def _on_device(self, job: Pending, delta: DeviceDelta, pieces: Sequence[Piece]) -> Iterator[Encoded]:
@@ -111,7 +112,9 @@ class GroupEncoder:
 
         assert self._device is not None and job.on_device is not None and job.fingerprints is not None
         try:
-            self._device.prove(self.codec_name, job.on_device, job.fingerprints.of, job.version, stored)
+            record = record_of(self.codec_name, job.version, job.version - 1, job.on_device.changed)
+            named = [(f"Payload {number} of version {job.version}", data) for number, data in enumerate(stored, 1)]
+            self._device.prove(record, job.on_device, job.fingerprints.of, named)
         except torch.OutOfMemoryError as error:
             logger.warning("Version %d is proven on the host: %s", job.version, error)
             for group, data in zip(job.delta.split(GROUP_CHANGED), stored, strict=True):
@@ -146,6 +149,19 @@ def encode(codec_name: str, delta: Changes, versions: Versions) -> Encoded:
     return codec.get(codec_name).encode(delta, versions.new, versions.fingerprints, versions.to, versions.base)
 
 
+def record_of(codec_name: str, version: int, base: int, changed: int) -> Record:
+    """Return what a reader of payloads needs of the record that will name them."""
+    return Record(
+        run_id="-",
+        kind="delta",
+        version=version,
+        epoch="-",
+        created_at="-",
+        base=VersionId(base, "-", "-"),
+        delta=Delta(codec=codec_name, changed=changed),
+    )
+
+
 def prove(codec_name: str, delta: Changes, versions: Versions, data: bytes) -> None:
     """Decode a payload as a reader does, by the record that will name it, and compare it with the encoded steps.
 
@@ -153,15 +169,7 @@ def prove(codec_name: str, delta: Changes, versions: Versions, data: bytes) -> N
         CorruptDataError: they differ.
     """
     layout = delta.layout
-    record = Record(
-        run_id="-",
-        kind="delta",
-        version=versions.to,
-        epoch="-",
-        created_at="-",
-        base=VersionId(versions.base, "-", "-"),
-        delta=Delta(codec=codec_name, changed=delta.changed),
-    )
+    record = record_of(codec_name, versions.to, versions.base, delta.changed)
 
     def old(name: str) -> RangeBits:
         new_N, start = versions.new(name)

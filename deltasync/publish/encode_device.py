@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from deltasync import codec
+from deltasync.channel import payloads
+from deltasync.channel.documents import Record
 from deltasync.codec.base import Encoded
-from deltasync.codec.device import Decoder, Encoder, Piece, Places, split
+from deltasync.codec.device import Decoder, Encoder, Piece, Places
 from deltasync.errors import CorruptDataError
 from deltasync.live import accelerator
 from deltasync.tensors.device import DeviceDelta
@@ -35,10 +36,6 @@ class DeviceCoder:
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no annotation
 
-    def pieces(self, delta: DeviceDelta, most: int) -> list[Piece]:
-        """Return the payloads of a delta, of about `most` changes each."""
-        return list(split(delta, most))
-
     def encode(
         self, codec_name: str, delta: DeviceDelta, digests: Mapping[int, np.ndarray], version: int, pieces: Sequence[Piece]
     ) -> Iterator[Encoded]:
@@ -52,27 +49,17 @@ class DeviceCoder:
             yield encoded
 
     def prove(
-        self,
-        codec_name: str,
-        delta: DeviceDelta,
-        digests: Mapping[int, np.ndarray],
-        version: int,
-        stored: Sequence[bytes],
+        self, record: Record, delta: DeviceDelta, digests: Mapping[int, np.ndarray], stored: Sequence[tuple[str, bytes]]
     ) -> None:
-        """Decode payloads as a reader does, and compare them with what was encoded.
+        """Decode payloads, with their names, as a reader of the record does, and compare them with what was encoded.
 
         Raises:
             CorruptDataError: they differ.
         """
-        opened = [codec.open_payload(data) for data in stored]
-        right = all(
-            (payload.codec, payload.version, payload.base_version) == (codec_name, version, version - 1)
-            for payload in opened
-        )
         with self._after(delta):
             places = {width: Places.of(self.layout.vectors[width], bits) for width, bits in delta.bits.items()}
-            found = self._decoder.decode(opened, places, delta)
-            right = right and found.keys() == delta.steps.keys()
+            found = payloads.decode_there(record, stored, self._decoder, places, delta)
+            right = found.keys() == delta.steps.keys()
             for width, steps in delta.steps.items() if right else ():
                 of = found[width]
                 right = (
@@ -84,8 +71,7 @@ class DeviceCoder:
                 )
         if not right:
             raise CorruptDataError(
-                f"The payloads from version {version - 1} to {version} decode to other bits than were encoded; no record "
-                f"names them."
+                f"The payloads to version {record.version} decode to other bits than were encoded; no record names them."
             )
 
     @contextlib.contextmanager

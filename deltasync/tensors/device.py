@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,22 +77,17 @@ class DeviceSparse:
     def count_below(self, limit_N: torch.Tensor) -> torch.Tensor:
         """Return how many positions are below each limit, int64 on the device: `layout.count_below` for many limits.
 
-        A few dozen small launches, whatever the number of limits.
+        As many small launches for any number of limits.
         """
         if not self.base_B.numel():
             return torch.zeros_like(limit_N)
         block_N = (torch.searchsorted(self.base_B, limit_N, right=True) - 1).clamp_(min=0)
         base_N = self.base_B[block_N]
-        low_N, high_N = self.bound_B[block_N], self.bound_B[block_N + 1]
-        if not self.changed:
-            return low_N
-        for _ in range(BLOCK.bit_length()):
-            middle_N = (low_N + high_N) >> 1
-            found_N = self.low_K[middle_N.clamp(max=self.changed - 1)].to(torch.int64)
-            is_below_N = (low_N < high_N) & (base_N + ((found_N - base_N) & 0xFFFFFFFF) < limit_N)
-            low_N = torch.where(is_below_N, middle_N + 1, low_N)
-            high_N = torch.where(is_below_N, high_N, middle_N)
-        return low_N
+        wanted_N = limit_N - base_N
+        return search(
+            *(self.low_K, self.bound_B[block_N], self.bound_B[block_N + 1], BLOCK),
+            lambda found_NP: ((found_NP - base_N[:, None]) & 0xFFFFFFFF) < wanted_N[:, None],
+        )
 
     def host(self, index: np.dtype) -> Sparse:
         """Copy everything to the host, into new arrays of K elements; positions get this dtype."""
@@ -101,6 +96,37 @@ class DeviceSparse:
             at_K[low : low + _CROSSING] = self.positions(low, low + _CROSSING).cpu().numpy()
         step_K = self.step_K.cpu().numpy()
         return Sparse(at_K, step_K.view(f"u{step_K.itemsize}"))
+
+
+_WAYS = 8
+
+
+def search(
+    value_K: torch.Tensor,
+    low_N: torch.Tensor,
+    high_N: torch.Tensor,
+    most: int,
+    is_below: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the number of the first value in each range that is not below what is wanted there, or its end; int64[N].
+
+    Args:
+        value_K: Values of integers.
+        low_N: Number of the first value of each range.
+        high_N: The one behind its last.
+        most: Values of the largest range.
+        is_below: Returns whether values, int64[N, P], are below what is wanted in their range. Those that are come first.
+    """
+    part_P = torch.arange(1, _WAYS + 1, device=low_N.device)
+    while most > 0 and value_K.numel():
+        step_N1 = ((high_N - low_N + (_WAYS - 1)) // _WAYS).clamp_(min=1)[:, None]
+        number_NP = low_N[:, None] + step_N1 * part_P - 1
+        found_NP = value_K[number_NP.clamp(max=value_K.numel() - 1)].to(torch.int64)
+        below_N = ((number_NP < high_N[:, None]) & is_below(found_NP)).sum(dim=1)
+        low_N = low_N + step_N1[:, 0] * below_N
+        low_N, high_N = torch.minimum(low_N, high_N), torch.minimum(low_N + step_N1[:, 0] - 1, high_N)
+        most = -(-most // _WAYS) - 1
+    return low_N
 
 
 def joined(parts: Sequence[DeviceSparse], count_T: np.ndarray) -> DeviceSparse:

@@ -136,11 +136,11 @@ def test_a_device_writes_the_hosts_bytes_and_reads_them(name: str) -> None:
     found, there = _written(made, name, 16)
     assert found == [each.to_bytes() for each in made.encoded(name, 16)]
     assert len(found) >= 2
-    DeviceCoder(there).prove(name, there, made.digests, 8, found)
+    _prove(name, there, made.digests, found)
     other = dict(made.digests)
     other[2] = other[2] + np.uint64(1)
     with pytest.raises(CorruptDataError):
-        DeviceCoder(there).prove(name, there, other, 8, found)
+        _prove(name, there, other, found)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -149,7 +149,12 @@ def test_all_few_and_tiny(name: str, fraction: float, shapes: list[tuple[int, ..
     made = case(fraction, {"bfloat16": shapes}, seed=3)
     found, there = _written(made, name, 10**6)
     assert found == [each.to_bytes() for each in made.encoded(name, 10**6)]
-    DeviceCoder(there).prove(name, there, made.digests, 8, found)
+    _prove(name, there, made.digests, found)
+
+
+def _prove(name: str, there: DeviceDelta, digests: dict[int, np.ndarray], files: list[bytes]) -> None:
+    record = encode.record_of(name, 8, 7, there.changed)
+    DeviceCoder(there).prove(record, there, digests, [(str(number), data) for number, data in enumerate(files)])
 
 
 QWEN3 = [(160, 1024), (1024,), (32, 1024), (128,), (32, 3072), (1024,)]
@@ -175,7 +180,7 @@ def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPat
     if name == "context":
         cuts = [tiles.worth(spec, 0, spec.element_count, 10**6, vector.BLOCK) for spec in made.layout.specs.values()]
         assert [0 if cut is None else cut.count for cut in cuts] == [256, 0, 64, 0, 64, 0]
-    DeviceCoder(there).prove(name, there, made.digests, 8, found)
+    _prove(name, there, made.digests, found)
     before = made.there(are_new=False)
     places = {2: on_device.Places.of(made.layout.vectors[2], before.bits[2])}
     opened = [codec.open_payload(data) for data in found]

@@ -1,0 +1,160 @@
+"""What the host does where a device encodes, proves and decodes: calls of Python, and arrays of the size of the changes.
+
+`test_gpu_diff.py` has the same of comparing, `test_live_devices.py` of staging and commits.
+
+Kernels run through Triton's interpreter. What that calls and allocates is left out.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deltasync import codec
+from deltasync.codec import tiles, vector
+from deltasync.publish.encode import record_of
+from tests.interpreter import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
+
+if INTERPRETED:
+    from triton.runtime.interpreter import GridExecutor
+
+    from deltasync.codec import device as on_device
+    from deltasync.publish.encode_device import DeviceCoder
+    from tests.property.test_device_codec import Case, case
+
+SIZES = {"TILE": 40, "SMALL": 60, "LEAST": 40, "FEW": 1}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector, "BLOCK", 1 << 12)
+    for name, value in SIZES.items():
+        monkeypatch.setattr(tiles, name, value)
+
+
+class Work:
+    """Counts what the host does outside of kernels.
+
+    Attributes:
+        calls: Functions called, Python's and C's; not counted while memory is traced.
+        peak_bytes: The most bytes that NumPy and Python allocate between two launches. Torch's memory is the device's.
+        crossed_bytes: Bytes of tensors that were copied from the device, without words.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, traced: bool = False) -> None:
+        self.calls = self.peak_bytes = self.crossed_bytes = 0
+        self._traced = traced
+        run, to_host = GridExecutor.__call__, torch.Tensor.cpu
+
+        def launch(executor: Any, *arguments: Any, **options: Any) -> None:
+            running = self._pause()
+            run(executor, *arguments, **options)
+            if running:
+                self._go_on()
+
+        def cpu(tensor: torch.Tensor) -> torch.Tensor:
+            self.crossed_bytes += tensor.nbytes
+            return to_host(tensor)
+
+        monkeypatch.setattr(GridExecutor, "__call__", launch)
+        monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+
+    def __enter__(self) -> Work:
+        gc.collect()
+        gc.disable()  # others' callbacks would count
+        self.calls = self.peak_bytes = self.crossed_bytes = 0
+        self._go_on()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pause()
+        gc.enable()
+
+    def _pause(self) -> bool:
+        running = sys.getprofile() is not None or tracemalloc.is_tracing()
+        sys.setprofile(None)
+        if tracemalloc.is_tracing():
+            self.peak_bytes = max(self.peak_bytes, tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        return running
+
+    def _go_on(self) -> None:
+        if self._traced:
+            tracemalloc.start()
+        else:
+            sys.setprofile(self._profile)
+
+    def _profile(self, frame: object, event: str, argument: object) -> None:
+        self.calls += event in ("call", "c_call")
+
+
+def _send(pairs: Iterable[tuple[np.ndarray, torch.Tensor]]) -> None:
+    """Copy words without an array in between, as on a GPU."""
+    for host, to in pairs:
+        to.copy_(torch.from_numpy(host.view(np.int32)))
+
+
+Steps = dict[str, tuple[int, int, int]]
+
+
+def works(made: Case, name: str, work: Work) -> Steps:
+    """Encode, prove and decode a version; return calls, most bytes and bytes that crossed, of each."""
+    ((width, of),) = made.layout.vectors.items()
+    delta, digests, bits = made.there(), made.digests, made.there(are_new=False).bits
+    places = {width: on_device.Places.of(of, bits[width])}
+    coder, decoder = DeviceCoder(delta), on_device.Decoder(made.layout, torch.device("cpu"), _send)
+    for tilings in (coder._encoder.tilings, decoder._tilings):  # made once for a model
+        tilings.of(of, places[width].range_T2)
+    tiles.counts(of, tiles.TILE, vector.BLOCK)
+    found = {}
+    with work:
+        encoded = [*coder.encode(name, delta, digests, 8, list(on_device.split(delta, 10**6)))]
+    found["encode"] = work.calls, work.peak_bytes, work.crossed_bytes
+    files = [("payload", each.to_bytes()) for each in encoded]
+    opened, record = [codec.open_payload(data) for _, data in files], record_of(name, 8, 7, delta.changed)
+    with work:
+        coder.prove(record, delta, digests, files)
+    found["prove"] = work.calls, work.peak_bytes, work.crossed_bytes
+    with work:
+        decoder.decode(opened, places)
+    found["decode"] = work.calls, work.peak_bytes, work.crossed_bytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "few", "many"),
+    [("packed", [(222,)] * 339, [(4,)] * 18_819), ("context", [(64, 32)] * 2, [(8, 5)] * 111)],
+    ids=["packed", "context"],
+)
+def test_as_many_calls_for_many_tensors_as_for_few(
+    name: str, few: list[tuple[int, ...]], many: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """55 times as many tensors, of about the same elements, and in `context` about the same blocks."""
+    work = Work(monkeypatch)
+    works(case(0.2, {"bfloat16": few[:2]}), name, work)  # the interpreter reads the kernels
+    counted = [works(case(0.02, {"bfloat16": shapes}, seed=1), name, work) for shapes in (few, many)]
+    calls = [{step: found[0] for step, found in each.items()} for each in counted]
+    assert all(calls[1][step] <= 1.1 * calls[0][step] for step in calls[0]), calls
+
+
+@pytest.mark.parametrize("name", ["packed", "context"])
+def test_no_array_of_the_size_of_the_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the changes in the same tensors, blocks and runs."""
+    work, found = Work(monkeypatch, traced=True), []
+    for fraction in (0.05, 0.25):
+        made = case(fraction, {"bfloat16": [(64, 96), (100,)]}, seed=2)
+        found.append((made.delta.changed, works(made, name, work)))
+    (few, before), (many, after) = found
+    assert many > 3 * few
+    for step in ("encode", "decode"):
+        for what, least, most in zip(("allocated", "copied"), before[step][1:], after[step][1:], strict=True):
+            assert most - least < (many - few), (step, what, least, most)
