@@ -6,6 +6,7 @@ Triton's run on a GPU where there is one, else in a subprocess through its inter
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -50,8 +51,9 @@ class Room:
     def allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.full((size_bytes,), 0xA5, dtype=torch.uint8, device=DEVICE)
 
-    def send(self, host: np.ndarray, to: torch.Tensor) -> None:
-        to.view(-1).copy_(torch.from_numpy(host.reshape(-1).astype(f"i{to.element_size()}")))
+    def send(self, pairs: Iterable[tuple[np.ndarray, torch.Tensor]]) -> None:
+        for host, to in pairs:
+            to.view(-1).copy_(torch.from_numpy(host.reshape(-1).astype(f"i{to.element_size()}")))
 
 
 def line(key: int, segment: Segment, first: int = 0, part: int = 0) -> Line:
