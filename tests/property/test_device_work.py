@@ -149,6 +149,7 @@ def test_as_many_calls_for_many_tensors_as_for_few(
 @pytest.mark.parametrize("name", ["packed", "context"])
 def test_no_array_of_the_size_of_the_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four times the changes in the same tensors, blocks and runs."""
+    monkeypatch.setattr(vector, "BLOCK", 1 << 8)  # short streams, which the interpreter takes change by change
     work, found = Work(monkeypatch, traced=True), []
     for fraction in (0.05, 0.25):
         made = case(fraction, {"bfloat16": [(64, 96), (100,)]}, seed=2)
