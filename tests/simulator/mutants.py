@@ -49,10 +49,9 @@ MUTANTS = {
         "        _check_digest(data, key, sha256)\n        return data",
         "        return data",
         world="signed damaged",
-        seed=2,
     ),
     "a document needs no signature": Mutant(
-        "deltasync.channel.record", "        trusted.check(key, document)\n", "        pass\n", world="forged", seed=0
+        "deltasync.channel.record", "        trusted.check(key, document)\n", "        pass\n", world="forged", seed=1
     ),
     "a damaged object ends the search": Mutant(
         "deltasync.channel.plan",
@@ -65,6 +64,7 @@ MUTANTS = {
         "                edges.append(Edge(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key))",
         "                pass",
         world="forgets keeper",
+        seed=1,
     ),
     # replicas
     "a skip never ends": Mutant(
@@ -80,15 +80,19 @@ MUTANTS = {
         world="damaged",
     ),
     "an error is remembered for ever": Mutant(
-        "deltasync.following.cursor", "        self.failure, self._failures = None, 0\n", "", world="damaged"
+        "deltasync.following.cursor", "        self.failure, self._failures = None, 0\n", "", world="damaged", seed=2
     ),
     "a pin is not kept": Mutant(
-        "deltasync.following.cursor", "        number = self._pin or newest.version\n", "        number = newest.version\n"
+        "deltasync.following.cursor",
+        "        number = self._pin or newest.version\n",
+        "        number = newest.version\n",
+        seed=0,
     ),
     "a commit is labelled with the version before": Mutant(
         "deltasync.following.weights",
         "        self.version, self._fingerprint = stored.version, stored.record.fingerprint\n        return self.version",
         "        self.version, self._fingerprint = stored.record.base, stored.record.fingerprint\n        return stored.version",
+        seed=0,
     ),
     "old bits are those before the chain": Mutant(
         "deltasync.following.weights",
@@ -110,19 +114,21 @@ MUTANTS = {
     ),
     # publishers
     "a create that finds other bytes is taken for ours": Mutant(
-        "deltasync.publish.writes", "        return is_ours\n    return True", "        return True\n    return True"
+        "deltasync.publish.writes", "        return is_ours\n    return True", "        return True\n    return True", seed=1
     ),
     "a create that finds our bytes is taken for another's": Mutant(
         "deltasync.publish.writes",
         "        return is_ours\n    return True",
         "        return False\n    return True",
         world="s3",
+        seed=2,
     ),
     "records are put, not created": Mutant(
         "deltasync.publish.log",
         "                is_ours = self._retried(lambda: writes.create(self.store, key, data))",
         "                self._retried(lambda: self.store.put(key, data))",
         world="s3 rival",
+        seed=0,
     ),
     "a lease is not looked at": Mutant(
         "deltasync.publish.log",
@@ -150,6 +156,7 @@ MUTANTS = {
         "        if self._retried(lambda: writes.create(self._store, slot.key, data)):\n            return None",
         "        return None",
         world="s3 rival",
+        seed=1,
     ),
     "a log ends where a listing does": Mutant(
         "deltasync.publish.acquire",
@@ -159,14 +166,16 @@ MUTANTS = {
     ),
     "two epochs have one number": Mutant(
         "deltasync.publish.acquire",
-        "max(map(keys.epoch_number, found), default=0)",
-        "max(map(keys.epoch_number, found), default=0) * 0",
+        "    return keys.new_epoch(1 + max(map(keys.epoch_number, epochs), default=0))",
+        "    return keys.new_epoch(1)",
         world="s3 rival",
+        seed=0,
     ),
     "a pending version is forgotten": Mutant(
         "deltasync.publish.log",
         '        self._put(stored.key, stored.data, f"version {stored.record.version}")\n',
         '        self.pending = None\n        self._put(stored.key, stored.data, f"version {stored.record.version}")\n        self.pending = stored\n',
+        seed=2,
     ),
     "a version counts before it is stored": Mutant(
         "deltasync.publish.log",
@@ -189,6 +198,7 @@ MUTANTS = {
         "deltasync.publish.shadow",
         "            self.fingerprints = before.with_gains(difference.gains)\n",
         "            self.fingerprints = before\n",
+        seed=0,
     ),
     "an interrupt in apply is forgotten": Mutant(
         "deltasync.publish.publisher",
@@ -210,6 +220,7 @@ MUTANTS = {
         "    unnamed = [info for info in old if info.key not in references]",
         "    unnamed = list(old)",
         world="forgets keeper",
+        seed=1,
     ),
     "young files are deleted": Mutant(
         "deltasync.maintenance.garbage",
@@ -222,6 +233,7 @@ MUTANTS = {
         "        return chain if all([self._copy_files(stored) for stored in chain]) else None",
         "        return chain",
         world="relay",
+        seed=5,
     ),
     # faults of the product that seeds have found
     "channel.json is read once": Mutant(
@@ -240,7 +252,7 @@ MUTANTS = {
         "deltasync.maintenance.copies",
         "        source.read_channel_again()\n        return source.channel_data\n",
         "        return source.store.read(item.key, limits.CHANNEL_BYTES)\n",
-        world="relay damaged",
+        world="relay signed damaged",
     ),
     # what else the protocol rests on
     "a log that is sealed is not listed again": Mutant(
@@ -254,6 +266,7 @@ MUTANTS = {
         "        if self._retried(lambda: decides(self._store, key)):",
         "        if self._store.can_create:",
         world="ignores rival",
+        seed=0,
     ),
     "a suspended machine's lease does not age": Mutant(
         "deltasync.publish.log",
@@ -273,6 +286,7 @@ MUTANTS = {
         "deltasync.publish.upload",
         "        parts = [future.result() for future in encoded.files] + others",
         "        parts = [future.result() for future in encoded.files[:0]] + others",
+        seed=0,
     ),
     "head is believed": Mutant(
         "deltasync.following.tip",
@@ -300,9 +314,8 @@ MUTANTS = {
         "        trusted = self._keys.get(name)\n",
         "        trusted = self._keys.get(name) or [*_public_keys([name]).values()][0]\n",
         world="forged",
-        seed=1,
     ),
-    "an audit passes": Mutant("deltasync.following.replica", "        return is_right\n", "        return True\n"),
+    "an audit passes": Mutant("deltasync.following.replica", "        return is_right\n", "        return True\n", seed=1),
     "versions are forgotten oldest first": Mutant(
         "deltasync.maintenance.retention",
         "        keys=[key for *_, key in sorted(order, reverse=True)],",
@@ -339,21 +352,28 @@ MUTANTS = {
         "(silent_s := time.monotonic() - seen[rank][1]) > self._silence_s",
         "(silent_s := 0.0) > self._silence_s",
         world="job",
+        seed=0,
     ),
     "a rank's error stays with it": Mutant(
-        "deltasync.ranks.peers", "        self.agree(problem)\n        return value", "        return value", world="job"
+        "deltasync.ranks.peers",
+        "        self.agree(problem)\n        return value",
+        "        return value",
+        world="job",
+        seed=3,
     ),
     "other ranks' parts are left out": Mutant(
         "deltasync.publish.upload",
         "        others = [] if self._signals is None else self._signals.collect(job.serial)",
         "        others = list[File]() if self._signals is None else self._signals.collect(job.serial)[:0]",
         world="job",
+        seed=0,
     ),
     "fingerprints of one rank count": Mutant(
         "deltasync.ranks.peers",
         "_without_zeros(sum(_with_zeros(message, count) for message in messages))",
         "_without_zeros(_with_zeros(messages[0], count))",
         world="job",
+        seed=1,
     ),
     "what waits is merged with nothing": Mutant(
         "deltasync.publish.publisher",
