@@ -102,7 +102,7 @@ def waited(world: World, receipt: Any, bits: str, mine: dict[int, str], interrup
     if isinstance(found, DeltaSyncError):
         if isinstance(found, PublishLostError):
             world.counts["lost"] += 1
-            if not isinstance(found.__cause__, StoreError | FencedError) and "builds on a lost one" not in str(found):
+            if not isinstance(found.__cause__, StoreError | FencedError) and "builds on" not in str(found):
                 raise Violation(f"a version is lost, and not because of the store: {found}")
             if not interrupted:
                 world.lost.add(bits)
