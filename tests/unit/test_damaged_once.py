@@ -1,0 +1,110 @@
+"""A byte that is wrong in one read of an unsigned object is not believed, published on or copied."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+
+from deltasync import Publisher, Replica
+from deltasync.channel import keys
+from deltasync.channel.reading import ChannelReader
+from deltasync.errors import DeltaSyncError
+from deltasync.maintenance import check, copy
+from deltasync.stores import open_store
+from deltasync.stores.base import Store
+from deltasync.stores.wrapper import WrappedStore
+
+_Result = TypeVar("_Result")
+
+
+class DamagedOnce(WrappedStore):
+    """Replaces a text of an object in one of the reads that have it, the first by default."""
+
+    def __init__(self, inner: Store, key: str, old: str, in_read: int = 1) -> None:
+        super().__init__(inner)
+        self.key, self.left = key, in_read
+        self.old, self.new = old.encode(), (old[:-1] + ("0" if old[-1] != "0" else "1")).encode()
+
+    def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
+        found = action()
+        if key != self.key or not isinstance(found, bytes) or self.old not in found:
+            return found
+        self.left -= 1
+        return found if self.left else found.replace(self.old, self.new)  # type: ignore[return-value]
+
+
+def publish(store: Store, *, resume: bool = False, versions: int = 2) -> dict[str, torch.Tensor]:
+    weights = {"w": torch.arange(64).bfloat16()}
+    with Publisher(store, resume=resume) as publisher:
+        for _ in range(versions):
+            weights["w"][publisher.version % 64] += 1 + publisher.version
+            publisher.publish(weights.items()).wait()
+    return weights
+
+
+def test_a_publisher_continues_the_run_that_is_stored(memory_url: str) -> None:
+    store = open_store(memory_url)
+    publish(store)
+    run_id = json.loads(store.read(keys.CHANNEL, 1 << 20))["run_id"]
+    damaged = DamagedOnce(store, keys.CHANNEL, run_id)
+    try:
+        weights = publish(damaged, resume=True)
+    except DeltaSyncError:  # it may refuse
+        weights = publish(store, resume=True)
+    assert damaged.left <= 0
+    assert check(ChannelReader(store), read_data=True).exit_code == 0
+    replica = Replica(store)
+    replica.sync()
+    assert torch.equal(replica.state_dict()["w"], weights["w"])
+    assert {version.slot.epoch[:6] for version in ChannelReader(store).versions()} == {"000001", "000002"}
+
+
+@pytest.mark.parametrize("versions", [0, 1])
+def test_a_publisher_continues_from_the_record_that_is_stored(memory_url: str, versions: int) -> None:
+    """Every digest in a seal or an opening, in each of its reads; the last opening may have no version of its own."""
+    store = open_store(memory_url)
+    publish(store)
+    publish(store, resume=True, versions=versions)
+    newest = ChannelReader(store).newest_version()
+    assert newest is not None
+    held = [
+        info.key
+        for info in store.list("")
+        if newest.sha256.encode() in store.read(info.key, 1 << 20) or "epochs/" in info.key
+    ]
+    objects = {info.key: store.read(info.key, 1 << 20) for info in store.list("")}
+    for key in held:
+        for sha256 in set(re.findall(r"[0-9a-f]{64}", objects[key].decode("latin-1"))):
+            for read in (1, 2):
+                again = open_store(f"{memory_url}-{key}-{sha256}-{read}")
+                for name, data in objects.items():
+                    again.put(name, data)
+                with contextlib.suppress(DeltaSyncError):
+                    publish(DamagedOnce(again, key, sha256, read), resume=True, versions=1)
+                publish(again, resume=True, versions=1)
+                report = check(ChannelReader(again), read_data=True)
+                assert report.exit_code == 0, (key, sha256, report)
+
+
+@pytest.mark.parametrize("kind", ["channel", "opening"])
+def test_a_copy_has_what_the_source_has(memory_url: str, kind: str) -> None:
+    store = open_store(memory_url)
+    publish(store)
+    publish(store, resume=True)
+    key = keys.CHANNEL if kind == "channel" else [info.key for info in store.list(keys.EPOCHS)][-1]
+    run_id = json.loads(store.read(keys.CHANNEL, 1 << 20))["run_id"]
+    for read in range(1, 6):  # whichever of its reads is damaged
+        target = open_store(f"{memory_url}-{kind}-{read}")
+        with contextlib.suppress(DeltaSyncError):
+            copy(ChannelReader(DamagedOnce(store, key, run_id, read)), target)
+        there = {info.key for info in target.list("")}
+        assert key not in there or target.read(key, 1 << 20) == store.read(key, 1 << 20)
+        assert keys.CHANNEL in there or keys.HEAD not in there, "head leads to a channel that is not there"
+        copy(ChannelReader(store), target)
+        assert check(ChannelReader(target), read_data=True).exit_code == 0
