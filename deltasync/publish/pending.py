@@ -7,9 +7,9 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -141,9 +141,19 @@ class Pending:
         """Tell the receipts what went wrong."""
         self.drop_weights()
         self.released.set()
-        for future in (self.encoded, self.uploaded):
-            if not future.done():
-                future.set_exception(without_frames(error))
+        _tell((self.encoded, self.uploaded), error)
+
+    def renewed(self) -> Callable[[BaseException], None]:
+        """Part from the receipts, because the job is tried again for later ones. Returns what tells them why."""
+        receipts, self.encoded, self.uploaded = (self.encoded, self.uploaded), Future(), Future()
+        return functools.partial(_tell, receipts)
+
+
+def _tell(futures: Iterable[Future[Any]], error: BaseException) -> None:
+    """Raise an error from futures that have no result; of full weights the size is known before they are stored."""
+    for future in futures:
+        if not future.done():
+            future.set_exception(without_frames(error))
 
 
 def without_frames(error: BaseException) -> BaseException:

@@ -262,10 +262,11 @@ class Publisher:
         for job in jobs:
             if job.full:
                 job.end_encoding(0 if job.reference is not None else job.shadow.layout.nbytes)
+        # Before the uploader has the job: one that it keeps for the next publish gets other futures, which nobody waits for.
+        receipt = Receipt.of(jobs[-1], time.perf_counter() - before_s)
         uploader.submit(*jobs)
-        self._version, self._joined = jobs[-1].version, None
+        self._version, self._joined, self._last = jobs[-1].version, None, receipt
         self._starts_over = self._is_torn = self._is_new = False
-        self._last = Receipt.of(jobs[-1], time.perf_counter() - before_s)
         self._shadow.warn_of_nan(self._version)
         if peers.size > 1:
             self._losses.add(self._last)

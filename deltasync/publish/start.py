@@ -263,17 +263,17 @@ class Start:
         if channel is None:  # in the first rank's order
             channel = _new_channel({name: TensorSpec(name, *described) for name, described in shared[0][0].items()}, dtype)
         check_coverage(channel.specs, held)
-        self.channel, self.held = channel, held
         if (shadow := self.resumed(ranges)) is not None:
+            self.channel, self.held = channel, held
             again: Stream = stream if first is None else first.stream()
             rule, stays = (dtype, True) if first is None else ("keep", False)
             return peers.all(lambda: shadow.compare(again, rule, peers.rank, settle=stays))
         if first is None:
             first = peers.all(lambda: Shadow.of(stream, dtype, peers.rank, place))
-        self.shadow = first = first.laid_out(channel.specs)
-        if self.initial is None or not may_refer:
-            return Difference()
-        self.reference, changes = _refer(peers, self.initial, first)
+        first, changes = first.laid_out(channel.specs), list[Delta]()
+        if self.initial is not None and may_refer:
+            self.reference, changes = _refer(peers, self.initial, first)
+        self.channel, self.held, self.shadow = channel, held, first
         if changes:
             differing = sum(len(delta.counts()) for delta in changes)
             logger.warning("%d tensors are not as in %s; they follow as a delta.", differing, self.reference)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Delta
@@ -26,7 +25,7 @@ from deltasync.publish.collect import Weights
 from deltasync.publish.compact import Compactor, Steps
 from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.log import Log
-from deltasync.publish.pending import Pending, without_frames
+from deltasync.publish.pending import Pending
 from deltasync.ranks.peers import Signals
 from deltasync.threads import Workers, finish_at_exit, let_go
 
@@ -178,8 +177,15 @@ class UploadQueue:
             )
 
     def _run(self) -> None:
-        while self._run_next():
-            pass
+        try:
+            while self._run_next():
+                pass
+        except Exception as error:
+            with self._lock:
+                job, self._running, self.full = self._running, None, True
+            logger.exception("The upload failed in a way that deltasync does not expect; the next version has full weights")
+            if job is not None:
+                job.fail(PublishLostError(f"Version {job.version} was lost: {type(error).__name__}: {error}"))
 
     def _run_next(self) -> bool:
         """Run the next job, if it may begin; return whether another one may follow at once."""
@@ -227,12 +233,11 @@ class UploadQueue:
 
     def _keep(self, job: Pending, error: PublishPendingError) -> None:
         """Let a job wait for the next publish, which puts the version before it again: that has no answer yet."""
-        receipts, job.encoded, job.uploaded = (job.encoded, job.uploaded), Future(), Future()
         with self._lock:
+            tell = job.renewed()
             self._running = None
             self._waiting.insert(0, job)
-        for future in receipts:
-            future.set_exception(without_frames(error))
+        tell(error)
 
     def _fail(self, job: Pending, error: Exception) -> None:
         """End a job that failed, and those that build on it if it is lost. A pending version keeps its number and bits."""

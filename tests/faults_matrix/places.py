@@ -35,7 +35,7 @@ def open_at(url: str) -> Store:
 @contextlib.contextmanager
 def short_leases() -> Iterator[None]:
     """Writers where the store does not decide wait for two seconds instead of thirty."""
-    with mock.patch("deltasync.publish.acquire.Lease", lambda _: LEASE):
+    with mock.patch("deltasync.publish.acquire.Lease", lambda: LEASE):
         yield
 
 

@@ -176,7 +176,7 @@ class Trainer:
 
         with (
             mock.patch("deltasync.publish.compact._LEAST_BETWEEN", 1),
-            mock.patch("deltasync.publish.acquire.Lease", lambda _: _LEASE),
+            mock.patch("deltasync.publish.acquire.Lease", lambda: _LEASE),
             mock.patch.object(Log, "_follow_with_head", follow_and_wait),
             mock.patch("deltasync.publish.encode.INLINE_BYTES", 0) if self.parts else contextlib.nullcontext(),
         ):

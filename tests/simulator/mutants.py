@@ -359,7 +359,6 @@ MUTANTS = {
         "        self.agree(problem)\n        return value",
         "        return value",
         world="job",
-        seed=3,
     ),
     "other ranks' parts are left out": Mutant(
         "deltasync.publish.upload",

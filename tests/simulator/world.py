@@ -156,7 +156,7 @@ class World:
         for actor in running:
             actor.join(max(1.0, until_s - self.scheduler.now_s))
             if not actor.ended:
-                raise Violation(f"{actor.name} does not end")
+                raise Violation(f"{actor.process.name} does not end")
         fate.join(48 * 3600.0)
         self.check_failed()
         self.settle()

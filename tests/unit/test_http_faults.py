@@ -15,7 +15,6 @@ from tests.http_faults import (
     reset,
     s3_error,
     shortened,
-    skewed,
     stale,
     truncated,
 )
@@ -171,17 +170,6 @@ def test_bodies_can_be_shortened_flipped_and_stale(proxy: FaultProxy, client: ht
     proxy.strike(flipped(0))
     assert _ask(client)[:3] == b"FET"
     assert _ask(client)[:3] == b"GET"
-
-
-def test_dates_can_be_skewed(proxy: FaultProxy, client: http.client.HTTPConnection) -> None:
-    dates = []
-    for _ in range(2):
-        client.request("GET", "/a")
-        reply = client.getresponse()
-        reply.read()
-        dates.append(reply.headers["Date"])
-        proxy.strike(skewed(86400 * 400))
-    assert dates[0][12:16] != dates[1][12:16]
 
 
 def test_a_header_can_be_kept_from_the_server(proxy: FaultProxy, client: http.client.HTTPConnection) -> None:

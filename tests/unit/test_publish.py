@@ -345,6 +345,36 @@ def test_what_waits_behind_a_version_without_an_answer_is_in_the_next_one(store:
         assert_same_bits(replica.state_dict(), state)
 
 
+def test_full_weights_that_wait_behind_a_version_without_an_answer_end_their_receipts(store: FaultyStore) -> None:
+    """Their size is known before they are stored. The simulator's seed 57 waited for ever for such a receipt."""
+    states = [builders.weights()]
+    for seed in range(4):
+        states += [builders.trained(states[-1], seed)]
+    publisher = Publisher(store, retries=0)
+    builders.publish(publisher, states[0])
+    store.fail_at("create", keys.VERSIONS, times=99)
+    for state in states[1:3]:
+        with pytest.raises(PublishPendingError):
+            builders.publish(publisher, state)
+    store.heal()
+    store.fail_at("create", keys.VERSIONS, times=99, error=StoreError)
+    with pytest.raises(PublishLostError):  # the next one has full weights
+        builders.publish(publisher, states[3])
+    store.heal()
+    store.fail_at("create", keys.VERSIONS, times=99)
+    receipt = publisher.publish(states[3].items())
+    assert receipt.kind == "anchor"
+    with pytest.raises(PublishPendingError):
+        receipt.wait(60)
+    store.heal()
+    assert builders.publish(publisher, states[4]).version == 3
+    publisher.close()
+    replica = Replica(store)
+    for version, state in ((2, states[1]), (3, states[4])):
+        assert replica.sync(version) == version
+        assert_same_bits(replica.state_dict(), state)
+
+
 def test_of_two_publishers_one_wins_and_nothing_of_the_other_is_visible(channel_url: str) -> None:
     first = Publisher(channel_url)
     builders.publish(first, builders.weights())

@@ -11,7 +11,7 @@ from deltasync.channel.documents import Anchor, Delta, File, Record, VersionId
 from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, MissingVersionError
 from deltasync.maintenance import KeepPolicy, retention
-from deltasync.maintenance.retention import Contents, ForgetPlan, References
+from deltasync.maintenance.retention import Contents, References, RetentionPlan
 
 ONE, TWO, THREE = "000001-00000001", "000002-00000002", "000003-00000003"
 TOOL = "000000-0000000a"
@@ -68,8 +68,8 @@ def _holding(
     )
 
 
-def _forget_plan(contents: Contents, keep: KeepPolicy, since_s: float = math.inf) -> ForgetPlan:
-    return retention.plan_forget(contents, keep, since_s)
+def _plan(contents: Contents, keep: KeepPolicy, since_s: float = math.inf) -> RetentionPlan:
+    return retention.plan_retention(contents, keep, since_s)
 
 
 def _numbers(slots: Iterable[Slot]) -> list[int]:
@@ -95,57 +95,55 @@ TEN = _holding(_log(1, 10), announced=_slots(4, 8))
     ],
 )
 def test_what_is_asked_for_stays_and_what_leads_to_it(keep: KeepPolicy, kept: list[int]) -> None:
-    found = _forget_plan(TEN, keep)
+    found = _plan(TEN, keep)
     assert _numbers(found.kept) == kept
     gone = [number for number in range(10, 0, -1) if number not in kept]
     assert found.keys == [slot.key for slot in _slots(*gone)]  # newest first
-    assert _numbers(found.versions) == gone[::-1] and not found.recent
+    assert _numbers(found.forgotten) == gone[::-1] and not found.recent
 
 
 def test_why_each_version_stays() -> None:
-    found = _forget_plan(TEN, KeepPolicy(last=2, step_every=60))
+    found = _plan(TEN, KeepPolicy(last=2, step_every=60))
     assert (_numbers(found.asked), _numbers(found.leading)) == ([6, 9, 10], [4, 5, 8])
 
 
 def test_at_any_moment_those_that_are_left_can_be_read() -> None:
     left = dict(TEN.records)
-    for slot in reversed(_forget_plan(TEN, KeepPolicy(last=1)).versions):
+    for slot in reversed(_plan(TEN, KeepPolicy(last=1)).forgotten):
         del left[slot]
         contents = _holding(left, announced=_slots(4, 8))
-        assert _forget_plan(contents, KeepPolicy(last=99)).kept == sorted(left)
+        assert _plan(contents, KeepPolicy(last=99)).kept == sorted(left)
 
 
 def test_a_compaction_from_full_weights_takes_the_place_of_the_versions_between() -> None:
     compactions = [keys.compaction(1, 5, ONE), keys.compaction(1, 8, ONE)]
     shortcuts = {Slot(5, ONE): {Slot(1, ONE): 1.0}, Slot(8, ONE): {Slot(1, ONE): 1.0}}
     contents = dataclasses.replace(_holding(_log(1, 10), (), compactions), shortcuts=shortcuts)
-    found = _forget_plan(contents, KeepPolicy(last=2))
+    found = _plan(contents, KeepPolicy(last=2))
     assert (_numbers(found.kept), found.compactions) == ([1, 8, 9, 10], compactions[:1])
     left = dict(contents.records)
-    for slot in reversed(found.versions):  # at any moment what is left can be read
+    for slot in reversed(found.forgotten):  # at any moment what is left can be read
         del left[slot]
-        assert {*_slots(1, 8, 9, 10)} <= {
-            *_forget_plan(dataclasses.replace(contents, records=left), KeepPolicy(last=2)).kept
-        }
+        assert {*_slots(1, 8, 9, 10)} <= {*_plan(dataclasses.replace(contents, records=left), KeepPolicy(last=2)).kept}
     # It is no way without the full weights that it begins with, nor one that is too new to rely on, for what was needed.
     without = dataclasses.replace(contents, shortcuts={Slot(8, ONE): {Slot(3, ONE): 1.0}})
-    assert _numbers(_forget_plan(without, KeepPolicy(last=2)).kept) == list(range(1, 11))
+    assert _numbers(_plan(without, KeepPolicy(last=2)).kept) == list(range(1, 11))
 
 
 def test_an_announced_anchor_stays_with_what_relies_on_it() -> None:
     compactions = [keys.announcement(4, ONE), keys.announcement(8, ONE)]
-    found = _forget_plan(_holding(_log(1, 10), _slots(4, 8), compactions), KeepPolicy(last=1))
+    found = _plan(_holding(_log(1, 10), _slots(4, 8), compactions), KeepPolicy(last=1))
     assert found.compactions == compactions[:1]
     assert found.keys.index(compactions[0]) > found.keys.index(Slot(4, ONE).key)
     # Without its record it is one still.
     without = {slot: record for slot, record in _log(1, 10).items() if slot.version != 8}
-    found = _forget_plan(_holding(without, _slots(4, 8), compactions), KeepPolicy(last=1))
+    found = _plan(_holding(without, _slots(4, 8), compactions), KeepPolicy(last=1))
     assert (_numbers(found.kept), found.compactions) == ([9, 10], compactions[:1])
 
 
 def test_an_announced_anchor_that_is_not_complete_is_not_relied_on() -> None:
     compactions = [keys.announcement(4, ONE), keys.announcement(8, ONE)]
-    found = _forget_plan(_holding(_log(1, 10), _slots(4), compactions), KeepPolicy(last=1))
+    found = _plan(_holding(_log(1, 10), _slots(4), compactions), KeepPolicy(last=1))
     assert _numbers(found.kept) == [4, 5, 6, 7, 8, 9, 10] and not found.compactions
 
 
@@ -153,7 +151,7 @@ def test_versions_without_a_step_are_of_no_step() -> None:
     records = _log(1, 3)
     records[Slot(1, ONE)] = dataclasses.replace(_record(1, anchor=True), step=None)
     records[Slot(2, ONE)] = dataclasses.replace(_record(2, base=Slot(1, ONE)), step=0)
-    assert _numbers(_forget_plan(_holding(records, _slots(2, 3)), KeepPolicy(step_every=7)).kept) == [2, 3]
+    assert _numbers(_plan(_holding(records, _slots(2, 3)), KeepPolicy(step_every=7)).kept) == [2, 3]
 
 
 def test_compactions_go_with_either_end() -> None:
@@ -164,7 +162,7 @@ def test_compactions_go_with_either_end() -> None:
         keys.compaction(2, 9, ONE),
         keys.compaction(9, 11, ONE),
     ]
-    found = _forget_plan(_holding(_log(1, 10), _slots(4, 8), compactions), KeepPolicy(anchors=2))
+    found = _plan(_holding(_log(1, 10), _slots(4, 8), compactions), KeepPolicy(anchors=2))
     assert sorted(found.compactions) == [keys.compaction(1, 4, TOOL), keys.compaction(2, 9, ONE)]
 
 
@@ -175,27 +173,27 @@ def _two_epochs() -> dict[Slot, Record | None]:
 
 
 def test_every_seal_stays() -> None:
-    found = _forget_plan(_holding(_two_epochs(), _slots(9, epoch=TWO)), KeepPolicy(last=1))
+    found = _plan(_holding(_two_epochs(), _slots(9, epoch=TWO)), KeepPolicy(last=1))
     assert _numbers(found.kept) == [9, 10]
     assert Slot(7, ONE).key not in found.keys and Slot(7, TWO).key in found.keys
 
 
 def test_a_way_crosses_epochs() -> None:
-    assert _numbers(_forget_plan(_holding(_two_epochs(), _slots(5)), KeepPolicy(last=1)).kept) == [5, 6, 7, 8, 9, 10]
+    assert _numbers(_plan(_holding(_two_epochs(), _slots(5)), KeepPolicy(last=1)).kept) == [5, 6, 7, 8, 9, 10]
 
 
 def test_versions_of_an_epoch_that_was_left_are_forgotten() -> None:
     """After a restored backup an old writer wrote 7 to 9 in epoch 1; the channel goes on from 6 in epoch 2."""
     records = _log(1, 9) | _log(7, 8, TWO, Slot(6, ONE))
-    found = _forget_plan(_holding(records, _slots(5)), KeepPolicy(last=2))
+    found = _plan(_holding(records, _slots(5)), KeepPolicy(last=2))
     assert found.kept == [*_slots(5, 6), *_slots(7, 8, epoch=TWO)]
-    assert set(_slots(7, 8, 9)) <= set(found.versions)
+    assert set(_slots(7, 8, 9)) <= set(found.forgotten)
 
 
 def test_a_later_epoch_that_has_no_version_is_not_the_newest() -> None:
     records = _log(1, 3) | {Slot(4, ONE): _record(4, seal=True, base=Slot(3, ONE))}
     records[Slot(4, TWO)] = _record(4, seal=True, epoch=TWO, base=Slot(3, ONE))
-    found = _forget_plan(_holding(records), KeepPolicy(last=1))
+    found = _plan(_holding(records), KeepPolicy(last=1))
     assert (found.asked, found.keys) == (_slots(3), [])
 
 
@@ -203,20 +201,20 @@ def test_a_later_epoch_that_has_no_version_is_not_the_newest() -> None:
 def test_nothing_is_forgotten_if_what_stays_cannot_be_read(missing: int) -> None:
     records = {slot: record for slot, record in _log(1, 10).items() if slot.version != missing}
     with pytest.raises(MissingVersionError, match=r"Version 10 is to be kept.*an earlier version is missing.*Nothing was"):
-        _forget_plan(_holding(records, _slots(4)), KeepPolicy(last=1))
+        _plan(_holding(records, _slots(4)), KeepPolicy(last=1))
 
 
 def test_a_version_that_cannot_be_read_may_go() -> None:
     records = {slot: record for slot, record in _log(1, 10).items() if slot.version != 5}
     with pytest.raises(MissingVersionError):
-        _forget_plan(_holding(records, _slots(4, 8)), KeepPolicy(last=5))
-    assert _numbers(_forget_plan(_holding(records, _slots(4, 8)), KeepPolicy(last=3)).kept) == [8, 9, 10]
+        _plan(_holding(records, _slots(4, 8)), KeepPolicy(last=5))
+    assert _numbers(_plan(_holding(records, _slots(4, 8)), KeepPolicy(last=3)).kept) == [8, 9, 10]
 
 
 def test_what_lies_before_something_missing_still_counts() -> None:
     """A listing may lag behind, or the versions between two anchors were forgotten."""
     records = {slot: record for slot, record in _log(1, 10).items() if slot.version not in (6, 7)}
-    found = _forget_plan(_holding(records, _slots(5, 8)), KeepPolicy(last=99))
+    found = _plan(_holding(records, _slots(5, 8)), KeepPolicy(last=99))
     assert not found.keys
 
 
@@ -225,14 +223,14 @@ def test_a_damaged_record_hides_nothing(damaged: int) -> None:
     """What it follows is known by its slot, so that `repair` can still put it back."""
     records = _log(1, 10)
     records[Slot(damaged, ONE)] = None
-    found = _forget_plan(_holding(records, _slots(8)), KeepPolicy(last=1))
+    found = _plan(_holding(records, _slots(8)), KeepPolicy(last=1))
     assert {8, 9, 10} - {damaged} <= set(_numbers(found.kept))
-    assert (Slot(damaged, ONE) in found.versions) == (damaged == 2)
+    assert (Slot(damaged, ONE) in found.forgotten) == (damaged == 2)
 
 
 def test_the_last_slot_of_an_epoch_may_be_a_seal_if_it_is_damaged() -> None:
     records = _two_epochs() | {Slot(7, ONE): None}
-    assert Slot(7, ONE).key not in _forget_plan(_holding(records, _slots(9, epoch=TWO)), KeepPolicy(last=1)).keys
+    assert Slot(7, ONE).key not in _plan(_holding(records, _slots(9, epoch=TWO)), KeepPolicy(last=1)).keys
 
 
 def _times(**at: float) -> dict[str, float]:
@@ -242,24 +240,24 @@ def _times(**at: float) -> dict[str, float]:
 def test_what_became_dispensable_just_now_stays() -> None:
     """10 was stored at 1000 and made 9 dispensable; 4 to 8 had been for long."""
     contents = _holding(_log(1, 10), _slots(4, 9), stored_s=_times(v9=500, v10=1000))
-    assert _numbers(_forget_plan(contents, KeepPolicy(last=1), 1000).kept) == [9, 10]
-    found = _forget_plan(contents, KeepPolicy(last=1), 999)
+    assert _numbers(_plan(contents, KeepPolicy(last=1), 1000).kept) == [9, 10]
+    found = _plan(contents, KeepPolicy(last=1), 999)
     assert (_numbers(found.asked), _numbers(found.leading), found.recent) == ([10], [9], [])
-    found = _forget_plan(contents, KeepPolicy(last=1), 499)
+    found = _plan(contents, KeepPolicy(last=1), 499)
     assert _numbers(found.recent) == [4, 5, 6, 7, 8]  # at 499, 8 was the newest, and 4 its anchor
 
 
 def test_what_an_anchor_made_dispensable_just_now_stays() -> None:
     announced = keys.announcement(8, ONE)
     contents = _holding(_log(1, 10), _slots(4, 8), [announced], {announced: 1000})
-    assert _numbers(_forget_plan(contents, KeepPolicy(last=1), 1000).kept) == [8, 9, 10]
-    assert _numbers(_forget_plan(contents, KeepPolicy(last=1), 999).recent) == [4, 5, 6, 7]
+    assert _numbers(_plan(contents, KeepPolicy(last=1), 1000).kept) == [8, 9, 10]
+    assert _numbers(_plan(contents, KeepPolicy(last=1), 999).recent) == [4, 5, 6, 7]
 
 
 def test_what_no_store_tells_the_age_of_goes_only_without_grace() -> None:
     contents = _holding(_log(1, 10), _slots(8), stored_s={slot.key: 0.0 for slot in _log(1, 10)})
-    assert not _forget_plan(contents, KeepPolicy(last=1), 1e12).keys
-    assert len(_forget_plan(contents, KeepPolicy(last=1)).keys) == 7
+    assert not _plan(contents, KeepPolicy(last=1), 1e12).keys
+    assert len(_plan(contents, KeepPolicy(last=1)).keys) == 7
 
 
 @pytest.mark.parametrize("wrong", [{}, {"last": 0}, {"anchors": -1}, {"last": 3, "step_every": 0}])
