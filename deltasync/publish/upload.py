@@ -189,6 +189,8 @@ class UploadQueue:
 
     def _run_next(self) -> bool:
         """Run the next job, if it may begin; return whether another one may follow at once."""
+        with self._lock:
+            waited = bool(self._waiting)
         try:
             self._log.settle()  # while the job waits and may still be joined
             problem: Exception | None = None
@@ -197,6 +199,8 @@ class UploadQueue:
         with self._lock:
             if self._is_paused or not self._waiting:
                 return False
+            if problem is not None and not waited:
+                return True  # the job came meanwhile, perhaps with what was missing: ask again
             job = self._running = self._waiting.pop(0)
         started = time.perf_counter()
         try:

@@ -124,8 +124,9 @@ def test_a_script_that_closes_nothing_ends_with_every_version_visible(end: str, 
     url = f"file://{tmp_path}/channel"
     words = [sys.executable, "-W", "error", "-c", SCRIPT.replace("END", end), url]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
-    # Python forgets an interrupt that ended the script if anything is evaluated while it exits, such as a late import.
-    assert done.returncode in ((code, 1) if code == -signal.SIGINT else (code,)), done.stderr
+    # Python forgets an interrupt that ended the script if anything is evaluated while it exits, such as a late import; and
+    # the signal may reach another thread, and the main one only when it has ended.
+    assert done.returncode in ((code, 1, 0) if code == -signal.SIGINT else (code,)), done.stderr
     assert "The process ends" not in done.stderr
     assert "deltasync" not in done.stderr.replace(str(ROOT), "") or "Traceback" in done.stderr
     replica = Replica(url)

@@ -80,7 +80,7 @@ MUTANTS = {
         world="damaged",
     ),
     "an error is remembered for ever": Mutant(
-        "deltasync.following.cursor", "        self.failure, self._failures = None, 0\n", "", world="damaged", seed=2
+        "deltasync.following.cursor", "        self.failure, self._failures = None, 0\n", "", world="damaged", seed=32
     ),
     "a pin is not kept": Mutant(
         "deltasync.following.cursor",
@@ -156,7 +156,7 @@ MUTANTS = {
         "        if self._retried(lambda: writes.create(self._store, slot.key, data)):\n            return None",
         "        return None",
         world="s3 rival",
-        seed=1,
+        seed=15,
     ),
     "a log ends where a listing does": Mutant(
         "deltasync.publish.acquire",
