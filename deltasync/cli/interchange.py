@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from deltasync.cli.options import DIRECTORIES
 from deltasync.cli.output import echo, echo_json
+from deltasync.errors import ChannelInUseError, ConfigError, DeltaSyncError, NotPublishedError, PublishError
 from deltasync.threads import daemon
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ _POLL_S = 1.0
 
 def published(source: str, base: str | None) -> str:
     """Publish version directories to a channel in this process, from a thread. Returns its URL once it has a version."""
-    from deltasync.errors import DeltaSyncError, NotPublishedError
     from deltasync.interchange import Import
     from deltasync.stores import open_store
 
@@ -32,12 +32,7 @@ def published(source: str, base: str | None) -> str:
         said = ""
         while True:
             time.sleep(_POLL_S)
-            try:
-                directories.step()
-            except DeltaSyncError as error:
-                if str(error) != said:
-                    echo(f"deltasync: {error} Trying again.", err=True)
-                said = str(error)
+            said = _tried(directories.step, said)
 
     daemon("follow", run).start()
     return target
@@ -86,19 +81,21 @@ def write(
 
 
 def _loop(step: Callable[[], int], once: bool) -> None:
-    from deltasync.errors import ChannelInUseError, ConfigError, DeltaSyncError, PublishError
-
-    said = ""
-    while True:
-        try:
-            step()
-            said = ""
-        except DeltaSyncError as error:
-            if once or isinstance(error, ConfigError | ChannelInUseError | PublishError):
-                raise
-            if str(error) != said:
-                echo(f"deltasync: {error} Trying again.", err=True)
-            said = str(error)
-        if once:
-            return
+    ending, said = (DeltaSyncError,) if once else (ConfigError, ChannelInUseError, PublishError), ""
+    said = _tried(step, said, *ending)
+    while not once:
         time.sleep(_POLL_S)
+        said = _tried(step, said, *ending)
+
+
+def _tried(step: Callable[[], int], said: str, *ending: type[Exception]) -> str:
+    """Try a step. Raise an error of the `ending` kinds; say and return any other, unless `said` is what it says."""
+    try:
+        step()
+    except ending:
+        raise
+    except DeltaSyncError as error:
+        if str(error) != said:
+            echo(f"deltasync: {error} Trying again.", err=True)
+        return str(error)
+    return ""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from deltasync.channel import heartbeat, keys
-from deltasync.channel.documents import SHORTCUTS, File, Record, VersionId
+from deltasync.channel.documents import SHORTCUTS, Record, VersionId
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.keys import Slot, Span
 from deltasync.channel.reading import ChannelReader
@@ -18,7 +18,7 @@ from deltasync.dashboard.costs import estimate
 from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, compaction_row, version_row
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
 from deltasync.maintenance import digests, in_parallel, result_or_error
-from deltasync.maintenance.heat import by_layer, read_changed
+from deltasync.maintenance.heat import by_layer, changed_of
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.tensors import weight_bytes, weight_elements
 
@@ -129,12 +129,9 @@ class Observer:
         return len(waiting) - len(now)
 
     def _read_header(self, number: int) -> dict[str, int]:
-        key, delta = self._lineage[number].key, self._document(number).delta
+        delta = self._document(number).delta
         assert delta is not None
-        changed = Counter[str]()
-        for file in (File(key=key, bytes=self._held[key].bytes, sha256=""), *delta.parts):
-            changed.update(read_changed(self._reader.store, file, self._reader.layout))
-        return changed
+        return changed_of(self._reader.store, self._held[self._lineage[number].key], delta, self._reader.layout)
 
     def _waiting_for_headers(self) -> list[int]:
         newest = list(self._lineage)[-self._heat_last :] if self._heat_last else []

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from deltasync.channel.documents import File
+from deltasync.channel.documents import Delta, File
 from deltasync.codec.base import MOST_HEADER_BYTES
 from deltasync.errors import CorruptDataError
-from deltasync.stores.base import Store
+from deltasync.stores.base import ObjectInfo, Store
 from deltasync.tensors import Layout
 
 _FIRST_BYTES = 1 << 16  # size of a header with some 500 patches, so that one request is usually enough
@@ -58,6 +58,14 @@ def read_changed(store: Store, file: File, layout: Layout) -> dict[str, int]:
         return found
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"The header of {file.key} cannot be read: {error!r}.") from error
+
+
+def changed_of(store: Store, info: ObjectInfo, delta: Delta, layout: Layout) -> Counter[str]:
+    """Return the changed elements of each tensor in a version, from its record's entry in a listing and its parts."""
+    found = Counter[str]()
+    for file in (File(key=info.key, bytes=info.bytes, sha256=""), *delta.parts):
+        found.update(read_changed(store, file, layout))
+    return found
 
 
 _ENTRY_DTYPES = {"U8": "u1", "I32": "<i4", "I64": "<i8"}

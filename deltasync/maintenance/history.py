@@ -9,12 +9,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from deltasync.channel.documents import File
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, NotPublishedError
 from deltasync.maintenance.copies import export
-from deltasync.maintenance.heat import read_changed
+from deltasync.maintenance.heat import changed_of
 from deltasync.maintenance.retention import lineage
 from deltasync.maintenance.scan import Scan, in_parallel, result_or_error, scan_channel
 
@@ -65,15 +64,12 @@ def _change(reader: ChannelReader, held: Scan, names: set[str], slot: Slot) -> C
     assert record is not None
     if record.delta is None:
         return Change(version=slot.version, step=record.step, changed=None)
-    found: dict[str, int] = {}
-    info = held.slots[slot]
-    for file in (File(key=info.key, bytes=info.bytes, sha256=""), *record.delta.parts):
-        counts = result_or_error(lambda file: read_changed(reader.store, file, reader.layout), file)
-        if isinstance(counts, DeltaSyncError):
-            return Change(version=slot.version, step=record.step, changed=None, problem=counts)
-        for name in names & counts.keys():
-            found[name] = found.get(name, 0) + counts[name]
-    return Change(version=slot.version, step=record.step, changed={name: count for name, count in found.items() if count})
+    delta = record.delta
+    counts = result_or_error(lambda info: changed_of(reader.store, info, delta, reader.layout), held.slots[slot])
+    if isinstance(counts, DeltaSyncError):
+        return Change(version=slot.version, step=record.step, changed=None, problem=counts)
+    changed = {name: count for name, count in counts.items() if count and name in names}
+    return Change(version=slot.version, step=record.step, changed=changed)
 
 
 def bisect(
