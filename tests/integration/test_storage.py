@@ -20,6 +20,7 @@ from deltasync.publish.compact import Steps
 from deltasync.publish.pending import host_delta
 from deltasync.publish.shadow import Shadow
 from deltasync.tensors.bits import bits_of
+from tests.builders import finish_maintenance
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -36,7 +37,7 @@ def test_compactions_stay_a_third_of_the_deltas_and_shorten_a_late_join(changed:
 
 
 def test_what_is_kept_is_bounded(memory_url: str) -> None:
-    """A publisher that keeps the last 20 versions, and deletes the others at once."""
+    """A publisher that keeps the last 20 versions, and deletes the others at once, as fast as they come."""
     random, weights, store = np.random.default_rng(6), storage.model(1_000_000), open_store(memory_url)
     sizes, delta_bytes, stored_bytes = list[int](), list[int](), 0
     with Publisher(store, retention=Retention(keep_last=20, grace_s=0.0)) as publisher:
@@ -45,6 +46,7 @@ def test_what_is_kept_is_bounded(memory_url: str) -> None:
             stored_bytes += receipt.payload_bytes
             delta_bytes.append(receipt.payload_bytes)
             storage.move(random, weights, 0.01)
+            finish_maintenance(publisher)
             sizes.append(sum(info.bytes for info in store.list("")))
     assert max(sizes) < stored_bytes * 0.97
     # The first weights, a compaction of at most half of them, and twice the versions to keep.
