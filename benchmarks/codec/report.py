@@ -26,7 +26,7 @@ def _sample_lines(sample: dict[str, Any]) -> Iterator[str]:
         f"{sample['changed_fraction']:.3%} changed"
     )
     yield from table(
-        ("encoding", "as in", "bits/changed", "encode GB/s", "of memcpy", "apply M/s", "peak MB"),
+        ("encoding", "as described by", "bits/changed", "encode GB/s", "of memcpy", "apply M/s", "peak MB"),
         [
             (
                 row["name"],

@@ -120,12 +120,12 @@ def sizes(result: dict[str, Any]) -> Iterator[str]:
     one = middle(result["runs"][0])
     for encoding in sorted(one["encodings"], key=lambda each: -each["bits_per_changed"]):
         bits = (f"{bits_of(span, encoding['name']):.2f}" for _, span in spans)
-        label = f"**`{encoding['name']}`**" if encoding["systems"] == "deltasync" else encoding["name"]
-        rows.append((label, encoding["systems"], *bits))
+        ours = encoding["systems"] == "deltasync"
+        rows.append((f"**`{encoding['name']}`**" if ours else encoding["name"], "" if ours else encoding["systems"], *bits))
     for context in [bound["context"] for bound in one["bounds"]]:
         cells = (f"{found:.2f}" if (found := bound_of(span, context)) is not None else "" for _, span in spans)
         rows.append((f"*bound, given {'nothing' if context == 'none' else context}*", "", *cells))
-    yield from table(("encoding", "as in", *heads), rows, words=2)
+    yield from table(("encoding", "written from descriptions of", *heads), rows, words=2)
 
 
 def middle(run: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.codec import bounds, data, measure, report, rice, simulate
+from benchmarks.codec import bounds, data, measure, report, simulate
 from benchmarks.codec.__main__ import main
 from benchmarks.codec.peers import PEERS, Peer
 from deltasync.config import CODECS
@@ -47,19 +47,6 @@ def test_a_peers_bytes_bring_old_bits_to_the_new_ones(peer: Peer, changed_fracti
     peer.apply(peer.encode(old, new, columns), live, columns)
     for name, bits in new.items():
         np.testing.assert_array_equal(live[name], bits, err_msg=name)
-
-
-@pytest.mark.parametrize("k", [0, 3, 20])
-def test_rice_codes_every_gap_and_escapes_the_large_ones(k: int) -> None:
-    gap_K = np.array([0, 1, 31, 32, 33, 255, 1 << 20, (1 << 32) - 1, 0], np.int64)
-    stream = np.frombuffer(rice.encode([(gap_K, k), (gap_K[:2], 1)]), np.uint8)
-    np.testing.assert_array_equal(rice.decode(stream, [(gap_K.size, k), (2, 1)]), [*gap_K, 0, 1])
-
-
-def test_rice_takes_the_parameter_of_the_shortest_code() -> None:
-    gap_K = np.random.default_rng(0).geometric(0.01, 1000) - 1
-    lengths = [len(rice.encode([(gap_K, k)])) for k in range(12)]
-    assert lengths[rice.best_k(gap_K)] == min(lengths)
 
 
 def _by_context(found: list[bounds.Bound]) -> dict[str, bounds.Bound]:
@@ -143,7 +130,7 @@ def test_ours_is_measured_beside_the_peers_and_the_plot_is_drawn(tmp_path) -> No
     result = measure.run([data.simulation(0.01, 1 << 16), data.simulation(0.05, 1 << 16)])
     names = [row["name"] for row in result["samples"][0]["encodings"]]
     assert names == [*CODECS, *(peer.name for peer in PEERS)]
-    assert any("PULSEPT v3" in line for line in report.lines(result))
+    assert any("NeMo-DCR" in line for line in report.lines(result))
     result["samples"][1]["source"] = "demo"
     report.plot(result, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
