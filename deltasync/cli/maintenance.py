@@ -143,8 +143,9 @@ def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: S
 def gc(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, **keep: int | None) -> None:
     """Drop versions of CHANNEL, and delete the parts and anchors that no record and no compaction names.
 
-    A version is kept if any --keep option selects it, together with its bases. The newest is always kept. Without a --keep
-    option all versions stay, and only files that dead publishers left are deleted. If a version to be kept is not readable,
+    A version is kept if any --keep option selects it, together with its bases. The newest is always kept, and so are
+    versions that live replicas serve or are pinned to. Without a --keep option all versions stay, and only files that dead
+    publishers left are deleted. If a version to be kept is not readable,
     nothing is deleted. Safe while a publisher writes and replicas read. Heartbeats older than a week are deleted too. After
     an interruption, run the command again.
     """
@@ -178,7 +179,10 @@ def gc(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, **ke
 
 def _show_versions(plan: RetentionPlan, grace_s: float, dry_run: bool) -> None:
     kept, gone = [slot.version for slot in plan.kept], [slot.version for slot in plan.forgotten]
-    reasons = ((plan.leading, "are bases of others"), (plan.recent, f"were needed less than {grace_s:g} s ago"))
+    reasons = (
+        (plan.leading, "are bases of others"),
+        (plan.recent, f"were needed less than {grace_s:g} s ago, or replicas serve them"),
+    )
     why = "".join(f"; {len(slots)} of them {reason}" for slots, reason in reasons if slots)
     field("would keep" if dry_run else "kept", f"{count(len(kept), 'version')}: {ranges(kept)}{why}")
     compactions = f", and {count(len(plan.compactions), 'compaction')}" if plan.compactions else ""

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from deltasync.channel import keys
+from deltasync.channel import heartbeat, keys
 from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
@@ -43,16 +43,18 @@ def gc(
 
     With `keep` None all versions stay. Versions that were needed less than `grace_s` ago are kept, and files that were
     stored less than `grace_s` ago, because readers may use them: it must exceed the time from a reader's plan to its last
-    read, and from a writer's upload of an anchor's file to the announcement. Records are deleted one by one, newest first,
-    so that the remaining versions are readable at any moment. After an interruption, a call with the same `keep` finishes
-    the work. If a version to keep cannot be read, nothing is deleted (MissingVersionError). A `dry_run` writes nothing, so
-    it measures ages with this machine's clock instead of the store's.
+    read, and from a writer's upload of an anchor's file to the announcement. Versions that heartbeats name are kept too,
+    unless the replica has stopped, or was not heard of for `grace_s` and at least a minute. Records are deleted one by one,
+    newest first, so that the remaining versions are readable at any moment. After an interruption, a call with the same
+    `keep` finishes the work. If a version to keep cannot be read, nothing is deleted (MissingVersionError). A `dry_run`
+    writes nothing, so it measures ages with this machine's clock instead of the store's.
 
     The order of its reads makes it safe while a publisher or another tool runs:
 
         clock                 first, so that ages are too small rather than too large
         files                 before the documents that name them: files uploaded later are not in the list
         records, shortcuts    files that their author may still name are kept (`References.in_progress`)
+        heartbeats            last, because a replica may have moved to an older version
         unlisted records      of unnamed files, requested one by one, because a listing may lag
 
     Files of a damaged record that stays are kept, because `repair` may restore its bytes.
@@ -65,7 +67,10 @@ def gc(
     heartbeats = [info.key for info in store.list(keys.REPLICAS) if 0 < info.modified_s < now_s - _STALE_HEARTBEAT_S]
     old = [info for info in files if retention.was_stored(info.modified_s, since_s)]
     held = scan_channel(reader) if old or keep is not None else None
-    plan = None if keep is None or held is None else retention.plan_retention(_contents(store, held), keep, since_s)
+    plan: RetentionPlan | None = None
+    if keep is not None and held is not None:
+        served = _served(reader, held, now_s - max(grace_s, heartbeat.LIVE_S))
+        plan = retention.plan_retention(_contents(store, held), keep, since_s, served)
     references = References({}, {}) if held is None else _references(reader, held, old, plan)
     unnamed = [info for info in old if info.key not in references]
     waiting = [info for info in unnamed if references.in_progress(info.key)]
@@ -83,6 +88,18 @@ def gc(
         logger.info("collected garbage records=%d objects=%d bytes=%d", len(records), len(found), freed_bytes)
     young = sorted(set(files).difference(old), key=lambda info: info.key)
     return Collected(plan=plan, objects=found, heartbeats=heartbeats, waiting=waiting, young=young)
+
+
+def _served(reader: ChannelReader, held: Scan, since_s: float) -> set[Slot]:
+    """Return the versions that replicas serve, or are pinned to, by heartbeats that were stored after a time."""
+    numbered = {slot.version: slot for slot in retention.lineage(held.records)}
+    found: set[Slot] = set()
+    for beat in heartbeat.read_all(reader.store, reader.channel().run_id):
+        if beat.state != heartbeat.STOPPED and beat.time_s > since_s:
+            number = int(beat.pin) if beat.pin is not None and beat.pin.isdecimal() else beat.version
+            found.update({numbered[number]} if number in numbered else ())
+            found.update(() if beat.serving is None else {beat.serving.slot})
+    return found
 
 
 def _contents(store: Store, held: Scan) -> Contents:

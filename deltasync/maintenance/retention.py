@@ -42,7 +42,7 @@ class RetentionPlan:
 
     asked: list[Slot]  # versions that the `KeepPolicy` selects
     leading: list[Slot]  # their bases, back to an anchor
-    recent: list[Slot]  # versions that were needed within the grace period
+    recent: list[Slot]  # versions that were needed within the grace period, or that replicas serve, and their bases
     forgotten: list[Slot]
     compactions: list[str]  # keys of compactions and announcements to delete, because one of their ends is not kept
     keys: list[str]  # all objects to delete, in an order that leaves the kept versions readable at any moment
@@ -126,10 +126,10 @@ def _base(records: Records, slot: Slot) -> Slot | None:
     return max((each for each in records if each.version == slot.version - 1 and each.epoch <= slot.epoch), default=None)
 
 
-def plan_retention(contents: Contents, keep: KeepPolicy, since_s: float) -> RetentionPlan:
+def plan_retention(contents: Contents, keep: KeepPolicy, since_s: float, served: Collection[Slot] = ()) -> RetentionPlan:
     """Choose the records to delete. Seals are kept, and damaged records at the end of an epoch, which may be seals.
 
-    Versions that were needed at `since_s` are kept too, unless it is infinity.
+    Versions that were needed at `since_s` are kept too, unless it is infinity, and those that are `served`.
     """
     records = contents.records
     asked = _asked(contents, keep)
@@ -139,7 +139,7 @@ def plan_retention(contents: Contents, keep: KeepPolicy, since_s: float) -> Rete
     before = contents.before(since_s)
     past = dataclasses.replace(contents, shortcuts=before.shortcuts)
     was_needed: set[Slot] = set()
-    for slot in {*_asked(before, keep), *(records.keys() - before.records.keys())}:
+    for slot in {*_asked(before, keep), *(records.keys() - before.records.keys()), *served}:
         with contextlib.suppress(MissingVersionError):
             was_needed.update(past.chain_to(slot, was_needed))
     kept = needed | was_needed

@@ -20,7 +20,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from deltasync import codec, maintenance, tensors
-from deltasync.channel import documents, keys, record
+from deltasync.channel import documents, heartbeat, keys, record
 from deltasync.channel.documents import Delta, VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
@@ -253,6 +253,34 @@ def test_heartbeats_of_replicas_that_are_long_gone(store: FaultyStore) -> None:
     store.put(keys.replica("new"), b"{}")
     assert _gc(store).heartbeats == [keys.replica("old")]
     assert [info.key for info in store.list(keys.REPLICAS)] == [keys.replica("new")]
+
+
+@pytest.mark.parametrize(
+    ("served", "pin", "state", "age_s", "kept"),
+    [
+        (3, "3", "serving", 0.0, {1, 2, 3}),
+        (10, "6", "serving", 0.0, {5, 6}),  # it is on its way there
+        (7, None, "serving", 0.0, {5, 6, 7}),
+        (3, "99", "serving", 0.0, {1, 2, 3}),
+        (3, "3", "stopped", 0.0, set()),
+        (3, "3", "serving", 3601.0, set()),
+    ],
+    ids=["pinned", "pinned to another", "slow", "pinned to nothing", "stopped", "silent"],
+)
+def test_versions_that_live_replicas_serve_or_are_pinned_to_stay(
+    store: FaultyStore, served: int, pin: str | None, state: str, age_s: float, kept: set[int]
+) -> None:
+    identity = _reader(store).numbered(served).version
+    store.age(DAY_S)
+    beat = heartbeat.Heartbeat(
+        replica_id="r", run_id=_reader(store).channel().run_id, version=served, state=state, epoch=identity.epoch,
+        sha256=identity.sha256, pin=pin, boot="00000000",
+    )  # fmt: skip
+    heartbeat.write(store, beat)
+    store.age(age_s)
+    found = _gc(store, last=1)
+    assert found.plan is not None and {slot.version for slot in found.plan.recent} == kept
+    _assert_readable(store, *kept)
 
 
 @pytest.mark.parametrize("version", [4, 10])
