@@ -25,7 +25,22 @@ _CASTS = "(bfloat16|float16|float32|keep)"
 DTYPE = rf"fp8|({AUTO}|{_CASTS})(,[^,=]+={_CASTS})*"  # pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)
 _DTYPES = "one of auto, bfloat16, float16, float32, fp8, keep, or with patterns of names as in auto,*.router.*=float32"
 PIN = r"newest|[1-9][0-9]{0,17}"
-"""Pattern of the setting `pin` (`deltasync.following.parse_pin`)."""
+"""Pattern of the setting `pin`."""
+
+Pin = int | None
+"""The version that a replica stays at; None to take every new one."""
+
+
+def parse_pin(text: str) -> Pin:
+    """Parse `newest` or a version's number. Raises ConfigError for anything else."""
+    if re.fullmatch(PIN, text.strip()) is None:
+        raise ConfigError(f"A pin is newest or a version's number, not {text!r}.")
+    return None if text.strip() == "newest" else int(text)
+
+
+def pin_text(pin: Pin) -> str:
+    """Return the text that `parse_pin` parses."""
+    return "newest" if pin is None else str(pin)
 
 
 def simd() -> str:

@@ -102,8 +102,8 @@ class ModuleTarget(GatedTarget):
         if any(bits(each).ctypes.data != bits(each).ctypes.data for each in copies.values()):
             raise StageError("MLX copies an array to view its bits here, so that they cannot be written.")
         mapped = self._mapped(self._state(copies))
-        mapped.memory.parts = live.parts
-        self._opened.memory = mapped.memory
+        self._opened.memory = mapped[0]
+        mapped[0].parts = live.parts
         try:
             staged = super().stage(chain)
         finally:

@@ -22,7 +22,7 @@ from deltasync.following import Follow
 from deltasync.following.engine import limit_threads, open_reader
 from deltasync.following.requests import Requests
 from deltasync.following.shard import Done, Engine
-from deltasync.following.shards import RankedShards, ShardsTarget, TorchRanks, serve_background
+from deltasync.following.shards import RankedShards, Ranks, ShardsTarget, serve_background
 from deltasync.live import plan
 from deltasync.tensors.bits import dtype_name
 from sglang_plugin import logger, refusals
@@ -58,7 +58,7 @@ class DeltaSyncScheduler(Engine):
         self.has_logits = self._runner.model_config.is_generation
         self.dtype = dtype_name(self._runner.model_config.dtype)
         self._waiting, self._answers = deque[tuple[Any, ...]](), deque[Future[Any]]()
-        ranks = TorchRanks(parallel.tp_group.cpu_group)
+        ranks = Ranks(parallel.tp_group.cpu_group)
         reader = open_reader(settings, ranks.size)
         limit_threads(os.environ.get("OMP_NUM_THREADS", ""), ranks.size)
         self.shards = RankedShards(reader, self, ranks)

@@ -1,10 +1,9 @@
 """Following a channel: the cursor, the one loop (`Follow`) and its targets in host memory and in a torch module."""
 
-from deltasync.following.cursor import ChannelCursor
+from deltasync.following.cursor import Cursor
 from deltasync.following.gate import Gate, GatedTarget, Mapped, Names, Part, gated_calls, reclassed
 from deltasync.following.loop import Follow
 from deltasync.following.module import ModuleReplica, follow
-from deltasync.following.pin import parse_pin
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
 from deltasync.following.status import Commit, Status
@@ -12,8 +11,8 @@ from deltasync.following.target import Identify, Observer, Target
 from deltasync.following.weights import LiveWeights, StagedVersion
 
 __all__ = [
-    "ChannelCursor",
     "Commit",
+    "Cursor",
     "Follow",
     "Gate",
     "GatedTarget",
@@ -34,7 +33,6 @@ __all__ = [
     "follow",
     "gated_calls",
     "metrics",
-    "parse_pin",
     "reclassed",
     "replies",
     "requests",

@@ -7,7 +7,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -262,18 +262,8 @@ def gated_calls(module: Any, gate: Gate, names: Sequence[str]) -> contextlib.Abs
     return reclassed(module, type(kind.__name__, (kind,), own))
 
 
-class Mapped(NamedTuple):
-    """The channel's tensors in a model.
-
-    Attributes:
-        memory: Live memory over them.
-        tensors, ties: As `places` returns them.
-    """
-
-    memory: LiveMemory
-    tensors: dict[str, torch.Tensor]
-    ties: dict[str, str]
-
+Mapped = tuple[LiveMemory, dict[str, torch.Tensor], dict[str, str]]
+"""The channel's tensors in a model: live memory over them, and the tensors and ties, as `places` returns them."""
 
 Part = tuple[Mapping[str, Any], str, Any, object]
 """A part of a module: the mapping that holds it, its name there, the tensor or module, and the place of its memory."""
@@ -319,9 +309,9 @@ class GatedTarget(MemoryTarget):
     def open(self, identify: Identify) -> None:
         """Find the channel's tensors in the model, and which version they are, if any."""
         storages, parts = self._found(), self._held()
-        mapped = self._mapped(self._state())
-        self.adopt(mapped.memory, identify)
-        _, self.tensors, self._ties = mapped
+        memory, tensors, ties = self._mapped(self._state())
+        self.adopt(memory, identify)
+        self.tensors, self._ties = tensors, ties
         self._identify, self._storages, self._parts, self._refusal = identify, storages, parts, None
         self._served |= self.version is not None
         self._update_gate()
@@ -330,7 +320,7 @@ class GatedTarget(MemoryTarget):
         """Find the channel's tensors among a model's."""
         tensors, ties = places(state, self.reader.specs, self._names)
         memory = LiveMemory(self.reader.specs, {name: [segment(tensor)] for name, tensor in tensors.items()})
-        return Mapped(memory, tensors, ties)
+        return memory, tensors, ties
 
     def is_settled(self, asked: bool) -> bool:
         """Whether the live bits are known. They are not if the model has other storages than those that were mapped."""

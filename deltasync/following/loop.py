@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -16,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from deltasync import limits
+from deltasync.channel import heartbeat
 from deltasync.channel.documents import VersionId
 from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.config import ReplicaSettings
+from deltasync.config import Pin, ReplicaSettings, parse_pin, pin_text
 from deltasync.errors import (
     AckTimeoutError,
     ApplyError,
@@ -28,16 +30,16 @@ from deltasync.errors import (
     DeltaSyncError,
     FingerprintMismatchError,
     MissingVersionError,
+    NotPublishedError,
     PinnedError,
     SleepingError,
     TransientStoreError,
     get_logger,
     printable,
 )
-from deltasync.following.cursor import ChannelCursor, identify
-from deltasync.following.pin import Pin, parse_pin, pin_text
+from deltasync.following.cursor import Cursor, identify
 from deltasync.following.poll import Poll
-from deltasync.following.status import SHOWN, Commit, Health, HeartbeatWriter, Status, log_commit
+from deltasync.following.status import SHOWN, Commit, HeartbeatWriter, Status, log_commit
 from deltasync.following.target import Observer, Target
 from deltasync.stores.base import ObjectInfo
 from deltasync.threads import Home, daemon
@@ -49,6 +51,10 @@ Reached = Callable[[], int | None]
 
 AUDIT_S = 3600.0
 """Time between two comparisons of all bits in memory with the version's fingerprints. A waiting version comes first."""
+
+STALE_S, STALE_POLLS = 60.0, 20
+"""A replica is stale when it could last follow more than this many seconds, and this many poll intervals, ago."""
+
 _HEARTBEAT_S = 10.0  # longest wait between two heartbeats; each change also writes one
 _DETOURS = 8  # chains that `catch_up` gives up before it raises
 _STEP_S = 60.0  # how long a caller waits for a step of another thread
@@ -80,12 +86,15 @@ class Follow:
     ) -> None:
         self._home, self._boot = Home("replica"), secrets.token_hex(4)
         self.reader, self.target, self.settings = reader, target, settings
-        self.cursor = ChannelCursor(reader, settings.max_age_s, prefetch)
+        self.cursor = Cursor(reader, settings.max_age_s, prefetch)
         self.commits: deque[Commit] = deque(maxlen=limits.HISTORY)
         self.on_step: list[Callable[[], None]] = []
         self._observer, self._log = observer, log
         self._pin = parse_pin(settings.pin)
-        self._health = Health(settings.poll_interval_s, log)
+        self._state = "waiting"  # one of the states of `Status.state`, but never `stale`
+        self._error: str | None = "The channel was not read yet."
+        self._reported: BaseException | None = None  # of the last step
+        self._good_s, self._has_followed = time.monotonic(), False  # when, and whether, the channel could be followed
         self._begun = self._pins = 0  # how many steps have begun; how often the pin was set
         self._caught_up = -1  # number of the last step that found nothing to take
         self._served: tuple[VersionId, int | None] | None = None  # the last version, and the trainer's step of its record
@@ -119,7 +128,7 @@ class Follow:
     @property
     def error(self) -> str | None:
         """The reason that keeps the replica from newer versions, in one sentence; None if nothing does."""
-        return self._stale or self._health.error
+        return self._stale or self._error
 
     @property
     def why(self) -> str:
@@ -129,25 +138,30 @@ class Follow:
     @property
     def state(self) -> str:
         """The state, one of those of `Status.state`."""
-        return self._health.state if self._stale is None else "stale"
+        return self._state if self._stale is None else "stale"
 
     @property
     def stuck_s(self) -> float:
         """Seconds since the channel could last be followed; before the first time, since this replica was made."""
-        return self._health.stuck_s(self.target.progressed_s)
+        is_staging = self._state == "staging" and self._error is None
+        return max(0.0, time.monotonic() - max(self._good_s, self.target.progressed_s if is_staging else 0.0))
 
     @property
     def _stale(self) -> str | None:
-        return None if self.identity is None else self._health.stale(self.target.progressed_s)
+        """Why the version served may be old; None if the channel could be followed lately, or does not have to be."""
+        stuck_s, longest_s = self.stuck_s, max(STALE_S, STALE_POLLS * self.settings.poll_interval_s)
+        if self.identity is None or self._state in ("sleeping", heartbeat.STOPPED) or stuck_s <= longest_s:
+            return None
+        return f"The channel could last be followed {stuck_s:.0f} s ago. {self._error or ''}".rstrip()
 
     @property
     def not_ready(self) -> str | None:
         """Why this replica should get no requests, in one sentence; None if it serves a version that is new enough."""
         served, newest = self.version, self.newest
         if served is None or newest is None:
-            return f"This server serves no version of {self.reader.store.url} yet. {self._health.error or ''}".rstrip()
-        if self._health.state == "sleeping":
-            return f"This server does not generate now. {self._health.error or ''}".rstrip()
+            return f"This server serves no version of {self.reader.store.url} yet. {self._error or ''}".rstrip()
+        if self._state == "sleeping":
+            return f"This server does not generate now. {self._error or ''}".rstrip()
         pin, most = self.pin, max(1, self.settings.ready_behind)
         if not 0 <= newest - served <= most if pin is None else served != pin:
             where = f"{newest - served} behind" if pin is None else f"and is pinned ({pin}); the newest is"
@@ -168,7 +182,7 @@ class Follow:
             sha256=None if identity is None else identity.sha256,
             newest_version=self.newest,
             pin=None if self.pin is None else pin_text(self.pin),
-            followed_s_ago=self.stuck_s if self._health.has_followed else None,
+            followed_s_ago=self.stuck_s if self._has_followed else None,
             error=self.error,
             trusted_keys=None if trusted is None else trusted.names,
             ignored_tensors=len(self.target.ignored),
@@ -291,7 +305,7 @@ class Follow:
         self.target.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)
-        self._health.stop()
+        self._state, self._error, self._good_s = heartbeat.STOPPED, None, math.inf  # never stale
         if self._heartbeats is not None and (self._heartbeats.is_used or self.identity is not None):
             self._heartbeats.stop(self.status(0))
 
@@ -306,19 +320,23 @@ class Follow:
                 except (KeyboardInterrupt, SystemExit):
                     raise
                 except BaseException as error:  # noqa: BLE001 - reported by `step`; the weights stay as they are
-                    failure = error if self._health.state != "waiting" else None
+                    failure = error if self._state != "waiting" else None
                 if self._heartbeats is not None:
                     self._heartbeats.update(self.status(0))
                 if self._ended.is_set():
                     return
-                self._wake.wait(self._poll.delay_s(self.identity != before, failure))
+                self._wake.wait(self._delay_s(before, failure))
+
+    def _delay_s(self, before: VersionId | None, failure: BaseException | None) -> float:
+        took = self.cursor.took_announced
+        return self._poll.delay_s(self.identity != before, failure, took_announced=took)
 
     def _on_change(self, info: ObjectInfo | None) -> None:
         """Poll now: the store announced a record, or may have missed one (None)."""
         if info is not None:
             if (newest := self.cursor.newest) is not None and info.key == newest.key:
                 return  # a poll was faster
-            self._poll.announce(info)
+            self.cursor.announce(info)
         self._wake.set()
 
     def catch_up(self, pin: Pin | None = None, *, wait_s: float = 0.0) -> int:
@@ -340,7 +358,7 @@ class Follow:
                 try:
                     if self.step(pin, ahead=first) and self.version is not None:
                         return self.version
-                    self._poll.delay_s(self.identity != before)
+                    self._delay_s(before, None)
                 except DeltaSyncError as error:
                     if self._goes_around and detours < _DETOURS:
                         detours += 1
@@ -352,7 +370,7 @@ class Follow:
                     if first:
                         stack.enter_context(self._poll.watching(self.reader.store, self._on_change))
                     first = False  # from here on one request at a time
-                    delay_s = self._poll.delay_s(False, self.cursor.failure)
+                    delay_s = self._delay_s(self.identity, self.cursor.failure)
                     self._wake.clear()
                     self._wake.wait(min(delay_s, max(0.0, deadline - time.monotonic())))
 
@@ -364,7 +382,7 @@ class Follow:
         Args:
             pin: The version to go to.
             known: The listing entry of a new record, from an event.
-            ahead: As in `ChannelCursor.next`.
+            ahead: As in `Cursor.next`.
             audits: Audit the weights when that is due.
 
         Raises:
@@ -379,13 +397,13 @@ class Follow:
             begun, self._goes_around = self._begun, False
             try:
                 if known is not None:
-                    self._poll.announce(known)
+                    self.cursor.announce(known)
                 if is_done := self._step(self._pin if pin is None else pin, ahead, audits):
                     self._caught_up = begun
                 self._report(None)
                 return is_done
             except (KeyboardInterrupt, SystemExit):
-                self._health.state = "waiting" if self.identity is None else "serving"
+                self._state = "waiting" if self.identity is None else "serving"
                 raise
             except BaseException as error:
                 self._report(error)
@@ -402,7 +420,6 @@ class Follow:
         if audits:
             self._wake.clear()  # this step serves everything that woke the loop until now
         asked, self._asked = self._asked, False
-        known = self._poll.drain()
         if asked:
             cursor.retry_bad()
         if not self._opened:
@@ -411,21 +428,20 @@ class Follow:
             self._opened, self._audited_s, asked = True, time.monotonic(), False
         elif not target.is_settled(asked):
             self._settle()
-        chain = cursor.next(
-            self.identity, pin=pin, known=known, refresh=asked, ahead=ahead or asked, pushed=self._poll.is_pushed
-        )
+        pushed = self._poll.is_pushed
+        chain = cursor.next(self.identity, pin=pin, refresh=asked, ahead=ahead or asked, pushed=pushed)
         if not chain:
             if audits:
                 self._audit_if_due()
             return True
         if audits and self._ended.is_set():
             return False  # it was stopped while the store did not answer
-        self._health.state = "staging"
+        self._state = "staging"
         try:
             staged = target.stage(chain)
             if staged is None or (audits and self._ended.is_set()):
                 return False
-            self._health.state = "committing"
+            self._state = "committing"
             commit = target.commit(staged)
         except (FingerprintMismatchError, CorruptDataError, MissingVersionError) as error:
             key = None if isinstance(error, FingerprintMismatchError) else error.key
@@ -434,7 +450,6 @@ class Follow:
                 self._goes_around = True
             raise
         self._committed(commit, chain)
-        self._poll.committed(known, chain[-1].key, cursor.newest)
         return False
 
     def _identify(self, total: int) -> StoredRecord | None:
@@ -484,9 +499,28 @@ class Follow:
 
     def _report(self, error: BaseException | None) -> None:
         """Set the state and the error after a step."""
-        if isinstance(error, SleepingError):
+        before, may_wait = self._error, not (self.cursor.failure or self._goes_around)
+        if error is None:
+            self._state, self._error = "serving", None
+        elif isinstance(error, SleepingError):
+            self._state, self._error = "sleeping", str(error)
             self.cursor.follows_s = time.time()
-        is_new_failure = self._health.report(error, may_wait=not (self.cursor.failure or self._goes_around))
+        elif isinstance(error, NotPublishedError | MissingVersionError) and may_wait:  # it is only not published yet
+            first = " for the first version" if isinstance(error, NotPublishedError) else ""
+            self._state, self._error = "waiting", f"Waiting{first}: {error}"
+        elif isinstance(error, DeltaSyncError):
+            self._state, self._error = "failed", f"{type(error).__name__}: {error}"
+        else:
+            self._state, self._error = "failed", printable(f"Unexpected {type(error).__name__}: {error}")
+        if self._state != "failed":
+            self._good_s = time.monotonic()
+            self._has_followed = self._has_followed or self._state != "sleeping"
+        is_new_failure, self._reported = self._state == "failed" and error is not self._reported, error
+        if self._error is not None and self._error != before:
+            if isinstance(error, DeltaSyncError):
+                (self._log.error if self._state == "failed" else self._log.info)("deltasync: %s", self._error)
+            else:
+                self._log.error("deltasync failed unexpectedly", exc_info=error)
         if self._observer is not None:
             if error is not None and is_new_failure:
                 self._observer.failed(error)

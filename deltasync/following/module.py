@@ -19,18 +19,17 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
-from deltasync.config import ReplicaSettings
+from deltasync.config import ReplicaSettings, parse_pin, pin_text
 from deltasync.errors import ConfigError, NotPublishedError
 from deltasync.following.gate import Gate, GatedTarget, Names, Part, plain_name, reclassed
 from deltasync.following.loop import Follow
-from deltasync.following.pin import parse_pin, pin_text
 from deltasync.following.status import Commit, Status
 from deltasync.following.weights import StagedVersion
 from deltasync.stores import Store
@@ -288,15 +287,8 @@ def _all_gated(module: torch.nn.Module, gate: Gate) -> Iterator[None]:
         yield
 
 
-class AnyModule(Protocol):
-    """A `torch.nn.Module` or an `mlx.nn.Module`, which need not be installed."""
-
-    def parameters(self) -> Any:
-        """Return its parameters."""
-
-
 def follow(
-    module: AnyModule,
+    module: Any,
     channel: str | os.PathLike[str] | Store,
     *,
     names: Names | Mapping[str, str | Sequence[str] | None] = plain_name,

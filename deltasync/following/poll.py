@@ -8,13 +8,12 @@ import random
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Self
 
 from deltasync import limits
 from deltasync.channel import keys
-from deltasync.channel.documents import VersionId
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
@@ -40,8 +39,6 @@ class Poll:
     Trainers publish at a rhythm: around the time at which the next version is due, the waits are short again, 3 % of the
     time between two versions, and shorter near that time. A store that announces new objects is only asked rarely while that
     works; one that says that little is left of a quota (`Store.is_scarce`) every 10 s.
-
-    Records that the store announced are kept until a step takes them.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -51,8 +48,6 @@ class Poll:
         self._between_s: deque[float] = deque(maxlen=4)
         self._watch: Watch | None = None
         self._store: Store | None = None
-        self._announced: dict[str, ObjectInfo] = {}  # records by key
-        self._is_taken = False  # whether the last step took the newest announced record, so that nothing is left to take
 
     @contextlib.contextmanager
     def watching(self, store: Store, on_change: Callable[[ObjectInfo | None], None]) -> Iterator[Self]:
@@ -70,30 +65,13 @@ class Poll:
         """Whether the store announces new records at present."""
         return self._watch is not None and self._watch.live
 
-    def announce(self, info: ObjectInfo) -> None:
-        """Keep an announced record for the next step. May be called from any thread."""
-        if len(self._announced) >= limits.ANNOUNCED_RECORDS:
-            self._announced = {}
-        self._announced[info.key] = info
-
-    def drain(self) -> dict[str, ObjectInfo]:
-        """Return the announced records by key, and forget them."""
-        self._is_taken, taken, self._announced = False, self._announced, {}
-        return taken
-
-    def committed(self, taken: Mapping[str, ObjectInfo], live: str, newest: VersionId | None) -> None:
-        """Keep those of the `taken` records that are later than `newest`; `live` is the key of the committed one."""
-        if taken:
-            later = {key: info for key, info in taken.items() if _is_later(key, newest)}
-            self._announced = later | self._announced
-            self._is_taken = not later and live in taken and newest is not None and live == newest.key
-
-    def delay_s(self, moved: bool, failure: BaseException | None = None) -> float:
+    def delay_s(self, moved: bool, failure: BaseException | None = None, *, took_announced: bool = False) -> float:
         """Return the seconds to wait.
 
         Args:
             moved: The last request gave a new version.
             failure: Why it failed.
+            took_announced: As `Cursor.took_announced`: nothing is left to take.
         """
         now_s = time.monotonic()
         if moved:
@@ -104,7 +82,7 @@ class Poll:
         longest_s = max(_OUTAGE_S, self._interval_s) if is_outage else self._interval_s
         delay_s = min(self._delay_s, longest_s, math.inf if is_outage else self._due_s(now_s))
         self._delay_s = min(_GROWTH * self._delay_s, longest_s)
-        if failure is None and (self._is_taken or not moved) and self.is_pushed:
+        if failure is None and (took_announced or not moved) and self.is_pushed:
             return max(_LIVE_S, self._interval_s)
         if self._store is not None and self._store.is_scarce:
             delay_s = max(delay_s, _SCARCE_S)
@@ -121,11 +99,6 @@ class Poll:
         off_s = abs(statistics.fmean(self._between_s) - since_s)
         apart_s = min(_POLLS_APART * longest_s, _POLLS_CLOSE * off_s)
         return max(_FIRST_S, _EARLIEST * min(self._between_s) - since_s, apart_s)
-
-
-def _is_later(key: str, newest: VersionId | None) -> bool:
-    slot = keys.slot_of(key)
-    return slot is not None and (newest is None or slot.newness > newest.slot.newness)
 
 
 _EARLY, _LATE = 0.7, 3.0  # multiples of the time between the last two versions; the next is expected between these

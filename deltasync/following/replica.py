@@ -16,11 +16,10 @@ from deltasync.channel.documents import VersionId
 from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.config import ReaderSettings, ReplicaSettings, whole_number
+from deltasync.config import Pin, ReaderSettings, ReplicaSettings, whole_number
 from deltasync.errors import NotPublishedError
 from deltasync.following.cursor import identify, tied
 from deltasync.following.loop import Follow
-from deltasync.following.pin import Pin
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
 from deltasync.following.weights import LiveWeights, StagedVersion

@@ -23,9 +23,9 @@ import msgspec
 
 from deltasync import limits
 from deltasync.channel.documents import Number
+from deltasync.config import parse_pin, pin_text
 from deltasync.errors import UNREADABLE_JSON, ConfigError, describe, get_logger
 from deltasync.following.loop import Follow
-from deltasync.following.pin import parse_pin, pin_text
 from deltasync.threads import Workers
 
 _T = TypeVar("_T")
@@ -53,7 +53,7 @@ class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
 
 
 class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/pin`. `pin` is a text for `deltasync.following.parse_pin`."""
+    """Body of `POST /deltasync/pin`. `pin` is a text for `deltasync.config.parse_pin`."""
 
     pin: str
     timeout_s: HeldSeconds = 60.0

@@ -29,10 +29,9 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
 from deltasync import limits
-from deltasync.config import ReplicaSettings
+from deltasync.config import ReplicaSettings, parse_pin, pin_text
 from deltasync.errors import AckTimeoutError, ConfigError, DeltaSyncError, MissingVersionError, PinnedError
 from deltasync.following.loop import Follow
-from deltasync.following.pin import parse_pin, pin_text
 from deltasync.following.requests import STATUS_CODES, PinTo, Sync, WeightUpdate, body_of, stranger, token_matches
 from deltasync.following.wanted import Wanted, wait
 from deltasync.threads import Workers

@@ -17,7 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -262,23 +262,13 @@ def _check_undone(replies: Iterable[Any]) -> None:
             raise CommitError(f"A shard's weights are uncertain. {reply.error()}")
 
 
-class Ranks(Protocol):
-    """The ranks that share a model, and how they talk to each other."""
+class Ranks:
+    """The ranks that share a model: a process group of torch's with gloo. Make it in the engine's thread, on all at once.
 
-    size: int
-    number: int
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Return the argument of each rank, in order. All call it from the same kind of thread."""
-        ...
-
-    def broadcast(self, call: Any = None) -> Any:
-        """Send a call from the first rank's thread to the others', which receive it by calling this without one."""
-        ...
-
-
-class TorchRanks:
-    """Implements `Ranks` for a process group of torch's with gloo. Make it in the engine's thread, on all ranks at once."""
+    Attributes:
+        size: The number of ranks.
+        number: This rank.
+    """
 
     def __init__(self, group: torch.distributed.ProcessGroup) -> None:
         self.size, self.number = group.size(), group.rank()
@@ -288,14 +278,14 @@ class TorchRanks:
         self._ours = torch.distributed.new_group(members, for_ever, "gloo") if self.size > 1 else group
 
     def gather(self, mine: Any) -> list[Any]:
-        """Gather (`Ranks.gather`): in the engine's thread with its group, in other threads with a group of ours."""
+        """Return the argument of each rank, in order: in the engine's thread by its group, in others by one of ours."""
         found: list[Any] = [None] * self.size
         group = self._engines if threading.get_ident() == self._thread else self._ours
         torch.distributed.all_gather_object(found, mine, group=group)
         return found
 
     def broadcast(self, call: Any = None) -> Any:
-        """Broadcast (`Ranks.broadcast`)."""
+        """Send a call from the first rank's thread to the others', which receive it by calling this without one."""
         box = [call]
         torch.distributed.broadcast_object_list(box, group=self._ours, group_src=0)
         return box[0]

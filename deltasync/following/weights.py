@@ -24,7 +24,7 @@ from deltasync.errors import (
     StageError,
     TiedError,
 )
-from deltasync.live import Device, LiveMemory, Prints, Staged, model_fingerprint
+from deltasync.live import LiveMemory, Prints, Staged, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
 from deltasync.threads import ahead
@@ -162,13 +162,12 @@ class LiveWeights:
             first = max((at for at, stored in enumerate(chain) if stored.use_anchor), default=None)
             if first is not None:
                 staged, whole = self._stage_weights(chain[first:])
+            elif self._decodes_there(chain):
+                staged, whole = self._stage_there(chain[0]), {}
             else:
-                staged, whole = self._stage_there(chain[0]) if self._decodes_there(chain) else self._stage(chain)
+                changed = self._changed(chain)
+                staged, whole = self.memory.stage(changed), changed.delta
         return StagedVersion(chain, staged, whole, time.perf_counter() - before)
-
-    def _stage(self, chain: Sequence[StoredRecord]) -> tuple[Staged, Delta]:
-        changed = self._changed(chain)
-        return self.memory.stage(changed), changed.delta
 
     def _decodes_there(self, chain: Sequence[StoredRecord]) -> bool:
         """Whether a chain is one delta whose words can be decoded where the weights are."""
@@ -176,26 +175,23 @@ class LiveWeights:
         is_coded = len(chain) == 1 and delta is not None and delta.codec in ("packed", "context")
         return is_coded and not self._whole and self.memory.decoding is not None
 
-    def _stage_there(self, stored: StoredRecord) -> tuple[Staged, dict[str, np.ndarray]]:
+    def _stage_there(self, stored: StoredRecord) -> Staged:
         """Decode a delta on the device of the weights, and stage it: only words and tables cross."""
         assert self.memory.decoding is not None
         device, places = self.memory.decoding
+        if self._decodes is None:
+            from deltasync.codec.device import Decoder
+
+            self._decodes = Decoder(self.reader.layout, device.device, device.send)
         with contextlib.closing(self._fetched([stored])) as fetched, self._blaming(stored), device.staging():
-            steps = payloads.decode_there(stored.record, next(fetched), self._decoder(device), places)
+            steps = payloads.decode_there(stored.record, next(fetched), self._decodes, places)
         self.progressed_s = time.monotonic()
         fingerprints: dict[str, int] = {}
         for width, found in steps.items():
             names = self.reader.layout.vectors[width].names
             numbers, digests = found.number_T.tolist(), found.digest_T.view(np.uint64).tolist()
             fingerprints |= dict(zip(map(names.__getitem__, numbers), digests, strict=True))
-        return self.memory.stage_steps(steps, fingerprints), {}
-
-    def _decoder(self, device: Device) -> Decoder:
-        if self._decodes is None:
-            from deltasync.codec.device import Decoder
-
-            self._decodes = Decoder(self.reader.layout, device.device, device.send)
-        return self._decodes
+        return self.memory.stage_steps(steps, fingerprints)
 
     def _stage_weights(self, chain: Sequence[StoredRecord]) -> tuple[Staged, dict[str, np.ndarray]]:
         """Stage full weights and the deltas after them, tensor by tensor, so that only one of them is held."""
@@ -222,9 +218,6 @@ class LiveWeights:
         with self._blaming(stored):
             yield from payloads.weights(self.reader, stored)
 
-    def _bits(self, name: str) -> np.ndarray:
-        return self._whole[name] if name in self._whole else self.memory.bits(name)
-
     def _fetched(self, chain: Sequence[StoredRecord]) -> Generator[Sequence[tuple[str, bytes]], None, None]:
         return ahead(lambda stored: payloads.fetch(self.reader, stored), chain, limits.FETCHED_AHEAD)
 
@@ -249,7 +242,7 @@ class LiveWeights:
             return None if name in self._whole else self.memory.held(name)
 
         def old(name: str) -> np.ndarray:
-            bits_N = self._bits(name) if first is None else first(name)
+            bits_N = (self._whole[name] if name in self._whole else self.memory.bits(name)) if first is None else first(name)
             if done:
                 bits_N = bits_N.copy()
                 for delta in done:

@@ -6,12 +6,11 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from deltasync.channel import anchors, checkpoint
 from deltasync.channel.reading import ChannelReader
@@ -29,7 +28,6 @@ from deltasync.interchange.version_dirs import VersionDir, VersionDirs, Weights
 from deltasync.maintenance import model_files
 from deltasync.publish import Publisher
 from deltasync.stores import Store, open_store
-from deltasync.tensors.bits import bits_of, spec_of, tensor_of
 
 _SOURCE = "source.json"  # beside the channel that `Import` writes: where it comes from
 OnVersion = Callable[[int, int], object]
@@ -67,7 +65,7 @@ class Import:
         self._base, self._options = base, options
         self.number = -1
         """The version that the channel has; -1 before the first."""
-        self._weights = Weights({}, {})
+        self._weights = Weights()
         self._publisher: Publisher | None = None
 
     def step(self, on_version: OnVersion = _nothing) -> int:
@@ -93,9 +91,10 @@ class Import:
                 )
             if fulls:
                 found = found[fulls[-1] :]  # what a new reader starts from
-            elif found:
+            elif found and self._base is not None:
                 self._open(initial=self._base)
-                self._publish(0, self._of_checkpoint(), on_version)
+                base = checkpoint.load(checkpoint.find(self._base))
+                self._publish(0, dict(base.tensors(sorted(base.files))), on_version)
                 published += 1
         for version in found:
             weights = self._next(version)
@@ -122,24 +121,14 @@ class Import:
                 f"{self.dirs.store.url} holds version {version.number}, a delta to version {version.base}, and the channel "
                 f"has version {self.number}. It goes on with the next full version."
             )
-        changed = self.dirs.delta(version, self._weights)
-        return Weights(self._weights.specs, {**self._weights.bytes, **changed})
+        return self._weights | self.dirs.delta(version, self._weights)
 
     def _publish(self, number: int, weights: Weights, on_version: OnVersion) -> None:
         assert self._publisher is not None
-        stream = {
-            name: tensor_of(data_B.view(weights.specs[name].bits_dtype), weights.specs[name])
-            for name, data_B in weights.bytes.items()
-        }
-        receipt = self._publisher.publish(stream, step=number)
+        receipt = self._publisher.publish(weights, step=number)
         receipt.wait()
         self.number, self._weights = number, weights
         on_version(number, receipt.version)
-
-    def _of_checkpoint(self) -> Weights:
-        assert self._base is not None
-        found = checkpoint.load(checkpoint.find(self._base))
-        return _weights(found.tensors(sorted(found.files)))
 
     def _resume(self) -> None:
         """Find out which version the channel has."""
@@ -158,7 +147,7 @@ class Import:
             raise ChannelInUseError(
                 f"{self._target.url} holds a channel that was not made from {self.dirs.store.url}. Choose another target."
             )
-        self._weights = _weights(replica.state_dict().items())
+        self._weights = replica.state_dict()
 
 
 class Export:
@@ -238,8 +227,13 @@ class Export:
                 f"{self._dirs.store.url} holds version {last.number}, which is not that of {self._reader.store.url}. "
                 "Nothing was written; choose another target."
             )
-        self.number, self._weights = last.number, _weights(self._replica.state_dict().items())
+        self._note(last.number)
         return True
+
+    def _note(self, number: int) -> Weights:
+        """Keep a copy of the replica's weights, which change with each version."""
+        self.number, self._weights = number, {name: each.clone() for name, each in self._replica.state_dict().items()}
+        return self._weights
 
     def _full(self, number: int) -> int:
         self._replica.sync(number)
@@ -250,39 +244,16 @@ class Export:
             anchors.weight_files(tensors, self._replica.fingerprints),
         )
         version_dirs.write_full(self._dirs.store, number, files, tensors, self._replica.identity.sha256)
-        self.number, self._weights = number, _weights(tensors.items())
-        return sum(data_B.size for data_B in self._weights.bytes.values())
+        return sum(each.nbytes for each in self._note(number).values())
 
     def _delta(self, number: int, old: Weights) -> int:
         before = dict(self._replica.fingerprints)
         self._replica.sync(number)
         assert self._replica.identity is not None
         tensors, after = self._replica.state_dict(), self._replica.fingerprints
-        new = {name: _bytes(tensors[name]).copy() for name in tensors if before[name] != after[name]}
-        size = version_dirs.write_delta(
-            *(
-                self._dirs.store,
-                number,
-                self.number,
-                old,
-                new,
-                self._encoding,
-                self._algorithm,
-                self._replica.identity.sha256,
-            )
-        )
-        old.bytes.update(new)
+        new = {name: tensors[name].clone() for name in tensors if before[name] != after[name]}
+        how, sha256 = (self._encoding, self._algorithm), self._replica.identity.sha256
+        size = version_dirs.write_delta(self._dirs.store, number, self.number, old, new, *how, sha256)
+        old.update(new)
         self.number = number
         return size
-
-
-def _weights(tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
-    """Copy tensors."""
-    found = Weights({}, {})
-    for name, tensor in tensors:
-        found.specs[name], found.bytes[name] = spec_of(name, tensor), _bytes(tensor).copy()
-    return found
-
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    return bits_of(tensor).view(np.uint8)

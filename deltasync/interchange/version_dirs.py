@@ -28,6 +28,7 @@ from deltasync.codec.base import body, entries, read_metadata
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
+from deltasync.tensors.bits import bits_of, spec_of, tensor_of
 
 ENCODINGS = ("xor", "overwrite")
 CHECKSUMS = ("adler32", "xxh3-128", "blake3")
@@ -53,11 +54,8 @@ class _Index(msgspec.Struct):
     metadata: _Metadata = msgspec.field(default_factory=_Metadata)
 
 
-class Weights(NamedTuple):
-    """All tensors of a version: the spec and the bytes of each, uint8 of its number of bytes, by name."""
-
-    specs: dict[str, TensorSpec]
-    bytes: dict[str, np.ndarray]
+Weights = dict[str, torch.Tensor]
+"""Tensors of a version by name."""
 
 
 class VersionDir(NamedTuple):
@@ -164,38 +162,39 @@ class VersionDirs:
         Raises:
             CorruptDataError: a file is malformed, or a tensor has another checksum than its file says.
         """
-        weights, algorithm = Weights({}, {}), version.metadata.checksum_format
+        weights, algorithm = Weights(), version.metadata.checksum_format
         for info, name, entry, data, wanted in self._entries(version):
             if entry[0] not in _NAMES:
                 raise ModelMismatchError(f"{info.key} holds {name} as {entry[0]}, which deltasync cannot publish.")
-            weights.specs[name] = TensorSpec(name, _NAMES[entry[0]], entry[1])
-            weights.bytes[name] = np.frombuffer(data, np.uint8).copy()
+            data_B = np.frombuffer(data, np.uint8).copy()
+            weights[name] = _tensor(data_B, TensorSpec(name, _NAMES[entry[0]], entry[1]))
             if algorithm is not None and wanted is not None:
-                self._check(info, name, algorithm, weights.bytes[name], wanted)
+                self._check(info, name, algorithm, data_B, wanted)
         return weights
 
     def small_files(self, version: VersionDir) -> dict[str, bytes]:
         """Read the small files of a version, by name: its config, its tokenizer and so on."""
         return {name: self.store.read(info.key, _SMALL_BYTES, info) for name, info in version.small_files.items()}
 
-    def delta(self, version: VersionDir, weights: Weights) -> dict[str, np.ndarray]:
-        """Return the new bytes of the tensors that a delta changes. `weights` are those of its base, and stay as they are.
+    def delta(self, version: VersionDir, weights: Weights) -> Weights:
+        """Return the tensors that a delta changes, as it leaves them. `weights` are those of its base, and stay as they are.
 
         Raises:
             CorruptDataError: a file is malformed, or the result has another checksum than the file says.
             ModelMismatchError: it names a tensor that the model lacks.
         """
-        new: dict[str, np.ndarray] = {}
+        new = Weights()
         for info, name, entry, data, wanted in self._entries(version):
-            if name not in weights.bytes:
+            if name not in weights:
                 raise ModelMismatchError(f"{info.key} changes {name}, which the version before does not have.")
             if entry[0] != "U8" or name in new or wanted is None or version.metadata.checksum_format is None:
                 raise CorruptDataError(f"{info.key} does not hold {name} once, as bytes with a checksum.")
             try:
-                new[name] = _DECODERS[version.metadata.delta_encoding or ""](data, weights.bytes[name])
+                new_B = _DECODERS[version.metadata.delta_encoding or ""](data, bytes_of(weights[name]))
             except ValueError as error:
                 raise CorruptDataError(f"{info.key} holds no delta of {name}: {error}.") from error
-            self._check(info, name, version.metadata.checksum_format, new[name], wanted)
+            self._check(info, name, version.metadata.checksum_format, new_B, wanted)
+            new[name] = _tensor(new_B, spec_of(name, weights[name]))
         return new
 
     def _entries(
@@ -212,6 +211,15 @@ class VersionDirs:
         # fireworks-delta-compression writes the number in decimal
         if found != wanted and not (algorithm == "adler32" and str(int(found, 16)) == wanted):
             raise CorruptDataError(f"{self.store.url}/{info.key} leads to other bits of {name} than its checksum is of.")
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return a view of the bytes of a tensor: uint8 of its number of bytes."""
+    return bits_of(tensor).view(np.uint8)
+
+
+def _tensor(data_B: np.ndarray, spec: TensorSpec) -> torch.Tensor:
+    return tensor_of(data_B.view(spec.bits_dtype), spec)
 
 
 def _metadata_of(data: memoryview) -> dict[str, str]:
@@ -332,7 +340,7 @@ def write_delta(
     number: int,
     base: int,
     old: Weights,
-    new: Mapping[str, np.ndarray],
+    new: Weights,
     encoding: str,
     algorithm: str,
     sha256: str,
@@ -344,7 +352,7 @@ def write_delta(
         number: The number of the version.
         base: That of the version before.
         old: The version before.
-        new: New bytes of the tensors that changed.
+        new: The tensors that changed.
         encoding: One of `ENCODINGS`.
         algorithm: One of `CHECKSUMS`.
         sha256: The digest of the record.
@@ -355,10 +363,10 @@ def write_delta(
     """
     file, data = "model-00001-of-00001.safetensors", b""
     if new:
-        sums = {name: checksum(algorithm, new_B) for name, new_B in new.items()}
+        sums = {name: checksum(algorithm, bytes_of(tensor)) for name, tensor in new.items()}
         coded = {
-            name: torch.frombuffer(bytearray(encode(encoding, old.bytes[name], new_B)), dtype=torch.uint8)
-            for name, new_B in new.items()
+            name: torch.frombuffer(bytearray(encode(encoding, bytes_of(old[name]), bytes_of(tensor))), dtype=torch.uint8)
+            for name, tensor in new.items()
         }
         data = b"".join(body(coded, sums))
         store.put(f"{folder(number)}/{file}", data)

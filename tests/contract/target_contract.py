@@ -15,9 +15,9 @@ import torch
 from deltasync import Publisher, open_store
 from deltasync.channel import heartbeat, keys
 from deltasync.channel.reading import ChannelReader
-from deltasync.config import ReplicaSettings
+from deltasync.config import ReplicaSettings, parse_pin
 from deltasync.errors import CommitError, DeltaSyncError, MissingVersionError, PinnedError, RunMismatchError
-from deltasync.following import Follow, Target, parse_pin
+from deltasync.following import Follow, Target
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped
 
@@ -198,8 +198,8 @@ class TargetContract:
             assert list(inner.list("")) == []
 
     def test_a_store_that_hangs_is_seen_and_left(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("deltasync.following.status.STALE_S", 0.3)
-        monkeypatch.setattr("deltasync.following.status.STALE_POLLS", 0)
+        monkeypatch.setattr("deltasync.following.loop.STALE_S", 0.3)
+        monkeypatch.setattr("deltasync.following.loop.STALE_POLLS", 0)
         monkeypatch.setattr("deltasync.following.loop._STOP_S", 0.3)
         bench.publish()
         bench.follow.start()

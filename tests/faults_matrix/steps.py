@@ -16,7 +16,7 @@ from unittest import mock
 
 from deltasync.channel import payloads
 from deltasync.channel.reading import ChannelReader
-from deltasync.following import ChannelCursor, LiveWeights
+from deltasync.following import Cursor, LiveWeights
 from deltasync.kernels import native
 from deltasync.live import LiveMemory, Staged
 from deltasync.live.staging import HostStaging
@@ -55,7 +55,7 @@ def patched(tell: Tell) -> Iterator[None]:
         for owner, name, step in (
             (ChannelReader, "head", "head is read"),
             (ChannelReader, "stored", "a record is read"),
-            (ChannelCursor, "next", "the way is planned"),
+            (Cursor, "next", "the way is planned"),
             (CachedStore, "_download", "an object is fetched"),
             (CachedStore, "add", "the cache has a file"),
             (HostStaging, "elements", "a tensor is translated"),

@@ -69,8 +69,8 @@ MUTANTS = {
     # replicas
     "a skip never ends": Mutant(
         "deltasync.following.cursor",
-        "            self.skips[key] = Skip(time.monotonic() + SKIP_S, str(why))",
-        "            self.skips[key] = Skip(math.inf, str(why))",
+        "            self.skips[self._blamed] = Skip(time.monotonic() + SKIP_S, str(why))",
+        "            self.skips[self._blamed] = Skip(math.inf, str(why))",
         world="damaged",
     ),
     "the rest of a chain is taken for another version": Mutant(
@@ -289,16 +289,16 @@ MUTANTS = {
         seed=0,
     ),
     "head is believed": Mutant(
-        "deltasync.following.tip",
-        "            self.note(named, self.reader.record(named))",
-        "            self.note(named)",
+        "deltasync.following.cursor",
+        "            self._note(named, self.reader.record(named))",
+        "            self._note(named)",
         world="outsider",
     ),
     "a version that the store lost is waited for": Mutant(
-        "deltasync.following.tip", "        elif self._is_lost(newest, found):", "        elif False:", world="restore"
+        "deltasync.following.cursor", "        elif self._is_lost(newest, found):", "        elif False:", world="restore"
     ),
     "a signed channel may go back": Mutant(
-        "deltasync.following.tip",
+        "deltasync.following.cursor",
         "        if self.reader.trusted is not None:  # otherwise",
         "        if False:  # otherwise",
         world="restore signed",

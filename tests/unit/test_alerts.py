@@ -172,8 +172,8 @@ def test_what_a_stuck_replica_shows(
                 assert value(registry, "deltasync_served_version") == 2
                 assert (driver.state, driver.error, driver.status(0).pin) == ("serving", None, "2")
             if "seconds since followed" in alerts:
-                monkeypatch.setattr("deltasync.following.status.STALE_S", 0.3)
-                monkeypatch.setattr("deltasync.following.status.STALE_POLLS", 0)
+                monkeypatch.setattr("deltasync.following.loop.STALE_S", 0.3)
+                monkeypatch.setattr("deltasync.following.loop.STALE_POLLS", 0)
                 await until(lambda: driver.state == "stale")
                 metrics.followed(driver)  # as a server does each second
                 assert (value(registry, "deltasync_seconds_since_followed") or 0) > 0.3

@@ -199,7 +199,7 @@ def test_a_fault_of_the_memory_is_not_taken_for_one_of_the_version(
         assert "FingerprintMismatchError" in driver.status(0).error
         await follow(driver)
         assert served(engine, driver, trainer)
-        assert not driver.cursor.skipped
+        assert not driver.cursor.skips
 
     trainer.publish()
     play(engine, memory_url, scene)
@@ -234,7 +234,7 @@ def test_a_server_that_has_not_looked_for_long_is_stale(
         await driver.refresh()
         assert driver.status(0).state == "failed"
         assert driver.not_ready is None, "a short outage"
-        driver._health._good_s -= 100
+        driver._good_s -= 100
         status = driver.status(0)
         assert (status.state, status.version, status.newest_version) == ("stale", 1, 1)
         assert status.followed_s_ago > 100
@@ -258,7 +258,7 @@ def test_who_polls_rarely_is_stale_later(
 ) -> None:
     async def scene(driver: Driver) -> None:
         await follow(driver)
-        driver._health._good_s -= 100
+        driver._good_s -= 100
         assert (driver.status(0).state == "stale") is stale
 
     trainer.publish()
@@ -270,8 +270,8 @@ def test_a_store_that_hangs_is_seen_and_keeps_nobody(
     engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while workers stage."""
-    monkeypatch.setattr("deltasync.following.status.STALE_S", 0.3)
-    monkeypatch.setattr("deltasync.following.status.STALE_POLLS", 0)
+    monkeypatch.setattr("deltasync.following.loop.STALE_S", 0.3)
+    monkeypatch.setattr("deltasync.following.loop.STALE_POLLS", 0)
 
     async def body() -> None:
         async with driving.following(engine, memory_url, CollectorRegistry()) as driver:
@@ -305,7 +305,7 @@ def test_a_store_that_hangs_from_the_beginning_is_seen_in_the_metrics(
         store.hold_at("read")
         store.hold_at("list")
         async with driving.following(engine, memory_url, registry) as driver:
-            driver._health._good_s -= 100
+            driver._good_s -= 100
             driver._observer.followed(driver)  # as the server does each second
             assert 100 < driving.value(registry, "deltasync_seconds_since_followed") < 200
             assert (driver.status(0).followed_s_ago, driver.version) == (None, None)

@@ -14,7 +14,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer, new_key
 from deltasync.errors import CorruptDataError, MissingVersionError, NotPublishedError
 from deltasync.following import Replica
-from deltasync.following.cursor import ChannelCursor
+from deltasync.following.cursor import Cursor
 from deltasync.stores import Store, open_store
 from tests.builders import trained, weights
 from tests.channels import Made, made
@@ -56,7 +56,7 @@ def test_steady_state_is_one_request(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
     channel = made(store, 2)
     reader = ChannelReader(store)
-    cursor, have = ChannelCursor(reader), channel.tip
+    cursor, have = Cursor(reader), channel.tip
     assert cursor.next(have) == []
     for seed in range(3):
         store.calls.clear()

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 from deltasync.channel import heartbeat
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
-from deltasync.config import ReplicaSettings
+from deltasync.config import ReplicaSettings, parse_pin
 from deltasync.errors import AckTimeoutError, ConfigError, MissingVersionError
-from deltasync.following import ChannelCursor, Replica, parse_pin
+from deltasync.following import Cursor, Replica
 from deltasync.stores import Store, open_store
 from tests import driving
 from tests.builders import trained
@@ -73,7 +73,7 @@ def test_a_replica_goes_back_and_on_again(store: Store) -> None:
 def test_staying_at_a_version_costs_no_requests_between_looks(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
     made(store, 4)
-    cursor, pin = ChannelCursor(ChannelReader(store)), 2
+    cursor, pin = Cursor(ChannelReader(store)), 2
     have = cursor.next(None, pin=pin)[-1].version  # full weights, first
     have = cursor.next(have, pin=pin)[-1].version
     assert have.version == 2

@@ -12,7 +12,7 @@ from deltasync.channel import keys, record
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import MissingVersionError
-from deltasync.following import ChannelCursor
+from deltasync.following import Cursor
 from deltasync.stores import Store
 from tests.builders import trained
 from tests.channels import Made, made
@@ -183,7 +183,7 @@ class TestBatches:
     ) -> None:
         channel = made(store, 9)
         monkeypatch.setattr(limits, "BATCH_RECORDS", most)
-        way = ChannelCursor(ChannelReader(store)).next(identity(store, 1))
+        way = Cursor(ChannelReader(store)).next(identity(store, 1))
         assert [stored.record.version for stored in way] == list(range(2, 2 + records))
         replica = at(store, 1)
         assert replica.sync() == 9
@@ -197,7 +197,7 @@ class TestBatches:
         reader = ChannelReader(store)
         sizes = [reader.numbered(number).record.payload_bytes for number in range(2, 10)]
         monkeypatch.setattr(limits, "BATCH_BYTES", sum(sizes[:records]))
-        assert len(ChannelCursor(reader).next(identity(store, 1))) == records
+        assert len(Cursor(reader).next(identity(store, 1))) == records
 
     def test_a_version_in_a_batch_that_does_not_give_its_bits_is_found_and_passed_by(self, store: FaultyStore) -> None:
         channel = made(store, 6)

@@ -25,7 +25,7 @@ from deltasync.errors import (
     ModelMismatchError,
     UnsupportedFormatError,
 )
-from deltasync.following import ChannelCursor, LiveWeights
+from deltasync.following import Cursor, LiveWeights
 from deltasync.following.cursor import identify
 from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.maintenance import KeepPolicy
@@ -135,17 +135,17 @@ class TestIdentify:
                 state = trained(state, seed) if seed < 11 else state
         return open_store(memory_url), state
 
-    def follower(self, store: Store, state: Weights) -> tuple[LiveWeights, ChannelCursor]:
+    def follower(self, store: Store, state: Weights) -> tuple[LiveWeights, Cursor]:
         reader = ChannelReader(store)
         memory, tensors = LiveMemory.on_host(reader.specs)
         for name, tensor in tensors.items():
             tensor.copy_(state[name])
         memory.audit()
-        follower, cursor = LiveWeights(reader, memory), ChannelCursor(reader)
+        follower, cursor = LiveWeights(reader, memory), Cursor(reader)
         follower.identified(identify(cursor.reader, cursor.locate(), model_fingerprint(memory.fingerprints)))
         return follower, cursor
 
-    def advance(self, follower: LiveWeights, cursor: ChannelCursor) -> int:
+    def advance(self, follower: LiveWeights, cursor: Cursor) -> int:
         while way := cursor.next(follower.version):
             follower.confirm(follower.commit(follower.stage(way)))
         assert follower.version is not None

@@ -17,7 +17,7 @@ import torch
 from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CommitError, ConfigError, DeltaSyncError, ModelMismatchError
-from deltasync.following import ChannelCursor, engine
+from deltasync.following import Cursor, engine
 from deltasync.following.cursor import identify
 from deltasync.following.engine import Failure
 from deltasync.following.shard import Shard, handed
@@ -74,7 +74,7 @@ def proven(of: Shard, url: str) -> int | None:
     of.verify()
     of.prove()
     of.audit([])
-    cursor = ChannelCursor(ChannelReader(open_store(url)))
+    cursor = Cursor(ChannelReader(open_store(url)))
     found = identify(cursor.reader, cursor.locate(), model_fingerprint(of.weights.memory.fingerprints))
     of.identified(None if found is None else handed([found])[0])
     return None if of.weights.version is None else of.weights.version.version
