@@ -257,7 +257,7 @@ class Cursor:
         self._served = max(self._served, record.slot.newness)
         return time.time() - record.created_s if is_news else None
 
-    # What is avoided
+    # Skips
 
     def mark_bad(self, chain: Sequence[StoredRecord], key: str | None = None, why: object = "") -> None:
         """Avoid this chain from now on.
