@@ -60,7 +60,7 @@ def row(exchanges: list[reverse_proxy.Exchange], times: int, stated: Exchange) -
         "to_hub": sum(exchange.path.startswith(("/api/", "/buckets/")) for exchange in exchanges) / times,
         "up_bytes": sum(exchange.bytes_up for exchange in exchanges) / times,
         "down_bytes": sum(exchange.bytes_down for exchange in exchanges) / times,
-        "stated": {"requests": stated.requests, "up_bytes": stated.up_bytes, "down_bytes": stated.down_bytes},
+        "stated": dict(zip(("requests", "up_bytes", "down_bytes"), stated, strict=True)),
     }
 
 
@@ -103,12 +103,12 @@ def measure(url: str, proxy: FaultProxy) -> dict[str, Any]:
         got = taken(lambda: [store.read(f"parts/{number}", 1 << 30) for number in range(POLLS)])
     rates = RATES[url.partition(":")[0]]
     rows = {
-        "publish": row(published, VERSIONS, rates.publish),
-        "follow": row(followed, VERSIONS, rates.follow),
-        "put": row(put, POLLS, rates.put),
-        "get": row(got, POLLS, rates.get),
-        "poll": row(polled, POLLS, rates.poll),
-        "heartbeat": row(beaten, POLLS, rates.heartbeat),
+        "publish": row(published, VERSIONS, rates["publish"]),
+        "follow": row(followed, VERSIONS, rates["follow"]),
+        "put": row(put, POLLS, rates["put"]),
+        "get": row(got, POLLS, rates["get"]),
+        "poll": row(polled, POLLS, rates["poll"]),
+        "heartbeat": row(beaten, POLLS, rates["heartbeat"]),
     }
     return {"payload_bytes": payload_bytes / VERSIONS, "object_bytes": len(PART), "rows": rows}
 

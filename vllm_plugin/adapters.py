@@ -145,20 +145,21 @@ class AdapterTarget(MemoryTarget):
         trained_on = AdapterBase.decode(base)
         is_on_hub = config.revision is not None and not Path(config.model).is_dir()
         try:
-            compared = trained_on.compare(load(find(f"{config.model}@{config.revision}" if is_on_hub else config.model)))
+            served = load(find(f"{config.model}@{config.revision}" if is_on_hub else config.model))
+            different, unknown = trained_on.compare(served)
         except (ConfigError, CorruptDataError) as error:
             logger.warning("The base model of the adapter, %s, cannot be compared: %s", trained_on.name, error)
             return None
-        if compared.different:
+        if different:
             return (
                 f"The adapter of {url} was trained on {trained_on.name or 'another model'}, and {config.model}, which is "
-                f"served here, has other weights: {first_five(compared.different)}. Serve the model that it was trained on."
+                f"served here, has other weights: {first_five(different)}. Serve the model that it was trained on."
             )
-        if compared.unknown:
+        if unknown:
             logger.warning(
                 "%d of %d tensors of the adapter's base model were not compared, as they have other names or are quantized "
                 "in %s: %s.",
-                *(len(compared.unknown), len(trained_on.tensors), config.model, first_five(compared.unknown)),
+                *(len(unknown), len(trained_on.tensors), config.model, first_five(unknown)),
             )
         return None
 

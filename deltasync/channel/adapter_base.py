@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import torch
@@ -63,21 +63,12 @@ class AdapterBase:
         """Return the content of the file."""
         return msgspec.json.encode(self) + b"\n"
 
-    def compare(self, checkpoint: Checkpoint) -> Compared:
-        """Compare this base with a checkpoint, tensor by tensor."""
+    def compare(self, checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+        """Return the tensors that differ in a checkpoint, and those that it lacks or holds quantized."""
         common = [name for name in self.tensors if name in checkpoint.files]
         found = {name: _fingerprint(name, tensor) for name, tensor in checkpoint.tensors(common)}
-        return Compared(
-            [name for name in common if found[name] not in (None, self.tensors[name])],
-            [name for name in self.tensors if found.get(name) is None],
-        )
-
-
-class Compared(NamedTuple):
-    """The names of tensors that differ, and of those that the checkpoint lacks or holds quantized."""
-
-    different: list[str]
-    unknown: list[str]
+        different = [name for name in common if found[name] not in (None, self.tensors[name])]
+        return different, [name for name in self.tensors if found.get(name) is None]
 
 
 describe(AdapterBase)

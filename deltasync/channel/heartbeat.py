@@ -412,8 +412,16 @@ def _call(
     settings = ReplicaSettings.from_env()
     if settings.http_token is not None:
         headers["Authorization"] = f"Bearer {settings.http_token}"
-    # A proxy of the environment is for the world outside, and would get the token.
-    opener = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
+    # Without handlers for proxies, which are for the world outside, and for redirects: both would get the token.
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPErrorProcessor,
+        urllib.request.UnknownHandler,
+    ):
+        opener.add_handler(handler())
     try:
         with opener.open(urllib.request.Request(url, body, headers), timeout=timeout_s) as reply:
             return reply.read(most_bytes), None, reply.status
@@ -425,10 +433,3 @@ def _call(
         return answer, f"{url} answered {error.code}{redirect}", error.code
     except (OSError, ValueError, http.client.HTTPException) as error:
         return b"", f"{url} does not answer: {error}", None
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: urllib would send the token to any host that it names."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Return None, which makes the redirect an error."""

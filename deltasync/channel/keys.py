@@ -32,10 +32,15 @@ _FILE = re.compile(rf"(?:parts|anchors)/({_VERSION})\.({_EPOCH})\.([0-9]{{1,9}})
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Slot:
-    """The place of a record: a number in the log of an epoch."""
+    """The place of a record: a number in the log of an epoch.
+
+    Of a shortcut: the version that it leads to, its author, and where it starts. `base` is 0 for an announcement, whose
+    anchor needs no other version, and None for a record.
+    """
 
     version: int
     epoch: str
+    base: int | None = None
 
     @property
     def key(self) -> str:
@@ -46,18 +51,6 @@ class Slot:
     def newness(self) -> tuple[str, int]:
         """Sort key: the epoch, then the number. The newer of two versions has the greater one."""
         return self.epoch, self.version
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
-    """The content of a shortcut's key: it leads to `version`, and `author` wrote it.
-
-    A compaction leads there from version `base`, which is 0 for an announcement: its anchor needs no other version.
-    """
-
-    base: int
-    version: int
-    author: str
 
 
 def new_epoch(number: int) -> str:
@@ -98,10 +91,10 @@ def compaction(base: int, version: int, author: str) -> str:
     return f"{COMPACTIONS}{base:010d}-{version:010d}.{author}.safetensors"
 
 
-def compaction_of(key: str) -> Span | None:
-    """The span that a compaction's key names, None for any other key."""
+def compaction_of(key: str) -> Slot | None:
+    """What a compaction's key names, None for any other key."""
     match = _COMPACTION.fullmatch(key)
-    return Span(int(match[1]), int(match[2]), match[3]) if match and int(match[1]) else None
+    return Slot(int(match[2]), match[3], int(match[1])) if match and int(match[1]) else None
 
 
 def announcement(version: int, author: str) -> str:
@@ -109,10 +102,10 @@ def announcement(version: int, author: str) -> str:
     return f"{ANNOUNCEMENTS}{version:010d}.{author}.safetensors"
 
 
-def shortcut_of(key: str) -> Span | None:
-    """The span that the key of a compaction or an announcement names, None for any other key."""
+def shortcut_of(key: str) -> Slot | None:
+    """What the key of a compaction or an announcement names, None for any other key."""
     match = _ANNOUNCEMENT.fullmatch(key)
-    return Span(0, int(match[1]), match[2]) if match else compaction_of(key)
+    return Slot(int(match[1]), match[2], 0) if match else compaction_of(key)
 
 
 def epoch_document(epoch: str) -> str:

@@ -100,15 +100,11 @@ def payload_bytes(chain: Sequence[StoredRecord]) -> int:
 
 
 class _UnreadableError(MissingVersionError):
-    """An edge from a listing cannot be used."""
+    """An edge from a listing cannot be used; without one, the version that the replica has is not on the chain."""
 
-    def __init__(self, message: str, edge: Edge) -> None:
+    def __init__(self, message: str, edge: Edge | None = None) -> None:
         super().__init__(message)
         self.edge = edge
-
-
-class _ForkedError(MissingVersionError):
-    """The version that the replica has is not on the chain."""
 
 
 class _Search:
@@ -128,10 +124,13 @@ class _Search:
         """The cheapest chain of those that are listed and can be read."""
         target = self._target
         edges, problem = self.listed(), ""
-        if have is not None and have.version >= target.version:
-            _log_fork(have)
-            have = None
+        forked = have is not None and have.version >= target.version
         for _ in range(limits.DAMAGED_RECORDS + 1):
+            if forked:
+                assert have is not None
+                message = "Version %s is not the channel's version %d any more; starting from full weights."
+                logger.warning(message, have, have.version)
+                have, forked = None, False
             found = cheapest(0 if have is None else have.version, target.version, edges)
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
@@ -141,11 +140,10 @@ class _Search:
                 )
             try:
                 return self.read(have, found)
-            except _ForkedError:
-                assert have is not None
-                _log_fork(have)
-                have = None
             except _UnreadableError as error:
+                if error.edge is None:
+                    forked = True
+                    continue
                 edges.remove(error.edge)
                 is_known = str(error) in (problem, *self._avoid.values())  # then it was logged already
                 problem = str(error)
@@ -169,11 +167,11 @@ class _Search:
         for span, info in shortcuts:
             self._known[info.key] = info
             if info.key not in self._avoid:
-                edges.append(Edge(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key))
+                edges.append(Edge(span.base or 0, span.version, info.bytes + (0 if span.base else full_bytes), info.key))
         return edges
 
     def read(self, have: VersionId | None, edges: Sequence[Edge]) -> list[StoredRecord]:
-        """Read the objects of these edges, the last first. Raises _UnreadableError or _ForkedError."""
+        """Read the objects of these edges, the last first. Raises _UnreadableError."""
         target, back = self._target, list(reversed(edges))
         guesses = [edge.key or keys.slot(edge.version, self._epochs.get(edge.version, target.epoch)) for edge in back]
         chain: list[StoredRecord] = []
@@ -197,7 +195,7 @@ class _Search:
                 if have is not None and at is not None and at.version == have.version:
                     if found.is_compaction:
                         raise _UnreadableError(f"{key} starts from another version {at.version} than {have}.", edge)
-                    raise _ForkedError(f"{have} is not on the chain to {target}.")
+                    raise _UnreadableError(f"{have} is not on the chain to {target}.")
         raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 
     def _checked(self, found: StoredRecord, key: str, at: VersionId, is_end: bool) -> StoredRecord | str:
@@ -221,7 +219,3 @@ class _Search:
             return self._reader.stored(key, known=self._known.get(key))
         except (MissingVersionError, FormatError) as error:
             return str(error)
-
-
-def _log_fork(have: VersionId) -> None:
-    logger.warning("Version %s is not the channel's version %d any more; starting from full weights.", have, have.version)

@@ -66,42 +66,29 @@ class RangedFile(NamedTuple):
         return data if len(data) >= end else data + self.read(len(data), end)
 
 
-class _Span(NamedTuple):
-    """Bytes of a file that hold elements of a tensor, which are to be read in one piece."""
-
-    first: int
-    last: int
-    name: str
-    element: int  # flat index of the first one
-
-
 def read_spans(file: RangedFile, wanted: Iterable[tuple[str, int, int, int, int]]) -> Iterator[tuple[str, int, memoryview]]:
     """Read ranges of entries, in the order of the file: name, flat index of the first element, and the bytes.
 
     `wanted` has name, first byte of the entry, bytes of an element, and the elements: the first, and behind the last.
     """
-    spans = []
+    spans = list[tuple[int, int, str, int]]()  # first byte, byte behind the last, tensor, flat index of the first element
     for name, start, width, first, last in wanted:
         step = limits.PIECE_BYTES // width
         for element in range(first, last, step):
             end = min(element + step, last)
-            spans.append(_Span(start + element * width, start + end * width, name, element))
-    requests: list[list[_Span]] = []
+            spans.append((start + element * width, start + end * width, name, element))
+    requests: list[list[tuple[int, int, str, int]]] = []
     for span in sorted(spans):
-        near = requests and span.first - requests[-1][-1].last <= _GAP_BYTES
-        if near and span.last - requests[-1][0].first <= limits.PIECE_BYTES:
+        near = requests and span[0] - requests[-1][-1][1] <= _GAP_BYTES
+        if near and span[1] - requests[-1][0][0] <= limits.PIECE_BYTES:
             requests[-1].append(span)
         else:
             requests.append([span])
-    read = (
-        ahead(lambda request: file.read(request[0].first, request[-1].last), requests, limits.PIECES_AHEAD)
-        if requests
-        else ()
-    )
+    read = ahead(lambda request: file.read(request[0][0], request[-1][1]), requests, limits.PIECES_AHEAD)
     for request, data in zip(requests, read, strict=True):
-        start = request[0].first
-        for span in request:
-            yield span.name, span.element, memoryview(data)[span.first - start : span.last - start]
+        start = request[0][0]
+        for first, last, name, element in request:
+            yield name, element, memoryview(data)[first - start : last - start]
 
 
 def read_weights(file: RangedFile, specs: Mapping[str, TensorSpec], ranges: Ranges) -> Iterator[str | Piece]:

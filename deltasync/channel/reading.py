@@ -12,7 +12,7 @@ from typing import TypeVar
 from deltasync import limits
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Channel, EpochDocument, File, Head, Record, VersionId, sha256_hex
-from deltasync.channel.keys import Slot, Span
+from deltasync.channel.keys import Slot
 from deltasync.channel.record import Bounds, StoredRecord
 from deltasync.channel.signing import Trusted, signed_by
 from deltasync.config import ReaderSettings
@@ -337,15 +337,15 @@ class ChannelReader:
         found = [(slot, info) for info in self.store.list(prefix) if (slot := keys.slot_of(info.key)) is not None]
         return sorted(found, key=lambda pair: pair[0])
 
-    def compactions(self) -> list[tuple[Span, ObjectInfo]]:
+    def compactions(self) -> list[tuple[Slot, ObjectInfo]]:
         """List the compactions."""
         return self.shortcuts(keys.COMPACTIONS)
 
-    def announcements(self) -> list[tuple[Span, ObjectInfo]]:
+    def announcements(self) -> list[tuple[Slot, ObjectInfo]]:
         """List the announcements of anchors."""
         return self.shortcuts(keys.ANNOUNCEMENTS)
 
-    def shortcuts(self, *prefixes: str) -> list[tuple[Span, ObjectInfo]]:
+    def shortcuts(self, *prefixes: str) -> list[tuple[Slot, ObjectInfo]]:
         """List shortcuts under these prefixes; without any, compactions and announcements."""
         infos = (info for prefix in prefixes or (keys.COMPACTIONS, keys.ANNOUNCEMENTS) for info in self.store.list(prefix))
         return [(span, info) for info in infos if (span := keys.shortcut_of(info.key)) is not None]

@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -16,6 +16,7 @@ import msgspec
 
 from deltasync.errors import printable
 from deltasync.stores.base import Store
+from deltasync.stores.slow import watched
 from deltasync.stores.wrapper import WrappedStore
 
 if TYPE_CHECKING:
@@ -124,8 +125,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)
 
 
-@contextlib.contextmanager
-def reported(call: str, advice: str, is_due: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def reported(call: str, advice: str, is_due: Callable[[], bool] = lambda: True) -> contextlib.AbstractContextManager[None]:
     """Print a line on stderr if the block takes longer than `PATIENCE_S` and `is_due` agrees.
 
     `call` names the call and its place, as in `read of head.json at s3://bucket/run`; `advice` says what to do.
@@ -135,13 +135,7 @@ def reported(call: str, advice: str, is_due: Callable[[], bool] = lambda: True) 
         if is_due():
             echo(f"deltasync: {call} has not finished after {PATIENCE_S:g} s; the command waits. {advice}", err=True)
 
-    timer = threading.Timer(PATIENCE_S, report)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return watched(PATIENCE_S, report)
 
 
 class ReportedStore(WrappedStore):

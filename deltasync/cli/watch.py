@@ -255,8 +255,7 @@ def _cost(snapshot: Snapshot) -> str:
     costs = snapshot.costs
     if costs is None:
         return ""
-    up, down = sum(row.up_bytes for row in costs.rows), sum(row.down_bytes for row in costs.rows)
-    requests = sum(row.requests for row in costs.rows)
+    up, down, requests = (sum(row[name] for row in costs.rows) for name in ("up_bytes", "down_bytes", "requests"))
     asked = f", {requests:,} requests" if requests else ""
     dollars = (
         "" if costs.usd is None else f", ${costs.usd:.2f} and ${costs.traffic_usd:.2f} for traffic if it leaves the region"

@@ -11,7 +11,7 @@ from typing import TypeVar
 from deltasync.channel import heartbeat, keys
 from deltasync.channel.documents import SHORTCUTS, Record, VersionId
 from deltasync.channel.heartbeat import Heartbeat
-from deltasync.channel.keys import Slot, Span
+from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
 from deltasync.dashboard.costs import estimate
@@ -73,7 +73,7 @@ class Observer:
         self._layers = self._layers or by_layer((spec.name, spec.element_count) for spec in self._reader.specs.values())
         slots = dict(self._reader.slots())
         last = max((slot.version for slot in slots), default=0)
-        documents: list[tuple[Slot | Span, ObjectInfo]] = [*slots.items(), *self._reader.shortcuts()]
+        documents: list[tuple[Slot, ObjectInfo]] = [*slots.items(), *self._reader.shortcuts()]
         files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in self._reader.store.list(prefix)]
         self._held = {info.key: info for info in (*(info for _, info in documents), *files)}
         recent = [info for of, info in documents if of.version > last - self._last - 1]

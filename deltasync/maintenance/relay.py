@@ -22,26 +22,56 @@ from deltasync.stores.base import ObjectInfo, Store
 _REFRESH_S = 60.0  # between two listings of compactions and announced anchors
 
 
-class _Copies:
-    """A `Target`: copies in other stores. `stage` copies files, `commit` records; `copied` sums objects until it is
-    taken.
+class Relay:
+    """Copies a channel to other stores, version by version, with the loop that replicas use. Not thread-safe.
+
+    The relay writes nothing to the source. At the targets it deletes nothing and replaces only head. Each target must be
+    empty or hold an earlier copy. Several relays may write to one target. `follow` is the loop; its `run` ends when it is
+    stopped. It uses the relay as a `Target`: `stage` copies files, `commit` records.
+
+    Attributes:
+        version: The newest version that every target has.
     """
 
     progressed_s = 0.0
     ignored: Sequence[str] = ()
 
-    def __init__(self, source: ChannelReader, stores: Sequence[Store]) -> None:
+    def __init__(self, source: ChannelReader, targets: Sequence[Store], observer: Observer | None = None) -> None:
+        urls = [source.store.url, *(target.url for target in targets)]
+        if len(set(urls)) < len(urls):
+            raise ConfigError("SOURCE and every TARGET must be different URLs.")
         self.version: VersionId | None = None
-        self.copied: Copied | None = None
-        self._source, self._targets = source, stores
+        self._copied: Copied | None = None  # the sum of the objects stored since `pop_copied`
+        self._source, self._targets = source, targets
         self._behind = True  # False after a successful step
         self._shortcuts: set[str] = set()  # keys of the shortcuts that the stores have
         self._refresh_due_s = 0.0
+        settings = ReplicaSettings.from_env(pin="newest")
+        self.follow = Follow(source, self, settings, observer=observer, prefetch=False, heartbeats=False)
+
+    def step(self, known: ObjectInfo | None = None) -> Copied | None:
+        """Copy new objects, and return their sum over all targets; None if nothing was new.
+
+        After return every copied version is readable at every target. If this raises, the next step copies the rest. `known`
+        is the new record's entry in an event. Raises RunMismatchError, ChannelInUseError or ObjectExistsError if a target
+        holds something else.
+        """
+        before: VersionId | None = None
+        while not self.follow.step(known=known) and self.version != before:
+            before = self.version  # without progress, the next call tries again
+        return self.pop_copied()
+
+    def pop_copied(self) -> Copied | None:
+        """Return the sum of the objects stored since the last call; None if there were none."""
+        copied, self._copied = self._copied, None
+        return None if copied is None else dataclasses.replace(copied, version=self.version)
 
     def open(self, identify: Identify) -> None:
+        """Copy all missing objects."""
         self._catch_up()
 
     def is_settled(self, asked: bool) -> bool:
+        """Whether the last step succeeded, and no listing of shortcuts is due."""
         return not self._behind and time.monotonic() < self._refresh_due_s
 
     def settle(self) -> None:
@@ -89,8 +119,8 @@ class _Copies:
             self._add(copied)
 
     def _add(self, copied: Copied) -> None:
-        """Add stored objects to `copied`."""
-        self.copied = copied if self.copied is None else self.copied + copied
+        """Note stored objects."""
+        self._copied = copied if self._copied is None else self._copied + copied
 
     def _copy_files(self, stored: StoredRecord) -> bool:
         """Copy the files that a record names. Return whether all are intact."""
@@ -133,45 +163,6 @@ class _Copies:
         if newest is not None and newest.slot.newness <= self.version.slot.newness:
             for target in self._targets:
                 target.put(keys.HEAD, data)
-
-
-class Relay:
-    """Copies a channel to other stores, version by version, with the loop that replicas use. Not thread-safe.
-
-    The relay writes nothing to the source. At the targets it deletes nothing and replaces only head. Each target must be
-    empty or hold an earlier copy. Several relays may write to one target. `follow` is the loop; its `run` ends when it is
-    stopped.
-    """
-
-    def __init__(self, source: ChannelReader, targets: Sequence[Store], observer: Observer | None = None) -> None:
-        urls = [source.store.url, *(target.url for target in targets)]
-        if len(set(urls)) < len(urls):
-            raise ConfigError("SOURCE and every TARGET must be different URLs.")
-        self._copies = _Copies(source, targets)
-        settings = ReplicaSettings.from_env(pin="newest")
-        self.follow = Follow(source, self._copies, settings, observer=observer, prefetch=False, heartbeats=False)
-
-    @property
-    def version(self) -> VersionId | None:
-        """The newest version that every target has."""
-        return self._copies.version
-
-    def step(self, known: ObjectInfo | None = None) -> Copied | None:
-        """Copy new objects, and return their sum over all targets; None if nothing was new.
-
-        After return every copied version is readable at every target. If this raises, the next step copies the rest. `known`
-        is the new record's entry in an event. Raises RunMismatchError, ChannelInUseError or ObjectExistsError if a target
-        holds something else.
-        """
-        before: VersionId | None = None
-        while not self.follow.step(known=known) and self.version != before:
-            before = self.version  # without progress, the next call tries again
-        return self.pop_copied()
-
-    def pop_copied(self) -> Copied | None:
-        """Return the sum of the objects stored since the last call; None if there were none."""
-        copied, self._copies.copied = self._copies.copied, None
-        return None if copied is None else dataclasses.replace(copied, version=self.version)
 
 
 def _create(target: Store, key: str, data: bytes) -> bool:

@@ -201,9 +201,9 @@ class References:
             span = keys.shortcut_of(key)
             assert span is not None
             if found_there is None:
-                self._damaged.add(Slot(span.version, span.author))
+                self._damaged.add(Slot(span.version, span.epoch))
             elif found_there.anchor is not None:
-                anchored.append(Slot(span.version, span.author))
+                anchored.append(Slot(span.version, span.epoch))
         self._last = {slot.epoch: slot.version for slot in sorted(versions)}  # newest version of each epoch
         self._anchors = {slot.epoch: slot.version for slot in sorted(anchored)}  # newest anchor of each author
         self._newest_epoch = max(self._last, default="")

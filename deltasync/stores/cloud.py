@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import ipaddress
+import logging
 import re
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ from deltasync.stores.slow import PATIENCE_S, watched
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config, S3CredentialProvider
+
+logger = logging.getLogger(__name__)
 
 _OPTIONS = ("endpoint", "region", "virtual_hosted", "profile", "anonymous")
 
@@ -77,7 +80,8 @@ class CloudStore(ObstoreStore):
         return self._clients[key]
 
     def _watched(self, key: str) -> contextlib.AbstractContextManager[None]:
-        return watched(self._place(key), PATIENCE_S)
+        message = "%s has had no answer for %g s; waiting on."
+        return watched(PATIENCE_S, lambda: logger.warning(message, self._place(key), PATIENCE_S))
 
     def connect_again(self) -> None:
         """Connect again for the next request: keys, profiles and tokens may have been renewed, or connections forgotten."""

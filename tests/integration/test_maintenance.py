@@ -573,7 +573,7 @@ def test_a_compaction_gives_the_bits(store: FaultyStore, codec_name: str, base: 
     stored = maintenance.write_compaction(_reader(store), base, version, codec_name=codec_name)
     delta, span = stored.record.delta, keys.compaction_of(stored.key)
     assert delta is not None and span is not None
-    assert (span.base, span.version, delta.codec) == (base, version, codec_name) and span.author.startswith(keys.TOOL)
+    assert (span.base, span.version, delta.codec) == (base, version, codec_name) and span.epoch.startswith(keys.TOOL)
     old, new = (torch.cat([t.view(-1).to(torch.float64) for t in STATES[v - 1].values()]) for v in (base, version))
     assert delta.changed == int((old != new).sum())
     assert _check(store).problems == []

@@ -225,7 +225,7 @@ def test_a_damaged_anchor_is_replaced_by_one_of_the_newest_version(memory_url: s
     _damage(store, keys.announcement(5, EPOCH), halved)
     found = _repair(store)
     assert [done.outcome for done in found.objects] == ["bypassed"] and found.exit_code == 0
-    (span,) = [span for span, _ in ChannelReader(store).announcements() if span.author.startswith(keys.TOOL)]
+    (span,) = [span for span, _ in ChannelReader(store).announcements() if span.epoch.startswith(keys.TOOL)]
     assert (span.base, span.version) == (0, 8)
     for key in (keys.slot(1, EPOCH), keys.slot(3, EPOCH)):  # it is really another way
         store.delete(key)

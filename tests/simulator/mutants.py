@@ -61,7 +61,7 @@ MUTANTS = {
     ),
     "only deltas are planned": Mutant(
         "deltasync.channel.plan",
-        "                edges.append(Edge(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key))",
+        "                edges.append(Edge(span.base or 0, span.version, info.bytes + (0 if span.base else full_bytes), info.key))",
         "                pass",
         world="forgets keeper",
         seed=1,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from deltasync.channel import keys
-from deltasync.channel.keys import Slot, Span
+from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError
 
 EPOCH = "000003-9f8e7d6c"
@@ -30,10 +30,10 @@ def test_what_a_key_tells_is_what_it_was_made_of(version: int) -> None:
     assert Slot(version, EPOCH).key == keys.slot(version, EPOCH)
     assert keys.slot(version, EPOCH).startswith(keys.folder(version))
     announced = keys.announcement(version, EPOCH)
-    assert (keys.shortcut_of(announced), keys.compaction_of(announced)) == (Span(0, version, EPOCH), None)
+    assert (keys.shortcut_of(announced), keys.compaction_of(announced)) == (Slot(version, EPOCH, 0), None)
     if version > 1:
         compaction = keys.compaction(version - 1, version, EPOCH)
-        assert keys.compaction_of(compaction) == keys.shortcut_of(compaction) == Span(version - 1, version, EPOCH)
+        assert keys.compaction_of(compaction) == keys.shortcut_of(compaction) == Slot(version, EPOCH, version - 1)
     assert keys.file_of(f"{keys.parts_folder(version, EPOCH, 7)}/{keys.part(12, 3)}") == Slot(version, EPOCH)
     assert keys.file_of(f"{keys.anchor_folder(version, EPOCH)}/config.json") == Slot(version, EPOCH)
     assert keys.epoch_of(keys.epoch_document(EPOCH)) == EPOCH
