@@ -53,6 +53,7 @@ _SLOWEST_S = 60.0
 _LIST_EVERY = 12  # one of this many refreshes lists, if head does not name the newest version that is known
 _CLOCKS_S = 2.0  # most by which our clock may differ from the store's, which may have whole seconds only
 _LISTS_S = 600.0  # how long a replica lists where a cache remembers that a record was missing
+_LOST_S = 20.0  # how long listings and its key must not show a version that was read: caches may be behind, both at once
 _SEALS = 16  # most records and seals that one poll follows
 
 
@@ -104,6 +105,7 @@ class Cursor:
         self._known: dict[str, ObjectInfo] = {}  # those that this call of `next` reads
         self._ahead: dict[str, Any] = {}  # by key: objects that were read at once for one caller; None: missing
         self._unproven: VersionId | None = None  # named by head, but not readable
+        self._lacking: tuple[VersionId, float] | None = None  # a version that the store seems to have lost, and since when
         self._absent: tuple[str, float] | None = None  # the slot whose record was missing, and since when
         self._lists_until_s = 0.0  # until then records are listed, because a cache remembers that they were missing
         self._served: tuple[str, int] = "", 0  # `Slot.newness` of the newest version that was served
@@ -487,6 +489,7 @@ class Cursor:
         self.reader.channel()
         self._head = self._read(keys.HEAD, self.reader.head)
         is_confirmed, is_worth_a_list = self._prove(self._head)
+        lists = lists or self._lacking is not None
         if lists or (not is_confirmed and (is_worth_a_list or self._refreshes % _LIST_EVERY == 0)):
             self._list()
         elif self._head is None:
@@ -539,9 +542,9 @@ class Cursor:
         if found is None:
             return
         if newest is None or found.slot.newness >= newest.slot.newness:
-            self.damaged = damaged
+            self.damaged, self._lacking = damaged, None
         elif self._is_lost(newest, found):
-            self.newest = None
+            self.newest = self._lacking = None
         self._note(found, stored if is_version else None)
 
     def _is_hidden(self, listing: Sequence[tuple[Slot, ObjectInfo]]) -> bool:
@@ -552,16 +555,22 @@ class Cursor:
         return any(info.key == key and 0 < info.modified_s < since_s - _CLOCKS_S for _, info in listing)
 
     def _is_lost(self, newest: VersionId, found: VersionId) -> bool:
-        """Whether the store was restored from a backup without the newest version.
+        """Whether the store was restored from a backup without the newest version, and has lacked it for a while.
 
         Raises:
             MissingVersionError: it was, and the channel is signed.
         """
         try:  # by its key, because a listing may be behind; another writer's seal may be there, too
             there = self.reader.slot(newest.slot)
+            is_there = there is not None and there.sha256 == newest.sha256
         except FormatError:
+            is_there = True
+        if is_there:
+            self._lacking = None
             return False
-        if there is not None and there.sha256 == newest.sha256:
+        if self._lacking is None or self._lacking[0] != newest:
+            self._lacking = newest, time.monotonic()
+        if time.monotonic() - self._lacking[1] < _LOST_S:
             return False
         sentence = f"Version {newest} is not in the store any more, which holds {found} as the newest."
         if self.reader.trusted is not None:  # otherwise whoever can restore signed records could take a replica back

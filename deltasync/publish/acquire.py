@@ -245,7 +245,7 @@ class _Opener:
         if isinstance(taken, CorruptDataError):
             taken = self._damaged(slot, taken)
             self._warn_of_foreign()  # if it is None: no writer can store anything there, so it ends the log as a seal does
-        return taken
+        return None if taken is None else self._as_stored(taken)
 
     def _end(self, channel: Channel, listed: _Listed, below: str | None = None) -> _End:
         """Return the end of the log, of all epochs or of those before `below`. A listing may lie, lag or be cut."""
@@ -268,12 +268,18 @@ class _Opener:
             end = following
 
     def _as_stored(self, end: _End) -> _End:
-        """Return the end with the digest of its record: a seal or an opening may name it wrong."""
-        if end.version is None or end.version.epoch == end.epoch:
+        """Return the end with the digest that its record has in two reads: a seal, an opening or one read may be wrong."""
+        version = end.version
+        if version is None or (self._reader.trusted is not None and version.epoch == end.epoch):
             return end
-        found = self._found(end.version.slot)
-        if isinstance(found, _End) and found.version is not None and found.version.slot == end.version.slot:
-            return _End(found.version, end.epoch)
+        seen = {version.sha256}
+        for _ in range(writes.READS):
+            found = self._found(version.slot)
+            if not isinstance(found, _End) or found.version is None or found.version.slot != version.slot:
+                return end
+            if found.version.sha256 in seen:
+                return _End(found.version, end.epoch)
+            seen.add(found.version.sha256)
         return end
 
     def _known(self) -> VersionId | None:
@@ -292,7 +298,8 @@ class _Opener:
         newest = max(map(keys.epoch_number, found), default=0)
         for epoch in listed.documents:
             number = keys.epoch_number(epoch)
-            if number <= newest or self._retried(lambda: self._reader.is_opening(epoch, newest)):  # noqa: B023
+            # What the log would take for an opening beside or after this one counts here too.
+            if number <= newest or self._retried(lambda: self._reader.is_opening(epoch, newest + 1)):  # noqa: B023
                 found.add(epoch)
                 newest = max(newest, number)
             else:

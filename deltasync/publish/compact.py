@@ -418,8 +418,8 @@ class Compactor:
 
         def store() -> None:
             nonlocal compacted
-            self._look()
-            if not self.lost:
+            self._look()  # which may find other full weights to start from
+            if not self.lost and self.base is not None and self.base.record.version == frozen.base:
                 compacted = self._store_compaction(stored, folder, job, frozen)
 
         self._guarded(store)

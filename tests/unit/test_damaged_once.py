@@ -15,10 +15,12 @@ from deltasync import Publisher, Replica
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import DeltaSyncError
+from deltasync.following import cursor
 from deltasync.maintenance import check, copy
 from deltasync.stores import open_store
 from deltasync.stores.base import Store
 from deltasync.stores.wrapper import WrappedStore
+from tests.faults import FaultyStore
 
 _Result = TypeVar("_Result")
 
@@ -92,6 +94,17 @@ def test_a_publisher_continues_from_the_record_that_is_stored(memory_url: str, v
                 assert report.exit_code == 0, (key, sha256, report)
 
 
+def test_a_publisher_continues_from_the_digest_of_the_record(memory_url: str) -> None:
+    """Where one read has another byte in the document of the last record, which no digest covers."""
+    for read in range(1, 5):
+        store = open_store(f"{memory_url}-{read}")
+        publish(store)
+        key = next(info.key for _, info in reversed(ChannelReader(store).slots()))
+        created_at = re.findall(rb'"created_at":"[^"]+5?', store.read(key, 1 << 20))[0].decode()
+        publish(DamagedOnce(store, key, created_at, read), resume=True, versions=1)
+        assert [version.version for version in ChannelReader(store).versions()] == [3, 2, 1]
+
+
 @pytest.mark.parametrize("kind", ["channel", "opening"])
 def test_a_copy_has_what_the_source_has(memory_url: str, kind: str) -> None:
     store = open_store(memory_url)
@@ -108,3 +121,20 @@ def test_a_copy_has_what_the_source_has(memory_url: str, kind: str) -> None:
         assert keys.CHANNEL in there or keys.HEAD not in there, "head leads to a channel that is not there"
         copy(ChannelReader(store), target)
         assert check(ChannelReader(target), read_data=True).exit_code == 0
+
+
+def test_a_version_that_caches_do_not_show_is_lost_only_after_a_while(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FaultyStore(open_store(memory_url))
+    publish(store, versions=3)
+    replica = Replica(store)
+    assert replica.sync() == 3
+    newest = replica.identity
+    assert newest is not None
+    store.hide(lambda key: key == newest.key)  # a listing that is behind
+    store.drop(newest.key)  # a cache that remembers that it was missing
+    store.drop(keys.HEAD)
+    assert {replica.sync() for _ in range(30)} == {3}
+    monkeypatch.setattr(cursor, "_LOST_S", 0.0)
+    assert min(replica.sync() for _ in range(30)) == 2

@@ -12,6 +12,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import ConfigError, PublishLostError
 from deltasync.live import LiveMemory
+from deltasync.maintenance import check
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
 
@@ -104,6 +105,22 @@ def test_a_compaction_has_the_bits_of_its_version_while_later_ones_are_published
     assert spans(store) == [(1, 3), (1, 10)]
     for base, version in spans(store):
         assert_compaction_gives(store, [*states, states[0]], base, version)
+
+
+def test_no_compaction_is_stored_of_steps_from_full_weights_that_are_gone(store: FaultyStore) -> None:
+    """A late joiner starts from other ones, which its steps do not start from."""
+    states = run(7)
+    with Publisher(store, anchor_every=3, retention=Retention(compact_every=2)) as publisher:
+        for state in states[:5]:
+            publisher.publish(state.items()).wait(60)
+            wait_for_maintenance(publisher)
+        store.hide(lambda key: key.startswith(f"{keys.ANCHORS}0000000004"))
+        for state in states[5:]:
+            publisher.publish(state.items()).wait(60)
+            wait_for_maintenance(publisher)
+    store.heal()
+    assert (1, 6) not in spans(store)
+    assert check(ChannelReader(store), read_data=True).exit_code == 0
 
 
 def test_after_a_version_that_is_lost_compactions_begin_at_the_new_full_weights(

@@ -83,6 +83,11 @@ class TestDamage:
         assert keys.epoch_number(b.log.epoch) == 2
         assert b.publish().record.version == 2
 
+    def test_junk_among_the_next_epochs_fences_nobody(self, quick: Place) -> None:
+        quick.script("a").publish()
+        quick.damage(keys.epoch_document("000003-00000000"), b"junk")
+        assert quick.script("b").publish().record.version == 2
+
     def test_a_record_of_a_newer_writer_is_not_passed_over(self, quick: Place) -> None:
         a = quick.script("a")
         first = a.publish()
