@@ -9,12 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
-import httpx
 import huggingface_hub
 import pytest
 from packaging.requirements import Requirement
@@ -24,7 +23,6 @@ from deltasync.errors import ConfigError, ObjectMissingError, StoreError, Transi
 from deltasync.stores import ObjectInfo, Store, hub_api, xet
 from deltasync.stores.base import REQUEST_S
 from deltasync.stores.hub import HubStore
-from deltasync.stores.hub_api import _reason
 from deltasync.stores.retries import retried
 from deltasync.stores.xet import CONFIG
 from tests.contract.store_contract import RefusingContract, SharedContract, StoreContract
@@ -386,15 +384,6 @@ class TestFaults:
         hub.reset()
         assert store.read("large", 1 << 30) == LARGE
 
-    @pytest.mark.parametrize(
-        "answer", [b"{", b'{"error": "\xff"}', b'{"error": ' + b"[" * 100_000], ids=["cut", "bytes", "deep"]
-    )
-    def test_an_answer_that_cannot_be_read_is_an_answer_to_ask_again_for(self, store: HubStore, answer: bytes) -> None:
-        response = httpx.Response(503, content=answer)
-        with pytest.raises(TransientStoreError, match="unexpected response"):
-            store._api._decoded(response, dict)
-        assert _reason(response) == "Service Unavailable"
-
     def test_a_flipped_bit_comes_through(self, store: HubStore, hub: HubServer) -> None:
         """By length alone it cannot be told; readers of a channel compare digests (test_hub_faults.py)."""
         hub.arm("data", flip=True)
@@ -671,28 +660,6 @@ def test_each_thing_that_is_used_of_the_clients_is_known_and_there_and_bounded()
     bounds = {wanted.name: wanted.specifier for wanted in map(Requirement, metadata.requires("deltasync") or [])}
     for name in ("huggingface_hub", "hf_xet"):
         assert not bounds[name].contains("99"), f"{name} has no upper bound"
-
-
-@pytest.mark.parametrize(
-    "call", ["list_bucket_tree", "get_bucket_paths_info", "get_bucket_file_metadata", "batch_bucket_files"]
-)
-def test_the_clients_own_calls_sleep_through_a_rate_limit(hub: HubServer, hub_channel: HubStore, call: str) -> None:
-    """Why they are not used: nothing ends such a wait, of up to five minutes. If this fails, think again (decision 3)."""
-    api, bucket = huggingface_hub.HfApi(endpoint=hub.endpoint), _bucket(hub_channel)
-    if not hasattr(api, call):
-        pytest.skip("this huggingface_hub is too old")
-    hub_channel.put("a", b"1")
-    calls: dict[str, tuple[str, Callable[[], object]]] = {
-        "list_bucket_tree": ("tree", lambda: list(api.list_bucket_tree(bucket, recursive=True))),
-        "get_bucket_paths_info": ("paths_info", lambda: list(api.get_bucket_paths_info(bucket, ["run/a/a"]))),
-        "get_bucket_file_metadata": ("resolve", lambda: api.get_bucket_file_metadata(bucket, "run/a/a")),
-        "batch_bucket_files": ("batch", lambda: api.batch_bucket_files(bucket, delete=["run/a/a"])),
-    }
-    step, action = calls[call]
-    hub.arm(step, status=429, headers={"RateLimit": '"api";r=0;t=1'})
-    before = time.monotonic()
-    action()
-    assert time.monotonic() - before > 1.0
 
 
 def test_a_connection_that_the_hub_has_closed_is_no_error(

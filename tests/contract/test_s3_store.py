@@ -680,10 +680,6 @@ class TestConnections:
             action()
             assert len(proxy.exchanges) - before == (2 if number == 3 else 1)
 
-    def test_they_are_closed_before_a_gateway_forgets_them(self, s3_env: object) -> None:
-        client = cloud.CloudStore("s3://bkt/a?region=us-east-1").client()
-        assert client.client_options["pool_idle_timeout"] == "1m"
-
 
 class TestRequests:
     def test_a_redirect_to_another_host_is_followed_without_credentials(

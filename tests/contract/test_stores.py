@@ -279,28 +279,6 @@ class TestFileStore(StoreContract, DecidingSharedContract):
         assert store.read("a/b", 1 << 30) == b"1"
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "data/run",
-        "file://",
-        "file:///",
-        "file://host/data",
-        "file:relative",
-        "memory://",
-        "memory:///",
-        "http://host/x",
-        "file:///data/run#2",
-        "file:///data/run?x=1",
-        "memory://name#2",
-    ],
-)
-def test_what_is_no_channel_url_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError):
-        open_store(url)
-
-
 @pytest.mark.parametrize("key", ["a", "a/b", "a.b/c-d_e=f+g@h", "replicas/host-1.json", "a" * 900])
 def test_plain_keys_pass(key: str) -> None:
     assert check_key(key) == key

@@ -6,9 +6,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +23,13 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer, new_key
 from deltasync.cli import main
-from deltasync.cli.output import ranges, with_bars
+from deltasync.cli.output import ranges
 from deltasync.codec.base import Encoded
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
     CorruptDataError,
     DeltaSyncError,
-    FingerprintMismatchError,
     MissingVersionError,
     NotPublishedError,
     ObjectExistsError,
@@ -48,7 +44,7 @@ from deltasync.tensors.bits import bits_of
 from tests import deltas
 from tests.channels import EPOCH, Made, filled, made, states_of
 from tests.conftest import assert_same_bits
-from tests.faults import FOREVER, FaultyStore, flipped, truncated
+from tests.faults import FaultyStore, flipped, truncated
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # other people's warnings at import are not ours to fix
@@ -521,14 +517,6 @@ def test_check_finds_what_is_wrong(copied: Store, damage: str) -> None:
     assert len({str(problem) for problem in with_data.problems}) == len(with_data.problems) <= 2
 
 
-@pytest.mark.parametrize("damage", [name for name, found in DAMAGE.items() if name.startswith("a ") and found[2] < 9])
-def test_what_is_not_damaged_is_still_proven(copied: Store, damage: str) -> None:
-    DAMAGE[damage][0](copied)
-    report = _check(copied)
-    assert report.proven is not None and {9, 10} <= set(report.proven)
-    assert len(report.proven) >= 5
-
-
 def test_check_without_data_reads_records_only_and_is_told_of_garbage(store: FaultyStore) -> None:
     store.inner.put(LEFT, b"left")
     report = maintenance.check(_reader(store))
@@ -537,20 +525,6 @@ def test_check_without_data_reads_records_only_and_is_told_of_garbage(store: Fau
     # channel, head three times, the record that it names and the next one, an epoch, 10 versions and a seal, 2
     # announcements; listings of records, compactions, announcements and everything
     assert len(store.calls) == 1 + 3 + 2 + 1 + 11 + 2 + 4
-
-
-def test_files_of_the_next_version_are_being_published(store: FaultyStore) -> None:
-    epoch = _reader(store).numbered(10).record.epoch
-    store.put(f"{keys.parts_folder(11, epoch)}/x", b"part")
-    report = _check(store)
-    assert (report.publishing, report.garbage_objects, report.exit_code) == (1, 0, 0)
-
-
-def test_versions_whose_base_was_forgotten_are_no_problem(store: FaultyStore) -> None:
-    _gc(store, last=1, anchors=2)
-    _gc(store)
-    report = _check(store)
-    assert (report.problems, report.proven) == ([], [5, 9, 10])
 
 
 def test_versions_that_a_suspended_writer_left_are_proven_too(memory_url: str) -> None:
@@ -932,18 +906,6 @@ def test_damage_is_told_and_not_copied(store: FaultyStore, memory_url: str, harm
     assert {5, 6, 7, 8, 9, 10} <= set(_check(target).proven or [])
 
 
-def test_an_error_ends_a_copy_at_once(store: FaultyStore, memory_url: str) -> None:
-    target = FaultyStore(open_store(f"{memory_url}-copy"))
-    target.fail_at("put", "parts/0000000002", times=FOREVER, error=StoreError)
-    slow = target.hold_at("put", "parts/0000000006")
-    threading.Timer(0.3, slow.opened.set).start()
-    with pytest.raises(StoreError):
-        maintenance.copy(_reader(store), target)
-    assert len([key for operation, key in target.calls if operation == "put"]) < 12
-    time.sleep(0.1)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("deltasync-maintenance")]
-
-
 # The commands
 
 
@@ -1072,34 +1034,6 @@ def test_cp_as_a_command(url: str, tmp_path: Path) -> None:
     assert damaged.exit_code == 5 and "not copied: parts/0000000004" in damaged.stderr
 
 
-def test_follow_as_a_command(url: str) -> None:
-    found = json.loads(_deltasync("follow", url, "--once", "--json").stdout)
-    stored = _reader(open_store(url)).numbered(10)
-    assert (found["version"], found["sha256"], found["fingerprint"]) == (10, stored.sha256, stored.record.fingerprint)
-    assert f"version 10 ({stored.sha256[:12]})" in _deltasync("follow", url, "--once").stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "exit_code", "said"),
-    [
-        (["gc", "URL", "--keep-last", "1", "--grace", "soon"], 2, "not a duration"),
-        (["gc", "memory://no-channel", "--keep-last", "1", "--dry-run"], 5, "holds no channel yet"),
-        (["export", "URL", "newest", "x"], 2, "neither a version nor"),
-        (["export", "URL", "0", "x"], 2, "neither a version nor"),
-        (["export", "URL", "60", "x"], 5, "Version 60 is not published"),
-        (["check", "memory://no-channel"], 5, "holds no channel yet"),
-        (["repair", "memory://no-channel"], 5, "from a copy of the channel"),
-        (["repair", "URL", "--from", "/nowhere"], 3, "neither the URL"),
-        (["log", "URL", "head.json"], 3, "neither a version"),
-        (["log", "URL", keys.slot(77, EPOCH)], 5, "has no versions/0000000/0000000077"),
-    ],
-)
-def test_bad_input_gets_one_sentence_and_an_exit_code(url: str, arguments: list[str], exit_code: int, said: str) -> None:
-    done = _deltasync(*[url if argument == "URL" else argument for argument in arguments])
-    assert done.exit_code == exit_code
-    assert said in done.stderr
-
-
 def test_a_foreign_writer_may_put_files_elsewhere(store: FaultyStore) -> None:
     """Readers take keys from records, so that is what is checked; and `gc` leaves what it does not know."""
     store.put("elsewhere/payload", store.read(_part_of(store, 10), 1 << 30))
@@ -1115,21 +1049,6 @@ def test_a_foreign_writer_may_put_files_elsewhere(store: FaultyStore) -> None:
     report = _check(store)
     assert (report.problems, report.garbage_objects) == ([], 0)
     _assert_readable(store, 10)
-
-
-def test_bars_are_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def work(count: int) -> int:
-        for done in range(count + 1):
-            maintenance.progressed("counting", done, count)
-        return count
-
-    assert with_bars(work, 2) == 2
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    assert with_bars(work, 2) == 2
-    shown = capsys.readouterr()
-    assert "counting" in shown.err and shown.out == ""
 
 
 @pytest.mark.parametrize(("numbers", "shown"), [([], ""), ([3], "3"), ([1, 2, 3, 7, 9, 10], "1-3, 7, 9-10")])
@@ -1154,12 +1073,6 @@ def test_progress_is_told(store: FaultyStore) -> None:
         "records deleted": (9, 9),
         "files deleted": (12, 12),
     }
-
-
-def test_wrong_bits_are_an_apply_error(copied: Store) -> None:
-    _wrong_compaction(copied)
-    (problem,) = _check(copied).problems
-    assert isinstance(problem, FingerprintMismatchError)
 
 
 CUT: dict[str, Callable[[str], bool]] = {

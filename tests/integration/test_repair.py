@@ -305,15 +305,6 @@ def test_what_is_added_to_a_signed_channel_is_signed(memory_url: str, tmp_path: 
     assert _is_right(replica, 8)
 
 
-def test_nothing_is_done_to_a_sound_channel(memory_url: str) -> None:
-    store = open_store(memory_url)
-    _fill(store)
-    before = {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
-    found = _repair(store)
-    assert (found.objects, found.lost, found.exit_code) == ([], [], 0)
-    assert {info.key: store.read(info.key, 1 << 30) for info in store.list("")} == before
-
-
 def test_repair_as_a_command(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
     store = open_store(url)

@@ -25,7 +25,6 @@ from deltasync.errors import (
     MissingVersionError,
     NotPublishedError,
     StageError,
-    UnsupportedFormatError,
 )
 from deltasync.live import LiveMemory
 from deltasync.tensors import Delta
@@ -132,17 +131,6 @@ def test_a_record_of_another_run_is_passed_over(scene: Scene) -> None:
     with pytest.raises(CorruptDataError, match="belongs to run other"):
         scene.replica.sync()
     scene.assert_at(1)
-
-
-def test_a_required_feature_that_is_unknown_is_refused(scene: Scene) -> None:
-    _replaced(scene, scene.second, requires=["teleport"])
-    with pytest.raises((UnsupportedFormatError, MissingVersionError), match="teleport"):
-        scene.replica.sync(2)
-    scene.assert_at(1)
-    channel = json.loads(scene.store.inner.read(keys.CHANNEL, 1 << 20)) | {"requires": ["teleport"]}
-    scene.store.inner.put(keys.CHANNEL, json.dumps(channel).encode())
-    with pytest.raises(UnsupportedFormatError, match="teleport"):
-        Replica(scene.store).sync()
 
 
 def test_a_replica_before_the_first_anchor(memory_url: str) -> None:

@@ -32,7 +32,6 @@ from deltasync.live import LiveMemory
 from deltasync.stores.base import ObjectInfo
 from deltasync.tensors import Delta as TensorDelta
 from deltasync.tensors import Layout, Sparse, TensorSpec
-from tests.builders import trained
 from tests.channels import EPOCH, RUN, Made, made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
@@ -159,8 +158,6 @@ def test_every_object_is_asked_for_with_a_bound(memory_url: str) -> None:
 
 def test_a_listing_of_100_000_strange_keys_costs_a_bounded_number_of_reads(memory_url: str) -> None:
     channel = made(open_store(memory_url), 3)
-    replica = Replica(channel.store)
-    assert replica.sync(2) == 2
     flood = [ObjectInfo(keys.slot(1 + at, "999999-ffffffff"), 5 << 20, time.time()) for at in range(50_000)]
     flood += [ObjectInfo(keys.announcement(3, f"000000-{at:08x}"), 1, time.time()) for at in range(50_000)]
     store = FaultyStore(channel.store)
@@ -170,20 +167,6 @@ def test_a_listing_of_100_000_strange_keys_costs_a_bounded_number_of_reads(memor
     with pytest.raises(MissingVersionError):
         find_chain(reader, None, channel.tip)
     assert len(store.calls) < 12 * limits.DAMAGED_RECORDS
-    # Who has a version goes on, with head and without.
-    for has_head in (True, False):
-        store.calls.clear()
-        running = Replica(store)
-        running._target.weights, running._target.tensors = replica._target.weights, replica._target.tensors
-        running._follow.cursor.newest, running._follow._opened = replica.identity, True
-        channel.delta(trained(channel.bits[channel.tip.sha256], 40 + has_head))
-        channel.head()
-        if not has_head:
-            channel.store.delete(keys.HEAD)
-        while running.identity != channel.tip:
-            running.sync()
-        assert_same_bits(running.state_dict(), channel.bits[channel.tip.sha256])
-        assert len(store.calls) < 12 * limits.DAMAGED_RECORDS
 
 
 def test_a_payload_that_changes_more_than_its_record_says_is_corrupt(
@@ -326,18 +309,6 @@ def test_planes_that_are_not_the_table_are_corrupt(channel: Made, frames: str, c
     metadata = payload.metadata | {"vectors": json.dumps({"2": row})}
     _append(channel, Encoded(payload.arrays | {".2.blocks": whole}, metadata), "packed")
     _refused(channel, "plane of '.2.blocks'", caplog)
-
-
-def test_patches_that_are_merged_give_the_right_bits(memory_url: str) -> None:
-    channel = Made(open_store(memory_url))
-    channel.create(_weights(0))
-    channel.anchor(_weights(0))
-    replica = Replica(memory_url)
-    replica.sync()
-    for round_ in (*range(1, 12), 0, 7):
-        channel.delta(_weights(round_))
-    assert replica.sync() == 14
-    assert_same_bits(replica.state_dict(), _weights(7))
 
 
 # The table of tensors

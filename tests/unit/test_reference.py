@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from deltasync import Publisher, Replica, maintenance, open_store
 from deltasync.channel import checkpoint, documents, keys, payloads
-from deltasync.channel.documents import Channel, Record
+from deltasync.channel.documents import Channel
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.errors import (
@@ -266,26 +266,6 @@ def test_readers_that_do_not_know_references_refuse(memory_url: str, base: Path,
     monkeypatch.setattr(documents, "FEATURES", frozenset())
     with pytest.raises((UnsupportedFormatError, MissingVersionError), match="requires reference"):
         Replica(memory_url).sync()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"requires": []},
-        {"anchor": {"directory": "anchors/0000000001.000001-00000001.0", "files": [], "reference": {"path": "/x"}}},
-        {"anchor": {"directory": "", "files": [], "reference": {}}},
-        {"anchor": {"directory": "", "files": [], "reference": {"repo": "a/b"}}},
-        {"anchor": {"directory": "", "files": [], "reference": {"repo": "a/b", "revision": "c", "path": "/x"}}},
-        {"anchor": {"directory": "", "files": [], "reference": {"path": "/x", "fingerprints": {"w": "1"}}}},
-    ],
-)
-def test_references_that_contradict_themselves_are_refused(memory_url: str, base: Path, change: dict[str, object]) -> None:
-    with Publisher(memory_url, initial=base) as publisher:
-        publisher.publish(weights().items()).wait(60)
-    stored = ChannelReader(open_store(memory_url)).numbered(1)
-    document = json.loads(documents.encode(stored.record)) | change
-    with pytest.raises(CorruptDataError):
-        documents.decode(json.dumps(document).encode(), Record, stored.key)
 
 
 def test_a_reference_to_other_tensors_than_the_channels_is_refused(memory_url: str, base: Path) -> None:

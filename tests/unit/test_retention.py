@@ -107,14 +107,6 @@ def test_why_each_version_stays() -> None:
     assert (_numbers(found.asked), _numbers(found.leading)) == ([6, 9, 10], [4, 5, 8])
 
 
-def test_at_any_moment_those_that_are_left_can_be_read() -> None:
-    left = dict(TEN.records)
-    for slot in reversed(_plan(TEN, KeepPolicy(last=1)).forgotten):
-        del left[slot]
-        contents = _holding(left, announced=_slots(4, 8))
-        assert _plan(contents, KeepPolicy(last=99)).kept == sorted(left)
-
-
 def test_a_compaction_from_full_weights_takes_the_place_of_the_versions_between() -> None:
     compactions = [keys.compaction(1, 5, ONE), keys.compaction(1, 8, ONE)]
     shortcuts = {Slot(5, ONE): {Slot(1, ONE): 1.0}, Slot(8, ONE): {Slot(1, ONE): 1.0}}
@@ -145,13 +137,6 @@ def test_an_announced_anchor_that_is_not_complete_is_not_relied_on() -> None:
     compactions = [keys.announcement(4, ONE), keys.announcement(8, ONE)]
     found = _plan(_holding(_log(1, 10), _slots(4), compactions), KeepPolicy(last=1))
     assert _numbers(found.kept) == [4, 5, 6, 7, 8, 9, 10] and not found.compactions
-
-
-def test_versions_without_a_step_are_of_no_step() -> None:
-    records = _log(1, 3)
-    records[Slot(1, ONE)] = dataclasses.replace(_record(1, anchor=True), step=None)
-    records[Slot(2, ONE)] = dataclasses.replace(_record(2, base=Slot(1, ONE)), step=0)
-    assert _numbers(_plan(_holding(records, _slots(2, 3)), KeepPolicy(step_every=7)).kept) == [2, 3]
 
 
 def test_compactions_go_with_either_end() -> None:
