@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +17,12 @@ from safetensors.torch import load_file
 
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys
-from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import TransientStoreError
 from deltasync.stores import Store
 from deltasync.stores.cache import CachedStore
 from tests.conftest import assert_same_bits
-from tests.faults import FOREVER, FaultyStore
+from tests.faults import FaultyStore
 
 Weights = dict[str, torch.Tensor]
 
@@ -80,80 +78,7 @@ def cached(store: FaultyStore, tmp_path: Path) -> Store:
     return CachedStore(store, tmp_path / "cache", CACHE_BYTES)
 
 
-def test_a_replica_that_starts_late_catches_up_with_a_running_trainer(store: FaultyStore) -> None:
-    states: list[Weights] = []
-    with Publisher(store, anchor_every=20, retention=Retention(compact_every=0)) as publisher:
-        publish(publisher, states, 30)
-        training = threading.Thread(target=publish, args=(publisher, states, 30))
-        training.start()
-        replica, seen = Replica(store), []
-        while replica.version != 60:
-            seen.append(replica.sync())
-            assert_same_bits(replica.state_dict(), states[seen[-1] - 1])
-        training.join()
-    assert seen[0] >= 30
-    assert seen == sorted(seen)
-
-
-class TestForgotten:
-    """Versions 3 to 8 are gone, and version 9 has an anchor."""
-
-    @pytest.fixture
-    def states(self, store: FaultyStore) -> list[Weights]:
-        states: list[Weights] = []
-        with Publisher(store, anchor_every=8) as publisher:
-            publish(publisher, states, 12)
-        assert [span.version for span, _ in ChannelReader(store).announcements()] == [9]
-        return states
-
-    def test_what_is_forgotten_is_passed_by_on_the_anchor(self, store: FaultyStore, states: list[Weights]) -> None:
-        replica = Replica(store)
-        replica.sync(2)
-        store.inner.delete(*(info.key for slot, info in ChannelReader(store).slots() if 3 <= slot.version <= 8))
-        assert replica.sync() == 12
-        assert_same_bits(replica.state_dict(), states[-1])
-
-
 class TestWithoutStore:
-    def test_the_version_before_is_served_until_the_store_is_back(self, store: FaultyStore) -> None:
-        states: list[Weights] = []
-        with Publisher(store.inner) as publisher:
-            publish(publisher, states, 3)
-            replica = Replica(store)
-            replica.sync()
-            for operation in ("read", "list"):
-                store.fail_at(operation, times=FOREVER)
-            for _ in range(5):
-                publish(publisher, states, 1)
-                with pytest.raises(TransientStoreError):
-                    replica.sync()
-                assert replica.version == 3
-                assert_same_bits(replica.state_dict(), states[2])
-            store.heal()
-            assert replica.sync() == 8
-            assert_same_bits(replica.state_dict(), states[-1])
-
-    @pytest.mark.parametrize("key_prefix", [keys.HEAD, keys.VERSIONS, keys.PARTS])
-    @pytest.mark.usefixtures("in_parts")
-    def test_it_may_go_away_at_any_step(self, store: FaultyStore, key_prefix: str) -> None:
-        states: list[Weights] = []
-        with Publisher(store.inner) as publisher:
-            publish(publisher, states, 1)
-            replica = Replica(store)
-            replica.sync()
-            publish(publisher, states, 9)
-        faults = [store.fail_at(operation, key_prefix, times=3) for operation in ("read", "list")]
-        failures = 0
-        while replica.version != 10:
-            try:
-                replica.sync()
-            except TransientStoreError:
-                failures += 1
-            version = replica.version
-            assert version is not None
-            assert_same_bits(replica.state_dict(), states[version - 1])
-        assert 1 <= failures <= sum(fault.hits for fault in faults) <= 6  # several may be met at once
-
     @pytest.mark.usefixtures("in_parts")
     def test_what_came_before_it_went_is_not_downloaded_again(self, store: FaultyStore, cached: Store) -> None:
         states: list[Weights] = []

@@ -35,15 +35,6 @@ def _requests(store: FaultyStore, replica: Replica, channel: Made) -> list[str]:
     return [key for _, key in store.calls]
 
 
-def test_with_nothing_but_the_log_it_is_one_request_for_each_version(memory_url: str) -> None:
-    store = FaultyStore(open_store(memory_url))
-    channel, _ = filled(store.inner, _states(2000))
-    behind = Replica(store)
-    behind.sync(1)
-    assert len(_requests(store, Replica(store), channel)) <= NEWEST + DOCUMENTS
-    assert len(_requests(store, behind, channel)) <= NEWEST + DOCUMENTS
-
-
 def test_with_compactions_and_anchors_it_is_one_for_each_of_them(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
     compactions = [(base, base + 32) for base in range(1, NEWEST - 31, 32)]

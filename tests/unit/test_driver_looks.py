@@ -147,46 +147,6 @@ def test_another_version_of_the_same_number_is_noticed_and_told_apart(
     play(engine, memory_url, scene)
 
 
-@pytest.mark.parametrize("way", ["anchor", "compaction"])
-@pytest.mark.parametrize("what", ["record", "part", "lie"])
-def test_what_is_damaged_while_it_runs_is_gone_around(
-    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, what: str, way: str
-) -> None:
-    async def scene(driver: Driver) -> None:
-        await follow(driver)
-        channel, base = trainer.channel, trainer.channel.tip
-        assert base is not None
-        if what == "lie":
-            trainer.publish_lies()
-        else:
-            trainer.publish(parts=what == "part")
-            assert channel.tip is not None
-            (parts,) = [list(store.list(keys.PARTS))] if what == "part" else [[]]
-            damage(store, parts[0].key if parts else channel.tip.key)
-        for _ in range(5):
-            await driver.refresh()
-        assert driver.identity == base
-        assert driver.status(0).error is not None
-        assert torch.equal(engine.model.w, channel.bits[base.sha256]["w"])
-        trainer.publish()
-        assert channel.tip is not None
-        if way == "anchor":
-            channel.announce(channel.tip)
-        else:
-            channel.compaction(base, channel.tip)
-        driver.cursor._refresh_due_s = 0.0
-        await follow(driver)
-        assert served(engine, driver, trainer)
-        assert driver.status(0).error is None
-        trainer.publish()
-        await follow(driver)
-        assert served(engine, driver, trainer)
-
-    trainer.publish()
-    trainer.publish()
-    play(engine, memory_url, scene)
-
-
 def test_a_fault_of_the_memory_is_not_taken_for_one_of_the_version(
     engine: Engine, trainer: Trainer, memory_url: str
 ) -> None:
@@ -200,22 +160,6 @@ def test_a_fault_of_the_memory_is_not_taken_for_one_of_the_version(
         await follow(driver)
         assert served(engine, driver, trainer)
         assert not driver.cursor.skips
-
-    trainer.publish()
-    play(engine, memory_url, scene)
-
-
-def test_a_failed_request_is_repeated_at_the_next_look(
-    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str
-) -> None:
-    async def scene(driver: Driver) -> None:
-        for prefix in (keys.CHANNEL, keys.HEAD, keys.VERSIONS, keys.ANCHORS):
-            store.fail_at("read", prefix)
-            await driver.refresh()
-            assert driver.status(0).state == "failed", prefix
-            assert "failed by the test" in driver.status(0).error
-        await driver.refresh()
-        assert served(engine, driver, trainer)
 
     trainer.publish()
     play(engine, memory_url, scene)

@@ -12,7 +12,7 @@ from deltasync.channel import keys
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer, new_key
-from deltasync.errors import CorruptDataError, MissingVersionError, NotPublishedError
+from deltasync.errors import CorruptDataError, MissingVersionError
 from deltasync.following import Replica, cursor
 from deltasync.following.cursor import Cursor
 from deltasync.stores import Store, open_store
@@ -36,20 +36,6 @@ def _damage(store: Store, key: str) -> None:
     data = bytearray(store.read(key, 1 << 30))
     data[len(data) // 2] ^= 1
     store.put(key, bytes(data))
-
-
-def test_a_replica_follows_a_log(store: Store) -> None:
-    channel = made(store, 3)
-    replica = Replica(store)
-    assert replica.sync() == 3
-    assert replica.identity == channel.tip
-    _holds(replica, channel)
-    for seed in range(10, 13):
-        assert channel.tip is not None
-        channel.delta(trained(channel.bits[channel.tip.sha256], seed), parts=seed % 3)
-        replica.sync()
-        assert replica.identity == channel.tip
-        _holds(replica, channel)
 
 
 def test_steady_state_is_one_request(memory_url: str) -> None:
@@ -86,113 +72,6 @@ def test_full_weights_between_deltas(store: Store, codec_name: str) -> None:
         channel.anchor(model) if kind == "anchor" else channel.delta(model)
     channel.head()
     assert replica.sync() == 8
-    _holds(replica, channel)
-
-
-def test_a_seal_leads_into_the_next_epoch(store: Store) -> None:
-    channel = made(store, 2)
-    replica = Replica(store)
-    replica.sync()
-    channel.seal("000002-0000000a")
-    assert replica.sync() == 2
-    channel.delta(trained(channel.bits[channel.tip.sha256], 5))
-    assert replica.sync() == 3
-    assert replica.identity == channel.tip
-    _holds(replica, channel)
-    fresh = Replica(store)
-    assert fresh.sync() == 3
-    _holds(fresh, channel)
-
-
-def test_a_seal_before_the_first_version(store: Store) -> None:
-    channel = Made(store)
-    channel.create(weights())
-    channel.seal("000002-0000000a")
-    with pytest.raises(NotPublishedError):
-        Replica(store).sync()
-    channel.anchor(weights())
-    replica = Replica(store)
-    assert replica.sync() == 1
-    _holds(replica, channel)
-
-
-def test_another_version_of_the_same_number_is_noticed(store: Store) -> None:
-    """As after a restored backup: version 3 was served, and is now another one."""
-    channel = made(store, 2)
-    base = channel.tip
-    model = channel.bits[base.sha256]
-    channel.delta(trained(model, 7))
-    replica = Replica(store)
-    assert replica.sync() == 3
-    lost = replica.identity
-    store.delete(channel.tip.key)
-    channel.tip, channel.epoch = base, "000002-0000000a"
-    channel.delta(trained(model, 8))
-    channel.delta(trained(channel.bits[channel.tip.sha256], 9))
-    channel.head()
-    assert replica.sync() == 4
-    assert replica.identity == channel.tip and replica.identity != lost
-    _holds(replica, channel)
-
-
-def test_an_older_epoch_is_not_gone_back_to(store: Store) -> None:
-    channel = made(store, 2)
-    old_tip, old_epoch = channel.tip, channel.epoch
-    channel.seal("000002-0000000a")
-    channel.delta(trained(channel.bits[channel.tip.sha256], 5))
-    replica = Replica(store)
-    assert replica.sync() == 3
-    new = replica.identity
-    channel.tip, channel.epoch = old_tip, old_epoch  # a zombie, on a store that does not decide
-    store.delete(keys.slot(3, old_epoch))
-    for seed in (20, 21, 22):
-        channel.delta(trained(channel.bits[channel.tip.sha256], seed))
-        channel.head()
-    assert replica.sync() == 3
-    assert replica.identity == new
-    fresh = Replica(store)
-    fresh.sync()
-    # Head is a hint of the zombie: followed at first, left at the next listing.
-    assert fresh.identity in (new, channel.tip)
-
-
-def test_by_number_forward_and_backward(store: Store) -> None:
-    channel = made(store, 6)
-    replica = Replica(store)
-    for number in (2, 5, 3, 6, 1):
-        assert replica.sync(number) == number
-        _holds(replica, channel)
-    with pytest.raises(MissingVersionError):
-        replica.sync(7)
-    assert replica.version == 1
-
-
-def test_after_a_version_by_number_the_newest_is_found_at_once(store: Store) -> None:
-    channel = made(store, 4)
-    replica = Replica(store)
-    replica.sync()
-    replica.sync(2)
-    assert replica.poll() == 4
-    _holds(replica, channel)
-
-
-def test_a_damaged_record_waits_for_an_anchor_or_a_compaction(store: Store) -> None:
-    channel = made(store, 3)
-    replica = Replica(store)
-    replica.sync()
-    broken = channel.delta(trained(channel.bits[channel.tip.sha256], 30))
-    base = replica.identity
-    _damage(store, broken.key)
-    with pytest.raises(CorruptDataError, match="another body"):
-        replica.sync()
-    assert replica.version == 3, "the newest that can be read"
-    channel.delta(trained(channel.bits[channel.tip.sha256], 31))
-    channel.head()
-    with pytest.raises(MissingVersionError):
-        replica.sync()
-    _holds(replica, channel)
-    channel.compaction(base, channel.tip)
-    assert replica.sync() == 5
     _holds(replica, channel)
 
 
@@ -254,20 +133,6 @@ def test_an_answer_with_a_wrong_fingerprint_is_asked_for_again(store: Store) -> 
     _holds(replica, channel)
 
 
-def test_compactions_save_requests(memory_url: str) -> None:
-    store = FaultyStore(open_store(memory_url))
-    channel = made(store, 40, compactions=[(at, at + 8) for at in range(1, 33, 8)])
-    replica = Replica(store)
-    replica.sync(1)
-    store.calls.clear()
-    assert replica.sync() == 40
-    _holds(replica, channel)
-    reads = [
-        key for operation, key in store.calls if operation == "read" and key.startswith((keys.VERSIONS, keys.COMPACTIONS))
-    ]
-    assert len(set(reads)) == 4 + 6 + 2, "compactions, records but the newest, which is at hand, and the slots after them"
-
-
 def test_without_head_and_with_a_wrong_one(store: Store) -> None:
     channel = made(store, 4)
     store.delete(keys.HEAD)
@@ -294,20 +159,6 @@ def test_a_way_starts_from_nothing_where_the_way_from_here_is_gone(store: Store)
     channel.announce(reader.numbered(9).version)
     way = find_chain(reader, at_2, tip)
     assert way[0].use_anchor and [stored.record.version for stored in way] == [9, 10, 11, 12]
-
-
-def test_a_channel_that_was_not_there_is_found_at_once(store: Store) -> None:
-    replica = Replica(store)
-    for _ in range(2):
-        with pytest.raises(NotPublishedError):
-            replica.sync()
-    channel = Made(store)
-    channel.create(weights())
-    with pytest.raises(NotPublishedError):
-        replica.sync()
-    channel.anchor(weights())
-    assert replica.sync() == 1
-    _holds(replica, channel)
 
 
 def test_a_compaction_that_promises_other_bits_than_its_version_is_passed_by(store: Store) -> None:

@@ -79,17 +79,6 @@ class TestFolds:
         slots = [keys.slot(number, channel.epoch) for number in (2, 21, 22)]
         assert read == {keys.compaction(2, 19, channel.epoch), *slots}
 
-    def test_a_cold_start_takes_it_after_the_anchor(self, store: FaultyStore) -> None:
-        channel = made(store, 20, compactions=[(1, 20)])
-        store.calls.clear()
-        replica = Replica(store)
-        replica.sync()
-        assert holds(replica, channel)
-        read = {key for key in asked(store) if keys.slot_of(key) is not None}
-        assert read == {keys.slot(number, channel.epoch) for number in (1, 20, 21, 22)}, (
-            "the start, what the compaction leads to, the next two"
-        )
-
     @pytest.mark.parametrize("damage", ["bytes", "missing", "wrong bits", "other run", "other version", "other base"])
     def test_a_bad_compaction_is_passed_by(self, store: FaultyStore, damage: str) -> None:
         channel = made(store, 20)
@@ -119,34 +108,6 @@ class TestFolds:
         replica.sync()
         assert holds(replica, channel)
         assert {keys.slot(number, channel.epoch) for number in range(2, 20)} <= set(asked(store))
-
-    def test_records_that_are_gone_are_bridged_by_a_compaction(self, store: FaultyStore) -> None:
-        channel = made(store, 20, compactions=[(2, 19)])
-        store.inner.delete(*(keys.slot(number, channel.epoch) for number in range(3, 19)))
-        replica = Replica(store)
-        replica.sync()
-        assert holds(replica, channel)
-
-    def test_records_that_are_gone_are_passed_by_on_an_anchor(self, store: FaultyStore) -> None:
-        channel = made(store, 12)
-        channel.announce(identity(store, 9))
-        replica = at(store, 2)
-        store.inner.delete(*(keys.slot(number, channel.epoch) for number in range(3, 9)))
-        replica.sync()
-        assert holds(replica, channel)
-
-    def test_what_is_gone_for_good_is_named(self, store: FaultyStore) -> None:
-        channel = made(store, 4)
-        replica = at(store, 2)
-        gone = keys.slot(3, channel.epoch)
-        data = store.inner.read(gone, 1 << 30)
-        store.inner.delete(gone)
-        with pytest.raises(MissingVersionError, match=r"Cannot reach version .* from version 2"):
-            replica.sync(4)
-        assert replica.version == 2
-        store.inner.put(gone, data)
-        replica.sync()
-        assert holds(replica, channel)
 
 
 class TestBatches:
