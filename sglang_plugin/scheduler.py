@@ -71,7 +71,7 @@ class DeltaSyncScheduler(Engine):
 
         target, self._metrics = ShardsTarget(self.shards, self._between_steps), Metrics()
         follow = Follow(reader, target, settings, observer=self._metrics, prefetch=ranks.size == 1, log=logger)
-        self.remote = Requests(follow, target.digest, settings.http_token)
+        self.remote = Requests(follow, settings.http_token)
         logger.info("deltasync follows %s (%s) as %s", self.channel, follow.pin, settings.replica_id)
         follow.start()
 

@@ -28,8 +28,8 @@ from deltasync.errors import AckTimeoutError, DeltaSyncError, describe, printabl
 from deltasync.following import Follow, Status
 from deltasync.following.engine import open_reader
 from deltasync.following.metrics import Metrics
-from deltasync.following.requests import is_loopback, until_ready
-from deltasync.following.routes import LocalRoutes, Refused, as_json
+from deltasync.following.requests import Refused, is_loopback, until_ready
+from deltasync.following.routes import LocalRoutes, as_json
 from deltasync.following.wanted import Wanted, demanding, reach
 from vllm_plugin import compat, logger
 from vllm_plugin.engine import is_pushed, is_salted

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
@@ -29,38 +28,32 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
 from deltasync import limits
-from deltasync.config import ReplicaSettings, parse_pin, pin_text
-from deltasync.errors import AckTimeoutError, ConfigError, DeltaSyncError, MissingVersionError, PinnedError
+from deltasync.config import ReplicaSettings
+from deltasync.errors import AckTimeoutError, ConfigError, DeltaSyncError
+from deltasync.following import requests
 from deltasync.following.loop import Follow
-from deltasync.following.requests import STATUS_CODES, PinTo, Sync, WeightUpdate, body_of, stranger, token_matches
-from deltasync.following.wanted import Wanted, wait
-from deltasync.threads import Workers
+from deltasync.following.requests import (
+    PinTo,
+    Refused,
+    Sync,
+    WeightUpdate,
+    body_of,
+    in_short,
+    stranger,
+    token_matches,
+)
+from deltasync.following.wanted import Wanted
 
 _Body = TypeVar("_Body")
-_Result = TypeVar("_Result")
 
 _TICK_S = 0.5
 _ASK_S = 0.01
 _STATUS_S = 10.0
 
 
-class Refused(Exception):
-    """The request is answered with this error."""
-
-    def __init__(self, status_code: int, sentence: str, headers: dict[str, str] | None = None, **fields: Any) -> None:
-        super().__init__(sentence)
-        self.response = as_json({"error": sentence, **fields}, status_code, headers)
-
-
 def as_json(document: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a response with a document."""
     return Response(msgspec.json.encode(document), status_code, headers, "application/json")
-
-
-def in_short(status: Any) -> dict[str, Any]:
-    """Return what may be read of a status without the token."""
-    found = msgspec.to_builtins(status)
-    return {name: found[name] for name in ("state", "version", "newest_version")}
 
 
 class Routes(ABC):
@@ -93,7 +86,7 @@ class Routes(ABC):
 
         @app.exception_handler(Refused)
         async def refused(request: Request, error: Refused) -> Response:
-            return error.response
+            return as_json(error.body, error.status_code, error.headers)
 
         @app.exception_handler(DeltaSyncError)
         async def failed(request: Request, error: DeltaSyncError) -> Response:
@@ -186,66 +179,21 @@ class Routes(ABC):
 class LocalRoutes(Routes):
     """Routes to a follow loop of this process. A subclass has `follow`, the status and what else the engine says."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._threads = Workers(limits.REPLY_THREADS, "reply")
-
-    async def _in_thread(self, call: Callable[..., _Result], *args: Any) -> _Result:
-        """Run a call in a thread that keeps neither the event loop nor the end of the process, should the store hang."""
-        return await asyncio.shield(asyncio.wrap_future(self._threads.submit(call, *args)))
-
     @abstractmethod
     def follow(self) -> Follow:
         """Return the loop. Raises Refused if nothing is followed."""
 
     async def digest(self) -> Any:
         """As `Routes.digest`."""
-
-        def read() -> dict[str, Any]:
-            with self.follow().between_steps() as target:
-                number = None if target.version is None else target.version.version
-                return {"version": number, "sha256": target.digest()}  # type: ignore[attr-defined]
-
-        return await self._in_thread(read)
+        return await requests.digest(self.follow())
 
     async def pin(self, wanted: PinTo) -> Any:
         """As `Routes.pin`."""
-        follow = self.follow()
-        try:
-            pin = parse_pin(wanted.pin)
-        except ConfigError as error:
-            raise Refused(422, str(error)) from None
-        try:
-            async with asyncio.timeout(wanted.timeout_s):
-                await self._in_thread(follow.check_pin, pin)
-        except MissingVersionError as error:
-            raise Refused(409, f"{error} The pin stays: {pin_text(follow.pin)}.") from None
-        except TimeoutError:
-            raise Refused(
-                504, f"The store does not say whether it is there. The pin stays: {pin_text(follow.pin)}."
-            ) from None
-        follow.set_pin(pin, checked=True)
-        return await self.sync(wanted.timeout_s)
+        return await requests.pin(self.follow(), wanted.pin, wanted.timeout_s)
 
     async def sync(self, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
         """As `Routes.sync`."""
-        follow, before = self.follow(), time.monotonic()
-        try:
-            served = await wait(follow, timeout_s, version, step)
-        except PinnedError as error:
-            raise Refused(409, str(error)) from None
-        if served is None:
-            status = await self.status(0)
-            wanted = "The newest version" if version is None else f"Version {version}"
-            raise Refused(
-                504,
-                f"{wanted if step is None else f'Step {step}'} is not served after {timeout_s:g} s: this replica serves "
-                f"version {status.version}, the newest is version {status.newest_version}, and it is {status.state}"
-                f"{'' if status.pin is None else f', pinned: {status.pin}'}.",
-                cause=status.error,
-                **in_short(status),
-            )
-        return as_json({"version": served, "waited_s": time.monotonic() - before})
+        return await requests.sync(self.follow(), timeout_s, version, step)
 
 
 class RemoteRoutes(Routes):
@@ -327,9 +275,9 @@ class RemoteRoutes(Routes):
             if not answers or not all(answers):
                 await self._put({"id": number, "timeout_s": 0.0, "withdrawn": True})
         for answer in answers or [None]:
-            if not answer or ("replica_id" not in answer and "error" in answer):
-                sentence = (answer or {}).get("error") or "The schedulers do not answer."
-                raise Refused(STATUS_CODES.get(sentence.partition(":")[0], 504), sentence)
+            fields = dict(answer or {"refused": 504, "error": "The schedulers do not answer."})
+            if "refused" in fields:
+                raise Refused(fields.pop("refused"), fields.pop("error"), **fields)
         return answers
 
     @contextlib.asynccontextmanager

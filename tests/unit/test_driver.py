@@ -30,7 +30,7 @@ from deltasync.errors import (
     StoreError,
     TransientStoreError,
 )
-from deltasync.following import Commit, Follow, routes
+from deltasync.following import Commit, Follow
 from deltasync.following.engine import Failure
 from deltasync.following.metrics import Metrics
 from deltasync.following.requests import token_matches
@@ -38,7 +38,6 @@ from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
 from vllm_plugin import compat
-from vllm_plugin.endpoints import DeltaSyncEndpoints
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 
 engine, registry, trainer = driving.engine, driving.registry, driving.trainer  # fixtures
@@ -358,28 +357,6 @@ def test_only_the_token_itself_is_taken() -> None:
         assert not token_matches(header, "s3cret"), header
 
 
-def test_sync_answers_once_the_version_is_served(
-    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
-        trainer.publish()
-        reply = client.post("/deltasync/sync")
-        assert reply.status_code == 200
-        assert reply.json()["version"] == 1
-        assert reply.json()["waited_s"] >= 0
-        trainer.publish()
-        assert client.post("/deltasync/sync", json={"version": 2, "timeout_s": 30}).json()["version"] == 2
-        trainer.publish()
-        asked = client.post("/deltasync/sync?version=9")
-        assert asked.status_code == 422 and "not in the address: 'version=9'." in asked.json()["error"]
-        late = client.post("/deltasync/sync", json={"version": 9, "timeout_s": 0.5})
-        assert late.status_code == 504
-        assert late.json()["error"] == (
-            "Version 9 is not served after 0.5 s: this replica serves version 3, the newest is version 3, and it is serving."
-        )
-        assert (late.json()["version"], late.json()["cause"]) == (3, None)
-
-
 def test_a_step_that_is_published_again_is_waited_for_in_the_newest_epoch(
     engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,34 +378,6 @@ def test_a_step_that_is_published_again_is_waited_for_in_the_newest_epoch(
             version = publish(publisher, 60)
             assert client.post("/receive_weight_update", json={"version": 60}).json()["version"] == version
             assert torch.equal(engine.model.w, weights["w"])
-
-
-def test_who_leaves_frees_a_place_at_once(
-    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer.publish()
-    left = asyncio.Event()
-
-    class Request:
-        async def receive(self) -> dict[str, str]:
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-    async def body() -> None:
-        async with following(engine, memory_url, CollectorRegistry()) as driver:
-            await driver.reach(1)
-            monkeypatch.setattr("deltasync.limits.WAITING_REQUESTS", 1)
-            plugin = DeltaSyncEndpoints()
-            plugin._follow = driver
-            waits = asyncio.create_task(plugin._hold(Request(), plugin.sync, 3600.0, version=99))  # type: ignore[arg-type]
-            await asyncio.sleep(0.05)
-            assert not waits.done() and driver.on_step and plugin._slots.locked()
-            left.set()
-            with pytest.raises(routes.Refused):
-                await waits
-            assert not driver.on_step and not plugin._slots.locked()
-
-    asyncio.run(body())
 
 
 def _refused(*_: object, **__: object) -> NoReturn:
@@ -460,15 +409,6 @@ def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
         assert late.status_code == 409 and late.json()["error"] == "The pin of this replica was changed meanwhile to: 2."
 
 
-def test_only_so_many_requests_wait_at_once(engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for most, statuses in ((0, [429, 429]), (1, [504, 504])):
-        monkeypatch.setattr("deltasync.limits.WAITING_REQUESTS", most)
-        with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
-            replies = [client.post("/deltasync/sync", json={"timeout_s": 0.05}) for _ in statuses]
-            assert [reply.status_code for reply in replies] == statuses
-            assert replies[-1].headers.get("retry-after") == (None if most else "1")
-
-
 def test_a_trainer_that_counts_by_itself_waits_for_its_step(
     engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,29 +424,6 @@ def test_a_trainer_that_counts_by_itself_waits_for_its_step(
         assert client.post("/receive_weight_update", json=request | {"timeout_s": 0.2}).status_code == 504
         trainer.publish(step=4096)
         assert client.post("/receive_weight_update", json=request).json()["version"] == 3
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{",
-        b"[]",
-        b'"\xff"',
-        b'{"version": 0}',
-        b'{"version": "7"}',
-        b'{"version": 1.5}',
-        b'{"version": true}',
-        b'{"timeout_s": 0}',
-        b'{"timeout_s": 1e9}',
-        b'{"timeout_s": NaN}',
-        b'{"timeout": 5}',
-    ],
-)
-def test_a_bad_body_is_refused(engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
-    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
-        reply = client.post("/deltasync/sync", content=body, headers={"content-type": "application/json"})
-        assert reply.status_code == 422
-        assert "The body is not valid for this route" in reply.json()["error"]
 
 
 def test_with_a_token_only_the_state_and_the_versions_are_open(

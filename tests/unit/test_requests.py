@@ -1,7 +1,8 @@
-"""Routes of a replica whose loop is elsewhere, over a loop of host memory."""
+"""Routes of a replica whose loop is in their process or in another one, over a loop of host memory."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi import FastAPI, HTTPException
+from fastapi.testclient import TestClient
 
 from deltasync import Publisher, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.following import Follow, MemoryTarget
 from deltasync.following.requests import Requests
-from deltasync.following.wanted import demanded, demanding
+from deltasync.following.routes import LocalRoutes, RemoteRoutes
+from deltasync.following.wanted import Wanted, demanded, demanding, reach
 from tests.faults import FaultyStore
-
-pytest.importorskip("fastapi")
-pytest.importorskip("httpx")
 
 TOKEN = "secret"
 
@@ -32,7 +33,7 @@ def store(memory_url: str) -> FaultyStore:
 @pytest.fixture
 def loop(store: FaultyStore, memory_url: str) -> Iterator[tuple[Publisher, Follow]]:
     reader = ChannelReader(store)
-    follow = Follow(reader, MemoryTarget(reader), ReplicaSettings(poll_interval_s=0.02), heartbeats=False)
+    follow = Follow(reader, Target(reader), ReplicaSettings(poll_interval_s=0.02), heartbeats=False)
     with Publisher(memory_url) as publisher:
         follow.start()
         yield publisher, follow
@@ -40,18 +41,40 @@ def loop(store: FaultyStore, memory_url: str) -> Iterator[tuple[Publisher, Follo
         follow.stop()
 
 
+class Target(MemoryTarget):
+    def digest(self) -> dict[str, str]:
+        return {"w": "digest"}
+
+
 @pytest.fixture
 def requests(loop: tuple[Publisher, Follow]) -> Requests:
-    return Requests(loop[1], lambda: {"w": "digest"}, TOKEN)
+    return Requests(loop[1], TOKEN)
 
 
-@pytest.fixture
-def client(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    from fastapi import FastAPI
-    from fastapi.testclient import TestClient
+class Local(LocalRoutes):
+    """Routes in the loop's own process."""
 
-    from deltasync.following.routes import RemoteRoutes
+    def __init__(self, follow: Follow) -> None:
+        super().__init__()
+        self._follow = follow
 
+    def follow(self) -> Follow:
+        return self._follow
+
+    async def status(self, commits: int) -> Any:
+        return self._follow.status(commits)
+
+    async def not_ready(self) -> str | None:
+        return self._follow.not_ready
+
+    async def reach(self, wanted: Wanted) -> Wanted:
+        return await reach(self._follow, wanted)
+
+
+@pytest.fixture(params=["local", "remote"])
+def client(
+    loop: tuple[Publisher, Follow], requests: Requests, monkeypatch: pytest.MonkeyPatch, request: Any
+) -> Iterator[TestClient]:
     monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", TOKEN)
 
     async def states() -> list[dict[str, Any]]:
@@ -61,12 +84,19 @@ def client(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
         assert requests.takes(request | {"token": TOKEN})
         requests.ask(request)
 
-    app, routes = FastAPI(), RemoteRoutes(states, ask)
+    app, routes = FastAPI(), Local(loop[1]) if request.param == "local" else RemoteRoutes(states, ask)
     routes.attach(app)
     app.add_middleware(demanding, reach=routes.reach)
     app.post("/generate")(lambda: {"wanted": str(demanded.get())})
     with TestClient(app, headers={"authorization": f"Bearer {TOKEN}"}) as client:
         yield client
+
+
+def served(client: Any, path: str, body: object = None) -> int:
+    """The version with which a route replies once it is served."""
+    reply = client.post(path, json={} if body is None else body).json()
+    assert reply.pop("waited_s") >= 0 and [*reply] == ["version"]
+    return int(reply["version"])
 
 
 def publish(publisher: Publisher, value: float, step: int) -> int:
@@ -78,9 +108,20 @@ def test_what_routes_ask_of_a_loop_in_another_process(loop: tuple[Publisher, Fol
     assert client.post("/deltasync/sync", json={"timeout_s": 0.1}).status_code == 504
     for step in (10, 20):
         publish(loop[0], step, step)
-    assert client.post("/deltasync/sync", json={"version": 2}).json() == {"version": 2}
-    assert client.post("/receive_weight_update", json={"version": 20, "other": 1}).json() == {"version": 2}
-    assert client.post("/receive_weight_update", json={"version": 30, "timeout_s": 0.1}).status_code == 504
+    assert served(client, "/deltasync/sync", {"version": 2}) == 2
+    assert served(client, "/receive_weight_update", {"version": 20, "other": 1}) == 2
+    late = client.post("/receive_weight_update", json={"version": 30, "timeout_s": 0.1})
+    assert late.status_code == 504 and late.json()["error"].startswith("Step 30 is not served after 0.1 s: this ")
+    late = client.post("/deltasync/sync", json={"version": 9, "timeout_s": 0.1})
+    assert late.status_code == 504
+    assert late.json() == {
+        "error": "Version 9 is not served after 0.1 s: this replica serves version 2, the newest is version 2, and it is "
+        "serving.",
+        "cause": None,
+        **{"state": "serving", "version": 2, "newest_version": 2},
+    }
+    asked = client.post("/deltasync/sync?version=9")
+    assert asked.status_code == 422 and "not in the address: 'version=9'." in asked.json()["error"]
     assert client.get("/deltasync/ready").json() == {"ready": True, "reason": None}
     assert client.get("/deltasync/status").json()["version"] == 2
     assert client.get("/deltasync/digest").json() == {"version": 2, "sha256": {"w": "digest"}}
@@ -89,11 +130,40 @@ def test_what_routes_ask_of_a_loop_in_another_process(loop: tuple[Publisher, Fol
 def test_pins(loop: tuple[Publisher, Follow], client: Any) -> None:
     for step in (1, 2):
         publish(loop[0], step, step)
-    assert client.post("/deltasync/pin", json={"pin": "1"}).json() == {"version": 1}
+    assert served(client, "/deltasync/pin", {"pin": "1"}) == 1
     for body, code in (({"pin": "9"}, 409), ({"pin": "some"}, 422), ({"nip": "1"}, 422), ({}, 422)):
         assert client.post("/deltasync/pin", json=body).status_code == code, body
     assert client.post("/deltasync/sync", json={"version": 2}).status_code == 409
     assert client.get("/deltasync/status").json()["pin"] == "1"
+    absent = client.post("/deltasync/pin", json={"pin": "99", "timeout_s": 60}).json()["error"]
+    assert "Version 99 is not in" in absent and "The pin stays: 1." in absent
+    assert served(client, "/deltasync/pin", {"pin": "newest"}) == 2
+    assert client.get("/deltasync/status").json()["pin"] is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b'"\xff"',
+        *(b'{"version": %s}' % value for value in (b"0", b'"7"', b"1.5", b"true")),
+        *(b'{"timeout_s": %s}' % value for value in (b"0", b"1e9", b"NaN")),
+        b'{"timeout": 5}',
+    ],
+)
+def test_a_bad_body_is_refused(client: Any, body: bytes) -> None:
+    reply = client.post("/deltasync/sync", content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 422 and "The body is not valid for this route" in reply.json()["error"]
+
+
+def test_only_so_many_requests_wait_at_once(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client.post("/deltasync/sync", json={"timeout_s": 0.05}).status_code == 504
+    monkeypatch.setattr(asyncio.Semaphore, "locked", lambda _: True)
+    for path, body in (("sync", {}), ("pin", {"pin": "1"})):
+        reply = client.post(f"/deltasync/{path}", json=body)
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+    assert client.get("/deltasync/status").json()["pin"] is None, "nothing was changed"
 
 
 def test_a_pin_that_was_refused_because_the_store_hangs_is_not_set_later(
@@ -101,24 +171,23 @@ def test_a_pin_that_was_refused_because_the_store_hangs_is_not_set_later(
 ) -> None:
     for step in (1, 2):
         publish(loop[0], step, step)
-    assert client.post("/deltasync/sync", json={}).json() == {"version": 2}
+    assert served(client, "/deltasync/sync") == 2
     store.hold_at("read")
     store.hold_at("list")
     late = client.post("/deltasync/pin", json={"pin": "1", "timeout_s": 0.3})
     assert late.status_code == 504 and "The pin stays: newest." in late.json()["error"]
     store.heal()
     publish(loop[0], 3, 3)
-    assert client.post("/deltasync/sync", json={"version": 3}).json() == {"version": 3}
+    assert served(client, "/deltasync/sync", {"version": 3}) == 3
     assert client.get("/deltasync/status").json()["pin"] is None
 
 
 def test_a_wait_that_a_pin_makes_vain_names_the_pin(loop: tuple[Publisher, Follow], client: Any) -> None:
     for step in (1, 2, 3):
         publish(loop[0], step, step)
-    assert client.post("/deltasync/pin", json={"pin": "2"}).json() == {"version": 2}
+    assert served(client, "/deltasync/pin", {"pin": "2"}) == 2
     late = client.post("/receive_weight_update", json={"version": 3, "timeout_s": 0.1})
-    assert late.status_code == 504
-    assert late.json()["error"] == "After 0.1 s version 2 is served. It is pinned: 2."
+    assert late.status_code == 504 and late.json()["error"].endswith("and it is serving, pinned: 2.")
 
 
 def test_a_long_wait_is_answered_though_many_others_ask_meanwhile(loop: tuple[Publisher, Follow], client: Any) -> None:
@@ -128,14 +197,14 @@ def test_a_long_wait_is_answered_though_many_others_ask_meanwhile(loop: tuple[Pu
         for _ in range(70):
             assert client.get("/deltasync/status?commits=0").status_code == 200
         publish(loop[0], 2, 2)
-        assert waiting.result(30).json() == {"version": 2}
+        assert waiting.result(30).json()["version"] == 2
 
 
 def test_clients_that_left_free_their_slots_and_their_requests(
     loop: tuple[Publisher, Follow], requests: Requests, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(loop[0], 1, 1)
-    assert client.post("/deltasync/sync", json={}).json() == {"version": 1}
+    assert served(client, "/deltasync/sync") == 1
     body = b'{"version": 999, "timeout_s": 90}'
     codes: list[int] = []
 
@@ -159,8 +228,8 @@ def test_clients_that_left_free_their_slots_and_their_requests(
         }
         client.portal.call(client.app, scope, receive, send)
     assert codes == [499] * 70
-    assert not requests._open
-    assert client.post("/deltasync/sync", json={}).json() == {"version": 1}
+    assert all(requests.state(False)["answers"].values())
+    assert served(client, "/deltasync/sync") == 1
 
 
 def test_a_request_that_demands_a_version_waits_for_it_or_gets_409(loop: tuple[Publisher, Follow], client: Any) -> None:
@@ -179,15 +248,12 @@ def test_a_request_that_demands_a_version_waits_for_it_or_gets_409(loop: tuple[P
     code, text = ask("1")
     assert code == 409 and "Version 1 was asked for, and this server serves version 2." in text
     code, text = ask("5", timeout="0.1")
-    assert code == 409 and "serves version 2. After 0.1 s version 2 is served." in text
+    assert (code == 409 and "serves version 2. It waited" in text) or "is not served after 0.1 s" in text
     assert client.post("/generate", json={"x-deltasync-version": 2}).json() == {"wanted": "2"}
     assert client.post("/generate").json() == {"wanted": "None"}
 
 
 def test_a_reply_of_sglang_is_held_to_the_version_that_is_demanded() -> None:
-    from fastapi import HTTPException
-
-    from deltasync.following.wanted import Wanted
     from sglang_plugin.routes import _check
 
     def output(*names: str) -> dict[str, Any]:
@@ -218,13 +284,13 @@ def test_without_the_token_only_readiness_is_told(loop: tuple[Publisher, Follow]
     [None, [], {}, {"id": "1"}, {"id": 1, "timeout_s": 1.0, "token": TOKEN}, {"id": "1", "timeout_s": 1.0}],
 )
 def test_other_requests_are_not_taken(loop: tuple[Publisher, Follow], asked: Any) -> None:
-    requests = Requests(loop[1], dict, TOKEN)
+    requests = Requests(loop[1], TOKEN)
     assert not requests.takes(asked)
     assert requests.takes({"id": "1", "timeout_s": 1.0, "token": TOKEN})
 
 
 def test_only_the_last_answers_are_kept(loop: tuple[Publisher, Follow]) -> None:
-    requests = Requests(loop[1], dict)
+    requests = Requests(loop[1])
     for numbers in (range(69), [69]):  # the last one alone: threads may answer the others in any order
         for number in numbers:
             requests.ask({"id": str(number), "timeout_s": 5.0, "digest": True})
