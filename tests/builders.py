@@ -9,7 +9,12 @@ from unittest import mock
 import torch
 
 from deltasync import Publisher, Receipt
+from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
+from deltasync.publish.shadow import Shadow
+from deltasync.publish.source import Source
+from deltasync.publish.stream import Stream
+from deltasync.ranks.ranks import Ranks
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -44,6 +49,25 @@ def trained(before: Weights, seed: int, fraction: float = 0.02) -> dict[str, tor
 def publish(publisher: Publisher, weights: Weights, step: int | None = None) -> Receipt:
     """Publish weights, and wait until they are visible."""
     return publisher.publish(weights.items(), step=step).wait(PATIENCE_S)
+
+
+class Compared:
+    """A first stream and its shadow, with which later ones are compared."""
+
+    def __init__(self, weights: Weights, dtype: str = "keep", place: str = "host") -> None:
+        self.source = Source(Ranks(), dtype, None)
+        parts = self.source.first(weights)
+        self.shadow = Shadow.of(self.source.specs, parts, place, self.source.devices)
+
+    def compare(self, stream: Stream) -> Difference:
+        """Compare a stream; nothing changes."""
+        return self.source.compare(self.shadow, stream)
+
+    def take(self, stream: Stream) -> Difference:
+        """Compare a stream, and apply the difference."""
+        found = self.compare(stream)
+        self.shadow.apply(found)
+        return found
 
 
 def finish_maintenance(publisher: Publisher) -> None:

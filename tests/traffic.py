@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
-from deltasync.ranks.peers import Peers
+from deltasync.ranks.ranks import Ranks
 
 
 class Traffic:
@@ -12,11 +13,11 @@ class Traffic:
 
     def __init__(self) -> None:
         self.moved_bytes = 0
-        exchange = Peers._exchange
+        exchange = Ranks._exchange
 
-        def counted(peers: Peers, value: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
-            answer = exchange(peers, value, combine)
-            self.moved_bytes += len(value if peers.rank else answer)
+        def counted(ranks: Ranks, value: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
+            answer = exchange(ranks, value, combine)
+            self.moved_bytes += len(zlib.compress(value if ranks.rank else answer, 1))
             return answer
 
-        Peers._exchange = counted  # type: ignore[method-assign]
+        Ranks._exchange = counted  # type: ignore[method-assign]

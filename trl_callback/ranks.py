@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from deltasync.publish.ownership import check_equal
-from deltasync.ranks.peers import Peers
+from deltasync.publish.source import check_equal
+from deltasync.ranks.ranks import Ranks
 from deltasync.tensors.bits import is_wrapper
 
 _Value = TypeVar("_Value")
@@ -19,10 +19,10 @@ _OPEN_S = 600.0  # for a process that is late
 
 
 @contextlib.contextmanager
-def _processes() -> Iterator[Peers]:
+def _processes() -> Iterator[Ranks]:
     """Connect the processes of a trainer for a moment; all of them call this. A single one asks nobody."""
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    peers = Peers(dist.group.WORLD if many else None, _OPEN_S)
+    peers = Ranks(dist.group.WORLD if many else None, _OPEN_S)
     try:
         yield peers
     finally:

@@ -6,6 +6,8 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.model import Model, positions
 from deltasync.publish.detect import Difference
 from deltasync.publish.shadow import Shadow
+from deltasync.publish.source import Source
+from deltasync.ranks.ranks import Ranks
 
 
 def measure(machine: Machine, model: Model, changed_fraction: float, copy_rate: float) -> None:
@@ -14,12 +16,14 @@ def measure(machine: Machine, model: Model, changed_fraction: float, copy_rate: 
     `copy_rate` is that of a copy on the device, in bytes read and written per second.
     """
     at_K = positions(model, changed_fraction)
-    shadow = Shadow.of(model.weights, "keep", 0, place="device")
+    source = Source(Ranks(), "keep", None)
+    parts = source.first(model.weights)
+    shadow = Shadow.of(source.specs, parts, "device", source.devices)
     found: list[Difference] = []
     label = f"{len(model.specs)} tensors: publish"
 
     def compare() -> None:
-        found[:] = [shadow.compare(model.weights.items(), "keep", 0)]
+        found[:] = [source.compare(shadow, model.weights.items())]
 
     def change() -> None:
         if found:

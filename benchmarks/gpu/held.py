@@ -86,6 +86,8 @@ class _Case:
 
         from benchmarks.gpu.machine import random_bits
         from deltasync.publish.shadow import Shadow
+        from deltasync.publish.source import Source
+        from deltasync.ranks.ranks import Ranks
 
         self.what, self.device = what, device
         self.sizes = [int(np.prod(shape)) for shape in shapes.values()]
@@ -103,7 +105,9 @@ class _Case:
             part = self.flat[first : first + size]
             self.weights[name] = (part if dtype == torch.float32 else part.view(dtype)).view(shape)
             first += size
-        self.shadow = Shadow.of(self.weights, "bfloat16", 0, place="device")
+        self.source = Source(Ranks(), "bfloat16", None)
+        parts = self.source.first(self.weights)
+        self.shadow = Shadow.of(self.source.specs, parts, "device", self.source.devices)
         assert self.shadow.size_bytes["device"]
 
     def measure(self, fractions: tuple[float, ...]) -> Iterator[dict[str, Any]]:
@@ -145,9 +149,7 @@ class _Case:
             yield self._row(f"compare, {fraction:.1%}: {at_K.numel():,}", compare_s, note)
             yield self._row(f"apply, {fraction:.1%}", statistics.median(times["apply"]))
             del at_K
-        seen, pairs = self.shadow._seen, self.weights.items()
-        assert seen is not None
-        yield self._row("checking the stream", self._median_s(lambda: seen.again(pairs, "bfloat16", 0)))
+        yield self._row("checking the stream", self._median_s(lambda: self.source._again(self.weights.items())))
 
     def _change(self, at_K: Any) -> None:
         import torch
@@ -159,7 +161,7 @@ class _Case:
                 self.flat[part_K] += 1
 
     def _compare(self) -> None:
-        self.found = self.shadow.compare(self.weights.items(), "bfloat16", 0)
+        self.found = self.source.compare(self.shadow, self.weights.items())
 
     def _check(self, found: Any, at_K: Any) -> None:
         """Positions in the vector are those in `flat`: all tensors are of one width, and in order."""

@@ -13,8 +13,8 @@ import numpy as np
 
 from deltasync import limits
 from deltasync.channel import anchors
-from deltasync.publish.shadow import Shadow, Snapshot
-from deltasync.ranks.peers import Peers, Range
+from deltasync.publish.shadow import Shadow
+from deltasync.ranks.ranks import Range, Ranks
 from deltasync.tensors import TensorSpec
 
 Files = Iterator[tuple[str, bytes | memoryview]]
@@ -25,17 +25,16 @@ class Weights(NamedTuple):
 
     files: Files  # name and content of each, made when it is asked for
     close: Callable[[], None]  # frees what they are made from
-    snapshot: Snapshot | None = None  # of a process that has the whole model
 
     @classmethod
     def of(cls, shadow: Shadow) -> Self:
         """Return the weights that a shadow with the whole model holds now; it may advance meanwhile."""
         snapshot = shadow.snapshot()
-        return cls(_files(shadow.specs, snapshot.take), snapshot.close, snapshot)
+        return cls(_files(shadow.specs, snapshot.take), snapshot.close)
 
 
 def collect_weights(
-    peers: Peers,
+    ranks: Ranks,
     shadow: Shadow,
     specs: Mapping[str, TensorSpec],
     held: Sequence[Mapping[str, Range]],
@@ -52,12 +51,12 @@ def collect_weights(
     """
 
     def collect(name: str, out_N: np.ndarray | None = None) -> None:
-        peers.collect(shadow.bits[name], [ranges[name] for ranges in held], out_N)
+        ranks.collect(shadow.bits[name], [ranges[name] for ranges in held], out_N)
 
-    if peers.rank:
+    if ranks.rank:
         for name in specs:
             collect(name)
-        peers.agree(None)
+        ranks.agree(None)
         return None
     folder = tempfile.TemporaryDirectory(prefix="deltasync-")
     paths: list[Path] = []
@@ -83,7 +82,7 @@ def collect_weights(
                     paths[-1].write_bytes(data)
                 except OSError as error:
                     problem = error
-        peers.agree(problem)
+        ranks.agree(problem)
     except BaseException:
         folder.cleanup()
         raise

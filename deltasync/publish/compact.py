@@ -37,7 +37,7 @@ from deltasync.publish.encode import Versions, encode, prove
 from deltasync.publish.host_shadow import HostShadow
 from deltasync.publish.log import Log
 from deltasync.publish.pending import Pending
-from deltasync.ranks.peers import Range, Signals
+from deltasync.ranks.ranks import Range, Ranks
 from deltasync.stores.retries import retried
 from deltasync.tensors import Delta, Layout
 from deltasync.tensors.delta import joined, of_tensor
@@ -235,7 +235,7 @@ def store_parts(
 class Compactor:
     """Looks after one channel as `retention` says. `model_files`, by name, are stored beside the weights of an anchor.
 
-    `chain` leads a late joiner to the newest version. `signals` lead to the other ranks of a sharded trainer: each makes its
+    `chain` leads a late joiner to the newest version. `ranks` are those of a sharded trainer: each makes its
     parts of a compaction, and all collect an anchor as they publish.
 
     Attributes:
@@ -255,7 +255,7 @@ class Compactor:
         model_files: Mapping[str, bytes],
         chain: Sequence[StoredRecord],
         anchor_every: int | None,
-        signals: Signals | None,
+        ranks: Ranks | None,
     ) -> None:
         self.reader = reader
         self.retention = retention
@@ -275,7 +275,7 @@ class Compactor:
         self._looked_s = time.monotonic()
         self._looked = self._looks = 0  # the version at the last look, and the number of looks
         self._losses = self._lost_from = 0  # how often something was lost, and the version from which it may be again
-        self._anchor_every, self._signals = anchor_every, signals
+        self._anchor_every, self._ranks = anchor_every, ranks
         self._log = log
         self._model_files = model_files
         self._collected = 0
@@ -327,7 +327,7 @@ class Compactor:
             with self._lock:
                 found = self._budget.choose(version, full_bytes, self._compaction_bytes, compactions=compacts)
             self.affords = found == "anchor"
-        return None if found == "anchor" and self._signals is not None else found
+        return None if found == "anchor" and self._ranks is not None else found
 
     def _compaction_bytes(self) -> float:
         assert self.steps is not None
@@ -434,15 +434,14 @@ class Compactor:
 
     def _store_compaction(self, stored: StoredRecord, folder: str, job: Pending, steps: Steps) -> StoredRecord:
         """Store the parts of all ranks; then the compaction."""
-        log, signals, base = self._log, self._signals, self.base
+        log, others, base = self._log, self._ranks, self.base
         assert base is not None and job.fingerprints is not None
 
         def put(name: str, data: bytes) -> File:
             return log.put_file(folder, name, data)
 
-        rank = None if signals is None else 0
-        own, inline = store_parts(steps, job.version, job.fingerprints, put, rank=rank)
-        ranks = [own] if signals is None else [own, *signals.compacted(job.serial, Parts)]
+        own, inline = store_parts(steps, job.version, job.fingerprints, put, rank=None if others is None else 0)
+        ranks = [own] if others is None else [own, *others.answers("compaction", job.serial, Parts)]
         files = [file for parts in ranks for file in parts.files]
         delta = documents.Delta(codec=CODEC, changed=sum(parts.changed for parts in ranks), parts=files)
         return log.compaction(stored.version, str(stored.record.fingerprint), inline, base=base.version, delta=delta)

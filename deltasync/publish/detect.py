@@ -1,26 +1,16 @@
-"""DETECT: what a stream holds, and how it differs from the shadow. Comparing only reads.
-
-A list or a mapping keeps its tensors until `publish` returns. They are checked once: as long as names, types, dtypes, shapes
-and devices stay what they were, a publish only looks at these and at the tensors' addresses, in loops that run outside of
-Python. A generator's tensors are checked and compared as they come, because each of them may be gone when the next one is
-asked for.
-"""
+"""DETECT: how tensors differ from the shadow, and how they cross to the host. Comparing only reads."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from deltasync.errors import ConfigError, ModelMismatchError
-from deltasync.publish.shards import MARKS
-from deltasync.publish.stream import Stream, TensorRange, Tensors, fp8_blocks, pair_of, range_of, tensors_of
-from deltasync.tensors import Delta, TensorSpec
-from deltasync.tensors.bits import cast, served_dtype, served_name
+from deltasync.tensors import Delta
+from deltasync.tensors.bits import cast, served_dtype
 from deltasync.tensors.device import DeviceDelta
 
 PIECE_BYTES = 32 << 20
@@ -49,8 +39,7 @@ class Difference:
         return sum(piece.changed for piece in self.pieces)
 
 
-_NAME, _GIVEN = operator.itemgetter(0), operator.itemgetter(1)
-_DTYPE, _SHAPE, _DEVICE, _DICT = map(operator.attrgetter, ("dtype", "shape", "device", "__dict__"))
+_DTYPE, _SHAPE, _DEVICE = map(operator.attrgetter, ("dtype", "shape", "device"))
 
 Looks = tuple[list[torch.dtype], list[torch.Size], list[torch.device], list[bool], list[bool]]
 
@@ -64,47 +53,6 @@ def looks_of(held: Sequence[torch.Tensor]) -> Looks:
 def addresses_of(held: Sequence[torch.Tensor]) -> np.ndarray:
     """Return the address of each tensor, int64; no Python is called for a tensor."""
     return np.fromiter(map(torch.Tensor.data_ptr, held), np.int64, len(held))
-
-
-class Seen:
-    """A stream of whole tensors, or of ranges, that was checked and found to be the shadow's."""
-
-    def __init__(
-        self, names: Sequence[str], given: Sequence[Any], how: tuple[str, int], held: Sequence[torch.Tensor]
-    ) -> None:
-        self._names, self._how = [*names], how
-        self._types = [*map(type, given)]
-        self._ranges = _ranges(given)
-        self._looks = looks_of(held)
-
-    @classmethod
-    def of(cls, pairs: Collection[Any], parts: Sequence[tuple[str, TensorRange]], dtype: str, rank: int) -> Self | None:
-        """Return what is known of a stream now; None if its parts are not its tensors, so that each is asked each time."""
-        given = [*map(_GIVEN, pairs)]
-        if all(part is of or part.held is of for (_, part), of in zip(parts, given, strict=True)):
-            return cls([*map(_NAME, pairs)], given, (dtype, rank), [part.held for _, part in parts])
-        return None
-
-    def again(self, pairs: Collection[Any], dtype: str, rank: int) -> list[torch.Tensor] | None:
-        """Return the tensors of a stream if they differ from the known ones in their addresses and bits alone."""
-        if self._how != (dtype, rank) or len(pairs) != len(self._names):
-            return None
-        try:
-            names, given = zip(*pairs, strict=True)
-        except (TypeError, ValueError):
-            return None
-        if [*names] != self._names or [*map(type, given)] != self._types or _ranges(given) != self._ranges:
-            return None
-        held = [each.held if type(each) is TensorRange else each for each in given]
-        if looks_of(held) != self._looks or not all(map(MARKS.isdisjoint, map(_DICT, held))):
-            return None
-        if not all(map(torch.Tensor.data_ptr, held)) and any(each.numel() and not each.data_ptr() for each in held):
-            return None  # memory was freed
-        return held
-
-
-def _ranges(given: Sequence[Any]) -> list[tuple[int, tuple[int, ...]]]:
-    return [(each.start, each.shape) for each in given if type(each) is TensorRange]
 
 
 def on_host(held: torch.Tensor, dtype: str) -> Iterator[tuple[int, torch.Tensor]]:
@@ -133,34 +81,12 @@ def on_host(held: torch.Tensor, dtype: str) -> Iterator[tuple[int, torch.Tensor]
         yield start, room
 
 
-def served_tensors(stream: Stream, dtype: str) -> tuple[Tensors, str]:
-    """Return the stream, quantized if that is the served dtype, and the dtype to cast its tensors to."""
-    tensors = tensors_of(stream)
-    return (fp8_blocks(map(pair_of, tensors)), "keep") if dtype == "fp8" else (tensors, dtype)
-
-
-def parts_of(
-    stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec], known: Mapping[str, TensorSpec]
-) -> Iterator[tuple[str, TensorRange]]:
-    """Yield the ranges that a rank publishes of a stream; fill `specs` with the whole tensors in the served dtype.
-
-    A tensor that is as it was `known` has the same spec there.
-
-    Raises:
-        ModelMismatchError: a tensor occurs twice, or is one that no channel carries.
-        ConfigError: a tensor cannot be read from here.
-    """
-    for name, tensor in map(pair_of, stream):
-        if name in specs:
-            raise ModelMismatchError(f"The stream held {name} twice; nothing was published.")
-        part = range_of(name, tensor, rank)
-        if part.held.is_meta:
-            raise ConfigError(
-                f"{name} is offloaded: it is on the meta device, without values. Train without offloading, or publish "
-                "tensors that were gathered."
-            )
-        served, spec = served_name(name, part.held.dtype, dtype), known.get(name)
-        if spec is None or (spec.dtype, spec.shape) != (served, part.shape):
-            spec = TensorSpec(name, served, part.shape)
-        specs[name] = spec
-        yield name, part
+def copied(held: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return a copy of a tensor on the host, contiguous, in the served dtype."""
+    copy = torch.empty(held.shape, dtype=getattr(torch, dtype))
+    if held.is_cpu:
+        copy.copy_(held.detach())  # casts in all threads
+    else:
+        for first, piece in on_host(held, dtype):
+            copy.view(-1)[first : first + piece.numel()] = piece
+    return copy

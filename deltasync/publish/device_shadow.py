@@ -56,7 +56,6 @@ class DeviceShadow:
         layout: The whole tensors.
         ranges: The range that is held of each.
         device: The device.
-        buffers: The buffers by width, and where each tensor lies in its one; None for new ones.
 
     Attributes:
         device: The device.
@@ -64,25 +63,16 @@ class DeviceShadow:
         there: Where the bits are.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        ranges: Mapping[str, tuple[int, int]],
-        device: torch.device,
-        buffers: tuple[Mapping[int, torch.Tensor], Mapping[str, int]] | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, ranges: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         self.device, self._layout, self._ranges = device, layout, ranges
         self.bits = _Fetched(self)
         self.there: dict[int, DeviceBits] = {}
         for width, vector in layout.vectors.items():
             start_T, stop_T = np.array([ranges[name] for name in vector.names], np.int64).reshape(-1, 2).T
             count_T = stop_T - start_T
-            if buffers is None:
-                room_T = -(-count_T // ALIGNED) * ALIGNED
-                place_T = np.cumsum(room_T) - room_T
-                bits_N = torch.empty(int(room_T.sum()), dtype=SIGNED[width], device=device)
-            else:
-                bits_N, place_T = buffers[0][width], np.array([buffers[1][name] for name in vector.names], np.int64)
+            room_T = -(-count_T // ALIGNED) * ALIGNED
+            place_T = np.cumsum(room_T) - room_T
+            bits_N = torch.empty(int(room_T.sum()), dtype=SIGNED[width], device=device)
             self.there[width] = DeviceBits(bits_N, np.stack((vector.first_T[:-1] + start_T, count_T, place_T), axis=1))
         self.ready: torch.cuda.Event | None = None
         self._comparisons: dict[int, tuple[Comparison, np.ndarray, list[Cut]]] = {}
@@ -92,11 +82,6 @@ class DeviceShadow:
     def size_bytes(self) -> int:
         """Memory of the bits."""
         return sum(of.bits_N.nbytes for of in self.there.values())
-
-    def laid_out(self, layout: Layout, ranges: Mapping[str, tuple[int, int]]) -> DeviceShadow:
-        """Return a shadow with the same bits for tensors in another order, of which less may be held."""
-        places = {name: int(self.there[width].run_T3[number, 2]) for name, (width, number) in self._layout.places.items()}
-        return DeviceShadow(layout, ranges, self.device, ({width: of.bits_N for width, of in self.there.items()}, places))
 
     def view(self, name: str) -> torch.Tensor:
         """Return the bits of a tensor's range, as signed integers, flat, on the device."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from typing import Any
 
 from deltasync.channel import keys
 from deltasync.channel.documents import File
@@ -18,7 +17,7 @@ from deltasync.publish.compact import Parts, Steps, store_parts
 from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.pending import Pending
 from deltasync.publish.upload import PUTS
-from deltasync.ranks.peers import Signals, attempt
+from deltasync.ranks.ranks import Ranks, attempt
 from deltasync.stores import Store
 from deltasync.threads import Workers, daemon
 
@@ -28,10 +27,10 @@ logger = get_logger(__name__)
 class PartQueue:
     """As `UploadQueue`, for this rank's parts of versions and compactions."""
 
-    def __init__(self, store: Store, settings: PublisherSettings, signals: Signals, *, compacts: bool) -> None:
+    def __init__(self, store: Store, settings: PublisherSettings, ranks: Ranks, *, compacts: bool) -> None:
         self._store, self._compacts = store, compacts
         self.settings = settings
-        self._signals = signals
+        self._ranks = ranks
         self._encoder = GroupEncoder(settings.codec)
         self._pending: dict[int, Pending] = {}
         self._changed = threading.Condition()
@@ -58,11 +57,11 @@ class PartQueue:
         return job.version, job.full, job
 
     def wait_released(self) -> None:
-        """As `UploadQueue.wait_released`; raises PublishError if the first rank is lost."""
+        """As `UploadQueue.wait_released`. If the first rank is lost, the jobs fail, which releases them."""
         with self._changed:
             jobs = list(self._pending.values())
         for job in jobs:
-            self._signals.wait_for(job.released)
+            job.released.wait()
 
     def drop(self, job: Pending | None) -> None:
         """As `UploadQueue.drop`."""
@@ -98,11 +97,11 @@ class PartQueue:
                 if not self._pending:
                     return
             try:
-                line = self._signals.next_line()
-                if "begin" in line:
-                    self._upload(line["begin"], line["folder"], line["base"])
+                line = self._ranks.next_line()
+                if "error" in line:
+                    self._end(**line)
                 else:
-                    self._end(line["end"], line)
+                    self._upload(**line)
             except PublishError as error:
                 self._give_up(error)
 
@@ -112,7 +111,7 @@ class PartQueue:
         problem = None
 
         def store(number: int, data: bytes) -> Future[File]:
-            key = f"{folder}/{keys.part(self._signals.rank, number)}"
+            key = f"{folder}/{keys.part(self._ranks.rank, number)}"
             return self._puts.submit(writes.put_file, self._store, self.settings, key, data)
 
         try:
@@ -124,20 +123,19 @@ class PartQueue:
         except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it
             problem = error
             logger.error("A part was not stored: %s", error)
-        self._signals.answer(serial, files, problem)
+        self._ranks.answer("part", serial, files, problem)
 
-    def _end(self, serial: int, line: dict[str, Any]) -> None:
+    def _end(self, serial: int, error: tuple[str, str] | None, digest: str, payload_bytes: int) -> None:
         job = self._submitted(serial)
         with self._changed:
             del self._pending[serial]
         compacts, self._compaction = self._compaction, None
-        if line["error"] is None:
+        if error is None:
             self._stored(job, *(compacts or (None, "")))
-            job.succeed(line["digest"], line["payload_bytes"])
+            job.succeed(digest, payload_bytes)
         else:
-            kind, message = line["error"]
-            job.fail(error_of(kind, message, PublishError))
-        self._signals.seen(serial)
+            job.fail(error_of(*error, PublishError))
+        self._ranks.answer("seen", serial, None)
 
     def _stored(self, job: Pending, base: int | None, folder: str) -> None:
         """Note a version that is visible, and compact the steps from a base to it."""
@@ -163,11 +161,11 @@ class PartQueue:
             assert job.fingerprints is not None
             if frozen.base != base:
                 raise ChainError(f"it has the steps since version {frozen.base}, not {base}.")
-            return store_parts(frozen, job.version, job.fingerprints, put, rank=self._signals.rank)[0]
+            return store_parts(frozen, job.version, job.fingerprints, put, rank=self._ranks.rank)[0]
 
         parts, problem = attempt(store)
         steps.thaw()
-        self._signals.answer_compaction(job.serial, parts, problem)
+        self._ranks.answer("compaction", job.serial, parts, problem)
 
     def _submitted(self, serial: int) -> Pending:
         """Wait for a job, which the first rank may have submitted earlier than this one."""

@@ -29,14 +29,13 @@ from deltasync.publish.collect import collect_weights
 from deltasync.publish.compact import Compactor
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
-from deltasync.publish.ownership import Ownership
 from deltasync.publish.parts import PartQueue
 from deltasync.publish.pending import Losses, Pending, Receipt, host_delta
 from deltasync.publish.shadow import Shadow
 from deltasync.publish.start import ChannelState, Start, check_arguments, open_first, prove_writes, warn_of_growth
 from deltasync.publish.stream import Stream
 from deltasync.publish.upload import UploadQueue
-from deltasync.ranks.peers import Peers, attempt
+from deltasync.ranks.ranks import Ranks, attempt
 from deltasync.stores import Store
 from deltasync.tensors import Fingerprints
 from deltasync.tensors.delta import merge
@@ -97,18 +96,18 @@ class Publisher:
         given, problem = attempt(lambda: check_arguments(channel, model_files, retention, options))
         if group is None and problem is not None:
             raise problem
-        self._peers = Peers(group, _UNKNOWN_TIMEOUT_S if given is None else given[0].peer_timeout_s)
+        self._ranks = Ranks(group, _UNKNOWN_TIMEOUT_S if given is None else given[0].peer_timeout_s)
         try:
-            self._peers.agree(problem)  # so that all ranks know at once what fails at one
+            self._ranks.agree(problem)  # so that all ranks know at once what fails at one
             assert given is not None
             settings, chosen, self.store, files = given
-            if retention is None and self._peers.rank == 0:
+            if retention is None and self._ranks.rank == 0:
                 warn_of_growth(self.store, chosen)
             self._begin_run(settings, chosen, files, initial, resume, alone=group is None)
         except BaseException:
-            self._peers.close("could not open its publisher")
+            self._ranks.close("could not open its publisher")
             raise
-        self._peers.leave()
+        self._ranks.leave()
 
     def _begin_run(
         self,
@@ -124,8 +123,8 @@ class Publisher:
             state, self._log = open_first(self.store, given, resume, files)
             return state, uuid.uuid4().hex
 
-        state, token = self._peers.first(begin, tuple[ChannelState, str])
-        prove_writes(self._peers, self.store, given, token)
+        state, token = self._ranks.first(begin, tuple[ChannelState, str])
+        prove_writes(self._ranks, self.store, given, token)
         reader = ChannelReader(self.store, None if state.trusted is None else Trusted(state.trusted))
         self.settings = state.settings
         self._run_id, self._version = state.run_id, state.number
@@ -138,20 +137,18 @@ class Publisher:
         self._is_new = False  # whether the shadow has the bits of a first stream, and no version has them yet
         self._serial, self._closed = 0, False
         self._losses = Losses()
-        self._owned = Ownership(self._peers)
-        self._start = Start(self._peers, self._owned, reader, state, initial)
+        self._start = Start(self._ranks, reader, state, initial)
         self._uploader: UploadQueue | PartQueue
         if self._log is not None:
             compactor = Compactor(
                 *(reader, self._log, retention, files, state.chain),
-                *(self.settings.anchor_every, self._peers.signals if self._peers.size > 1 else None),
+                *(self.settings.anchor_every, self._ranks if self._ranks.size > 1 else None),
             )
-            self._uploader = UploadQueue(self._log, compactor, self.settings, self._peers.signals)
+            self._uploader = UploadQueue(self._log, compactor, self.settings, self._ranks)
         else:
-            self._uploader = PartQueue(self.store, self.settings, self._peers.signals, compacts=retention.compact_every != 0)
+            self._uploader = PartQueue(self.store, self.settings, self._ranks, compacts=retention.compact_every != 0)
         if state.channel is not None and alone:
-            specs = state.channel.specs
-            self._shadow = self._start.resumed({name: (0, spec.element_count) for name, spec in specs.items()})
+            self._shadow = self._start.resumed(self._start.source.held[0])
             if self._start.steps is not None:
                 self._uploader.resume(self._start.steps)
 
@@ -221,7 +218,7 @@ class Publisher:
             self._recover()
         try:
             self._is_interrupted = True  # until it ends, or until `_recover` has
-            with self._peers.inside():
+            with self._ranks.inside():
                 receipt = self._publish(named_tensors, *(checked or (None, None)), problem, if_changed)
         except BaseException:
             self._recover()
@@ -237,21 +234,21 @@ class Publisher:
         problem: BaseException | None,
         if_changed: bool,
     ) -> Receipt:
-        before_s, peers, uploader = time.perf_counter(), self._peers, self._uploader
+        before_s, ranks, uploader = time.perf_counter(), self._ranks, self._uploader
         uploader.pause()
         found: Difference | None = None
         with torch.no_grad():
-            if self._shadow is None or (peers.size == 1 and self._start.initial is not None and uploader.is_first):
-                peers.agree(problem)
+            if self._shadow is None or (ranks.size == 1 and self._start.initial is not None and uploader.is_first):
+                ranks.agree(problem)
                 found = self._begin(named_tensors)
             elif problem is None:
                 found, problem = attempt(lambda: self._compare(named_tensors))
         # The first rank decides: it knows what became of the versions before.
-        version, full, collects, joins = peers.first(
+        version, full, collects, joins = ranks.first(
             self._decide, tuple[int, bool, bool, bool], problem=problem, same=f"step {step}"
         )
         assert self._shadow is not None and found is not None
-        if peers.rank and joins:
+        if ranks.rank and joins:
             self._joined = uploader.base()[2]
         jobs = self._jobs(version, found, full=full, collects=collects)
         if if_changed and self._last is not None and not joins and not full and not jobs[-1].changed:
@@ -268,7 +265,7 @@ class Publisher:
         self._version, self._joined, self._last = jobs[-1].version, None, receipt
         self._starts_over = self._is_torn = self._is_new = False
         self._shadow.warn_of_nan(self._version)
-        if peers.size > 1:
+        if ranks.size > 1:
             self._losses.add(self._last)
         return self._last
 
@@ -278,8 +275,8 @@ class Publisher:
         Raises:
             BaseException: what the action raises; a `DeltaSyncError` with the same message at the others.
         """
-        with self._peers.inside():
-            return self._peers.first(action)
+        with self._ranks.inside():
+            return self._ranks.first(action)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Block until everything published so far is visible.
@@ -289,12 +286,12 @@ class Publisher:
         """
         self._home.check()
         if self._last is not None:
-            with self._peers.inside():
+            with self._ranks.inside():
                 try:
                     self._last.wait(timeout_s)
                 finally:
-                    if self._last.done and self._peers.rank == 0:
-                        self._peers.signals.wait_until_seen()
+                    if self._last.done and self._ranks.rank == 0:
+                        self._ranks.wait_until_seen()
 
     def close(self) -> None:
         """Finish the uploads and end. Later calls of `publish` are refused.
@@ -310,11 +307,11 @@ class Publisher:
             if self._is_interrupted:
                 self._recover()
             try:
-                with self._peers.inside():
+                with self._ranks.inside():
                     self._uploader.close()
                 self.flush()
             finally:
-                self._peers.close()
+                self._ranks.close()
         else:
             self.flush()
 
@@ -338,14 +335,14 @@ class Publisher:
         self._losses.check()
         number, full, self._joined = uploader.base(joins=not self._starts_over)
         full = full or self._starts_over
-        collects = self._peers.size > 1 and (full or uploader.compactor.is_due(number))
+        collects = self._ranks.size > 1 and (full or uploader.compactor.is_due(number))
         return number, full, collects, self._joined is not None
 
     def _begin(self, named_tensors: Stream) -> Difference:
         """Compare the first stream with the version before, or with the reference that this is."""
         start, may_refer = self._start, self._shadow is not None or self._version == 0
         self._shadow = None
-        found = start.compare(named_tensors, self.settings.dtype, may_refer=may_refer)
+        found = start.compare(named_tensors, may_refer=may_refer)
         if start.steps is not None:
             self._uploader.resume(start.steps)
         self._shadow, self._agreed, self._is_new = start.shadow, None, start.steps is None
@@ -354,7 +351,7 @@ class Publisher:
     def _compare(self, named_tensors: Stream) -> Difference:
         assert self._shadow is not None
         self._uploader.warm_up()
-        return self._shadow.compare(self._owned.later(named_tensors), self.settings.dtype, self._peers.rank)
+        return self._start.source.compare(self._shadow, named_tensors)
 
     def _jobs(self, version: int, found: Difference, *, full: bool, collects: bool) -> list[Pending]:
         """Agree with all ranks on the fingerprints, and apply the difference.
@@ -375,7 +372,7 @@ class Publisher:
             pieces = [*waiting.pieces, *pieces]
         fingerprints: Fingerprints | None = None
         changed = sum(delta.changed for delta in pieces)
-        if self._peers.size > 1:
+        if self._ranks.size > 1:
             changed, fingerprints = self._agree(changed, found)
         elif not full or reference is not None:  # else the uploader computes them, so that the trainer does not wait
             fingerprints = shadow.fingerprints.with_gains(found.gains)
@@ -398,7 +395,7 @@ class Publisher:
         weights = None
         if collects:
             assert fingerprints is not None
-            weights = collect_weights(self._peers, shadow, channel.specs, self._start.held, fingerprints)
+            weights = collect_weights(self._ranks, shadow, channel.specs, self._start.source.held, fingerprints)
         made = job(full=full, weights=weights, collected=collects, fingerprints=fingerprints)
         if not full:
             made.changed, made.pieces = changed, pieces
@@ -419,9 +416,9 @@ class Publisher:
         zeros = Fingerprints(layout, {w: np.zeros(len(vector.specs), np.uint64) for w, vector in layout.vectors.items()})
         shares = shadow.fingerprints.with_gains(found.gains)
         added = shares if before is None else zeros.with_gains(found.gains)
-        changed, new, *sums = self._peers.agree(None, changed, before is None, *added.values())
-        if new and new != self._peers.size:  # a rank has lost count
-            before, sums = None, self._peers.agree(None, *shares.values())
+        changed, new, *sums = self._ranks.agree(None, changed, before is None, *added.values())
+        if new and new != self._ranks.size:  # a rank has lost count
+            before, sums = None, self._ranks.agree(None, *shares.values())
         gains = Fingerprints.by_name(layout, dict(zip(layout.specs, sums, strict=True)))
         self._agreed = (zeros if before is None else before).with_gains(gains.of)
         return changed, self._agreed
@@ -434,11 +431,11 @@ class Publisher:
         self._uploader.let_go()
         if self._shadow is not None:
             let_go(self._shadow.lock)
-        if self._is_torn or self._peers.rank:
+        if self._is_torn or self._ranks.rank:
             self._uploader.drop(self._joined)  # which would be encoded from other bits than its own
         if self._is_torn:
             self._starts_over, self._agreed = True, None
-        if self._is_new or (self._is_torn and self._peers.size == 1):
+        if self._is_new or (self._is_torn and self._ranks.size == 1):
             self._shadow = None
         self._joined, self._is_torn, self._is_new = None, False, False
         self._uploader.unpause()

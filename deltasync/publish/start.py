@@ -25,23 +25,21 @@ from deltasync.errors import (
     ConfigError,
     CorruptDataError,
     FormatError,
-    ModelMismatchError,
     StoreError,
 )
 from deltasync.live import LiveMemory, Segment, model_fingerprint
 from deltasync.publish import writes
 from deltasync.publish.acquire import open_channel
 from deltasync.publish.compact import Steps
-from deltasync.publish.detect import Difference
+from deltasync.publish.detect import Difference, copied
 from deltasync.publish.log import Log
-from deltasync.publish.ownership import Ownership
-from deltasync.publish.shadow import Shadow, check_coverage
-from deltasync.publish.stream import Stream
-from deltasync.ranks.mailbox import ranks_of
-from deltasync.ranks.peers import Peers, Range, attempt
+from deltasync.publish.shadow import Shadow
+from deltasync.publish.source import Source
+from deltasync.publish.stream import Stream, TensorRange
+from deltasync.ranks.ranks import Range, Ranks, attempt, ranks_of
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
-from deltasync.tensors import Delta, Sparse, TensorSpec, check_specs, fingerprint
+from deltasync.tensors import Delta, Sparse, TensorSpec, fingerprint
 from deltasync.tensors.bits import signed_view
 from deltasync.threads import each
 
@@ -145,17 +143,17 @@ def _has_other_adapter(stored: StoredRecord, files: Mapping[str, bytes]) -> bool
     return ADAPTER_CONFIG in known and not changed.isdisjoint((ADAPTER_CONFIG, adapter_base.FILE))
 
 
-def prove_writes(peers: Peers, store: Store, settings: PublisherSettings, token: str) -> None:
+def prove_writes(ranks: Ranks, store: Store, settings: PublisherSettings, token: str) -> None:
     """Have each rank store something that the first one reads, before the first step is trained for nothing.
 
     Raises:
         StoreError: a rank cannot write.
         ConfigError: it writes to another place than the first one.
     """
-    rank, size = peers.rank, peers.size
-    if size == 1:
+    rank = ranks.rank
+    if ranks.size == 1:
         return
-    proofs = [keys.probe(f"{token}-{other}") for other in range(size)]
+    proofs = [keys.probe(f"{token}-{other}") for other in range(ranks.size)]
 
     def write() -> None:
         try:
@@ -173,8 +171,8 @@ def prove_writes(peers: Peers, store: Store, settings: PublisherSettings, token:
             )
 
     try:
-        peers.all(write)
-        peers.first(read)
+        ranks.all(write)
+        ranks.first(read)
     finally:
         with contextlib.suppress(StoreError):  # a trainer may have no right to delete
             store.delete(proofs[rank])
@@ -186,15 +184,14 @@ class Start:
     Only that stream tells which ranges each rank of a sharded trainer holds, and so has to read.
 
     Args:
-        peers: The ranks.
-        owned: Tells which of them publishes what.
+        ranks: The ranks.
         reader: The channel's.
         state: The state of the channel.
         initial: The checkpoint for a new channel. Every rank loads it; the first one decides which commit it is.
 
     Attributes:
         channel: The channel's description, once a stream was compared.
-        held: The ranges of each rank.
+        source: What the streams hold.
         shadow: The bits of the stream, of this rank's ranges; those of the version that is resumed, if one is.
         steps: The steps to that version, None if none is resumed.
         reference: The reference to the checkpoint that the first version is, if it is one.
@@ -203,24 +200,20 @@ class Start:
         ConfigError, CorruptDataError: a rank cannot load the checkpoint; then all raise.
     """
 
-    def __init__(
-        self, peers: Peers, owned: Ownership, reader: ChannelReader, state: ChannelState, initial: str | Path | None
-    ) -> None:
+    def __init__(self, ranks: Ranks, reader: ChannelReader, state: ChannelState, initial: str | Path | None) -> None:
         self.channel = state.channel
-        self.held: Sequence[Mapping[str, Range]] = []
+        self.source = Source(ranks, state.settings.dtype, None if state.channel is None else state.channel.specs)
         self.shadow: Shadow | None = None
         self.steps: Steps | None = None
         self.reference: Reference | None = None
         self.initial: Checkpoint | None = None
         if initial is not None and not state.number:
-            reference = peers.first(lambda: checkpoint.find(initial), Reference)
-            self.initial = peers.all(lambda: checkpoint.load(reference))
-        self._peers, self._owned = peers, owned
-        self._reader, self._state = reader, state
-        self._place = state.settings.shadow
+            reference = ranks.first(lambda: checkpoint.find(initial), Reference)
+            self.initial = ranks.all(lambda: checkpoint.load(reference))
+        self._ranks, self._reader, self._state = ranks, reader, state
         self._resumes = bool(state.chain)
 
-    def compare(self, named_tensors: Stream, dtype: str, *, may_refer: bool) -> Difference:
+    def compare(self, named_tensors: Stream, *, may_refer: bool) -> Difference:
         """Compare the first stream, and set the attributes. With `may_refer` its version may be a reference.
 
         Returns the difference from the resumed version, or from the reference, which the shadow has already.
@@ -228,52 +221,28 @@ class Start:
         Raises:
             ModelMismatchError, ConfigError: at all ranks; nothing was set.
         """
-        peers, place, channel = self._peers, self._place, self.channel
+        ranks, source, place = self._ranks, self.source, self._state.settings.shadow
         self.steps = self.reference = None
-        stream = self._owned.first(named_tensors, dtype)
-        # Tensors that stay in memory are compared with the version that is resumed where they are, without a copy.
-        stays = self._resumes and peers.size > 1 and isinstance(stream, Sequence)
-
-        compares = self._resumes or (self.initial is not None and may_refer)  # with what is read to the host
-
-        def read() -> tuple[Shadow | None, Mapping[str, TensorSpec], Mapping[str, Range]]:
-            copied = None if stays else Shadow.of(stream, dtype, peers.rank, place, settle=not compares)
-            found = Shadow.outline(stream, dtype, peers.rank) if copied is None else (copied.specs, copied.ranges)
-            if channel is not None:
-                check_specs(channel.specs, found[0], "The published model")
-            return copied, *found
-
-        first, specs, ranges = peers.all(read)
-        if nothing := self._owned.settle():
-            assert first is not None
-            first = first.laid_out(specs, without=nothing)
-            ranges = first.ranges
-        if channel is None and peers.rank == 0 and all(name.startswith("module.") for name in specs):
+        parts = source.first(named_tensors)
+        specs, ranges = source.specs, source.held[ranks.rank]
+        if self.channel is None and ranks.rank == 0 and all(name.startswith("module.") for name in specs):
             logger.warning(
                 "All names begin with `module.`, as named_parameters() of DDP's wrapper gives them; a checkpoint's names do "
                 "not. Publish the module itself, publisher.publish(model)."
             )
-        table = channel or _new_channel(specs, dtype)
-        described = (dict(table.tensors) if peers.rank == 0 else {}, table.tensors_sha256, ranges)
-        shared = peers.share(described, tuple[dict[str, tuple[str, tuple[int, ...]]], str, dict[str, Range]])
-        held = [ranges for *_, ranges in shared]
-        for rank, (_, digest, _) in enumerate(shared):
-            if digest != shared[0][1]:
-                raise ModelMismatchError(f"Rank {rank} publishes other names, dtypes or shapes than rank 0.")
-        if channel is None:  # in the first rank's order
-            channel = _new_channel({name: TensorSpec(name, *described) for name, described in shared[0][0].items()}, dtype)
-        check_coverage(channel.specs, held)
+        self.channel = self.channel or _new_channel(specs, self._state.settings.dtype)
         if (shadow := self.resumed(ranges)) is not None:
-            self.channel, self.held = channel, held
-            again: Stream = stream if first is None else first.stream()
-            rule, stays = (dtype, True) if first is None else ("keep", False)
-            return peers.all(lambda: shadow.compare(again, rule, peers.rank, settle=stays))
-        if first is None:
-            first = peers.all(lambda: Shadow.of(stream, dtype, peers.rank, place))
-        first, changes = first.laid_out(channel.specs), list[Delta]()
+            shadow.settle(source.devices)
+            held = [part.held for part in parts.values()]
+            return ranks.all(lambda: shadow.compare([*parts], held))
+        refers = self.initial is not None and may_refer
+        if refers and not source.are_copies:  # compared with the checkpoint on the host
+            parts = {n: TensorRange(copied(of.held, specs[n].dtype), of.start, of.shape) for n, of in parts.items()}
+        keep, changes = refers or source.are_copies, list[Delta]()
+        self.shadow = first = ranks.all(lambda: Shadow.of(specs, parts, place, source.devices, keep=keep))
         if self.initial is not None and may_refer:
-            self.reference, changes = _refer(peers, self.initial, first)
-        self.channel, self.held, self.shadow = channel, held, first
+            self.reference, changes = _refer(ranks, self.initial, first)
+        first.settle(source.devices)
         if changes:
             differing = sum(len(delta.counts()) for delta in changes)
             logger.warning("%d tensors are not as in %s; they follow as a delta.", differing, self.reference)
@@ -289,7 +258,7 @@ class Start:
         found, problem = attempt(lambda: self._read(ranges))
         damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
         added = 0 if found is None else found[0].fingerprints.total
-        damaged, total = self._peers.agree(None if damage else problem, damage is not None, added)
+        damaged, total = self._ranks.agree(None if damage else problem, damage is not None, added)
         if damaged or fingerprint.to_hex(total) != state.chain[-1].record.fingerprint:
             why = damage or "on another rank, or its bits do not have its fingerprint."
             logger.warning("Version %s cannot be read: %s The next version has full weights.", state.end, why)
@@ -307,7 +276,7 @@ class Start:
             try:
                 for reading in chain:
                     memory.apply(reading)
-                return Shadow(self._reader.specs, ranges, memory.bits, self._place), memory.steps
+                return Shadow(self._reader.specs, ranges, memory.bits, self._state.settings.shadow), memory.steps
             except (FormatError, ChainError, ApplyError) as error:
                 if len(avoid) == _DETOURS:
                     raise
@@ -391,13 +360,13 @@ def _new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:
     )
 
 
-def _refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference, list[Delta]]:
+def _refer(ranks: Ranks, initial: Checkpoint, shadow: Shadow) -> tuple[Reference, list[Delta]]:
     """Return a reference to a checkpoint in the place of a model, and the steps from there to this rank's ranges.
 
     Raises:
         ModelMismatchError, CorruptDataError: as `Checkpoint.read`; then all ranks raise.
     """
-    alike = peers.share(initial.alike(shadow.specs, shadow.bits), dict[str, list[str]])
+    alike = ranks.share(lambda: initial.alike(shadow.specs, shadow.bits), dict[str, list[str]])
     tied = {}
     for name, others in alike[0].items():
         on_all_ranks = [other for other in others if all(other in found.get(name, ()) for found in alike)]
@@ -407,6 +376,6 @@ def _refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference
     source = Checkpoint(reference, initial.files)
     compared, problem = attempt(lambda: checkpoint.compare(source, shadow.layout, shadow.ranges, shadow.bits))
     parts, changes = compared or ({}, [])
-    digests = peers.agree(problem, *(parts.get(name, 0) for name in shadow.specs))
+    digests = ranks.agree(problem, *(parts.get(name, 0) for name in shadow.specs))
     named = {name: fingerprint.to_hex(digest) for name, digest in zip(shadow.specs, digests, strict=True)}
     return dataclasses.replace(reference, fingerprints=named), changes

@@ -10,7 +10,7 @@ import threading
 import time
 
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import Anchor, Delta
+from deltasync.channel.documents import Anchor, Delta, File
 from deltasync.channel.record import StoredRecord
 from deltasync.config import PublisherSettings
 from deltasync.errors import (
@@ -26,7 +26,7 @@ from deltasync.publish.compact import Compactor, Steps
 from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.log import Log
 from deltasync.publish.pending import Pending
-from deltasync.ranks.peers import Signals
+from deltasync.ranks.ranks import Ranks
 from deltasync.threads import Workers, finish_at_exit, let_go
 
 logger = get_logger(__name__)
@@ -49,12 +49,12 @@ class UploadQueue:
         compactor: Compactions, anchors and garbage collection.
     """
 
-    def __init__(self, log: Log, compactor: Compactor, settings: PublisherSettings, signals: Signals) -> None:
+    def __init__(self, log: Log, compactor: Compactor, settings: PublisherSettings, ranks: Ranks) -> None:
         self.full = True
         self.settings = settings
         self._log = log
         self.compactor = compactor
-        self._signals = signals if signals.others else None  # of a sharded trainer
+        self._ranks = ranks if ranks.size > 1 else None  # of a sharded trainer
         self._encoder = GroupEncoder(settings.codec)
         self._lock = threading.RLock()
         self._waiting: list[Pending] = []
@@ -210,7 +210,7 @@ class UploadQueue:
                 raise PublishLostError(f"Version {job.version} builds on one that was lost.")
             stored = self._store_full(job) if job.full else self._store_delta(job)
         except Exception as error:  # noqa: BLE001 - likewise
-            if isinstance(problem, PublishPendingError) and self._signals is None:
+            if isinstance(problem, PublishPendingError) and self._ranks is None:
                 self._keep(job, problem)
                 return False
             self._fail(job, error)
@@ -228,8 +228,12 @@ class UploadQueue:
         payload_bytes = 0 if error is not None else job.encoded.result()[0]
         with self._lock:
             self._running = None
-        if self._signals is not None:
-            self._signals.end(job.serial, error, digest, payload_bytes)
+        if self._ranks is not None:
+            described = None if error is None else (type(error).__name__, str(error))
+            try:
+                self._ranks.say(serial=job.serial, error=described, digest=digest, payload_bytes=payload_bytes)
+            except RuntimeError:  # they time out
+                logger.exception("The other ranks could not be told how an upload ended.")
         if error is None:
             job.succeed(digest, payload_bytes)
         else:
@@ -286,9 +290,9 @@ class UploadQueue:
         folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))
         collected, full_bytes = job.weights is not None, job.shadow.layout.nbytes
         wanted = "anchor" if collected else compactor.wanted(job.version, full_bytes)
-        if self._signals is not None:
+        if self._ranks is not None:
             base = compactor.base if wanted == "compaction" else None
-            self._signals.begin(job.serial, folder, None if base is None else base.record.version)
+            self._ranks.say(serial=job.serial, folder=folder, base=None if base is None else base.record.version)
         encoded = self._encoder.encode(
             job,
             lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
@@ -296,7 +300,8 @@ class UploadQueue:
         if wanted == "anchor":
             job.weights = job.weights or Weights.of(job.shadow)
         job.released.set()
-        others = [] if self._signals is None else self._signals.collect(job.serial)
+        answers = [] if self._ranks is None else self._ranks.answers("part", job.serial, list[File])
+        others = [file for files in answers for file in files]
         payload_bytes = encoded.bytes + sum(file.bytes for file in others)
         parts = [future.result() for future in encoded.files] + others
         job.end_encoding(payload_bytes)
@@ -316,13 +321,13 @@ class UploadQueue:
         log, requires = self._log, [documents.REFERENCE]
         if job.reference is None:
             requires = []
+            job.fingerprints = job.fingerprints or job.shadow.fingerprints
+            job.shadow.warn_of_nan(job.version)
             job.weights = job.weights or Weights.of(job.shadow)
         job.released.set()
         if log.channel is None:
             log.create_channel(job.channel)
         anchor = Anchor(reference=job.reference) if job.weights is None else self.compactor.store(job.weights, job.version)
-        if job.weights is not None and job.weights.snapshot is not None:
-            job.fingerprints = job.shadow.learn(job.weights.snapshot, job.version)
         stored = log.append(job.record(log.run_id, log.epoch, anchor=anchor, requires=requires), None)
         self.full = False
         self.compactor.stored(stored, job)

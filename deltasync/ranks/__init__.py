@@ -1,3 +1,3 @@
 """Messages between the ranks of a sharded trainer."""
 
-__all__ = ["mailbox", "peers"]
+__all__ = ["ranks"]

@@ -21,7 +21,7 @@ from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys
 from deltasync.errors import ConfigError, DeltaSyncError, PublishError, PublishLostError, StoreError
 from deltasync.publish.stream import TensorRange
-from deltasync.ranks import mailbox
+from deltasync.ranks import ranks
 from tests.faults import FaultyStore
 
 FOLDER = Path(sys.argv[1])
@@ -152,13 +152,13 @@ def late() -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    mailbox.logger.addHandler(handler)
-    mailbox.SAID_AFTER_S = 0.5
+    ranks.logger.addHandler(handler)
+    ranks.SAID_AFTER_S = 0.5
     with publisher("late") as opened:
         if RANK == LAST:
             time.sleep(2)
         opened.publish(stream(torch.zeros(8, 4))).wait(60)
-    mailbox.logger.removeHandler(handler)
+    ranks.logger.removeHandler(handler)
     if RANK == 0:
         assert any(f"Waiting for rank {LAST} to publish" in line for line in lines), lines
 

@@ -18,9 +18,8 @@ from deltasync.errors import PublishPendingError, StoreError
 from deltasync.publish.budget import LEAST_COMPACTED, Budget
 from deltasync.publish.compact import Steps
 from deltasync.publish.pending import host_delta
-from deltasync.publish.shadow import Shadow
 from deltasync.tensors.bits import bits_of
-from tests.builders import finish_maintenance
+from tests.builders import Compared, finish_maintenance
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -56,14 +55,13 @@ def test_what_is_kept_is_bounded(memory_url: str) -> None:
 def test_the_size_of_a_compaction_is_estimated_as_it_is() -> None:
     random, weights = np.random.default_rng(1), storage.model(1_000_000)
     first = {name: tensor.clone() for name, tensor in weights.items()}
-    shadow = Shadow.of({name: tensor.clone() for name, tensor in weights.items()}, "keep", 0)
-    steps = Steps(shadow.layout, shadow.ranges, 1)
+    known = Compared(weights)
+    layout = known.shadow.layout
+    steps = Steps(layout, known.shadow.ranges, 1)
     assert steps.estimated_bytes() == 0
     for _ in range(40):
         storage.move(random, weights, 0.01)
-        found = shadow.compare(weights, "keep", 0)
-        found.apply()
-        steps.add(host_delta(shadow.layout, found.pieces))
+        steps.add(host_delta(layout, known.take(weights).pieces))
     moved = np.concatenate([bits_of(tensor).astype(np.int64) - bits_of(first[name]) for name, tensor in weights.items()])
     _, counts = np.unique(moved, return_counts=True)
     entropy_bits = -float((counts * np.log2(counts / moved.size)).sum())

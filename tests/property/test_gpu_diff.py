@@ -23,6 +23,7 @@ from deltasync.tensors import Layout, TensorSpec, index_dtype
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.device import DeviceDelta
 from tests import strategies as our
+from tests.builders import Compared
 from tests.interpreter import DEVICE, HAS_TRITON, INTERPRETED
 from tests.unit.test_detect import calls_of
 
@@ -58,10 +59,10 @@ def _tensor(bits: np.ndarray) -> torch.Tensor:
     return signed.to(DEVICE)
 
 
-def _shadow(weights: dict[str, torch.Tensor], dtype: str = "keep") -> Shadow:
-    shadow = Shadow.of(weights, dtype, 0, place="device")
-    assert shadow.size_bytes["host"] == 0
-    return shadow
+def _compared(weights: dict[str, torch.Tensor], dtype: str = "keep") -> Compared:
+    known = Compared(weights, dtype, place="device")
+    assert known.shadow.size_bytes["host"] == 0
+    return known
 
 
 def _check(shadow: Shadow, found: Difference, old: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> None:
@@ -87,12 +88,12 @@ def _check(shadow: Shadow, found: Difference, old: dict[str, np.ndarray], new: d
         np.testing.assert_array_equal(steps[width].at_K, wanted_K)
         np.testing.assert_array_equal(steps[width].data_K, wanted_step_K)
         assert steps[width].at_K.dtype == wanted_K.dtype
-    before = dict(shadow.fingerprints)
+    before = dict(known.shadow.fingerprints)
     shadow.apply(found)
     for name, bits_N in new.items():
         np.testing.assert_array_equal(shadow.bits[name], bits_N)
     fresh, _ = shadow._memory.fingerprints()
-    assert dict(shadow.fingerprints) == dict(fresh)
+    assert dict(known.shadow.fingerprints) == dict(fresh)
     assert {name for name in old if before[name] != fresh[name]} <= {n for n in old if (new[n] != old[n]).any()}
 
 
@@ -100,11 +101,11 @@ def _assert_finds(pairs: Sequence[Pair]) -> None:
     """Compare them all at once, and one by one."""
     old, new = ({str(n): bits for n, bits in enumerate(side)} for side in zip(*pairs, strict=True))
     for lasting in (True, False):
-        shadow = _shadow({name: _tensor(bits) for name, bits in old.items()})
+        known = _compared({name: _tensor(bits) for name, bits in old.items()})
         weights = {name: _tensor(bits) for name, bits in new.items()}
-        found = shadow.compare(weights if lasting else iter(weights.items()), "keep", 0)
-        _check(shadow, found, old, new)
-        assert not shadow.compare(weights, "keep", 0).pieces
+        found = known.compare(weights if lasting else iter(weights.items()))
+        _check(known.shadow, found, old, new)
+        assert not known.compare(weights).pieces
 
 
 def _random_pair(random: np.random.Generator, size: int, width: int, density: float) -> Pair:
@@ -143,14 +144,14 @@ def test_tensors_that_are_not_aligned_or_strided_or_elsewhere(width: int, monkey
         "plain": _tensor(held_N),
         "deep": _tensor(held_N)[:240].view(4, 3, 20).permute(2, 0, 1),
     }
-    shadow = _shadow({name: tensor.contiguous() for name, tensor in weights.items()})
+    known = _compared({name: tensor.contiguous() for name, tensor in weights.items()})
     for round_ in range(2):
-        old = {name: shadow.bits[name].copy() for name in weights}
+        old = {name: known.shadow.bits[name].copy() for name in weights}
         for name in weights.keys() - {"expanded"}:
             at = torch.arange(weights[name].numel(), device=DEVICE) % (5 + round_) == 0
             weights[name] += at.view(weights[name].shape).to(weights[name].dtype)
         new = {name: bits_of(tensor.contiguous()) for name, tensor in weights.items()}
-        _check(shadow, shadow.compare(weights, "keep", 0), old, new)
+        _check(known.shadow, known.compare(weights), old, new)
 
 
 def _bfloat16_of(master_N: np.ndarray) -> np.ndarray:
@@ -161,9 +162,9 @@ def _bfloat16_of(master_N: np.ndarray) -> np.ndarray:
 
 
 def _assert_rounds(old_N: np.ndarray, new_N: np.ndarray) -> None:
-    shadow = _shadow({"w": _tensor(_bfloat16_of(old_N)).view(torch.bfloat16)}, "bfloat16")
-    found = shadow.compare({"w": _tensor(new_N).view(torch.float32)}, "bfloat16", 0)
-    _check(shadow, found, {"w": _bfloat16_of(old_N)}, {"w": _bfloat16_of(new_N)})
+    known = _compared({"w": _tensor(_bfloat16_of(old_N)).view(torch.bfloat16)}, "bfloat16")
+    found = known.compare({"w": _tensor(new_N).view(torch.float32)})
+    _check(known.shadow, found, {"w": _bfloat16_of(old_N)}, {"w": _bfloat16_of(new_N)})
 
 
 @some
@@ -182,13 +183,13 @@ def test_ties_carries_and_the_step_to_infinity_round_as_in_torch() -> None:
 
 def test_new_nan_is_told_by_name(caplog: pytest.LogCaptureFixture) -> None:
     weights = {name: torch.zeros(70, device=DEVICE) for name in "abc"}
-    shadow = _shadow(weights, "bfloat16")
+    known = _compared(weights, "bfloat16")
     weights["b"][69] = float("nan")
     weights["c"][0] = float("inf")
-    shadow.apply(shadow.compare(weights, "bfloat16", 0))
-    assert shadow.with_nan == ["b"]
-    fresh, with_nan = shadow._memory.fingerprints()
-    assert with_nan == ["b"] and dict(fresh) == dict(shadow.fingerprints)
+    known.shadow.apply(known.compare(weights))
+    assert known.shadow.with_nan == ["b"]
+    fresh, with_nan = known.shadow._memory.fingerprints()
+    assert with_nan == ["b"] and dict(fresh) == dict(known.shadow.fingerprints)
 
 
 @pytest.mark.parametrize("density", [0.001, 0.2])
@@ -233,10 +234,10 @@ def test_launches_do_not_depend_on_the_number_of_tensors(tensor_count: int, monk
     random = np.random.default_rng(2)
     pairs = [_random_pair(random, 600 // tensor_count, width, 0.1) for _ in range(tensor_count) for width in (2, 4)]
     weights = {str(n): _tensor(old_N) for n, (old_N, _) in enumerate(pairs)}
-    shadow = _shadow({name: tensor.clone() for name, tensor in weights.items()})
+    known = _compared({name: tensor.clone() for name, tensor in weights.items()})
     for tensor in weights.values():
         tensor[::50] += 1
-    shadow.apply(shadow.compare(weights, "keep", 0))
+    known.shadow.apply(known.compare(weights))
     assert sorted(launched) == ["_apply", "_apply", "_compare", "_compare", "_pack", "_pack"]  # of each width one
 
 
@@ -253,16 +254,16 @@ class _Counted:
 def test_an_interrupt_at_any_launch_leaves_the_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(5)
     old_N, new_N = _random_pair(random, 300, 2, 0.3)
-    shadow, weights = _shadow({"w": _tensor(old_N)}), {"w": _tensor(new_N)}
-    before = dict(shadow.fingerprints)
+    known, weights = _compared({"w": _tensor(old_N)}), {"w": _tensor(new_N)}
+    before = dict(known.shadow.fingerprints)
     for name in ("_compare", "_pack"):
         for number in range(3):
             with monkeypatch.context() as patched:
                 patched.setattr(gpu_diff, name, _Interrupted(getattr(gpu_diff, name), number))
                 with pytest.raises(KeyboardInterrupt):
-                    shadow.compare(weights, "keep", 0)
-            assert dict(shadow.fingerprints) == before
-    _check(shadow, shadow.compare(weights, "keep", 0), {"w": old_N}, {"w": new_N})
+                    known.compare(weights)
+            assert dict(known.shadow.fingerprints) == before
+    _check(known.shadow, known.compare(weights), {"w": old_N}, {"w": new_N})
 
 
 @dataclasses.dataclass
@@ -280,16 +281,17 @@ class _Interrupted:
 def test_a_device_without_memory_gives_the_shadow_back_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
     weights = {"w": torch.arange(300, device=DEVICE, dtype=torch.int32)}
     for place in ("auto", "device"):
-        shadow = Shadow.of(weights, "keep", 0, place=place)
+        known = Compared(weights, "keep", place)
+        shadow = known.shadow
         old = shadow.bits["w"].copy()
         assert shadow.size_bytes["device"]
         shadow._memory.compare = functools.partial(_full)  # type: ignore[method-assign]
         weights["w"][7] += 1
         if place == "device":
             with pytest.raises(torch.OutOfMemoryError):
-                shadow.compare(weights, "keep", 0)
+                known.compare(weights)
             continue
-        found = shadow.compare(weights, "keep", 0)
+        found = known.compare(weights)
         assert "The shadow moves to the host" in caplog.text
         assert shadow.size_bytes["device"] == 0
         np.testing.assert_array_equal(shadow.bits["w"], old)
@@ -319,14 +321,14 @@ def test_nothing_of_the_size_of_the_changes_is_made_on_the_host(monkeypatch: pyt
     """NumPy traces its arrays, and torch does not: what torch has is on the device."""
     _set_sizes(monkeypatch, 4096, 1 << 16, 4096)
     weights = {"w": torch.zeros(5 * 4096, dtype=torch.int64)}
-    shadow = _shadow(weights)
-    shadow.apply(shadow.compare(weights, "keep", 0))
+    known = _compared(weights)
+    known.shadow.apply(known.compare(weights))
     weights["w"] += 1
     tracemalloc.start()
     try:
         with _uninterpreted(monkeypatch):
-            found = shadow.compare(weights, "keep", 0)
-            shadow.apply(found)
+            found = known.compare(weights)
+            known.shadow.apply(found)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -391,15 +393,15 @@ def test_a_tensor_of_more_than_2_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 4 * size:
         pytest.skip("the GPU has too little free memory")
     weights = {"w": torch.zeros(size, dtype=torch.int8, device=DEVICE)}
-    shadow = _shadow(weights)
+    known = _compared(weights)
     at = torch.tensor([0, (1 << 31) - 1, 1 << 31, size - 1], device=DEVICE)
     weights["w"][at] = 7
-    found = shadow.compare(weights, "keep", 0)
+    found = known.compare(weights)
     (delta,) = found.pieces
     assert isinstance(delta, DeviceDelta)
     assert delta.steps[1].positions().tolist() == at.tolist() and delta.steps[1].step_K.tolist() == [7] * 4
-    shadow.apply(found)
-    assert not shadow.compare(weights, "keep", 0).pieces
+    known.shadow.apply(found)
+    assert not known.compare(weights).pieces
 
 
 def test_int32_indices_end_where_int64_ones_begin() -> None:

@@ -8,7 +8,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,9 +15,10 @@ from deltasync import codec
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import native
 from deltasync.publish.compact import Steps
-from deltasync.publish.shadow import Shadow, Snapshot, check_coverage
-from deltasync.publish.stream import TensorRange, range_of
-from deltasync.ranks.peers import Range
+from deltasync.publish.detect import Difference
+from deltasync.publish.shadow import Shadow, Snapshot
+from deltasync.publish.source import check_coverage
+from deltasync.ranks.ranks import Range
 from deltasync.tensors import Delta, TensorSpec, fingerprint
 from deltasync.tensors.bits import tensor_of
 from deltasync.tensors.delta import joined, merge
@@ -39,18 +39,19 @@ def cuts(draw: st.DrawFn, specs: dict[str, TensorSpec], ranks: int) -> list[dict
     return held
 
 
-def stream(specs: dict[str, TensorSpec], bits: Bits, ranges: dict[str, Range]) -> list[tuple[str, TensorRange]]:
-    found = []
-    for name, spec in specs.items():
-        start, stop = ranges[name]
-        flat_N = tensor_of(bits[name].copy(), spec).reshape(-1)
-        found.append((name, TensorRange(flat_N[start:stop], start, spec.shape)))
-    return found
+def shadow_of(specs: dict[str, TensorSpec], bits: Bits, ranges: dict[str, Range]) -> Shadow:
+    return Shadow(specs, ranges, {name: bits[name][slice(*ranges[name])].copy() for name in specs})
 
 
-def taken(shadow: Shadow, tensors: list[tuple[str, TensorRange]], rank: int = 0) -> list[Delta]:
-    """Compare a stream with a shadow, apply the difference, and return its pieces."""
-    found = shadow.compare(tensors, "keep", rank)
+def compared(shadow: Shadow, bits: Bits) -> Difference:
+    """Compare the ranges of a shadow with other bits of theirs."""
+    held = [tensor_of(bits[n].copy(), spec).reshape(-1)[slice(*shadow.ranges[n])] for n, spec in shadow.specs.items()]
+    return shadow.compare([*shadow.specs], held)
+
+
+def taken(shadow: Shadow, bits: Bits) -> list[Delta]:
+    """Compare, apply the difference, and return its pieces."""
+    found = compared(shadow, bits)
     shadow.apply(found)
     return [piece for piece in found.pieces if isinstance(piece, Delta)]
 
@@ -69,17 +70,17 @@ def encoded(shadow: Shadow, delta: Delta, name: str) -> bytes:
 def test_shards_add_up_to_the_whole(codec_name: str, ranks: int, data: st.DataObject, model: tuple) -> None:
     specs, old, new = model
     whole = {name: (0, spec.element_count) for name, spec in specs.items()}
-    alone = Shadow.of(stream(specs, old, whole), "keep", 0)
-    changed = merge([Delta(alone.layout, {}), *taken(alone, stream(specs, new, whole))])
+    alone = shadow_of(specs, old, whole)
+    changed = merge([Delta(alone.layout, {}), *taken(alone, new)])
     assert changed.counts() == deltas.between(alone.layout, old, new).counts()
 
     held = data.draw(cuts(specs, ranks))
     check_coverage(specs, held)
     found: list[Delta] = []
     sums = dict.fromkeys(specs, 0)
-    for rank, ranges in enumerate(held):
-        shadow = Shadow.of(stream(specs, old, ranges), "keep", rank)
-        changes = merge([Delta(shadow.layout, {}), *taken(shadow, stream(specs, new, ranges), rank)])
+    for ranges in held:
+        shadow = shadow_of(specs, old, ranges)
+        changes = merge([Delta(shadow.layout, {}), *taken(shadow, new)])
         deltas.check(changes)
 
         def old_of_rank(name: str, ranges: dict[str, Range] = ranges) -> np.ndarray:
@@ -110,11 +111,11 @@ def _taken(snapshot: Snapshot, old: dict[str, np.ndarray], name: str) -> bytes:
 def test_a_snapshot_has_the_bits_of_its_moment(moves: list[str], model: tuple, data: st.DataObject) -> None:
     specs, old, new = model
     whole = {name: (0, spec.element_count) for name, spec in specs.items()}
-    shadow = Shadow.of(stream(specs, old, whole), "keep", 0)
+    shadow = shadow_of(specs, old, whole)
     snapshot = shadow.snapshot()
     left = data.draw(st.permutations(list(specs)))
     for move in moves:
-        found = shadow.compare(stream(specs, old if move == "back" else new, whole), "keep", 0)
+        found = compared(shadow, old if move == "back" else new)
         if move != "given up":
             shadow.apply(found)
         if left and data.draw(st.booleans()):
@@ -122,14 +123,13 @@ def test_a_snapshot_has_the_bits_of_its_moment(moves: list[str], model: tuple, d
             assert _taken(snapshot, old, name) == old[name].tobytes()
     for name in left:
         assert _taken(snapshot, old, name) == old[name].tobytes()
-    assert not snapshot.is_open
 
 
 @given(st.lists(st.sampled_from(["add", "mark", "freeze", "thaw"]), max_size=30), strategies.model_pairs(), st.data())
 def test_steps_add_up_to_the_difference_from_their_base(moves: list[str], model: tuple, data: st.DataObject) -> None:
     specs, *bits = model
     ranges = data.draw(cuts(specs, 3))[1]
-    shadow = Shadow.of(stream(specs, bits[0], ranges), "keep", 1)
+    shadow = shadow_of(specs, bits[0], ranges)
     steps, start, marked, version = Steps(shadow.layout, ranges, 1), bits[0], None, 1
     frozen: list[tuple[Steps, Bits]] = []
 
@@ -144,7 +144,7 @@ def test_steps_add_up_to_the_difference_from_their_base(moves: list[str], model:
     for move in moves:
         if move == "add":
             version += 1
-            steps.add(joined([Delta(shadow.layout, {}), *taken(shadow, stream(specs, bits[(version + 1) % 2], ranges), 1)]))
+            steps.add(joined([Delta(shadow.layout, {}), *taken(shadow, bits[(version + 1) % 2])]))
         elif move == "mark":
             steps.mark(version)
             marked = version
@@ -163,9 +163,9 @@ def test_steps_add_up_to_the_difference_from_their_base(moves: list[str], model:
 def test_a_stream_that_is_only_compared_leaves_what_was_there(data: st.DataObject, model: tuple) -> None:
     specs, old, new = model
     ranges = data.draw(cuts(specs, 3))[1]
-    shadow = Shadow.of(stream(specs, old, ranges), "keep", 1)
+    shadow = shadow_of(specs, old, ranges)
     before = dict(shadow.fingerprints)
-    shadow.compare(stream(specs, new, ranges), "keep", 1)
+    compared(shadow, new)
     assert shadow.fingerprints == before
     assert all(shadow.bits[name].tobytes() == old[name][slice(*ranges[name])].tobytes() for name in specs)
 
@@ -183,21 +183,6 @@ def test_elements_that_nobody_or_two_hold_are_refused() -> None:
         check_coverage(specs, [{"w": (0, 4)}])
 
 
-def test_whole_tensors_are_those_of_the_first_rank() -> None:
-    tensor = torch.ones(3, 2)
-    assert range_of("w", tensor, 0).held.numel() == tensor.numel()
-    assert (range_of("w", tensor, 1).start, range_of("w", tensor, 1).stop, range_of("w", tensor, 1).shape) == (0, 0, (3, 2))
-
-
-def test_a_range_that_moves_is_refused_and_nothing_is_taken() -> None:
-    specs = {"w": TensorSpec("w", "int16", (8,))}
-    old, new = {"w": np.zeros(8, np.uint16)}, {"w": np.ones(8, np.uint16)}
-    shadow = Shadow.of(stream(specs, old, {"w": (0, 4)}), "keep", 0)
-    with pytest.raises(ModelMismatchError):
-        shadow.compare(stream(specs, new, {"w": (4, 8)}), "keep", 0)
-    assert not shadow.bits["w"].any()
-
-
 @pytest.mark.parametrize("number", range(3))
 def test_an_interrupt_while_a_stream_is_compared_leaves_the_shadow(number: int) -> None:
     """Of three calls, as tensors have three widths, any may be interrupted; snapshots keep the bits of before."""
@@ -206,7 +191,7 @@ def test_an_interrupt_while_a_stream_is_compared_leaves_the_shadow(number: int) 
     old = {name: np.frombuffer(random.bytes(spec.nbytes), spec.bits_dtype) for name, spec in specs.items()}
     new = {name: bits_N + np.asarray(1, bits_N.dtype) for name, bits_N in old.items()}
     whole = {name: (0, spec.element_count) for name, spec in specs.items()}
-    shadow = Shadow.of(stream(specs, old, whole), "keep", 0)
+    shadow = shadow_of(specs, old, whole)
     before, snapshot = dict(shadow.fingerprints), shadow.snapshot()
     calls, compare = itertools.count(), native.compare
 
@@ -216,11 +201,11 @@ def test_an_interrupt_while_a_stream_is_compared_leaves_the_shadow(number: int) 
         return compare(*arguments)
 
     with mock.patch.object(native, "compare", interrupted), pytest.raises(KeyboardInterrupt):
-        shadow.compare(stream(specs, new, whole), "keep", 0)
+        compared(shadow, new)
     assert shadow.fingerprints == before
     assert all(bits.tobytes() == old[name].tobytes() for name, bits in shadow.bits.items())
     assert all(_taken(snapshot, old, name) == old[name].tobytes() for name in list(specs)[:2])
-    again = merge(taken(shadow, stream(specs, new, whole)))
+    again = merge(taken(shadow, new))
     assert again.counts() == {name: spec.element_count for name, spec in specs.items()}
     assert all(bits.tobytes() == new[name].tobytes() for name, bits in shadow.bits.items())
     assert _taken(snapshot, old, "float32") == old["float32"].tobytes()

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -121,26 +122,18 @@ class Distributed:
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
     """Show `deltasync.ranks` these, and no process of this machine."""
-    mailbox, peers = (importlib.import_module(f"deltasync.ranks.{name}") for name in ("mailbox", "peers"))
-    world = importlib.import_module("torch.distributed")
-    replaced = [
-        *((module, name, value) for module in (mailbox, peers) for name, value in _SHOWN.items()),
-        (mailbox, "_process", lambda pid: ""),
-        (mailbox, "_world_store", lambda: _scheduler().running.process.store),
-    ]
-    assert mailbox.dist is peers.dist is world
-    before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
-    for module, name, value in replaced:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        mailbox._open.clear()
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
-_SHOWN = {"dist": Distributed(), "PrefixStore": PrefixStore}
+    ranks: Any = importlib.import_module("deltasync.ranks.ranks")
+    shown = {
+        "dist": Distributed(),
+        "PrefixStore": PrefixStore,
+        "_process": lambda pid: "",
+        "_world_store": lambda: _scheduler().running.process.store,
+    }
+    with mock.patch.multiple(ranks, **shown):
+        try:
+            yield
+        finally:
+            ranks._open.clear()
 
 
 def _scheduler() -> Scheduler:

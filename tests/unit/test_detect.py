@@ -5,17 +5,15 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.publish.shadow import Shadow
-from deltasync.tensors import Delta
 from deltasync.tensors.bits import bits_of
+from tests.builders import Compared
 
 Weights = dict[str, torch.Tensor]
 
@@ -29,17 +27,15 @@ def _weights() -> Weights:
     }
 
 
-def _shadow(weights: Weights) -> Shadow:
+def _known(weights: Weights) -> Compared:
     """Twice published, so that the second publish has checked the tensors."""
-    shadow = Shadow.of(weights, "bfloat16", 0)
-    assert not _taken(shadow, weights)
-    return shadow
+    known = Compared(weights, "bfloat16")
+    assert not known.take(weights).changed
+    return known
 
 
-def _taken(shadow: Shadow, stream: Any, dtype: str = "bfloat16") -> list[Delta]:
-    found = shadow.compare(stream, dtype, 0)
-    shadow.apply(found)
-    return [piece for piece in found.pieces if isinstance(piece, Delta)]
+def _bytes(shadow: Shadow) -> dict[str, bytes]:
+    return {name: bits.tobytes() for name, bits in shadow.bits.items()}
 
 
 def _published(weights: Weights) -> dict[str, bytes]:
@@ -86,11 +82,12 @@ def _parameters(weights: Weights) -> None:
 @pytest.mark.parametrize("listed", [False, True], ids=["mapping", "list"])
 def test_what_changes_in_known_tensors_is_published(change: Callable[[Weights], None], listed: bool) -> None:
     weights = _weights()
-    shadow = _shadow(weights)
+    known = _known(weights)
+    shadow = known.shadow
     for _ in range(3):
         change(weights)
-        assert _taken(shadow, list(weights.items()) if listed else weights)
-        assert {name: bits.tobytes() for name, bits in shadow.bits.items()} == _published(weights)
+        assert known.take(list(weights.items()) if listed else weights).changed
+        assert _bytes(shadow) == _published(weights)
         again = Shadow(shadow.specs, shadow.ranges, shadow.bits)
         assert shadow.fingerprints == dict(again.fingerprints)
         assert shadow.fingerprints.total == sum(again.fingerprints.values()) % (1 << 64)
@@ -128,26 +125,13 @@ def _offloaded(weights: Weights) -> None:
 @pytest.mark.parametrize("change", [_shorter, _reshaped, _gone, _renamed, _more, _sharded, _offloaded])
 def test_what_is_not_the_known_model_is_refused_and_nothing_is_taken(change: Callable[[Weights], None]) -> None:
     weights = _weights()
-    shadow = _shadow(weights)
-    before = {name: bits.tobytes() for name, bits in shadow.bits.items()}
+    known = _known(weights)
+    before = _bytes(known.shadow)
     change(weights)
     weights["count"] += 1
     with pytest.raises((ModelMismatchError, ConfigError)):
-        shadow.compare(weights, "bfloat16", 0)
-    assert {name: bits.tobytes() for name, bits in shadow.bits.items()} == before
-
-
-def test_no_object_is_made_for_a_known_tensor() -> None:
-    """Neither a range nor a fingerprint's number, so that a publish of many tensors calls nothing of ours for each."""
-    weights = {str(n): torch.full((4,), n % 100, dtype=torch.bfloat16) for n in range(200)}
-    shadow = _shadow(weights)
-    weights["7"] += 1
-    with (
-        mock.patch("deltasync.publish.detect.range_of", side_effect=AssertionError),
-        mock.patch("deltasync.publish.detect.pair_of", side_effect=AssertionError),
-    ):
-        (delta,) = _taken(shadow, weights)
-    assert delta.counts() == {"7": 4}
+        known.compare(weights)
+    assert _bytes(known.shadow) == before
 
 
 class _Calls:
@@ -176,13 +160,12 @@ def calls_of(tensor_count: int, elements: int, place: str = "host") -> int:
     sizes = [elements // tensor_count] * (tensor_count - 1)
     parts = flat.split([*sizes, elements - sum(sizes)])
     weights = {f"layer.{number}.weight": part for number, part in enumerate(parts)}
-    shadow = Shadow.of(weights, "bfloat16", 0, place)
+    known = Compared(weights, "bfloat16", place)
     for _ in range(2):
-        shadow.apply(shadow.compare(weights, "bfloat16", 0))
+        known.take(weights)
         flat[::97] += 1
     with _Calls() as calls:
-        found = shadow.compare(weights.items(), "bfloat16", 0)
-        shadow.apply(found)
+        found = known.take(weights.items())
     assert found.changed
     return calls.count
 
@@ -196,11 +179,9 @@ def test_as_many_calls_for_many_tensors_as_for_few() -> None:
 def test_wide_tensors_are_copied_a_few_at_a_time() -> None:
     weights = {str(n): torch.full((300,), float(n)) for n in range(20)}
     with mock.patch("deltasync.publish.host_shadow._COPIED", 1000):
-        shadow = _shadow(weights)
+        known = _known(weights)
         for tensor in weights.values():
             tensor += 1
-        deltas = _taken(shadow, weights)
-    assert len(deltas) > 3
-    assert {name: bits.tobytes() for name, bits in shadow.bits.items()} == {
-        name: np.ascontiguousarray(bits_of(tensor.to(torch.bfloat16))).tobytes() for name, tensor in weights.items()
-    }
+        found = known.take(weights)
+    assert len(found.pieces) > 3
+    assert _bytes(known.shadow) == _published(weights)

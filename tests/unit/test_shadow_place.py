@@ -34,22 +34,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return Driver(monkeypatch)
 
 
-class Held:
-    """A tensor of some device, as far as the place depends on it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def numel(self) -> int:
-        return 1
-
-
 LAYOUT = Layout({"w": TensorSpec("w", "bfloat16", (1 << 30,))})
 RANGES: Mapping[str, tuple[int, int]] = {"w": (0, 1 << 30)}
 
 
 def chosen(place: str, *devices: str) -> torch.device | None:
-    return shadow.choose(place, LAYOUT, RANGES, [Held(torch.device(name)) for name in devices])  # type: ignore[misc]
+    return shadow.choose(place, LAYOUT, RANGES, {torch.device(name) for name in devices})
 
 
 def test_pytorchs_cache_is_room_but_not_what_training_needs(driver: Driver) -> None:
