@@ -29,7 +29,7 @@ from benchmarks import common
 from benchmarks.codec import published
 from benchmarks.corpus import report as corpus_report
 from deltasync.config import CODECS
-from deltasync.publish.budget import SHARE
+from deltasync.publish.compact import SHARE
 
 RESULTS = common.ROOT / "docs" / "results"
 PAGES = (common.ROOT / "README.md", *sorted((common.ROOT / "docs").rglob("*.md")))

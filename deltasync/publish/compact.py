@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Self
 
-import msgspec
 import numpy as np
 
 from deltasync import maintenance
@@ -31,9 +30,8 @@ from deltasync.codec.base import Encoded
 from deltasync.config import Retention
 from deltasync.errors import DeltaSyncError, FormatError, MissingVersionError, get_logger
 from deltasync.maintenance import KeepPolicy, exists
-from deltasync.publish.budget import Budget
 from deltasync.publish.collect import Weights
-from deltasync.publish.encode import Versions, encode, prove
+from deltasync.publish.encode import encode
 from deltasync.publish.host_shadow import HostShadow
 from deltasync.publish.log import Log
 from deltasync.publish.pending import Pending
@@ -67,6 +65,14 @@ _LOOK_S, _LOOK_VERSIONS = 60.0, 16
 
 _MOST_BESIDE_BYTES = 1 << 27
 """A larger weight file is stored before the next one is made."""
+
+SHARE = 0.33
+"""Bytes of compactions and anchors that may be stored for each byte of delta, so that they stay a small part of all."""
+
+LARGE = 0.5
+"""A compaction of more than this part of the weights is not written; full weights are, once the bytes of deltas pay."""
+
+LEAST_COMPACTED = 16  # versions that the next compaction covers at least: fewer are read about as soon without it
 
 
 class Steps:
@@ -158,6 +164,40 @@ class Steps:
         if group:
             yield joined(group)
 
+    def store(
+        self, version: int, fingerprints: Mapping[str, int], put: Callable[[str, bytes], File], *, rank: int | None
+    ) -> tuple[list[File], int, Encoded | None]:
+        """Encode and prove these steps, to a version, and store them. Return the parts, and how many elements they change.
+
+        `put` stores a part, by its file name. With None for the `rank` a single small payload is returned, for the record,
+        instead. `fingerprints` are those of the whole tensors at the version.
+
+        Raises:
+            CorruptDataError: a payload does not decode to the steps.
+            StoreError: a part cannot be stored.
+        """
+        puts, stored = Workers(STORED_AT_ONCE, "upload"), list[Future[File]]()
+        waiting: tuple[Encoded, bytes] | None = None
+        changed = 0
+
+        def store(payload: bytes) -> None:
+            if len(stored) >= STORED_AT_ONCE:
+                stored[-STORED_AT_ONCE].result()  # so that no more are in memory
+            stored.append(puts.submit(put, keys.compaction_part(self.base, rank or 0, len(stored) + 1), payload))
+
+        def unread(name: str) -> tuple[np.ndarray, int]:
+            raise AssertionError(f"{CODEC} needs no bits of {name}")
+
+        for delta in self.groups():
+            if waiting is not None:
+                store(waiting[1])
+            waiting = encode(CODEC, delta, unread, fingerprints, version, self.base)
+            changed += delta.changed
+        if waiting is not None and (stored or rank is not None or len(waiting[1]) > INLINE_BYTES):
+            store(waiting[1])
+            waiting = None
+        return [part.result() for part in stored], changed, None if waiting is None else waiting[0]
+
     def estimated_bytes(self) -> float:
         """Estimate the size of a compaction by the entropy of some elements' steps, zeros included.
 
@@ -182,56 +222,6 @@ class Steps:
         return float(-(share * np.log2(share)).sum()) * self._layout.element_count / 8
 
 
-def _unread(name: str) -> tuple[np.ndarray, int]:
-    raise AssertionError(f"{CODEC} needs no bits of {name}")
-
-
-class Parts(msgspec.Struct, frozen=True):
-    """The parts of a compaction that one rank has stored.
-
-    Attributes:
-        files: The parts.
-        changed: Elements that they change, and those of the payload for the record.
-    """
-
-    files: list[File]
-    changed: int
-
-
-def store_parts(
-    steps: Steps, version: int, fingerprints: Mapping[str, int], put: Callable[[str, bytes], File], *, rank: int | None
-) -> tuple[Parts, Encoded | None]:
-    """Encode and prove the steps from full weights to a version, and store them.
-
-    `put` stores a part, by its file name. With None for the `rank` a single small payload is returned, for the record,
-    instead. `fingerprints` are those of the whole tensors at the version.
-
-    Raises:
-        CorruptDataError: a payload does not decode to the steps.
-        StoreError: a part cannot be stored.
-    """
-    puts, stored = Workers(STORED_AT_ONCE, "upload"), list[Future[File]]()
-    waiting: Encoded | None = None
-    changed = 0
-
-    def store(payload: bytes) -> None:
-        if len(stored) >= STORED_AT_ONCE:
-            stored[-STORED_AT_ONCE].result()  # so that no more are in memory
-        stored.append(puts.submit(put, keys.compaction_part(steps.base, rank or 0, len(stored) + 1), payload))
-
-    for delta in steps.groups():
-        if waiting is not None:
-            store(waiting.to_bytes())
-        versions = Versions(version, steps.base, _unread, fingerprints)
-        waiting = encode(CODEC, delta, versions)
-        prove(CODEC, delta, versions, waiting.to_bytes())
-        changed += delta.changed
-    if waiting is not None and (stored or rank is not None or len(waiting.to_bytes()) > INLINE_BYTES):
-        store(waiting.to_bytes())
-        waiting = None
-    return Parts([part.result() for part in stored], changed), waiting
-
-
 class Compactor:
     """Looks after one channel as `retention` says. `model_files`, by name, are stored beside the weights of an anchor.
 
@@ -244,7 +234,7 @@ class Compactor:
         storing: Whether an anchor or a compaction is being stored.
         failed: Whether the last anchor could not be stored.
         lost: Whether the store, or the checkpoint that the channel refers to, has lost what a late joiner starts from.
-        affords: Whether the budget pays for an anchor that the ranks have to collect with the next version.
+        affords: Whether the bytes of deltas pay for an anchor that the ranks have to collect with the next version.
     """
 
     def __init__(
@@ -267,9 +257,10 @@ class Compactor:
         compactions = [at for at, stored in enumerate(chain) if stored.is_compaction]
         self._last_compaction = chain[compactions[-1]].key if compactions else None
         last = compactions[-1] if compactions else 0
-        self._budget = Budget(chain[last].record.version if chain else 0)
-        for stored in chain[last + 1 :]:
-            self._budget.earn(_bytes_of(stored))
+        # Where the newest compaction ends, or the version with the full weights; what is left of the bytes that deltas have
+        # earned for the next one, and how many that needs.
+        self._compacted = chain[last].record.version if chain else 0
+        self._left, self._needed = SHARE * sum(map(_bytes_of, chain[last + 1 :])), 0.0
         self._estimated, self._factor = 0.0, 1.0  # size of the next compaction; actual by estimated size of the last one
         self._lock = threading.Lock()
         self._looked_s = time.monotonic()
@@ -282,10 +273,10 @@ class Compactor:
         self._workers = Workers(1, "maintenance")
 
     def begin(self, base: StoredRecord, later_bytes: int = 0, *, paid: bool = False) -> None:
-        """Start from new full weights, after which there are deltas of `later_bytes`. `paid`: the budget pays for them."""
+        """Start from new full weights, after which there are deltas of `later_bytes`. `paid`: deltas pay for them."""
         with self._lock:
             self.base, self._bytes, self._stamp, self._last_compaction = base, later_bytes, _stamp(base), None
-            self._budget.end(base.record.version, base.record.payload_bytes if paid else 0)
+            self._end(base.record.version, base.record.payload_bytes if paid else 0)
 
     def resume(self, steps: Steps) -> None:
         """Make compactions of these steps, which lead to the newest version."""
@@ -299,7 +290,7 @@ class Compactor:
             return
         with self._lock:
             self._bytes += _bytes_of(stored)
-            self._budget.earn(_bytes_of(stored))
+            self._left += SHARE * _bytes_of(stored)
         if self.steps is not None:
             self.steps.add(job.delta)
 
@@ -322,17 +313,21 @@ class Compactor:
         if self.is_due(version):
             found = "anchor"
         elif every and base is not None:
-            found = "compaction" if compacts and version - self._budget.compacted >= every else None
-        elif base is not None:
-            with self._lock:
-                found = self._budget.choose(version, full_bytes, self._compaction_bytes, compactions=compacts)
+            found = "compaction" if compacts and version - self._compacted >= every else None
+        elif base is not None and version - self._compacted >= LEAST_COMPACTED and self._left >= self._needed:
+            self._needed, kind = float(full_bytes), "anchor"
+            if compacts and steps is not None:
+                self._estimated = steps.estimated_bytes()
+                if self._factor * self._estimated <= LARGE * full_bytes:
+                    self._needed, kind = self._factor * self._estimated, "compaction"
+            found = kind if self._left >= self._needed else None
             self.affords = found == "anchor"
         return None if found == "anchor" and self._ranks is not None else found
 
-    def _compaction_bytes(self) -> float:
-        assert self.steps is not None
-        self._estimated = self.steps.estimated_bytes()
-        return self._factor * self._estimated
+    def _end(self, version: int, paid_bytes: float = 0.0) -> None:
+        """Note that a version has the newest compaction or full weights, for which deltas paid so many bytes."""
+        self._compacted, self._needed = version, 0.0
+        self._left -= paid_bytes
 
     def store(self, weights: Weights, version: int) -> Anchor:
         """Store the files of an anchor, two at a time, while the next one is made.
@@ -414,37 +409,34 @@ class Compactor:
         self.storing = False
 
     def _compact(self, stored: StoredRecord, folder: str, job: Pending, steps: Steps, frozen: Steps) -> None:
-        compacted: StoredRecord | None = None
-
-        def store() -> None:
-            nonlocal compacted
-            self._look()  # which may find other full weights to start from
-            if not self.lost and self.base is not None and self.base.record.version == frozen.base:
-                compacted = self._store_compaction(stored, folder, job, frozen)
-
-        self._guarded(store)
-        steps.thaw()
-        with self._lock:
-            size = 0 if compacted is None else _bytes_of(compacted)
-            self._last_compaction = self._last_compaction if compacted is None else compacted.key
-            self._budget.end(stored.record.version, size)
-            if size and self._estimated:
-                self._factor = size / self._estimated
-        self.storing = False
-
-    def _store_compaction(self, stored: StoredRecord, folder: str, job: Pending, steps: Steps) -> StoredRecord:
         """Store the parts of all ranks; then the compaction."""
-        log, others, base = self._log, self._ranks, self.base
-        assert base is not None and job.fingerprints is not None
+        log, others, compacted = self._log, self._ranks, list[StoredRecord]()
+        assert job.fingerprints is not None
+        fingerprints = job.fingerprints
 
         def put(name: str, data: bytes) -> File:
             return log.put_file(folder, name, data)
 
-        own, inline = store_parts(steps, job.version, job.fingerprints, put, rank=None if others is None else 0)
-        ranks = [own] if others is None else [own, *others.answers("compaction", job.serial, Parts)]
-        files = [file for parts in ranks for file in parts.files]
-        delta = documents.Delta(codec=CODEC, changed=sum(parts.changed for parts in ranks), parts=files)
-        return log.compaction(stored.version, str(stored.record.fingerprint), inline, base=base.version, delta=delta)
+        def compact() -> None:
+            self._look()  # which may find other full weights to start from
+            if self.lost or (base := self.base) is None or base.record.version != frozen.base:
+                return
+            files, changed, inline = frozen.store(job.version, fingerprints, put, rank=None if others is None else 0)
+            for more, count in others.answers("compaction", job.serial, tuple[list[File], int]) if others else ():
+                files, changed = files + more, changed + count
+            delta = documents.Delta(codec=CODEC, changed=changed, parts=files)
+            digest = str(stored.record.fingerprint)
+            compacted.append(log.compaction(stored.version, digest, inline, base=base.version, delta=delta))
+
+        self._guarded(compact)
+        steps.thaw()
+        with self._lock:
+            size = sum(map(_bytes_of, compacted))
+            self._last_compaction = compacted[0].key if compacted else self._last_compaction
+            self._end(stored.record.version, size)
+            if size and self._estimated:
+                self._factor = size / self._estimated
+        self.storing = False
 
     def _look(self) -> None:
         """See by a few small requests whether a late joiner could start. Put back what is known, or order full weights.
@@ -489,9 +481,7 @@ class Compactor:
             if not _is_whole(reader, file):
                 return base.key, f"{file.key} is gone, or has another size"
         last = self._last_compaction
-        later = [
-            keys.slot(number, self._log.epoch) for number in list(self._log.published) if number > self._budget.compacted
-        ]
+        later = [keys.slot(number, self._log.epoch) for number in list(self._log.published) if number > self._compacted]
         needed = ([] if last is None else [last]) + later
         key = needed[self._looks % len(needed)] if needed else None
         if key is not None and not exists(reader.store, key):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,7 +18,6 @@ from deltasync.publish.pending import Pending
 from deltasync.tensors import Delta as Changes
 
 if TYPE_CHECKING:
-    from deltasync.codec.device import Piece
     from deltasync.publish.encode_device import DeviceCoder
     from deltasync.tensors.device import DeviceDelta
 
@@ -28,14 +25,6 @@ logger = get_logger(__name__)
 
 GROUP_CHANGED = 1 << 20
 """Changed elements that are encoded, and stored as a part, by themselves."""
-
-
-class Payloads(NamedTuple):
-    """The payloads that one rank encoded for a version."""
-
-    files: list[Future[File]]  # parts, which are being stored
-    inline: Encoded | None  # the payload that goes into the record
-    bytes: int  # of all payloads
 
 
 class GroupEncoder:
@@ -49,8 +38,10 @@ class GroupEncoder:
         self.codec_name = codec_name
         self._device: DeviceCoder | None = None
 
-    def encode(self, job: Pending, put: Callable[[int, bytes], Future[File]], *, inline: bool = True) -> Payloads:
-        """Encode and prove a delta, while its parts are stored.
+    def encode(
+        self, job: Pending, put: Callable[[int, bytes], Future[File]], *, inline: bool = True
+    ) -> tuple[list[Future[File]], Encoded | None, int]:
+        """Encode and prove a delta. Return its parts, which are being stored, the payload for the record, and all bytes.
 
         The job's shadow must not change meanwhile. `put` begins to store a part, by its number from 1 on. With `inline` the
         last group may go into the record.
@@ -58,95 +49,84 @@ class GroupEncoder:
         Raises:
             CorruptDataError: a payload does not decode to what was encoded.
         """
-        files: list[Future[File]] = []
-        in_record: Encoded | None = None
-        stored: list[bytes] = []
-        count, payloads_ = self._payloads(job)
-        for encoded, prove_ in payloads_:
-            stored.append(encoded.to_bytes())
-            if inline and len(stored) == count and len(stored[-1]) <= INLINE_BYTES:
-                in_record = encoded
-            else:
-                files.append(put(len(files) + 1, stored[-1]))
-            if prove_ is not None:
-                prove_(stored[-1])  # while it is on its way, which takes longer
-        if job.on_device is not None and self._device is not None:
-            self._prove_on_device(job, stored)
-        return Payloads(files, in_record, sum(map(len, stored)))
+        import torch
 
-    def _payloads(self, job: Pending) -> tuple[int, Iterator[tuple[Encoded, Callable[[bytes], None] | None]]]:
-        """Return how many payloads a job has, and each with what proves it, None if that is done for all at once."""
-        delta = job.on_device
-        if delta is None or self.codec_name == "raw":
-            self._device = None
-            groups, versions = list(job.delta.split(GROUP_CHANGED)), Versions.of(job)
-            proven = (
-                (encode(self.codec_name, group, versions), functools.partial(prove, self.codec_name, group, versions))
-                for group in groups
-            )
-            return len(groups), proven
+        if (delta := job.on_device) is not None and self.codec_name != "raw":
+            try:
+                return _stored(self._on_device(job, delta), put, inline=inline)
+            except torch.OutOfMemoryError as error:
+                logger.warning("Version %d is encoded on the host: %s", job.version, error)
+        self._device = None
+        return _stored(self._on_host(job), put, inline=inline)
+
+    def _on_host(self, job: Pending) -> Iterator[tuple[Encoded, bytes]]:
+        shadow = job.shadow
+        assert job.fingerprints is not None
+
+        def new(name: str) -> tuple[np.ndarray, int]:
+            return shadow.bits[name], shadow.ranges[name][0]
+
+        for group in job.delta.split(GROUP_CHANGED):
+            yield encode(self.codec_name, group, new, job.fingerprints, job.version, job.version - 1)
+
+    def _on_device(self, job: Pending, delta: DeviceDelta) -> Iterator[tuple[Encoded, bytes]]:
         from deltasync.codec.device import split
         from deltasync.publish.encode_device import DeviceCoder
 
         if self._device is None or self._device.layout is not delta.layout:
             self._device = DeviceCoder(delta)
-        pieces = list(split(delta, GROUP_CHANGED))
-        return len(pieces), ((encoded, None) for encoded in self._on_device(job, delta, pieces))
-
-    def _on_device(self, job: Pending, delta: DeviceDelta, pieces: Sequence[Piece]) -> Iterator[Encoded]:
-        import torch
-
-        assert self._device is not None and job.fingerprints is not None
-        done = 0
-        try:
-            for encoded in self._device.encode(self.codec_name, delta, job.fingerprints.of, job.version, pieces):
-                yield encoded
-                done += 1
-        except torch.OutOfMemoryError as error:
-            logger.warning("Version %d is encoded on the host: %s", job.version, error)
-            for group in itertools.islice(job.delta.split(GROUP_CHANGED), done, None):
-                yield encode(self.codec_name, group, Versions.of(job))
-
-    def _prove_on_device(self, job: Pending, stored: Sequence[bytes]) -> None:
-        import torch
-
-        assert self._device is not None and job.on_device is not None and job.fingerprints is not None
-        try:
-            record = record_of(self.codec_name, job.version, job.version - 1, job.on_device.changed)
-            named = [(f"Payload {number} of version {job.version}", data) for number, data in enumerate(stored, 1)]
-            self._device.prove(record, job.on_device, job.fingerprints.of, named)
-        except torch.OutOfMemoryError as error:
-            logger.warning("Version %d is proven on the host: %s", job.version, error)
-            for group, data in zip(job.delta.split(GROUP_CHANGED), stored, strict=True):
-                prove(self.codec_name, group, Versions.of(job), data)
-
-
-class Versions(NamedTuple):
-    """The versions that a payload leads to and from, and the bits and fingerprints of the first one.
-
-    Attributes:
-        to: The version after the delta.
-        base: The version before it.
-        new: Returns the range of a tensor that is held, with the bits of `to`, and its first flat index.
-        fingerprints: Those of the whole tensors at `to`.
-    """
-
-    to: int
-    base: int
-    new: NewBits
-    fingerprints: Mapping[str, int]
-
-    @classmethod
-    def of(cls, job: Pending) -> Self:
-        """Return the version of a job and the one before, while the job's shadow has its bits."""
-        shadow = job.shadow
         assert job.fingerprints is not None
-        return cls(job.version, job.version - 1, lambda name: (shadow.bits[name], shadow.ranges[name][0]), job.fingerprints)
+        digests, stored = job.fingerprints.of, list[tuple[str, bytes]]()
+        pieces = list(split(delta, GROUP_CHANGED))
+        for encoded in self._device.encode(self.codec_name, delta, digests, job.version, pieces):
+            stored.append((f"Payload {len(stored) + 1} of version {job.version}", encoded.to_bytes()))
+            yield encoded, stored[-1][1]
+        # All at once, while the parts are on their way.
+        self._device.prove(record_of(self.codec_name, job.version, job.version - 1, delta.changed), delta, digests, stored)
 
 
-def encode(codec_name: str, delta: Changes, versions: Versions) -> Encoded:
-    """Return the payload of steps."""
-    return codec.get(codec_name).encode(delta, versions.new, versions.fingerprints, versions.to, versions.base)
+def _stored(
+    found: Iterable[tuple[Encoded, bytes]], put: Callable[[int, bytes], Future[File]], *, inline: bool
+) -> tuple[list[Future[File]], Encoded | None, int]:
+    """Begin to store all payloads but the last one, and that too, unless it fits into the record."""
+    files, size, last = list[Future[File]](), 0, None
+    for encoded, data in found:
+        if last is not None:
+            files.append(put(len(files) + 1, last[1]))
+        last, size = (encoded, data), size + len(data)
+        if not inline or len(data) > INLINE_BYTES:
+            files.append(put(len(files) + 1, data))
+            last = None
+    return files, None if last is None else last[0], size
+
+
+def encode(
+    codec_name: str, delta: Changes, new: NewBits, fingerprints: Mapping[str, int], version: int, base: int
+) -> tuple[Encoded, bytes]:
+    """Return the payload of steps from version `base` on, and its bytes, which were decoded as a reader does.
+
+    `new` returns the range of a tensor that is held, with the bits of the version, and its first flat index; `fingerprints`
+    are those of the whole tensors at the version.
+
+    Raises:
+        CorruptDataError: the payload decodes to something else.
+    """
+    encoded = codec.get(codec_name).encode(delta, new, fingerprints, version, base)
+    data, layout, what = encoded.to_bytes(), delta.layout, f"The payload from version {base} to {version}"
+
+    def old(name: str) -> RangeBits:
+        new_N, start = new(name)
+        return RangeBits(new_N, start, layout.specs[name].element_count, delta.of(name))
+
+    found, digests = payloads.decode(record_of(codec_name, version, base, delta.changed), [(what, data)], layout, old)
+    are_same = found.steps.keys() == delta.steps.keys() and all(
+        np.array_equal(one, other)
+        for width, steps in delta.steps.items()
+        for one, other in zip(found.steps[width], steps, strict=True)
+    )
+    if not are_same or digests != {tensor: fingerprints[tensor] for tensor in delta.counts()}:
+        raise CorruptDataError(f"{what} decodes to other bits than were encoded; no record names it.")
+    return encoded, data
 
 
 def record_of(codec_name: str, version: int, base: int, changed: int) -> Record:
@@ -159,33 +139,4 @@ def record_of(codec_name: str, version: int, base: int, changed: int) -> Record:
         created_at="-",
         base=VersionId(base, "-", "-"),
         delta=Delta(codec=codec_name, changed=changed),
-    )
-
-
-def prove(codec_name: str, delta: Changes, versions: Versions, data: bytes) -> None:
-    """Decode a payload as a reader does, by the record that will name it, and compare it with the encoded steps.
-
-    Raises:
-        CorruptDataError: they differ.
-    """
-    layout = delta.layout
-    record = record_of(codec_name, versions.to, versions.base, delta.changed)
-
-    def old(name: str) -> RangeBits:
-        new_N, start = versions.new(name)
-        return RangeBits(new_N, start, layout.specs[name].element_count, delta.of(name))
-
-    what = f"The payload from version {versions.base} to {versions.to}"
-    found, digests = payloads.decode(record, [(what, data)], layout, old)
-    named = {tensor: versions.fingerprints[tensor] for tensor in delta.counts()}
-    if digests != named or not _same(found, delta):
-        raise CorruptDataError(f"{what} decodes to other bits than were encoded; no record names it.")
-
-
-def _same(found: Changes, delta: Changes) -> bool:
-    """Whether two deltas have the same steps."""
-    return found.steps.keys() == delta.steps.keys() and all(
-        np.array_equal(one, other)
-        for width, steps in delta.steps.items()
-        for one, other in zip(found.steps[width], steps, strict=True)
     )

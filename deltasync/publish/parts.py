@@ -13,7 +13,7 @@ from deltasync.channel.documents import File
 from deltasync.config import PublisherSettings
 from deltasync.errors import ChainError, PublishError, PublishLostError, PublishPendingError, error_of, get_logger
 from deltasync.publish import writes
-from deltasync.publish.compact import Parts, Steps, store_parts
+from deltasync.publish.compact import Steps
 from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.pending import Pending
 from deltasync.publish.upload import PUTS
@@ -116,10 +116,10 @@ class PartQueue:
 
         try:
             job = self._submitted(serial)
-            encoded = self._encoder.encode(job, store, inline=False)
+            stored, _, _ = self._encoder.encode(job, store, inline=False)
             self._compaction = None if base is None else (base, folder)
             job.released.set()
-            files = [future.result() for future in encoded.files]
+            files = [future.result() for future in stored]
         except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it
             problem = error
             logger.error("A part was not stored: %s", error)
@@ -157,11 +157,11 @@ class PartQueue:
         def put(name: str, data: bytes) -> File:
             return writes.put_file(self._store, self.settings, f"{folder}/{name}", data)
 
-        def store() -> Parts:
+        def store() -> tuple[list[File], int]:
             assert job.fingerprints is not None
             if frozen.base != base:
                 raise ChainError(f"it has the steps since version {frozen.base}, not {base}.")
-            return store_parts(frozen, job.version, job.fingerprints, put, rank=self._ranks.rank)[0]
+            return frozen.store(job.version, job.fingerprints, put, rank=self._ranks.rank)[:2]
 
         parts, problem = attempt(store)
         steps.thaw()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,7 @@ import msgspec
 
 from deltasync.channel import documents
 from deltasync.channel.documents import Anchor, Channel, Record, Reference, TokenLag
-from deltasync.errors import PublishLostError, PublishTimeoutError
+from deltasync.errors import PublishTimeoutError
 from deltasync.publish.collect import Weights
 from deltasync.publish.shadow import Shadow
 from deltasync.tensors import Delta, Fingerprints, Layout, fingerprint
@@ -267,32 +266,3 @@ class Receipt:
             _encoded=job.encoded,
             _uploaded=job.uploaded,
         )
-
-
-class Losses:
-    """Receipts of a sharded trainer whose versions may be lost yet, to notice a cause that does not pass."""
-
-    def __init__(self) -> None:
-        self._receipts: list[Receipt] = []
-        self._cause: str | None = None  # why the last lost version was
-
-    def add(self, receipt: Receipt) -> None:
-        """Watch a receipt."""
-        self._receipts.append(receipt)
-
-    def check(self) -> None:
-        """Raise PublishLostError if two versions were lost for one cause since the last delta: it does not pass."""
-        done, self._receipts = [r for r in self._receipts if r.done], [r for r in self._receipts if not r.done]
-        for receipt in done:
-            error = receipt.problem
-            if error is None:
-                self._cause = None if receipt.kind == "delta" else self._cause
-            elif isinstance(error, PublishLostError) and error.__cause__ is not None:
-                cause = re.sub(r"[0-9a-f]*[0-9][0-9a-f.-]*", "", f"{type(error.__cause__).__name__} {error.__cause__}")
-                if cause == self._cause:
-                    self._cause = None
-                    raise PublishLostError(
-                        f"Two versions were lost for one cause, so it will not pass: {error.__cause__} Remove it; the next "
-                        "publish tries again, with full weights."
-                    )
-                self._cause = cause

@@ -30,7 +30,7 @@ from deltasync.publish.compact import Compactor
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
 from deltasync.publish.parts import PartQueue
-from deltasync.publish.pending import Losses, Pending, Receipt, host_delta
+from deltasync.publish.pending import Pending, Receipt, host_delta
 from deltasync.publish.shadow import Shadow
 from deltasync.publish.start import ChannelState, Start, check_arguments, open_first, prove_writes, warn_of_growth
 from deltasync.publish.stream import Stream
@@ -136,7 +136,6 @@ class Publisher:
         self._is_interrupted = self._is_torn = self._starts_over = False
         self._is_new = False  # whether the shadow has the bits of a first stream, and no version has them yet
         self._serial, self._closed = 0, False
-        self._losses = Losses()
         self._start = Start(self._ranks, reader, state, initial)
         self._uploader: UploadQueue | PartQueue
         if self._log is not None:
@@ -265,9 +264,7 @@ class Publisher:
         self._version, self._joined, self._last = jobs[-1].version, None, receipt
         self._starts_over = self._is_torn = self._is_new = False
         self._shadow.warn_of_nan(self._version)
-        if ranks.size > 1:
-            self._losses.add(self._last)
-        return self._last
+        return receipt
 
     def first(self, action: Callable[[], _Value]) -> _Value:
         """Run an action on the first rank of a sharded trainer and return its result at all ranks.
@@ -332,7 +329,6 @@ class Publisher:
         """
         uploader = self._uploader
         assert isinstance(uploader, UploadQueue)
-        self._losses.check()
         number, full, self._joined = uploader.base(joins=not self._starts_over)
         full = full or self._starts_over
         collects = self._ranks.size > 1 and (full or uploader.compactor.is_due(number))

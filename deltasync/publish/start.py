@@ -271,79 +271,72 @@ class Start:
         """Read the newest version, around objects that cannot be read. The caller checks the fingerprint over all ranks."""
         chain, avoid = self._state.chain, dict[str, str]()
         while True:
-            reading = chain[0]
-            memory = _Memory(self._reader, ranges, chain[0].record.version)
+            read: list[StoredRecord] = []
             try:
-                for reading in chain:
-                    memory.apply(reading)
-                return Shadow(self._reader.specs, ranges, memory.bits, self._state.settings.shadow), memory.steps
+                bits, steps = _replayed(self._reader, ranges, chain, read)
+                return Shadow(self._reader.specs, ranges, bits, self._state.settings.shadow), steps
             except (FormatError, ChainError, ApplyError) as error:
-                if len(avoid) == _DETOURS:
+                if not read or len(avoid) == _DETOURS:
                     raise
                 logger.warning("Version %s is read in another way: %s", self._state.end, error)
-                avoid[reading.key] = str(error)
+                avoid[read[-1].key] = str(error)
             chain = plan.find_chain(self._reader, None, self._state.end, avoid)
 
 
-class _Memory:
-    """Ranges of a channel's tensors in host memory, and the steps that led to them from the full weights of version `base`.
+def _replayed(
+    reader: ChannelReader, ranges: Mapping[str, Range], chain: Sequence[StoredRecord], read: list[StoredRecord]
+) -> tuple[dict[str, np.ndarray], Steps]:
+    """Return the bits of these ranges that a chain leads to, and the steps from the full weights of its first record.
 
-    Attributes:
-        bits: The bits of each range.
-        steps: The steps.
+    Appends each record to `read` before it is read.
+
+    Raises:
+        StoreError, ChainError, FormatError, ApplyError: the last one cannot be read.
     """
+    specs = reader.specs
+    bits = {name: np.empty(stop - start, specs[name].bits_dtype) for name, (start, stop) in ranges.items()}
+    segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in bits.items()}
+    live = LiveMemory(specs, segments)
+    is_whole = all(ranges[name] == (0, spec.element_count) for name, spec in specs.items())
+    steps = Steps(reader.layout, ranges, chain[0].record.version)
 
-    def __init__(self, reader: ChannelReader, ranges: Mapping[str, Range], base: int) -> None:
-        specs = reader.specs
-        self.bits = {name: np.empty(stop - start, specs[name].bits_dtype) for name, (start, stop) in ranges.items()}
-        self.steps = Steps(reader.layout, ranges, base)
-        segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in self.bits.items()}
-        self._live = LiveMemory(specs, segments)
-        self._reader, self._ranges = reader, ranges
-        self._is_whole = all(ranges[name] == (0, spec.element_count) for name, spec in specs.items())
+    def old(name: str) -> Bits:
+        if name not in bits:
+            return live.gather(name)  # which refuses it
+        return RangeBits(bits[name], ranges[name][0], specs[name].element_count)
 
-    def apply(self, stored: StoredRecord) -> None:
-        """Apply the next record of a chain, the first of which has full weights.
-
-        Raises:
-            StoreError, ChainError, FormatError, ApplyError: it cannot be read.
-        """
-        reader, live = self._reader, self._live
+    for stored in chain:
+        read.append(stored)
         if stored.use_anchor:
             pieces: Iterator[tuple[str, int, np.ndarray]]
-            if self._is_whole:
+            if is_whole:
                 pieces = ((name, 0, bits_N) for name, bits_N, _ in payloads.weights(reader, stored))
             else:
-                pieces = payloads.ranges_of_weights(reader, stored, self._ranges)
+                pieces = payloads.ranges_of_weights(reader, stored, ranges)
             for name, at, piece_N in pieces:
-                first = at - self._ranges[name][0]
-                self.bits[name][first : first + piece_N.size] = piece_N
+                first = at - ranges[name][0]
+                bits[name][first : first + piece_N.size] = piece_N
             live.audit()
         else:
-            changed = payloads.delta(reader, stored, self._old, live.wanted)
+            changed = payloads.delta(reader, stored, old, live.wanted)
             live.commit(live.stage(changed))
-            self.steps.add(self._inside(changed.delta))
-        if self._is_whole and fingerprint.to_hex(model_fingerprint(live.fingerprints)) != stored.record.fingerprint:
+            steps.add(changed.delta if is_whole else _inside(changed.delta, ranges))
+        if is_whole and fingerprint.to_hex(model_fingerprint(live.fingerprints)) != stored.record.fingerprint:
             raise CorruptDataError(f"{stored.key} leads to other bits than it names.")
+    return bits, steps
 
-    def _old(self, name: str) -> Bits:
-        if name not in self.bits:
-            return self._live.gather(name)  # which refuses it
-        return RangeBits(self.bits[name], self._ranges[name][0], self._reader.specs[name].element_count)
 
-    def _inside(self, delta: Delta) -> Delta:
-        """Return the steps of elements that are held: a reader may decode others, too."""
-        if self._is_whole:
-            return delta
-        found = {}
-        for width, steps in delta.steps.items():
-            vector = delta.layout.vectors[width]
-            start_T, stop_T = vector.first_T[:-1] + np.array([self._ranges[name] for name in vector.names], np.int64).T
-            tensor_K = vector.tensor(steps.at_K)
-            inside_K = (steps.at_K >= start_T[tensor_K]) & (steps.at_K < stop_T[tensor_K])
-            if inside_K.any():
-                found[width] = Sparse(steps.at_K[inside_K], steps.data_K[inside_K])
-        return Delta(delta.layout, found)
+def _inside(delta: Delta, ranges: Mapping[str, Range]) -> Delta:
+    """Return the steps of elements that are held: a reader may decode others, too."""
+    found = {}
+    for width, steps in delta.steps.items():
+        vector = delta.layout.vectors[width]
+        start_T, stop_T = vector.first_T[:-1] + np.array([ranges[name] for name in vector.names], np.int64).T
+        tensor_K = vector.tensor(steps.at_K)
+        inside_K = (steps.at_K >= start_T[tensor_K]) & (steps.at_K < stop_T[tensor_K])
+        if inside_K.any():
+            found[width] = Sparse(steps.at_K[inside_K], steps.data_K[inside_K])
+    return Delta(delta.layout, found)
 
 
 def _new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:

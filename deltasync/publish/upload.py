@@ -6,6 +6,7 @@ stores the rank's parts of a version once the first rank begins it (`parts`).
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -40,6 +41,8 @@ EXIT_S = 30.0
 _ENDING_S = 2.0  # how long threads may take to end once they were told to
 _IDLE_S = 5.0  # after which a connection is opened again before it is needed
 
+_NUMBERS = re.compile(r"[0-9a-f]*[0-9][0-9a-f.-]*")  # in which messages of one cause differ
+
 
 class UploadQueue:
     """Queue of at most two versions, one that runs and one that waits; a first reference may precede them.
@@ -60,6 +63,8 @@ class UploadQueue:
         self._waiting: list[Pending] = []
         self._running: Pending | None = None
         self._fenced: FencedError | None = None
+        self._cause = ""  # why the last version of a sharded trainer was lost, after which there was no delta
+        self._refusal: PublishLostError | None = None  # what the next publish raises
         self._used_s = time.monotonic()
         self._is_paused = False
         self._joined: Pending | None = None  # of the waiting ones, that which a publish joins
@@ -89,10 +94,12 @@ class UploadQueue:
 
         Raises:
             FencedError: another publisher has opened the channel; every later call raises it too.
+            PublishLostError: two versions of a sharded trainer were lost for one cause; the next call goes on.
         """
         with self._lock:
-            if self._fenced is not None:
-                raise self._fenced
+            refusal, self._refusal = self._fenced or self._refusal, None
+            if refusal is not None:
+                raise refusal
             newest = self._waiting[-1] if self._waiting else self._running
             if joins and self._waiting and self._waiting[-1].reference is None:
                 self._joined = self._waiting[-1]
@@ -235,6 +242,7 @@ class UploadQueue:
             except RuntimeError:  # they time out
                 logger.exception("The other ranks could not be told how an upload ended.")
         if error is None:
+            self._cause = self._cause if job.full else ""
             job.succeed(digest, payload_bytes)
         else:
             job.fail(error)
@@ -269,6 +277,14 @@ class UploadQueue:
             with self._lock:
                 self.full, self._running = True, None
                 lost = self._drop_waiting()
+                if self._ranks is not None and error.__cause__ is cause:
+                    before, self._cause = self._cause, _NUMBERS.sub("", f"{type(cause).__name__} {cause}")
+                    if self._cause == before:
+                        self._cause = ""
+                        self._refusal = PublishLostError(
+                            f"Two versions were lost for one cause, so it will not pass: {cause} Remove it; the next "
+                            "publish tries again, with full weights."
+                        )
         logger.error("%s", error, exc_info=None if isinstance(cause, DeltaSyncError) else cause)
         self._end(job, error)
         for other in lost:
@@ -293,28 +309,27 @@ class UploadQueue:
         if self._ranks is not None:
             base = compactor.base if wanted == "compaction" else None
             self._ranks.say(serial=job.serial, folder=folder, base=None if base is None else base.record.version)
-        encoded = self._encoder.encode(
-            job,
-            lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
+        stored, inline, size = self._encoder.encode(
+            job, lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data)
         )
         if wanted == "anchor":
             job.weights = job.weights or Weights.of(job.shadow)
         job.released.set()
         answers = [] if self._ranks is None else self._ranks.answers("part", job.serial, list[File])
         others = [file for files in answers for file in files]
-        payload_bytes = encoded.bytes + sum(file.bytes for file in others)
-        parts = [future.result() for future in encoded.files] + others
+        payload_bytes = size + sum(file.bytes for file in others)
+        parts = [future.result() for future in stored] + others
         job.end_encoding(payload_bytes)
         delta = Delta(codec=self.settings.codec, changed=job.changed, parts=parts)
-        stored = log.append(job.record(log.run_id, log.epoch, delta=delta), encoded.inline)
+        record = log.append(job.record(log.run_id, log.epoch, delta=delta), inline)
         self.full = False
-        compactor.stored(stored, job)
+        compactor.stored(record, job)
         if job.weights is not None:
             weights, job.weights = job.weights, None
-            compactor.announce(stored, weights)
+            compactor.announce(record, weights)
         elif wanted == "compaction":
-            compactor.compact(stored, folder, job)
-        return stored
+            compactor.compact(record, folder, job)
+        return record
 
     def _store_full(self, job: Pending) -> StoredRecord:
         """Store the weight files, unless it is a reference, then the record. Raises as `_store_delta`."""

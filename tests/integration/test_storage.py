@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import numpy as np
@@ -15,7 +14,6 @@ from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.errors import PublishPendingError, StoreError
-from deltasync.publish.budget import LEAST_COMPACTED, Budget
 from deltasync.publish.compact import Steps
 from deltasync.publish.pending import host_delta
 from deltasync.tensors.bits import bits_of
@@ -66,20 +64,6 @@ def test_the_size_of_a_compaction_is_estimated_as_it_is() -> None:
     _, counts = np.unique(moved, return_counts=True)
     entropy_bits = -float((counts * np.log2(counts / moved.size)).sum())
     assert steps.estimated_bytes() == pytest.approx(entropy_bits / 8, rel=0.02)
-
-
-def test_full_weights_take_the_place_of_a_compaction_that_is_no_longer_small() -> None:
-    budget = Budget(1)
-    kinds = []
-    for version in range(2, 400):
-        budget.earn(10.0)
-        found = budget.choose(version, 100.0, lambda: 60.0, compactions=True)
-        if found:
-            kinds.append((version, found))
-            budget.end(version, 100.0)
-    assert {kind for _, kind in kinds} == {"anchor"}
-    assert len(kinds) == pytest.approx(398 * 10 * 0.33 / 100, abs=1)
-    assert min(after - before for (before, _), (after, _) in itertools.pairwise(kinds)) >= LEAST_COMPACTED
 
 
 def test_a_joiner_of_a_channel_that_forgets_takes_the_compaction(memory_url: str) -> None:

@@ -88,12 +88,12 @@ def _check(shadow: Shadow, found: Difference, old: dict[str, np.ndarray], new: d
         np.testing.assert_array_equal(steps[width].at_K, wanted_K)
         np.testing.assert_array_equal(steps[width].data_K, wanted_step_K)
         assert steps[width].at_K.dtype == wanted_K.dtype
-    before = dict(known.shadow.fingerprints)
+    before = dict(shadow.fingerprints)
     shadow.apply(found)
     for name, bits_N in new.items():
         np.testing.assert_array_equal(shadow.bits[name], bits_N)
     fresh, _ = shadow._memory.fingerprints()
-    assert dict(known.shadow.fingerprints) == dict(fresh)
+    assert dict(shadow.fingerprints) == dict(fresh)
     assert {name for name in old if before[name] != fresh[name]} <= {n for n in old if (new[n] != old[n]).any()}
 
 

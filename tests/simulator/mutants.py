@@ -284,8 +284,8 @@ MUTANTS = {
     ),
     "a part is not waited for": Mutant(
         "deltasync.publish.upload",
-        "        parts = [future.result() for future in encoded.files] + others",
-        "        parts = [future.result() for future in encoded.files[:0]] + others",
+        "        parts = [future.result() for future in stored] + others",
+        "        parts = [future.result() for future in stored[:0]] + others",
         seed=0,
     ),
     "head is believed": Mutant(
