@@ -1,4 +1,4 @@
-"""What a publisher reads: the ranges of tensors that each rank of a trainer holds, and which of them it publishes.
+"""The ranges of tensors that each rank of a trainer holds, and which of them it publishes.
 
 A list or a mapping keeps its tensors until `publish` returns. They are checked once: as long as names, types, dtypes, shapes
 and devices stay what they were, a publish only looks at these and at the tensors' addresses, in loops that run outside of

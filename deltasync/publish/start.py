@@ -191,7 +191,7 @@ class Start:
 
     Attributes:
         channel: The channel's description, once a stream was compared.
-        source: What the streams hold.
+        source: Reads the streams.
         shadow: The bits of the stream, of this rank's ranges; those of the version that is resumed, if one is.
         steps: The steps to that version, None if none is resumed.
         reference: The reference to the checkpoint that the first version is, if it is one.

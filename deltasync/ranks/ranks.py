@@ -1,4 +1,4 @@
-"""What the ranks of a sharded trainer tell each other: agreement within `publish`, and messages between their uploads.
+"""Messages between the ranks of a sharded trainer: agreement within `publish`, and between their uploads.
 
 Messages, a few kilobytes, go through the key-value store of torch.distributed to the first rank and back, below a prefix of
 each publisher. No process group is made, so the ranks may belong to any others. Only the weights of an anchor are collected
@@ -119,7 +119,7 @@ class Ranks:
             self._store.set(f"alive/{self.rank}", f"end:{how}")
         self._thread.join()
 
-    # What all ranks call.
+    # Called by all ranks together.
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -210,7 +210,7 @@ class Ranks:
                 part = _bytes_of(out_N[start:stop])
                 self._together(lambda part=part, rank=rank: gloo.recv([part], rank, 0).wait())  # type: ignore[misc]
 
-    # What the threads call that upload.
+    # Called by the threads that upload.
 
     def say(self, **line: Any) -> None:
         """First rank: add a line to the log that the others follow: a version, by its `serial`, begins or ends.
