@@ -18,7 +18,7 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz simulate soak docs check format lock audit dist release-check bench corpus rivals results-tables gpu-kit clean
+.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz simulate docs check format lock audit dist release-check bench corpus rivals results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -107,12 +107,7 @@ SEEDS ?= 10000
 simulate: setup
 	$(BIN)/python -m tests.simulator --seeds $(SEEDS) --steps 300
 	$(BIN)/python -m tests.simulator --seeds 1000 --steps 60 --twice
-	$(BIN)/python -m tests.simulator.mutants
-
-# Of real servers; SOAK="--versions 7000 --rate 6" without them.
-SOAK ?= --vllm --minutes 60 --rate 2 --versions 7000
-soak: setup
-	$(BIN)/python -m tests.soak $(SOAK)
+	$(BIN)/python -m tests.simulator.mutants --night --seeds 400
 
 # Against Ceph's RADOS gateway, a real S3 server that checks signatures (Debian, Ubuntu; installed if we are root).
 test-radosgw: setup

@@ -278,7 +278,7 @@ def _real_steps() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return [(run, corpus_report.middle(run)) for run in load("corpus")["result"]["runs"]]
 
 
-# --- hosts, faults, soak ---------------------------------------------------------------------------------------------
+# --- hosts, faults ---------------------------------------------------------------------------------------------------
 
 
 def _as_written(name: str) -> Iterator[str]:
@@ -342,28 +342,6 @@ def _first_sentence(message: str) -> str:
     return re.sub(r"^\((.*?)\)", r"\1", message).removeprefix("nothing: ")
 
 
-def chaos() -> Iterator[str]:
-    """Yield the table of `tests.soak --vllm --chaos`: faults and results."""
-    found = load("chaos")["result"]
-    served, counted = found["replicas"], found["acks"]
-    total = {what: sum(replica[what] for replica in served) for what in ("checked", "wrong", "unknown", "starts")}
-    at_end = sum(replica["version"] == found["publisher"]["version"] for replica in served)
-    yield from _table(("", "in all"), [
-        ("minutes", f"{found['seconds'] / 60:.0f}"),
-        *((what, count) for what, count in found["troubles"].items()),
-        ("starts of servers", total["starts"]),
-        ("last version", found["publisher"]["version"]),
-        ("served versions whose bits were compared", total["checked"]),
-        ("wrong bits", total["wrong"]),
-        ("served, but gone from the channel since, so not compared", total["unknown"]),
-        ("acknowledgements", counted["counted"]),
-        ("false acknowledgements", counted["false"]),
-        ("servers that served the last version at the end", f"{at_end} of {len(served)}"),
-        ("problems of the channel at the end, all data read", len(found["problems"])),
-    ])  # fmt: skip
-    yield from _source("chaos")
-
-
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "codec-sizes": lambda: _codec_sizes("codec"),
     "codec-masters": codec_masters,
@@ -388,8 +366,6 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "placement": _of_command("placement"),
     "demo": _of_command("demo"),
     "hosts": lambda: _as_written("hosts"),
-    "soak": lambda: _as_written("soak"),
-    "chaos": chaos,
     "lag": _of_command("lag"),
     "join": _of_command("join"),
     "scale": _of_command("scale", function="measured"),

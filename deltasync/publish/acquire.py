@@ -298,7 +298,7 @@ class _Opener:
         newest = max(map(keys.epoch_number, found), default=0)
         for epoch in listed.documents:
             number = keys.epoch_number(epoch)
-            # What the log would take for an opening beside or after this one counts here too.
+            # The log takes it for an opening beside or after this one, so it counts here too.
             if number <= newest or self._retried(lambda: self._reader.is_opening(epoch, newest + 1)):  # noqa: B023
                 found.add(epoch)
                 newest = max(newest, number)

@@ -79,21 +79,6 @@ def test_the_benchmark_of_commits(number: signal.Signals, tmp_path: Path) -> Non
     assert set(logs) <= {"engine.log", "server.log", "request.json", "result.json"}
 
 
-@signals(signal.SIGINT, signal.SIGTERM)
-def test_the_soak(number: signal.Signals, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "tests.soak", "--minutes", "5", "--replicas", "2"]
-    environ = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(words, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + PATIENCE_S
-        while len(list(tmp_path.glob("*/replica-*"))) < 2:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
-        tree = supervisor.descendants(process.pid)
-        assert len(tree) >= 4  # two replicas, the publisher, and what forks them
-        process.send_signal(number)
-    wait_for_end(tree)
-
-
 SCRIPT = """
 import os, signal, sys, torch
 from deltasync import Publisher, Retention
