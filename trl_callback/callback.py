@@ -81,7 +81,11 @@ class DeltaSyncCallback(TrainerCallback):
         self._transfer = DeltaWeightTransfer(self.config)
         self._publishes = True  # whether the callback decides when to publish, rather than TRL; known once training starts
         self._restore: Callable[[], None] | None = None
-        self._metrics, self._last = _Metrics(self._transfer), _Last(self.finish)
+        self._prefix = "delta_sync/"
+        # Before all other callbacks, so that they see the metrics, and after them, because they may change the weights.
+        self._before, self._after = TrainerCallback(), TrainerCallback()
+        self._before.on_log = self._add_metrics
+        self._after.on_step_end, self._after.on_train_end = self._average, self._finish
         self._adapter: tuple[str, dict[str, Any]] | None = None  # the published adapter
         self._problem: Exception | None = None  # the error that ended publishing
 
@@ -140,8 +144,8 @@ class DeltaSyncCallback(TrainerCallback):
             )
         self._adapter = self._problem = None
         number = 1 + compat.callbacks(DeltaSyncCallback).index(self)
-        self._metrics.prefix = "delta_sync/" if number == 1 else f"delta_sync_{number}/"
-        compat.add_around(self._metrics, self._last)
+        self._prefix = "delta_sync/" if number == 1 else f"delta_sync_{number}/"
+        compat.add_around(self._before, self._after)
         transfer = self._transfer
         transfer.step = state.global_step
         if state.is_world_process_zero and (average := compat.averages(more.get("optimizer"))) is not None:
@@ -180,8 +184,24 @@ class DeltaSyncCallback(TrainerCallback):
             known = state.stateful_callbacks.setdefault(_STATE, {}).setdefault("run_ids", [])
             known += [] if transfer.publisher.run_id in known else [transfer.publisher.run_id]
 
-    def finish(self, state: TrainerState, model: Any) -> None:
-        """Publish the final weights, which other callbacks may have changed, and wait for the uploads."""
+    def _add_metrics(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add new metrics to the logs."""
+        # Logs without a loss are results of `evaluate` and `train`, which choose the best model.
+        if logs is not None and "loss" in logs and state.is_world_process_zero:
+            found = self._transfer.metrics().items()
+            metrics = {name.replace("delta_sync/", self._prefix, 1): value for name, value in found}
+            logs.update(metrics)
+            if state.log_history:
+                state.log_history[-1].update(metrics)
+
+    def _average(self, args: Any, state: Any, control: TrainerControl, optimizer: Any = None, **kwargs: Any) -> None:
+        """After the last step, switch the optimizer to the average, if it has one."""
+        # Not later: the best model may be loaded, which is an average that the optimizer must not move.
+        if control.should_training_stop and (average := compat.averages(optimizer)) is not None:
+            average.eval()
+
+    def _finish(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Publish the final weights, and wait for the uploads."""
         transfer = self._transfer
         if transfer.publisher is None:
             return
@@ -269,39 +289,6 @@ class DeltaSyncCallback(TrainerCallback):
                 "changed. Publish it to another channel."
             )
         self._adapter = found
-
-
-class _Metrics(TrainerCallback):
-    """Adds new metrics to the logs. It runs before all other callbacks, so that they see the metrics."""
-
-    def __init__(self, transfer: DeltaWeightTransfer) -> None:
-        self._transfer = transfer
-        self.prefix = "delta_sync/"
-
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        # Logs without a loss are results of `evaluate` and `train`, which choose the best model.
-        if logs is not None and "loss" in logs and state.is_world_process_zero:
-            metrics = {
-                name.replace("delta_sync/", self.prefix, 1): value for name, value in self._transfer.metrics().items()
-            }
-            logs.update(metrics)
-            if state.log_history:
-                state.log_history[-1].update(metrics)
-
-
-class _Last(TrainerCallback):
-    """Publishes the final weights after all other callbacks: the average, if the optimizer has one."""
-
-    def __init__(self, finish: Callable[[TrainerState, Any], None]) -> None:
-        self._finish = finish
-
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, optimizer: Any = None, **kwargs: Any) -> None:
-        # Not later: the best model may be loaded, which is an average that the optimizer must not move.
-        if control.should_training_stop and (average := compat.averages(optimizer)) is not None:
-            average.eval()
-
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._finish(state, model)
 
 
 def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object], base: type) -> type:

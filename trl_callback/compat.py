@@ -112,29 +112,24 @@ def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
     if loop_class is None or dataset is None:
         return worker is None
     if isinstance(loop_class, type):  # else replaced by an earlier `train`
-        worker._loop_cls = functools.partial(make_versioned_loop, loop_class)
-    dataset.queue = _AdmittingQueue(dataset.queue, ages)
+        ages.demanded = worker._mp_ctx.Value("q", 0)
+        worker._loop_cls = functools.partial(make_versioned_loop, loop_class, ages.demanded)
+    _watch_queue(dataset.queue, ages)
     _watch_batches(train_dataloader.collate_fn, ages)
     _watch_loss(trainer, ages)
     ages.begin(lambda: trainer.model_version, trainer.args.max_staleness)
     return True
 
 
-class _AdmittingQueue:
-    """A queue of samples without those that `ages` drops."""
+def _watch_queue(queue: Any, ages: TokenAges) -> None:
+    """Leave out of a queue the samples that `ages` drops."""
 
-    def __init__(self, queue: Any, ages: TokenAges) -> None:
-        self._queue = queue
-        self._ages = ages
+    def get(*args: Any, **kwargs: Any) -> Any:
+        while not ages.admit(sample := original(*args, **kwargs)):
+            pass
+        return sample
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._queue, name)
-
-    def get(self, *args: Any, **kwargs: Any) -> Any:
-        while True:
-            sample = self._queue.get(*args, **kwargs)
-            if self._ages.admit(sample):
-                return sample
+    original = _replace(queue, "get", get)
 
 
 def _watch_batches(collator: Any, ages: TokenAges) -> None:

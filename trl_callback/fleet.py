@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 import time
@@ -65,16 +64,6 @@ def _served_version(beat: Heartbeat, published: Mapping[int, str]) -> int:
     return serving.version
 
 
-@dataclasses.dataclass(eq=False)
-class _Published:
-    """One publication; several may have been merged into one version."""
-
-    number: int  # of earlier publications
-    receipt: Receipt
-    count: int | None = None  # the trainer's own number of the version, once known
-    error: BaseException | None = None  # from waiting for it
-
-
 class Pace:
     """Lets training continue while the fleet serves a version at most `max_behind` behind.
 
@@ -84,17 +73,13 @@ class Pace:
 
     def __init__(self, wait_for: Callable[[Receipt], None], max_behind: int) -> None:
         self._wait_for = wait_for
-        self._window: deque[_Published] = deque(maxlen=max_behind + 1)
-        self._number = 0
-        self._served: _Published | None = None
+        self._window: deque[Receipt] = deque(maxlen=max_behind + 1)  # the last publications; some may share a version
+        self._counts: dict[int, int] = {}  # the trainer's own number of each version, once known
+        self._errors: dict[int, BaseException] = {}  # from waiting for a version
         self._update: Callable[[int], None] | None = None
         self._waits = False  # whether the thread runs
         self._changed = threading.Condition()
-
-    @property
-    def served(self) -> int | None:
-        """The newest version that the fleet is known to serve; None before the first."""
-        return None if self._served is None else self._served.receipt.version
+        self.served: int | None = None  # the newest version that the fleet is known to serve; None before the first
 
     def keep(self, receipt: Receipt) -> float:
         """Add a published version, wait until the fleet is close enough (always for the first version), and return the
@@ -102,16 +87,15 @@ class Pace:
         """
         before_s = time.perf_counter()
         with self._changed:
-            self._window.append(_Published(self._number, receipt))
-            self._number += 1
-            due = self._window[0]
-            due.error = None  # until now training did not depend on it
+            self._window.append(receipt)
+            due = self._window[0].version
+            self._errors.pop(due, None)  # until now training did not depend on it
             if not self._waits:
                 self._waits = True
                 daemon("watch", self._refresh).start()
-            self._changed.wait_for(lambda: due.error is not None or self._serves(due))
-        if due.error is not None:
-            raise due.error
+            self._changed.wait_for(lambda: due in self._errors or self._serves(due))
+            if due in self._errors:
+                raise self._errors[due]
         return time.perf_counter() - before_s
 
     def report(self, count: int, update: Callable[[int], None]) -> None:
@@ -123,31 +107,31 @@ class Pace:
         with self._changed:
             self._update = update
             if self._window:
-                self._window[-1].count = count
-            served = None if self._served is None else self._served.count
-            update(count if served is None else served)
+                self._counts[self._window[-1].version] = count
+            update(count if self.served is None else self._counts.get(self.served, count))
 
-    def _serves(self, published: _Published) -> bool:
-        return self._served is not None and self._served.number >= published.number
+    def _serves(self, version: int) -> bool:
+        return self.served is not None and self.served >= version
 
     def _refresh(self) -> None:
         """Wait for each version in turn, until the fleet serves it or the wait fails."""
         while True:
             with self._changed:
-                due = next((each for each in self._window if each.error is None and not self._serves(each)), None)
+                waiting = (each for each in self._window if each.version not in self._errors)
+                due = next((each for each in waiting if not self._serves(each.version)), None)
                 if due is None:
                     self._waits = False
                     return
+            error: BaseException | None = None
             try:
-                self._wait_for(due.receipt)
-            except BaseException as error:  # noqa: BLE001 - `keep` raises it if training depends on this version
-                with self._changed:
-                    due.error = error
-                    self._changed.notify_all()
-                continue
+                self._wait_for(due)
+            except BaseException as found:  # noqa: BLE001 - `keep` raises it if training depends on this version
+                error = found
             with self._changed:
-                if not self._serves(due):
-                    self._served = due
-                    if self._update is not None and due.count is not None:
-                        self._update(due.count)
+                if error is not None:
+                    self._errors[due.version] = error
+                elif not self._serves(due.version):
+                    self.served = due.version
+                    if self._update is not None and due.version in self._counts:
+                        self._update(self._counts[due.version])
                 self._changed.notify_all()

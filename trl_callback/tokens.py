@@ -7,7 +7,7 @@ import itertools
 import logging
 import re
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from deltasync.channel.documents import Count, TokenLag
 from deltasync.channel.keys import LARGEST_VERSION
 from deltasync.errors import UNREADABLE_JSON, ConfigError
 from deltasync.following.replies import SPANS_HEADER, VERSIONS_HEADER
+from deltasync.following.wanted import VERSION_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -80,35 +81,31 @@ class VersionedMetrics(dict[str, float]):
 _headers: ContextVar[Mapping[str, str]] = ContextVar("deltasync_headers")  # headers of this conversation's last reply
 
 
-class _RecordingSession:
-    """An aiohttp session that records the headers of replies."""
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    @contextlib.asynccontextmanager
-    async def post(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        async with self._session.post(*args, **kwargs) as reply:
-            _headers.set(reply.headers)
-            yield reply
+async def _record_headers(session: Any, context: Any, params: Any) -> None:
+    """Record the headers of a reply; a signal of aiohttp."""
+    _headers.set(params.response.headers)
 
 
-def make_versioned_loop(base: type, **settings: Any) -> Any:
+def make_versioned_loop(base: type, demanded: Any, **settings: Any) -> Any:
     """Make a rollout loop whose samples carry the versions of their tokens. Its class extends TRL's `_AsyncRolloutLoop`.
 
-    The loop runs in another process: `functools.partial(make_versioned_loop, base)`, which can be pickled, replaces the
-    class in the worker's `_loop_cls`.
+    The loop runs in another process: `functools.partial(make_versioned_loop, base, demanded)`, which can be pickled,
+    replaces the class in the worker's `_loop_cls`. Requests demand at least the version of `demanded`, a shared number.
     """
+    from aiohttp import TraceConfig
+
+    trace = TraceConfig()
+    trace.on_request_end.append(_record_headers)
+    trace.freeze()
 
     class VersionedLoop(base):
         session: Any
 
         async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-            if not isinstance(self.session, _RecordingSession):
-                self.session = _RecordingSession(self.session)
+            if trace not in self.session.trace_configs:
+                self.session.trace_configs.append(trace)
+            if demanded.value:
+                self.session.headers[VERSION_HEADER] = f">={demanded.value}"
             _headers.set({})
             ids, log_probs = await super()._generate_one_turn(prompt_ids)
             versions = read_versions(_headers.get(), len(ids))
@@ -131,10 +128,14 @@ class TokenAges:
     A token's lag is the number of the trainer's weight syncs since the sync that published the token's version, the unit of
     TRL's `max_staleness`. If each sync is a version, the lag is the difference of versions. Tokens older than `max_lag` when
     the trainer receives their sample are not trained. Tokens of unknown age are trained only with `unversioned`.
+
+    Attributes:
+        demanded: The oldest version that the rollouts take, as `value`, shared with their process; None without one.
     """
 
     def __init__(self, max_lag: int | None, unversioned: bool = False) -> None:
         self.max_lag = max_lag
+        self.demanded: Any = None
         self._unversioned = unversioned
         self._unversioned_count = 0  # consecutive samples without any version
         self._bound = 0

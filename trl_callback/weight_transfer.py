@@ -196,8 +196,15 @@ class DeltaWeightTransfer:
         """Report the version that the fleet serves to TRL's rollouts, not the published one. See `Pace.report`."""
         if self.publisher is not None and self.published_step == self.step:  # else the sync was skipped
             self.ages.synced(self.publisher.version, count)
-        if self._pace is not None:
-            self._pace.report(count, update)
+        pace, demanded = self._pace, self.ages.demanded
+
+        def report(served: int) -> None:
+            update(served)
+            if demanded is not None and pace is not None:
+                demanded.value = pace.served or 0
+
+        if pace is not None:
+            pace.report(count, report)
 
     def _wait_in_pace(self) -> float:
         """Wait until the fleet is close enough to the last version. Return the seconds."""

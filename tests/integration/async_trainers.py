@@ -29,11 +29,16 @@ class Completions:
     Args:
         replica: Follows the channel, as the server says.
         answer: Gives the tokens for a request's body, and how many of them each version made, in order.
+
+    Attributes:
+        asked: The version that each request demanded, and the one that was served.
     """
 
     def __init__(
         self, replica: Replica, answer: Callable[[dict[str, Any]], tuple[list[int], list[tuple[int, int]]]]
     ) -> None:
+        asked = self.asked = list[tuple[str, int]]()
+
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
@@ -49,6 +54,7 @@ class Completions:
                     self.rfile.read(int(self.headers["content-length"]))
                     return self.reply({})
                 assert self.path == "/v1/completions"
+                asked.append((self.headers["x-deltasync-version"], replica.version or 0))
                 ids, spans = answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
                 choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-2.0] * len(ids)}}
                 versions = {

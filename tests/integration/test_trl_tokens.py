@@ -20,7 +20,7 @@ from tests.integration import trainers
 from tests.integration.async_trainers import Completions, grpo_sample, make_async_trainer
 from tests.integration.trainers import TOKEN_METRICS, Fleet
 from trl_callback import DeltaSyncCallback
-from trl_callback.compat import _AdmittingQueue
+from trl_callback.compat import _watch_queue
 from trl_callback.tokens import UNKNOWN, TokenAges, VersionedLogProb, VersionedMetrics
 
 checkpoint = trainers.checkpoint
@@ -56,6 +56,10 @@ def test_lag_is_that_of_the_tokens_when_they_are_trained(
             max_staleness=9,
         )
         trainer.train()
+    # What the fleet served when it was asked: a server that started anew would answer with the weights of its checkpoint.
+    assert {">=1", ">=2"} <= {demanded for demanded, _ in server.asked}
+    assert all(demanded == f">={served}" for demanded, served in server.asked if served == 1)
+    assert all(int(demanded[2:]) <= served for demanded, served in server.asked)
     logs = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["delta_sync/token_lag_max"] for line in logs] == oldest
     reader = ChannelReader(open_store(url))
@@ -111,8 +115,8 @@ def test_trl_drops_a_sample_by_its_oldest_token_and_trains_no_masked_one() -> No
             ages.synced(sync, sync)
         for sample in (queued(0, 5, 5), queued(1, 2, 5), queued(2, 4, 3), queued(3, 2, 2), queued(4, 4)):
             source.put(sample)
-        admitted: Any = _AdmittingQueue(source, ages)
-        dataset = RolloutQueueDataset(admitted, lambda: 5, lambda _: None, 60, metrics, max_staleness=2)
+        _watch_queue(source, ages)
+        dataset = RolloutQueueDataset(source, lambda: 5, lambda _: None, 60, metrics, max_staleness=2)
         found: list[tuple[int, list[int]]] = []
         for sample in dataset:
             found.append((sample["group_id"], sample["completion_mask"].tolist()))
