@@ -18,7 +18,7 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz simulate docs check format lock audit dist release-check bench corpus rivals results-tables gpu-kit clean
+.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz simulate docs check format lock audit dist release-check bench corpus rivals results results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -294,6 +294,12 @@ gpu-kit: setup
 	find $(GPU_KIT) -name __pycache__ -type d -prune -exec rm -rf {} +
 	@test "$$(du -sm $(GPU_KIT) | cut -f1)" -le 64
 	@du -sm $(GPU_KIT)
+
+# Every file of docs/results/ anew on this machine, then tables and pictures: hours; an interrupted run goes on. What there is, and
+# what cannot run here: make results RESULTS=--list
+RESULTS ?=
+results: setup
+	PYTHONPATH="$(CURDIR):$(CURDIR)/examples" $(BIN)/python -m benchmarks.record --corpus $(CORPUS) $(RESULTS)
 
 # Sizes and speeds of the codecs; python -m benchmarks.NAME --help for the others.
 bench: setup

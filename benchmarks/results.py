@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from benchmarks.codec import published
+from benchmarks.codec import published, report
 from benchmarks.corpus import report as corpus_report
 from deltasync.config import CODECS
 from deltasync.publish.compact import SHARE
@@ -216,9 +216,14 @@ def codec_reported() -> Iterator[str]:
     yield from _table(columns, rows)
 
 
+def _one_percent(result: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = min(result["samples"], key=lambda each: abs(each["changed_fraction"] - 0.0107))
+    return found
+
+
 def codec_speed() -> Iterator[str]:
     """Yield rates and memory at 1 % changed."""
-    sample = min(load("codec")["result"]["samples"], key=lambda each: abs(each["changed_fraction"] - 0.0107))
+    sample = _one_percent(load("codec")["result"])
     rows = []
     for each in sample["encodings"]:
         peak = each["encode_peak_extra_bytes"]
@@ -276,6 +281,13 @@ def codec_readme() -> Iterator[str]:
 def _real_steps() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return each run of `benchmarks.corpus`, and its middle step."""
     return [(run, corpus_report.middle(run)) for run in load("corpus")["result"]["runs"]]
+
+
+def plot_codec(target: Path) -> None:
+    """Plot the sizes of the simulation and of the real deltas."""
+    report.plot(
+        {"samples": [sample for name in ("codec", "codec_real") for sample in load(name)["result"]["samples"]]}, target
+    )
 
 
 # --- hosts, faults ---------------------------------------------------------------------------------------------------
@@ -342,6 +354,48 @@ def _first_sentence(message: str) -> str:
     return re.sub(r"^\((.*?)\)", r"\1", message).removeprefix("nothing: ")
 
 
+def machines() -> Iterator[str]:
+    """Yield where each file is from."""
+    rows: list[Row] = []
+    for path in sorted(RESULTS.glob("*.json")):
+        found = load(path.stem)
+        of = found["machine"]
+        load_average = of.get("load_average", "not recorded")
+        rows.append(
+            (f"`{path.name}`", of.get("cpu", "not recorded"), of["cores"], load_average, found["commit"], found["date"])
+        )
+    yield from _table(("file", "CPU", "cores", "load before", "commit", "date"), rows)
+
+
+_COMPARED: dict[str, dict[str, Callable[[Any], float]]] = {
+    "codec": {
+        "memory copy, GB/s": lambda result: result["memcpy_gb_s"],
+        "`packed`, compare + encode at 1 %, GB/s": lambda result: _encoding(_one_percent(result), "packed")["encode_gb_s"],
+        "`context`, the same": lambda result: _encoding(_one_percent(result), "context")["encode_gb_s"],
+    },
+    "step": {"publish of 1.2 GB, times a copy": lambda result: result["copies"]},
+    "join": {"late joiner of 1.2 GB, s": lambda result: result["join"]["join_s"]},
+    "recovery": {"rollback of 1 % of 1.2 GB, ms": lambda result: 1e3 * result["rollback_s"][0]},
+    "commit": {
+        "commit in vLLM, 0.6 B parameters, ms": lambda result: 1e3 * result["commit"]["deltasync"]["commit"]["median_s"]
+    },
+    "lag": {"lag of 7 MB over 100 Mbit/s and 50 ms, p50, s": lambda result: result["large"]["lag_s"]["p50"]},
+}
+"""What machines are compared by, by file."""
+
+
+def machines_compared() -> Iterator[str]:
+    """Yield figures of the files here, and of those in each sub-folder, which are another machine's."""
+    folders = [RESULTS, *sorted(path for path in RESULTS.iterdir() if path.is_dir())]
+    rows: list[Row] = []
+    for name, figures in _COMPARED.items():
+        here = [f"{folder.relative_to(RESULTS)}/{name}" for folder in folders]
+        found = [load(each)["result"] if (RESULTS / f"{each}.json").exists() else None for each in here]
+        for what, figure in figures.items():
+            rows.append((what, *("" if result is None else _three_digits(figure(result)) for result in found)))
+    yield from _table(("figure", "here", *(folder.name for folder in folders[1:])), rows, words=1)
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "codec-sizes": lambda: _codec_sizes("codec"),
     "codec-masters": codec_masters,
@@ -370,7 +424,9 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "join": _of_command("join"),
     "scale": _of_command("scale", function="measured"),
     "scale-computed": _of_command("scale", function="computed"),
-    "wordle": lambda: _as_written("wordle"),
+    "wordle": lambda: _as_written("wordle") if "columns" in load("wordle")["result"] else _of_command("wordle", "demo")(),
+    "machines": machines,
+    "machines-compared": machines_compared,
     **{f"faults-{page}": functools.partial(faults, page) for page in _FAULT_PAGES},
 }
 
@@ -398,20 +454,20 @@ FIGURES: dict[str, Callable[[], str]] = {
 }
 
 
-def main() -> None:
-    """Update the documents, or say which are out of date."""
+def main(words: Sequence[str]) -> None:
+    """Update the documents, or with `--check` say which are out of date."""
     behind: list[Path] = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if (wanted := updated(text)) != text:
             behind.append(page)
-            if "--check" not in sys.argv:
+            if "--check" not in words:
                 page.write_text(wanted, encoding="utf-8")
     for page in behind:
         print(page.relative_to(common.ROOT))
-    if "--check" in sys.argv and behind:
+    if "--check" in words and behind:
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
+from benchmarks.common import document
 from deltasync.errors import DeltaSyncError
 from demo.model import build_checkpoint
 from tests.hosts import network, summary
@@ -45,6 +46,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("demo-hosts-out"), help="earlier runs in it are kept and compared with"
     )
+    parser.add_argument("--json", action="store_true", help="print the tables of all runs in --out as a result file instead")
     return parser.parse_args()
 
 
@@ -85,9 +87,10 @@ def main() -> int:
         )
         say(f"{name}: {args.versions} versions, {args.task}")
         found = run(settings, say)
-        print(f"\n{name}")
-        _print_rows(summary.table(found))
-    return _verdict(args.out, args.versions)
+        if not args.json:
+            print(f"\n{name}")
+            _print_rows(summary.table(found))
+    return _verdict(args.out, args.versions, args.json)
 
 
 def _interrupt(*_: object) -> None:
@@ -97,10 +100,15 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _verdict(out: Path, versions: int) -> int:
+def _verdict(out: Path, versions: int, as_json: bool) -> int:
     runs = {path.parent.name: json.loads(path.read_text()) for path in sorted(out.glob("*/summary.json"))}
     bars = summary.bars(runs, versions)
     (out / "summary.json").write_text(json.dumps({"runs": runs, "bars": bars}, indent=2) + "\n")
+    if as_json:
+        tables = {name: dict(summary.table(run)) for name, run in runs.items()}
+        rows = [[what, *(table.get(what, "") for table in tables.values())] for what in next(iter(tables.values()), {})]
+        print(json.dumps(document({"columns": ["", *tables], "rows": rows}), indent=2))
+        return 0 if tables else 1
     print("\nbars")
     _print_rows([(name, f"{'met   ' if met else 'MISSED'}  {text}") for name, text, met in bars])
     return 0 if bars and all(met for _, _, met in bars) else 1
