@@ -8,13 +8,15 @@ from unittest import mock
 
 import torch
 
-from deltasync import Publisher, Receipt
+from deltasync import Publisher, Receipt, Replica
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
 from deltasync.publish.shadow import Shadow
 from deltasync.publish.source import Source
 from deltasync.publish.stream import Stream
 from deltasync.ranks.ranks import Ranks
+from deltasync.stores import Store
+from tests.conftest import assert_same_bits
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -49,6 +51,13 @@ def trained(before: Weights, seed: int, fraction: float = 0.02) -> dict[str, tor
 def publish(publisher: Publisher, weights: Weights, step: int | None = None) -> Receipt:
     """Publish weights, and wait until they are visible."""
     return publisher.publish(weights.items(), step=step).wait(PATIENCE_S)
+
+
+def assert_holds(channel: str | Store, expected: Weights, version: int | None = None) -> None:
+    """A new replica reaches a version, by default the newest one, and has these weights."""
+    replica = Replica(channel)
+    assert replica.sync(version) == version or version is None
+    assert_same_bits(replica.state_dict(), dict(expected))
 
 
 class Compared:

@@ -18,7 +18,7 @@ from deltasync import Publisher, Replica, maintenance, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import FencedError, PublishPendingError, StoreError, TransientStoreError
-from tests.builders import trained, weights
+from tests.builders import assert_holds, trained, weights
 from tests.conftest import assert_same_bits
 from tests.servers import clouds
 from tests.servers.clouds import Azurite, FakeGcs, Service
@@ -30,7 +30,7 @@ AWAY_S = 30.0
 _PUBLISHER = """
 import sys
 from deltasync import Publisher
-from tests.builders import trained, weights
+from tests.builders import assert_holds, trained, weights
 with Publisher(sys.argv[1]) as publisher:
     model = weights()
     for seed in range(1000):
@@ -98,9 +98,7 @@ def test_thirty_versions_and_what_is_done_with_them(url: str, tmp_path: Path) ->
     assert maintenance.copy(reader, copy).problems == []
     maintenance.gc(reader, maintenance.KeepPolicy(last=3), grace_s=0)
     for store in (open_store(url), copy):
-        late = Replica(store)
-        assert late.sync() == 30
-        assert_same_bits(late.state_dict(), model)
+        assert_holds(store, model, 30)
 
 
 def test_a_second_writer_and_one_that_was_killed(url: str, service: Service) -> None:

@@ -20,6 +20,7 @@ from deltasync.channel.documents import Record
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.errors import NotPublishedError
+from tests.builders import assert_holds
 from tests.conftest import assert_same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -89,9 +90,7 @@ def prove(folder: Path, size: int) -> Told:
     for version, state in states.items():
         stepwise.sync(version)
         assert_same_bits(stepwise.state_dict(), state)
-        late = Replica(url)
-        late.sync(version)
-        assert_same_bits(late.state_dict(), state)
+        assert_holds(url, state, version)
     # From far behind, several versions are merged into one commit.
     behind = Replica(url)
     behind.sync(min(states))
@@ -166,9 +165,7 @@ def test_a_rank_that_dies_leaves_no_version_and_hangs_nobody(tmp_path: Path) -> 
         dying.kill()
     assert survivor.splitlines() == ["lost version 2", "no publish without rank 1", "still no publish", "closed"]
     assert time.monotonic() - started < 100
-    replica = Replica(f"file://{folder}")
-    assert replica.sync() == 1
-    assert_same_bits(replica.state_dict(), {"w": torch.zeros(1000, dtype=torch.bfloat16)})
+    assert_holds(f"file://{folder}", {"w": torch.zeros(1000, dtype=torch.bfloat16)}, 1)
 
 
 def test_flat_partitions_whole_tensors_and_copies_are_published_once(ranks: tuple[int, Path]) -> None:

@@ -15,7 +15,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import CorruptDataError, MissingVersionError
 from deltasync.following import engine
 from deltasync.stores.cache import CachedStore
-from tests.conftest import assert_same_bits
+from tests.builders import assert_holds
 from tests.faults import FaultyStore, flipped, truncated
 from tests.unit import test_cache
 from tests.unit.test_cache import MB, downloads, files
@@ -36,9 +36,7 @@ class TestReader:
                 publisher.publish(weights.items()).wait(60)
         inner.calls.clear()
         for _ in range(3):
-            replica = Replica(CachedStore(inner, directory, MB))
-            replica.sync()
-            assert_same_bits(replica.state_dict(), weights)
+            assert_holds(CachedStore(inner, directory, MB), weights)
         read = downloads(inner)
         assert read.count("channel.json") == 3
         weights_read = [key for key in read if key.startswith("anchors/")]
@@ -62,9 +60,7 @@ class TestReader:
             with pytest.raises((CorruptDataError, MissingVersionError)):
                 Replica(store).sync()
         inner.heal()
-        replica = Replica(store)
-        replica.sync()
-        assert_same_bits(replica.state_dict(), weights)
+        assert_holds(store, weights)
 
 
 def test_the_workers_of_a_server_download_once(inner: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import storage
-from deltasync import Publisher, Replica, Retention, open_store
+from deltasync import Publisher, Retention, open_store
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
@@ -17,8 +17,7 @@ from deltasync.errors import PublishPendingError, StoreError
 from deltasync.publish.compact import Steps
 from deltasync.publish.pending import host_delta
 from deltasync.tensors.bits import bits_of
-from tests.builders import Compared, finish_maintenance
-from tests.conftest import assert_same_bits
+from tests.builders import Compared, assert_holds, finish_maintenance
 from tests.faults import FaultyStore
 
 
@@ -79,9 +78,7 @@ def test_a_joiner_of_a_channel_that_forgets_takes_the_compaction(memory_url: str
     reader = ChannelReader(store)
     (compacted,) = [span for span, _ in reader.compactions()]
     assert json.loads(forgot.stdout)["kept"] == [1, *range(min(compacted.version, 87), 92)]
-    replica = Replica(store)
-    assert replica.sync() == 91
-    assert_same_bits(replica.state_dict(), last)
+    assert_holds(store, last, 91)
     checked = CliRunner().invoke(main, ["check", memory_url, "--read-data"])
     assert checked.exit_code == 0, checked.output
 
@@ -98,9 +95,7 @@ def test_a_compaction_is_stored_in_parts_one_group_of_tensors_each(memory_url: s
     parts = [info.key for info in store.list(keys.PARTS)]
     ends = [span.version for span, _ in ChannelReader(store).compactions()]
     assert ends and parts and all(storage.is_compaction_part(key) for key in parts)
-    replica = Replica(store)
-    assert replica.sync(max(ends)) == max(ends)
-    assert_same_bits(replica.state_dict(), states[max(ends) - 1])
+    assert_holds(store, states[max(ends) - 1], max(ends))
 
 
 def test_a_compaction_has_the_steps_of_a_version_that_got_no_answer(memory_url: str) -> None:
@@ -144,9 +139,7 @@ def test_full_weights_that_cannot_be_read_get_new_ones_in_their_place(memory_url
     reader = ChannelReader(store)
     assert not [span for span, _ in reader.compactions() if span.base == 1]
     assert len(reader.announcements()) == 1
-    replica = Replica(store)
-    assert replica.sync() == 61
-    assert_same_bits(replica.state_dict(), weights)
+    assert_holds(store, weights, 61)
 
 
 def test_a_publisher_that_keeps_everything_says_so(memory_url: str, caplog: pytest.LogCaptureFixture) -> None:

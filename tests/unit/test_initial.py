@@ -18,7 +18,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import ConfigError, MissingVersionError, PublishError, PublishLostError
 from deltasync.stores import Store
-from tests.conftest import assert_same_bits
+from tests.builders import assert_holds, finish_maintenance
 from tests.faults import FOREVER, FaultyStore
 
 Weights = dict[str, torch.Tensor]
@@ -94,12 +94,6 @@ def anchors(store: Store) -> list[int]:
     return [span.version for span, _ in ChannelReader(store).announcements()]
 
 
-def assert_bits(channel: str | Store, expected: Weights, version: int) -> None:
-    replica = Replica(channel)
-    assert replica.sync(version) == version
-    assert_same_bits(replica.state_dict(), expected)
-
-
 @pytest.mark.parametrize("files", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_nothing_is_uploaded_before_the_first_delta(
@@ -122,7 +116,7 @@ def test_nothing_is_uploaded_before_the_first_delta(
     assert document.requires == ["reference"] and document.step == 0
     assert not any(key.startswith(keys.ANCHORS) for key in stored(store))
     for version, state in enumerate(states, start=1):
-        assert_bits(channel_url, state, version)
+        assert_holds(channel_url, state, version)
 
 
 def test_a_stream_with_other_bits_is_the_second_version(channel_url: str, base: Path) -> None:
@@ -134,8 +128,8 @@ def test_a_stream_with_other_bits_is_the_second_version(channel_url: str, base: 
         assert (receipt.version, receipt.kind) == (2, "delta") and 0 < receipt.changed < receipt.total / 10
     store = open_store(channel_url)
     assert (read(store, 1).step, read(store, 2).step) == (None, 5)
-    assert_bits(channel_url, weights(), 1)
-    assert_bits(channel_url, state, 2)
+    assert_holds(channel_url, weights(), 1)
+    assert_holds(channel_url, state, 2)
 
 
 def test_publishes_join_what_waits_behind_the_reference(memory_url: str, base: Path) -> None:
@@ -155,8 +149,8 @@ def test_publishes_join_what_waits_behind_the_reference(memory_url: str, base: P
             publisher.flush(60)
         newest = publisher.version
         assert all(receipt.done for receipt in receipts)
-        assert_bits(url, weights(), 1)
-        assert_bits(url, states[-1], newest)
+        assert_holds(url, weights(), 1)
+        assert_holds(url, states[-1], newest)
 
 
 @pytest.mark.parametrize("key", [keys.CHANNEL, keys.VERSIONS])
@@ -172,8 +166,8 @@ def test_a_store_that_is_away_at_the_start_costs_no_anchor(memory_url: str, base
     publisher.close()
     assert (receipt.version, receipt.kind) == (2, "delta")
     assert read(store, 1).reference is not None
-    assert_bits(store, weights(), 1)
-    assert_bits(store, states[1], 2)
+    assert_holds(store, weights(), 1)
+    assert_holds(store, states[1], 2)
 
 
 def test_a_delta_on_the_reference_that_is_lost_costs_an_anchor(memory_url: str, base: Path) -> None:
@@ -184,8 +178,8 @@ def test_a_delta_on_the_reference_that_is_lost_costs_an_anchor(memory_url: str, 
                 publisher.publish(trained(weights(), 1).items()).wait(60)
         receipt = publisher.publish(trained(weights(), 2).items()).wait(60)
     assert (receipt.version, receipt.kind) == (2, "anchor")
-    assert_bits(memory_url, weights(), 1)
-    assert_bits(memory_url, trained(weights(), 2), 2)
+    assert_holds(memory_url, weights(), 1)
+    assert_holds(memory_url, trained(weights(), 2), 2)
 
 
 def test_a_channel_by_reference_is_resumed(channel_url: str, base: Path) -> None:
@@ -197,7 +191,7 @@ def test_a_channel_by_reference_is_resumed(channel_url: str, base: Path) -> None
         with Publisher(channel_url, initial="not/looked@at", resume=True) as publisher:
             assert publisher.publish(states[-1].items()).wait(60).kind == "delta"
     for version, state in enumerate(states, start=1):
-        assert_bits(channel_url, state, version)
+        assert_holds(channel_url, state, version)
 
 
 def test_anchors_after_a_reference(memory_url: str, base: Path) -> None:
@@ -209,7 +203,7 @@ def test_anchors_after_a_reference(memory_url: str, base: Path) -> None:
             with Publisher(url, initial=base, resume=True, **settings) as publisher:  # type: ignore[arg-type]
                 for _ in range(part):
                     publisher.publish(state.items()).wait(60)
-                    publisher._uploader.compactor._workers.submit(int).result(60)  # type: ignore[union-attr]
+                    finish_maintenance(publisher)
                     number += 1
                     state = trained(state, number)
         return anchors(open_store(url))
@@ -228,7 +222,7 @@ class TestHub:
             reference = read(open_store(url), 1).reference
             assert reference is not None
             assert (reference.repo, reference.revision, reference.path) == ("some/model", COMMIT, None)
-            assert_bits(url, trained(weights(), 1), 2)
+            assert_holds(url, trained(weights(), 1), 2)
 
     @pytest.mark.parametrize(
         "named", ["some/other", "some/model@v2", "some/model@", "no model", "/no/such/directory", "./x/y"]
@@ -257,7 +251,7 @@ def test_a_publisher_that_keeps_house_goes_by_the_reference(memory_url: str, bas
     with Publisher(memory_url, initial=base, retention=Retention(compact_every=2)) as publisher:
         for seed in range(7):
             publisher.publish(state.items()).wait(60)
-            publisher._uploader.compactor._workers.submit(int).result(60)  # type: ignore[union-attr]
+            finish_maintenance(publisher)
             state = trained(state, seed)
     spans = [(span.base, span.version) for span, _ in ChannelReader(open_store(memory_url)).compactions()]
     assert spans == [(1, 3), (1, 5), (1, 7)]

@@ -17,6 +17,7 @@ from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys
 from deltasync.errors import PublishLostError
 from deltasync.kernels import native
+from tests.builders import assert_holds
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -91,9 +92,7 @@ def test_what_was_accepted_before_an_interrupt_becomes_visible(memory_url: str) 
         publisher.publish(weights(2))
     publisher.close()
     accepted.wait(PATIENCE_S)
-    replica = Replica(memory_url)
-    replica.sync(accepted.version)
-    assert_same_bits(replica.state_dict(), weights(1))
+    assert_holds(memory_url, weights(1), accepted.version)
 
 
 _FORKS = """
@@ -198,9 +197,7 @@ def test_what_stops_while_the_shadow_takes_a_difference_is_followed_by_full_weig
         receipt = publisher.publish(weights(3)).wait(PATIENCE_S)
         assert (receipt.version, receipt.kind) == (3, "delta")
     for version, wanted in ((2, weights(2)), (3, weights(3))):
-        replica = Replica(memory_url)
-        replica.sync(version)
-        assert_same_bits(replica.state_dict(), wanted)
+        assert_holds(memory_url, wanted, version)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
@@ -218,9 +215,7 @@ def test_what_stops_while_a_stream_is_compared_is_followed_by_a_delta(
             publisher.publish(weights(1))
         receipt = publisher.publish(weights(2)).wait(PATIENCE_S)
         assert (receipt.version, receipt.kind) == (2, "delta")
-    replica = Replica(memory_url)
-    replica.sync()
-    assert_same_bits(replica.state_dict(), weights(2))
+    assert_holds(memory_url, weights(2))
 
 
 def test_a_waiting_version_is_lost_if_the_shadow_is(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +239,4 @@ def test_a_waiting_version_is_lost_if_the_shadow_is(memory_url: str, monkeypatch
         with pytest.raises(PublishLostError):
             waiting.wait(PATIENCE_S)
         assert (first.wait(PATIENCE_S).version, last.wait(PATIENCE_S).version, last.kind) == (2, 3, "anchor")
-    replica = Replica(store)
-    assert replica.sync() == 3
-    assert_same_bits(replica.state_dict(), weights(4))
+    assert_holds(store, weights(4), 3)

@@ -13,6 +13,7 @@ from deltasync.config import Retention
 from deltasync.errors import ConfigError, PublishLostError
 from deltasync.live import LiveMemory
 from deltasync.maintenance import check
+from tests.builders import assert_holds, finish_maintenance
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
 
@@ -60,7 +61,7 @@ def test_compactions_are_written_and_give_the_published_bits(store: FaultyStore,
     with Publisher(store, codec=codec, retention=Retention(compact_every=4)) as publisher:
         for state in states:
             publisher.publish(state.items()).wait(60)
-            wait_for_maintenance(publisher)
+            finish_maintenance(publisher)
     assert spans(store) == [(1, 5), (1, 9), (1, 13)]
     for base, version in spans(store):
         assert_compaction_gives(store, states, base, version)
@@ -100,7 +101,7 @@ def test_a_compaction_has_the_bits_of_its_version_while_later_ones_are_published
         assert gate.entered.wait(60)
         assert publisher.version == 9 and not spans(store)
         gate.opened.set()
-        wait_for_maintenance(publisher)
+        finish_maintenance(publisher)
         publisher.publish(states[0].items()).wait(60)
     assert spans(store) == [(1, 3), (1, 10)]
     for base, version in spans(store):
@@ -113,11 +114,11 @@ def test_no_compaction_is_stored_of_steps_from_full_weights_that_are_gone(store:
     with Publisher(store, anchor_every=3, retention=Retention(compact_every=2)) as publisher:
         for state in states[:5]:
             publisher.publish(state.items()).wait(60)
-            wait_for_maintenance(publisher)
+            finish_maintenance(publisher)
         store.hide(lambda key: key.startswith(f"{keys.ANCHORS}0000000004"))
         for state in states[5:]:
             publisher.publish(state.items()).wait(60)
-            wait_for_maintenance(publisher)
+            finish_maintenance(publisher)
     store.heal()
     assert (1, 6) not in spans(store)
     assert check(ChannelReader(store), read_data=True).exit_code == 0
@@ -135,7 +136,7 @@ def test_after_a_version_that_is_lost_compactions_begin_at_the_new_full_weights(
             publisher.publish(states[1].items()).wait(60)
         for state in states[2:]:
             publisher.publish(state.items()).wait(60)
-            wait_for_maintenance(publisher)
+            finish_maintenance(publisher)
     assert spans(store) == [(2, 4), (2, 6)]
     for base, version in spans(store):
         assert_compaction_gives(store, [states[0], *states[2:]], base, version)
@@ -149,7 +150,7 @@ def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, 
     with Publisher(store, anchor_every=5, retention=retention) as publisher:
         for state in states:
             publisher.publish(state.items()).wait(60)
-            wait_for_maintenance(publisher)
+            finish_maintenance(publisher)
     left = versions(store)
     assert left[-1] == 30
     assert 4 <= len(left) <= 14
@@ -161,10 +162,6 @@ def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, 
         assert_same_bits(replica.state_dict(), states[version - 1])
 
 
-def wait_for_maintenance(publisher: Publisher) -> None:
-    publisher._uploader.compactor._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
-
-
 def test_failures_of_it_are_only_told(store: FaultyStore, caplog: pytest.LogCaptureFixture) -> None:
     states = run(5)
     store.fail_at("put", keys.COMPACTIONS, times=FOREVER)
@@ -172,9 +169,7 @@ def test_failures_of_it_are_only_told(store: FaultyStore, caplog: pytest.LogCapt
         for state in states:
             publisher.publish(state.items()).wait(60)
     assert "Channel maintenance failed" in caplog.text
-    replica = Replica(store)
-    assert replica.sync() == 5
-    assert_same_bits(replica.state_dict(), states[-1])
+    assert_holds(store, states[-1], 5)
 
 
 def test_by_default_everything_stays(store: FaultyStore) -> None:

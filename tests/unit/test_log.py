@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from deltasync import codec, maintenance, tensors
 from deltasync.channel import documents, keys, payloads, record
-from deltasync.channel.documents import Anchor, Delta, EpochDocument, File, Record, sha256_hex
+from deltasync.channel.documents import Anchor, Delta, EpochDocument, File, Record
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer, new_key
 from deltasync.errors import (
@@ -26,9 +25,8 @@ from deltasync.errors import (
     TransientStoreError,
 )
 from deltasync.publish import log as log_module
-from deltasync.publish.log import Lease
 from tests.faults import flipped
-from tests.writers import TENSORS, Place, Script, head, history, snapshot
+from tests.writers import TENSORS, Place, Script, head, history
 
 
 def verb(place: Place) -> str:
@@ -161,26 +159,6 @@ class TestErrorsThatDoNotPass:
 
 
 class TestSuspended:
-    def test_a_writer_whose_record_comes_late_finds_the_seal(self, deciding: Place) -> None:
-        store = deciding.writer()
-        a = Script(store)
-        first = a.publish().version
-        gate = store.hold_at("create", keys.VERSIONS)
-        with ThreadPoolExecutor(1) as pool:
-            late = pool.submit(a.publish, "late")
-            assert gate.entered.wait(60)
-            b = deciding.script("b")
-            second = b.publish("b")
-            before = snapshot(deciding.store)
-            gate.opened.set()
-            with pytest.raises(FencedError, match="in the place of version 2"):
-                late.result()
-        with pytest.raises(FencedError):
-            a.log.put_file("parts/x", "y", b"z")
-        a.log.close()
-        assert snapshot(deciding.store) == before
-        assert history(deciding.store) == [first, second.version]
-
     def test_a_writer_that_has_not_looked_yet_stops(self, leased: Place) -> None:
         store = leased.writer()
         a = Script(store)
@@ -269,9 +247,6 @@ class TestSuspended:
         order = [call[1][:7] for call in store.calls if call == ("list", keys.EPOCHS) or call[1].startswith(keys.VERSIONS)]
         assert order == ["epochs/", "version", "epochs/", "version"]
 
-    def test_the_clock_counts_suspension(self) -> None:
-        assert abs(log_module.boot_s() - time.clock_gettime(time.CLOCK_BOOTTIME)) < 1.0
-
 
 class TestHead:
     def test_nobody_waits_for_it_and_only_the_newest_is_written(self, quick: Place) -> None:
@@ -356,16 +331,6 @@ class TestFolds:
         assert compaction.record.anchor == anchor  # the journal finds two contents otherwise
         assert a.log.announce(first.version, "0" * 16, other).sha256 == compaction.sha256
 
-    def test_a_fenced_writer_writes_none(self, quick: Place) -> None:
-        a = quick.script("a")
-        first = a.publish()
-        quick.script("b")
-        with pytest.raises(FencedError):
-            a.publish()
-        with pytest.raises(FencedError):
-            a.log.announce(first.version, "0" * 16, Anchor())
-        assert not list(quick.store.list(keys.ANNOUNCEMENTS))
-
 
 class TestBounds:
     def document(self, a: Script, **changes: object) -> Record:
@@ -447,39 +412,6 @@ def test_a_payload_goes_into_the_record(anywhere: Place) -> None:
     np.testing.assert_array_equal(steps.at_K, index_K)
     np.testing.assert_array_equal(old_N[index_K] + steps.data_K, new_K)
     log.close()
-
-
-def test_files_are_put_by_many_threads(anywhere: Place) -> None:
-    a = anywhere.script("a")
-    folder = keys.parts_folder(1, a.log.epoch)
-    contents = {keys.part(rank, 1): f"rank {rank}".encode() for rank in range(8)}
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda pair: a.log.put_file(folder, *pair), contents.items()))
-    assert found == [
-        File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)) for name, data in contents.items()
-    ]
-    assert {key: data for key, data in snapshot(anywhere.store).items() if key.startswith(folder)} == {
-        f"{folder}/{name}": data for name, data in contents.items()
-    }
-
-
-def test_what_was_published_is_kept_for_acknowledgements(memory: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "_MOST_PUBLISHED", 3)
-    a = memory.script("a")
-    found = [a.publish().version for _ in range(5)]
-    assert a.log.published == {version.version: version.sha256 for version in found[2:]}
-
-
-def test_the_first_version_waits_for_what_is_left_of_the_settling(leased: Place) -> None:
-    leased.lease = Lease(0.6, 0.1, 0.1)
-    a = leased.script("a")
-    time.sleep(0.3)
-    started = time.perf_counter()
-    a.publish()
-    assert 0.1 < time.perf_counter() - started < 0.6
-    started = time.perf_counter()
-    a.publish()
-    assert time.perf_counter() - started < 0.3
 
 
 def test_closing_brings_head_up_to_date_and_leaves_no_thread_and_no_probe(quick: Place) -> None:

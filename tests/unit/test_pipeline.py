@@ -25,7 +25,7 @@ from deltasync.publish.upload import PUTS
 from deltasync.stores import Store
 from deltasync.tensors import Delta, Sparse
 from deltasync.tensors.bits import bits_of
-from tests.conftest import assert_same_bits
+from tests.builders import assert_holds
 from tests.faults import FaultyStore
 
 Weights = dict[str, torch.Tensor]
@@ -61,12 +61,6 @@ def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.publish.encode.GROUP_CHANGED", 1)
 
 
-def assert_holds(store: Store, version: int, weights: Weights) -> None:
-    replica = Replica(store)
-    assert replica.sync(version) == version
-    assert_same_bits(replica.state_dict(), weights)
-
-
 @pytest.mark.usefixtures("in_parts")
 def test_parts_go_up_while_later_ones_are_encoded(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = states(2)
@@ -88,7 +82,7 @@ def test_parts_go_up_while_later_ones_are_encoded(store: FaultyStore, monkeypatc
         assert receipt.payload_bytes > 0
     assert on_its_way == [False] + [True] * (MANY - 1)  # the first part is on its way before the next one is encoded
     assert len([info for info in store.list(keys.PARTS)]) == MANY
-    assert_holds(store, 2, second)
+    assert_holds(store, second, 2)
 
 
 @pytest.mark.usefixtures("in_groups")
@@ -109,8 +103,8 @@ def test_the_last_group_is_in_the_record_and_a_small_version_is_nothing_else(
         publisher.publish(third.items()).wait(60)
         written = [call for call in store.calls if call[0] != "read" and call[1] != keys.HEAD]
         assert written == [("create", keys.slot(3, record.record.epoch))]
-    assert_holds(store, 2, second)
-    assert_holds(store, 3, third)
+    assert_holds(store, second, 2)
+    assert_holds(store, third, 3)
 
 
 class Meeting(FaultyStore):
@@ -134,7 +128,7 @@ def test_parts_are_stored_in_parallel(memory_url: str) -> None:
         publisher.publish(first.items()).wait(60)
         publisher.publish(second.items()).wait(120)
     assert MANY % PUTS == 0
-    assert_holds(store, 2, second)
+    assert_holds(store, second, 2)
 
 
 @pytest.mark.usefixtures("in_groups")
@@ -155,7 +149,7 @@ def test_a_stream_that_fails_leaves_nothing_and_the_next_attempt_is_right(store:
         assert (receipt.version, receipt.kind) == (2, "delta")
     named = ChannelReader(store).numbered(2).record.files
     assert {info.key for info in store.list(keys.PARTS)} == {file.key for file in named}
-    assert_holds(store, 2, second)
+    assert_holds(store, second, 2)
 
 
 def broken(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,7 +178,7 @@ def test_versions_that_are_published_while_the_first_is_stored_have_their_bits(
         for weights in versions[2:]:
             publisher.publish(weights.items()).wait(60)
     for number, weights in enumerate(versions, 1):
-        assert_holds(store, number, weights)
+        assert_holds(store, weights, number)
     nan = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
     assert len(nan) == 1 and nan[0].startswith(f"Version 1 is published as it is, but has NaN in 1 tensors: w{MANY - 1}.")
 
@@ -238,7 +232,7 @@ def test_no_second_copy_of_the_model_is_made(tmp_path: Path, monkeypatch: pytest
             tracemalloc.stop()
     # Three weight files, two of them on their way to the store, and what the next version is encoded with beside them.
     assert peak_bytes < weight_bytes / 2
-    assert_holds(open_store(f"file://{tmp_path}"), 4, versions[-1])
+    assert_holds(open_store(f"file://{tmp_path}"), versions[-1], 4)
 
 
 Encodes = tuple[Delta, NewBits, dict[str, int]]
@@ -304,7 +298,7 @@ def test_what_a_codec_encodes_wrong_is_not_published(
         assert [info.key for info in store.list(keys.VERSIONS)] == [ChannelReader(store).numbered(1).key]
         receipt = publisher.publish(third.items()).wait(60)
         assert (receipt.version, receipt.kind) == (2, "anchor")
-    assert_holds(store, 2, third)
+    assert_holds(store, third, 2)
 
 
 def test_connections_that_were_idle_are_opened_again_at_the_beginning_of_a_publish(
@@ -335,4 +329,4 @@ def test_a_small_version_of_several_widths_is_its_record_alone(store: FaultyStor
         weights = {name: tensor + 1 for name, tensor in weights.items()}
         publisher.publish(weights).wait(60)
     assert not list(store.list(keys.PARTS))
-    assert_holds(store, 2, weights)
+    assert_holds(store, weights, 2)

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import logging
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,18 +23,15 @@ from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
     FencedError,
-    MissingVersionError,
     ModelMismatchError,
-    NotPublishedError,
     PublishLostError,
     PublishPendingError,
     PublishTimeoutError,
     StoreError,
 )
-from deltasync.publish.upload import UploadQueue
 from deltasync.stores import Store
 from tests import builders
-from tests.builders import Weights
+from tests.builders import Weights, assert_holds, finish_maintenance
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
 
@@ -95,26 +90,6 @@ def test_every_version_has_exactly_the_published_bits(channel_url: str, codec: s
         assert_same_bits(late.state_dict(), states[version - 1])
 
 
-def test_a_publish_that_fails_half_way_leaves_the_shadow_as_it_was(memory_url: str) -> None:
-    states = [builders.weights()]
-    for seed in range(3):
-        states.append(builders.trained(states[-1], seed))
-
-    def broken(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from itertools.islice(weights.items(), 3)
-        raise RuntimeError("the stream broke")
-
-    with Publisher(memory_url) as publisher:
-        builders.publish(publisher, states[0])
-        builders.publish(publisher, states[1])
-        with pytest.raises(RuntimeError, match="the stream broke"):
-            publisher.publish(broken(states[2]))
-        builders.publish(publisher, states[3])
-    replica = Replica(memory_url)
-    assert replica.sync() == 3
-    assert_same_bits(replica.state_dict(), states[3])
-
-
 def test_receipts_count_what_changed(memory_url: str) -> None:
     first = {"w": torch.zeros(1000, dtype=torch.bfloat16)}
     second = {"w": torch.zeros(1000, dtype=torch.bfloat16)}
@@ -128,18 +103,6 @@ def test_receipts_count_what_changed(memory_url: str) -> None:
     assert receipt.encode_s > 0
 
 
-def test_a_delta_that_changes_every_bit(channel_url: str) -> None:
-    random = torch.Generator().manual_seed(0)
-    states = [{"w": torch.randint(-(1 << 15), 1 << 15, (50,), generator=random, dtype=torch.int16)} for _ in range(2)]
-    with Publisher(channel_url) as publisher:
-        for state in states:
-            builders.publish(publisher, state)
-    replica = Replica(channel_url)
-    replica.sync(1)
-    replica.sync(2)
-    assert_same_bits(replica.state_dict(), states[1])
-
-
 def test_tied_tensors_are_carried_under_both_names(channel_url: str) -> None:
     shared = torch.zeros(8, 4, dtype=torch.bfloat16)
     weights = {"embed": shared, "head": shared, "transposed": shared.T}
@@ -148,9 +111,7 @@ def test_tied_tensors_are_carried_under_both_names(channel_url: str) -> None:
         shared[3, 1] = 2.0
         receipt = builders.publish(publisher, weights)
     assert receipt.changed == 3
-    replica = Replica(channel_url)
-    replica.sync()
-    assert_same_bits(replica.state_dict(), weights)
+    assert_holds(channel_url, weights)
 
 
 def test_floats_of_16_bits_are_kept_and_wider_ones_are_rounded_to_bfloat16(memory_url: str) -> None:
@@ -179,18 +140,7 @@ def test_the_channel_has_the_trainers_dtype_of_16_bits(memory_url: str, dtype: t
                 weights["w"] += 1.0
                 served["w"] = weights["w"].to(served["w"].dtype, copy=True)
                 publisher.publish(weights if stream == "mapping" else iter(weights.items())).wait(60)
-                replica = Replica(memory_url)
-                replica.sync()
-                assert_same_bits(replica.state_dict(), served)
-
-
-def test_a_resumed_run_keeps_its_rule_of_dtypes(memory_url: str) -> None:
-    weights = {"w": torch.randn(9, 5)}
-    with Publisher(memory_url, dtype="float16") as publisher:
-        builders.publish(publisher, weights)
-    with Publisher(memory_url, resume=True) as publisher:
-        assert publisher.settings.dtype == "float16"
-        assert builders.publish(publisher, weights).changed == 0
+                assert_holds(memory_url, served)
 
 
 @pytest.mark.parametrize("dtype", ["keep", "float16", "float32"])
@@ -252,9 +202,7 @@ def test_tensors_may_change_as_soon_as_publish_returns(store: FaultyStore) -> No
         for tensor in weights.values():
             tensor.zero_()
         gate.opened.set()
-    replica = Replica(store)
-    replica.sync()
-    assert_same_bits(replica.state_dict(), expected)
+    assert_holds(store, expected)
 
 
 def test_anchor_every_counts_versions(memory_url: str) -> None:
@@ -263,7 +211,7 @@ def test_anchor_every_counts_versions(memory_url: str) -> None:
         receipts = []
         for seed in range(7):
             receipts.append(builders.publish(publisher, weights := builders.trained(weights, seed)))
-            _wait_for_maintenance(publisher)
+            finish_maintenance(publisher)
     assert [receipt.kind for receipt in receipts] == ["anchor"] + ["delta"] * 6
     assert [receipt.anchor_bytes > 0 for receipt in receipts] == [True] + [False] * 6
     store = open_store(memory_url)
@@ -271,22 +219,11 @@ def test_anchor_every_counts_versions(memory_url: str) -> None:
     assert _record(store, 4).delta is not None
 
 
-def _wait_for_maintenance(publisher: Publisher) -> None:
-    publisher._uploader.compactor._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
-
-
 def test_a_used_channel_is_refused_without_resume(channel_url: str) -> None:
     with Publisher(channel_url) as publisher:
         builders.publish(publisher, builders.weights())
     with pytest.raises(ChannelInUseError, match=publisher.run_id):
         Publisher(channel_url)
-
-
-def test_resume_with_another_dtype_is_refused(channel_url: str) -> None:
-    with Publisher(channel_url) as publisher:
-        builders.publish(publisher, builders.weights())
-    with pytest.raises(ChannelInUseError):
-        Publisher(channel_url, dtype="float16", resume=True)
 
 
 def test_resume_of_an_empty_channel_is_a_fresh_start(channel_url: str) -> None:
@@ -308,9 +245,7 @@ def test_resume_goes_on_with_the_next_version_as_a_delta(channel_url: str) -> No
         receipt = builders.publish(resumed, states[2])
     assert (receipt.version, receipt.kind) == (3, "delta")
     assert receipt.changed < receipt.total / 10
-    replica = Replica(channel_url)
-    replica.sync()
-    assert_same_bits(replica.state_dict(), states[2])
+    assert_holds(channel_url, states[2])
 
 
 def test_resume_counts_the_chain_it_continues(memory_url: str) -> None:
@@ -319,30 +254,6 @@ def test_resume_counts_the_chain_it_continues(memory_url: str) -> None:
         with Publisher(memory_url, anchor_every=3, resume=True) as publisher:
             builders.publish(publisher, weights := builders.trained(weights, seed))
     assert _anchors(open_store(memory_url)) == [4, 7]
-
-
-def test_what_waits_behind_a_version_without_an_answer_is_in_the_next_one(store: FaultyStore) -> None:
-    states = [builders.weights()]
-    for seed in range(4):
-        states += [builders.trained(states[-1], seed)]
-    publisher = Publisher(store, retries=0)
-    builders.publish(publisher, states[0])
-    gate = store.hold_at("create", keys.VERSIONS)
-    store.fail_at("create", keys.VERSIONS, times=2)
-    first = publisher.publish(states[1].items())
-    assert gate.entered.wait(60)
-    waiting = publisher.publish(states[2].items())
-    gate.opened.set()
-    for receipt in (first, waiting):
-        with pytest.raises(PublishPendingError):
-            receipt.wait(60)
-    assert (first.version, waiting.version) == (2, 3)
-    assert (builders.publish(publisher, states[3]).version, _record(store, 3).coalesced) == (3, 2)
-    publisher.close()
-    replica = Replica(store)
-    for version, state in ((1, states[0]), (2, states[1]), (3, states[3])):
-        assert replica.sync(version) == version
-        assert_same_bits(replica.state_dict(), state)
 
 
 def test_full_weights_that_wait_behind_a_version_without_an_answer_end_their_receipts(store: FaultyStore) -> None:
@@ -373,35 +284,6 @@ def test_full_weights_that_wait_behind_a_version_without_an_answer_end_their_rec
     for version, state in ((2, states[1]), (3, states[4])):
         assert replica.sync(version) == version
         assert_same_bits(replica.state_dict(), state)
-
-
-def test_of_two_publishers_one_wins_and_nothing_of_the_other_is_visible(channel_url: str) -> None:
-    first = Publisher(channel_url)
-    builders.publish(first, builders.weights())
-    second = Publisher(channel_url, resume=True)
-    ours, theirs = builders.trained(builders.weights(), 1), builders.trained(builders.weights(), 2)
-    builders.publish(second, theirs)
-    before = _visible(open_store(channel_url))
-    with pytest.raises(FencedError):
-        builders.publish(first, ours)
-    assert _visible(open_store(channel_url)) == before
-    with pytest.raises(FencedError):  # it stays so
-        first.publish(builders.weights().items())
-    with pytest.raises(FencedError):
-        first.close()
-    replica = Replica(channel_url)
-    assert replica.sync() == 2
-    assert_same_bits(replica.state_dict(), theirs)
-    assert builders.publish(second, ours).version == 3
-    replica.sync()
-    assert_same_bits(replica.state_dict(), ours)
-    second.close()
-
-
-def _visible(store: Store) -> dict[str, bytes]:
-    """What readers can reach: everything but files that no record names, and head, which follows behind."""
-    hidden = (keys.PARTS, keys.ANCHORS, keys.HEAD)
-    return {info.key: store.read(info.key, 1 << 30) for info in store.list("") if not info.key.startswith(hidden)}
 
 
 def test_of_two_publishers_of_a_new_channel_one_wins(channel_url: str) -> None:
@@ -457,9 +339,7 @@ def test_what_waits_when_the_process_ends_is_stored(store: FaultyStore) -> None:
     threading.Timer(0.2, gate.opened.set).start()
     publisher._uploader.finish()
     assert [receipt.wait(0).version for receipt in (running, waiting)] == [2, 3]
-    replica = Replica(store)
-    replica.sync()
-    assert_same_bits(replica.state_dict(), states[2])
+    assert_holds(store, states[2])
 
 
 def test_coalescing_what_cancels_out_gives_a_version_without_changes(store: FaultyStore) -> None:
@@ -473,9 +353,7 @@ def test_coalescing_what_cancels_out_gives_a_version_without_changes(store: Faul
     gate.opened.set()
     publisher.close()
     assert receipt.changed == 0
-    replica = Replica(store)
-    assert replica.sync() == 3
-    assert_same_bits(replica.state_dict(), builders.weights())
+    assert_holds(store, builders.weights(), 3)
 
 
 def test_the_first_version_coalesces_too(store: FaultyStore) -> None:
@@ -485,9 +363,7 @@ def test_the_first_version_coalesces_too(store: FaultyStore) -> None:
         publisher.publish(builders.trained(builders.weights(), seed).items())
     gate.opened.set()
     publisher.close()
-    replica = Replica(store)
-    replica.sync()
-    assert_same_bits(replica.state_dict(), builders.trained(builders.weights(), 2))
+    assert_holds(store, builders.trained(builders.weights(), 2))
 
 
 def _midway(weights: Weights, failure: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -533,9 +409,7 @@ def test_a_stream_that_fails_publishes_nothing_and_the_next_one_is_right(memory_
         assert (unchanged.version, unchanged.changed) == (2, 0)
         builders.publish(publisher, second)
     assert _versions(open_store(memory_url)) == [1, 2, 3]
-    replica = Replica(memory_url)
-    replica.sync()
-    assert_same_bits(replica.state_dict(), second)
+    assert_holds(memory_url, second)
 
 
 @pytest.mark.parametrize("failure", ["raises", "twice", "unsupported dtype"])
@@ -580,9 +454,7 @@ def test_an_encoder_that_fails_publishes_nothing(store: FaultyStore, monkeypatch
     weights = builders.trained(builders.weights(), 2)
     receipt = builders.publish(publisher, weights)
     assert (receipt.version, receipt.kind) == (2 + waits, "anchor")
-    replica = Replica(store)
-    replica.sync()
-    assert_same_bits(replica.state_dict(), weights)
+    assert_holds(store, weights)
     publisher.close()
 
 
@@ -626,9 +498,7 @@ def test_what_waits_behind_a_lost_upload_is_lost_with_it_and_said_so(store: Faul
     weights = builders.trained(builders.weights(), 3)
     receipt = builders.publish(publisher, weights)
     assert (receipt.version, receipt.kind) == (2, "anchor")
-    replica = Replica(store)
-    replica.sync()
-    assert_same_bits(replica.state_dict(), weights)
+    assert_holds(store, weights)
     publisher.close()
 
 
@@ -657,9 +527,7 @@ def test_publishing_from_the_very_moment_of_a_loss_never_builds_on_it(store: Fau
     assert published.wait(60)
     publisher.close()
     assert found[0].kind == "anchor"
-    replica = Replica(store)
-    assert replica.sync() == found[0].version
-    assert_same_bits(replica.state_dict(), weights)
+    assert_holds(store, weights, found[0].version)
 
 
 @pytest.mark.usefixtures("in_parts")
@@ -696,44 +564,6 @@ def test_a_lost_upload_comes_out_of_the_with_block(store: FaultyStore) -> None:
         publisher.publish(builders.weights().items())
 
 
-def test_a_version_beyond_head_is_missing(memory_url: str) -> None:
-    with Publisher(memory_url) as publisher:
-        builders.publish(publisher, builders.weights())
-    with pytest.raises(MissingVersionError):
-        Replica(memory_url).sync(2)
-
-
-def test_a_replica_without_a_version_has_no_weights(memory_url: str) -> None:
-    replica = Replica(memory_url)
-    assert replica.version is None
-    with pytest.raises(NotPublishedError):
-        replica.state_dict()
-
-
-def test_a_version_whose_upload_begins_late_keeps_what_was_streamed_into_it(
-    memory_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begins, run = threading.Event(), UploadQueue._run
-
-    def begin_late(uploader: UploadQueue) -> None:
-        begins.wait(60)
-        run(uploader)
-
-    weights = {"a": torch.zeros(100), "b": torch.zeros(100)}
-    with Publisher(memory_url) as publisher:
-        publisher.publish(weights.items()).wait(60)
-        monkeypatch.setattr(UploadQueue, "_run", begin_late)
-        for step in range(3):
-            weights["ab"[step % 2]][step] = 1.0
-            receipt = publisher.publish(weights.items())
-            assert (receipt.version, receipt.changed) == (2, step + 1)
-        begins.set()
-        receipt.wait(60)
-    replica = Replica(memory_url)
-    assert replica.sync() == 2
-    assert_same_bits(replica.state_dict(), {name: tensor.bfloat16() for name, tensor in weights.items()})
-
-
 def test_a_channel_that_was_emptied_is_described_again_and_gets_full_weights(
     memory_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -750,9 +580,7 @@ def test_a_channel_that_was_emptied_is_described_again_and_gets_full_weights(
             published, model = model, builders.trained(model, seed)
     assert caplog.text.count("channel.json was gone and is put back") == 1
     assert caplog.text.count("Nobody can join the channel now") == 1
-    late = Replica(memory_url)
-    assert late.sync() == 7
-    assert_same_bits(late.state_dict(), published)
+    assert_holds(memory_url, published, 7)
 
 
 @pytest.mark.parametrize(
@@ -776,7 +604,7 @@ def test_a_rule_that_deletes_old_objects_is_noticed_and_made_up_for(
         for _ in range(count):
             model = builders.trained(model, publisher.version, 0.001)
             publisher.publish(model.items()).wait(60)
-            builders.finish_maintenance(publisher)
+            finish_maintenance(publisher)
 
     with Publisher(memory_url) as publisher:
         publish(3)
@@ -791,9 +619,7 @@ def test_a_rule_that_deletes_old_objects_is_noticed_and_made_up_for(
         assert problem in caplog.text
         assert len(found) == 1 + ("everything" in gone)
         assert store.read(keys.CHANNEL, 1 << 20) == before
-        late = Replica(memory_url)
-        assert late.sync() == publisher.version
-        assert_same_bits(late.state_dict(), model)
+        assert_holds(memory_url, model, publisher.version)
         publish(17)
         assert [record for record in caplog.records if record.levelno == logging.ERROR] == found
 
@@ -810,7 +636,7 @@ def test_another_publishers_channel_is_not_put_back(memory_url: str) -> None:
             with pytest.raises(FencedError):
                 for seed in range(60):
                     publisher.publish(builders.trained(model, seed).items()).wait(60)
-                    builders.finish_maintenance(publisher)
+                    finish_maintenance(publisher)
             assert store.read(keys.CHANNEL, 1 << 20) == theirs
 
 
@@ -829,11 +655,9 @@ def test_a_checkpoint_that_the_run_overwrites_is_made_up_for(
         for seed in range(17):
             model = builders.trained(model, seed, 0.001)
             publisher.publish(model.items()).wait(60)
-            builders.finish_maintenance(publisher)
+            finish_maintenance(publisher)
         assert "was overwritten" in caplog.text
-        late = Replica(memory_url)
-        assert late.sync() == publisher.version
-        assert_same_bits(late.state_dict(), model)
+        assert_holds(memory_url, model, publisher.version)
 
 
 def test_nothing_is_published_if_nothing_changed_and_that_is_asked_for(memory_url: str) -> None:
@@ -846,13 +670,6 @@ def test_nothing_is_published_if_nothing_changed_and_that_is_asked_for(memory_ur
         assert second.wait(60).version == 2
         assert publisher.publish(builders.trained(weights, 0).items()).wait(60).version == 3  # else one of its own
     assert Replica(memory_url).sync() == 3
-
-
-def test_the_users_own_exception_is_the_one_that_is_raised(memory_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    publisher = Publisher(memory_url)
-    with pytest.raises(ZeroDivisionError), mock.patch.object(publisher, "flush", side_effect=OSError("disk")), publisher:
-        raise ZeroDivisionError
-    assert "The last version was not published." in caplog.text
 
 
 EXACT = [
