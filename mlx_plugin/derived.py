@@ -23,6 +23,7 @@ from deltasync.errors import ModelMismatchError, StageError
 
 _COMPILED = type(mx.compile(lambda: None))
 _ABSENT = object()
+_Known = tuple[set[int], set[int]]
 
 
 class Kept:
@@ -37,12 +38,9 @@ class Kept:
             path: (type(module), dict(_attributes(module))) for path, module in source.named_modules()
         }
         for of in (source, model):  # a graph is computed in the thread that built it
-            known = _Known(of)
-            kept = (
-                each for module in of.modules() for key, value in _attributes(module) for each in known.within(key, value)
-            )
-            mx.eval([each for each in kept if isinstance(each, mx.array)])
-        self._known_built = _Known(source)
+            known, held = _known(of), [each for module in of.modules() for each in _attributes(module)]
+            mx.eval([each for one in held for each in _kept(known, *one) if isinstance(each, mx.array)])
+        self._known_built = _known(source)
 
     def drop(self) -> None:
         """Drop those that calls have made. Nobody may compute meanwhile. Mutates the model's attributes.
@@ -50,15 +48,15 @@ class Kept:
         Raises:
             ModelMismatchError: the model keeps something that cannot be dropped and may be made from weights.
         """
-        known = _Known(self._model)
+        known = _known(self._model)
         for path, module in self._model.named_modules():
             kind, built = self._built.get(path, (type(None), {}))
             for key, value in list(_attributes(module)):
-                found = known.within(key, value)
+                found = _kept(known, key, value)
                 if not found:
                     continue
                 was = built.get(key, _ABSENT)
-                constants = self._known_built.within(key, was)
+                constants = _kept(self._known_built, key, was)
                 if isinstance(module, kind) and not constants and _is_plain(was):
                     _restore(module, key, was)
                 elif not (isinstance(module, kind) and self._can_build and _are_same(found, constants)):
@@ -88,17 +86,19 @@ def _built_anew(model: nn.Module) -> nn.Module | None:
         mx.random.seed(high << 32 | low)  # which building has moved on
 
 
-class _Known:
-    """A model's modules, and its parameters, which count as such only where `parameters()` looks for them."""
+def _known(model: nn.Module) -> _Known:
+    """Return the identities of a model's modules; and with those of its parameters."""
+    modules = {id(each) for each in model.modules()}
+    return modules, modules | {id(array) for _, array in tree_flatten(model.parameters())}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = {id(each) for each in model.modules()}
-        self._parameters = {id(array) for _, array in tree_flatten(model.parameters())}
 
-    def within(self, key: str, value: Any) -> list[Any]:
-        """Return the arrays and the compiled functions that a module keeps in an attribute and that are no parameters."""
-        may_be_parameter = not key.startswith("_") and isinstance(value, mx.array | dict | list)
-        return list(_within(value, self._modules | self._parameters if may_be_parameter else self._modules, set()))
+def _kept(known: _Known, key: str, value: Any) -> list[Any]:
+    """Return the arrays and the compiled functions that a module keeps in an attribute and that are no parameters.
+
+    Parameters count as such only where `parameters()` looks for them.
+    """
+    may_be_parameter = not key.startswith("_") and isinstance(value, mx.array | dict | list)
+    return list(_within(value, known[may_be_parameter], set()))
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -24,7 +24,7 @@ from deltasync import Publisher, follow
 from deltasync.errors import ApplyError, ConfigError, ModelMismatchError, StageError
 from tests import http_server
 from tests.http_server import Server, digests, save, weights_of
-from tests.integration.test_module import PATIENCE_S, Trainer, Weights, llama, training, untied
+from tests.integration.test_module import PATIENCE_S, Trainer, Weights, followed, llama, training, untied
 
 mx = pytest.importorskip("mlx.core", reason="needs MLX: make test-mlx")
 mlx_lm = pytest.importorskip("mlx_lm", reason="needs mlx-lm: make test-mlx")
@@ -69,63 +69,45 @@ def greedy(model: Any, count: int = 8) -> list[int]:
 def test_bits_and_tokens_are_those_of_a_fresh_load_at_each_version(
     checkpoint: Path, memory_url: str, tmp_path: Path
 ) -> None:
-    model = load(checkpoint)
     answers = []
-    with training(memory_url, weights_of(checkpoint)) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, poll_interval_s=0.02) as following:
-            for version in range(1, 6):
-                following.wait(version, PATIENCE_S)
-                assert_bits(model, trainer.published[version])
-                with following.hold() as held:
-                    answers.append(greedy(model))
-                assert held == version
-                assert answers[-1] == greedy(fresh(checkpoint, trainer.published[version], tmp_path / str(version)))
-                trainer.publish()
-            assert following.status.commits[-1].changed > 0
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (model, trainer, following):
+        for version in range(1, 6):
+            following.wait(version, PATIENCE_S)
+            assert_bits(model, trainer.published[version])
+            with following.hold() as held:
+                answers.append(greedy(model))
+            assert held == version
+            assert answers[-1] == greedy(fresh(checkpoint, trainer.published[version], tmp_path / str(version)))
+            trainer.publish()
+        assert following.status.commits[-1].changed > 0
     assert len({*map(tuple, answers)}) > 1, "no version changed an answer, which proves nothing"
     assert type(model) is type(load(checkpoint))
 
 
-def test_going_back_to_a_version_brings_its_bits(checkpoint: Path, memory_url: str) -> None:
-    model = load(checkpoint)
-    with training(memory_url, weights_of(checkpoint)) as trainer:
-        for _ in range(4):
-            trainer.publish()
-        with follow(model, memory_url, background=False) as following:
-            for version in (2, 4, 1, 3):
-                following.pin = str(version)
-                assert following.sync() == version
-                assert_bits(model, trainer.published[version])
-
-
 def test_a_generation_takes_versions_between_its_tokens_and_each_step_is_of_one(checkpoint: Path, memory_url: str) -> None:
-    model = load(checkpoint)
-    with training(memory_url, weights_of(checkpoint)) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, poll_interval_s=0.02) as following:
-            seen: list[tuple[int | None, Weights]] = []
-            inner = type(model.model).__call__
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (model, trainer, following):
+        seen: list[tuple[int | None, Weights]] = []
+        inner = type(model.model).__call__
 
-            def look(self: Any, *arguments: Any, **options: Any) -> Any:
-                held = {own: torch.from_numpy(bits(each).view(np.int16).copy()) for own, each in arrays(model).items()}
-                seen.append((following.version, held))
-                time.sleep(0.002)
-                assert following.version == seen[-1][0]
-                return inner(self, *arguments, **options)
+        def look(self: Any, *arguments: Any, **options: Any) -> Any:
+            held = {own: torch.from_numpy(bits(each).view(np.int16).copy()) for own, each in arrays(model).items()}
+            seen.append((following.version, held))
+            time.sleep(0.002)
+            assert following.version == seen[-1][0]
+            return inner(self, *arguments, **options)
 
-            type(model.model).__call__ = look
-            try:
-                ended = threading.Event()
-                publishing = threading.Thread(
-                    target=lambda: (*(following.wait(trainer.publish(), PATIENCE_S) for _ in range(4)), ended.set())
-                )
-                publishing.start()
-                while not ended.is_set():
-                    greedy(model, 40)
-                publishing.join()
-            finally:
-                type(model.model).__call__ = inner
+        type(model.model).__call__ = look
+        try:
+            ended = threading.Event()
+            publishing = threading.Thread(
+                target=lambda: (*(following.wait(trainer.publish(), PATIENCE_S) for _ in range(4)), ended.set())
+            )
+            publishing.start()
+            while not ended.is_set():
+                greedy(model, 40)
+            publishing.join()
+        finally:
+            type(model.model).__call__ = inner
     assert len({version for version, _ in seen}) > 2
     for version, held in seen:
         assert version is not None
@@ -134,32 +116,23 @@ def test_a_generation_takes_versions_between_its_tokens_and_each_step_is_of_one(
 
 
 def test_a_graph_is_of_the_version_that_it_was_built_at(checkpoint: Path, memory_url: str, tmp_path: Path) -> None:
-    model = load(checkpoint)
-    with training(memory_url, weights_of(checkpoint)) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, background=False) as following:
-            built = model(mx.array([PROMPT]))
-            for _ in range(3):
-                trainer.publish()
-                following.sync()
-            newer = model(mx.array([PROMPT]))
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (model, trainer, following):
+        built = model(mx.array([PROMPT]))
+        for _ in range(3):
+            trainer.publish()
+            following.sync()
+        newer = model(mx.array([PROMPT]))
     for logits, version in ((built, 1), (newer, 4)):
         expected = fresh(checkpoint, trainer.published[version], tmp_path / str(version))(mx.array([PROMPT]))
         assert bool(mx.array_equal(logits, expected)), version
 
 
-def test_arrays_that_somebody_replaced_are_no_version_until_the_next_sync(checkpoint: Path, memory_url: str) -> None:
-    model = load(checkpoint)
-    with training(memory_url, weights_of(checkpoint)) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, background=False) as following:
-            model.lm_head.weight = mx.zeros_like(model.lm_head.weight)
-            mx.eval(model.parameters())
-            assert following.sync() == 1
-            assert_bits(model, trainer.published[1])
-            model.lm_head.weight[3, 3] = 2.0  # in the same Python object
-            assert following.sync() == 1
-            assert_bits(model, trainer.published[1])
+def test_arrays_that_somebody_wrote_are_no_version_until_the_next_sync(checkpoint: Path, memory_url: str) -> None:
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (model, trainer, following):
+        model.lm_head.weight[3, 3] = 2.0  # in the same Python object
+        mx.eval(model.parameters())
+        assert following.sync() == 1
+        assert_bits(model, trainer.published[1])
 
 
 def updated(model: Any, path: Path) -> None:
@@ -185,56 +158,47 @@ def adapted(model: Any, path: Path) -> None:
 def test_nothing_is_computed_with_weights_that_somebody_replaced(
     checkpoint: Path, memory_url: str, tmp_path: Path, change: Callable[[Any, Path], None], is_brought_back: bool
 ) -> None:
-    model = load(checkpoint)
-    with training(memory_url, weights_of(checkpoint)) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, background=False) as following:
-            expected = greedy(model)
-            change(model, tmp_path / "other.safetensors")
-            for _ in range(2):
-                with pytest.raises(ApplyError, match="unknown state"):
-                    greedy(model)
-            if is_brought_back:
-                mx.eval(model.parameters())
-                assert following.sync() == 1
-                assert_bits(model, trainer.published[1])
-                assert greedy(model) == expected
-            else:
-                mx.eval(model.parameters())
-                with pytest.raises(ModelMismatchError):
-                    following.sync()
-                with pytest.raises(ApplyError, match="unknown state"):
-                    greedy(model)
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (model, trainer, following):
+        expected = greedy(model)
+        change(model, tmp_path / "other.safetensors")
+        for _ in range(2):
+            with pytest.raises(ApplyError, match="unknown state"):
+                greedy(model)
+        if is_brought_back:
+            mx.eval(model.parameters())
+            assert following.sync() == 1
+            assert_bits(model, trainer.published[1])
+            assert greedy(model) == expected
+        else:
+            mx.eval(model.parameters())
+            with pytest.raises(ModelMismatchError):
+                following.sync()
+            with pytest.raises(ApplyError, match="unknown state"):
+                greedy(model)
 
 
 def test_a_call_may_wait_until_the_weights_are_known(checkpoint: Path, memory_url: str) -> None:
-    model = load(checkpoint)
-    with training(memory_url, weights_of(checkpoint)) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, poll_interval_s=0.02) as following:
-            model.update({"lm_head": {"weight": mx.zeros((64, 32), dtype=mx.bfloat16)}})
-            mx.eval(model.parameters())
-            with following.hold(PATIENCE_S) as version:
-                assert version == 1
-                assert_bits(model, trainer.published[1])
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (model, trainer, following):
+        model.update({"lm_head": {"weight": mx.zeros((64, 32), dtype=mx.bfloat16)}})
+        mx.eval(model.parameters())
+        with following.hold(PATIENCE_S) as version:
+            assert version == 1
+            assert_bits(model, trainer.published[1])
 
 
 def test_arrays_that_are_not_computed_are_said_by_the_thread_that_cannot_compute_them(
     checkpoint: Path, memory_url: str
 ) -> None:
-    model = load(checkpoint)
-    with training(memory_url, weights_of(checkpoint)) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, poll_interval_s=0.02) as following:
-            model.lm_head.weight = mx.zeros((64, 32), dtype=mx.bfloat16) + 1
-            deadline = time.monotonic() + PATIENCE_S
-            while following.error is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert StageError.__name__ in (following.error or "") and "mx.eval" in (following.error or "")
-            mx.eval(model.parameters())
-            version = trainer.publish()
-            assert following.wait(version, PATIENCE_S) == version
-            assert_bits(model, trainer.published[version])
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (model, trainer, following):
+        model.lm_head.weight = mx.zeros((64, 32), dtype=mx.bfloat16) + 1
+        deadline = time.monotonic() + PATIENCE_S
+        while following.error is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert StageError.__name__ in (following.error or "") and "mx.eval" in (following.error or "")
+        mx.eval(model.parameters())
+        version = trainer.publish()
+        assert following.wait(version, PATIENCE_S) == version
+        assert_bits(model, trainer.published[version])
 
 
 @pytest.mark.parametrize("names", ["once", "both"])
@@ -263,19 +227,16 @@ def test_experts_that_mlx_lm_stacks(memory_url: str, tmp_path: Path) -> None:
         decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
     checkpoint = save(Qwen3MoeForCausalLM(config).to(torch.bfloat16), tmp_path / "model", num_experts=4, rope_theta=10000.0)
-    model = load(checkpoint)
-    with training(memory_url, weights_of(checkpoint)) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, background=False) as following:
-            for _ in range(2):
-                version = trainer.publish()
-                assert following.sync() == version
-                expected = arrays(fresh(checkpoint, trainer.published[version], tmp_path / str(version)))
-                held = arrays(model)
-                assert held.keys() == expected.keys()
-                assert any(".switch_mlp." in own for own in held)
-                for own, array in expected.items():
-                    np.testing.assert_array_equal(bits(held[own]), bits(array), err_msg=own)
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (model, trainer, following):
+        for _ in range(2):
+            version = trainer.publish()
+            assert following.sync() == version
+            expected = arrays(fresh(checkpoint, trainer.published[version], tmp_path / str(version)))
+            held = arrays(model)
+            assert held.keys() == expected.keys()
+            assert any(".switch_mlp." in own for own in held)
+            for own, array in expected.items():
+                np.testing.assert_array_equal(bits(held[own]), bits(array), err_msg=own)
 
 
 _ANY: dict[str, Any] = {

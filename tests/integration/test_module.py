@@ -73,6 +73,18 @@ def training(url: str, weights: Weights) -> Iterator[Trainer]:
         yield trainer
 
 
+@contextlib.contextmanager
+def followed(
+    url: str, model: Any = None, weights: Weights | None = None, **options: Any
+) -> Iterator[tuple[Any, Trainer, ModuleReplica]]:
+    """A model that follows a channel, whose version 1 it is already."""
+    model = llama() if model is None else model
+    with training(url, model.state_dict() if weights is None else weights) as trainer:
+        trainer.publish()
+        with follow(model, url, **options) as following:
+            yield model, trainer, following
+
+
 def untied(model: torch.nn.Module) -> Weights:
     """As checkpoints have it: shared memory once."""
     found: Weights = {}
@@ -196,24 +208,21 @@ def test_continuous_batching_shares_no_prefix_of_another_version(memory_url: str
 
 
 def test_a_hold_keeps_one_version_and_the_next_one_comes_behind_it(memory_url: str) -> None:
-    model = llama()
-    with training(memory_url, model.state_dict()) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, poll_interval_s=0.02) as following:
-            with following.hold() as version:
-                assert version == 1
-                assert trainer.publish() == 2
-                for _ in range(3):
-                    model.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
-                    time.sleep(0.05)
-                    assert following.version == 1
-                    assert_same_bits(model.state_dict(), trainer.published[1])
-                with pytest.raises(ConfigError, match="while this thread holds them"):
-                    following.sync()
-                with pytest.raises(ConfigError, match="while this thread holds them"):
-                    following.close()
-            assert following.wait(2, PATIENCE_S) == 2
-            assert_same_bits(model.state_dict(), trainer.published[2])
+    with followed(memory_url, poll_interval_s=0.02) as (model, trainer, following):
+        with following.hold() as version:
+            assert version == 1
+            assert trainer.publish() == 2
+            for _ in range(3):
+                model.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
+                time.sleep(0.05)
+                assert following.version == 1
+                assert_same_bits(model.state_dict(), trainer.published[1])
+            with pytest.raises(ConfigError, match="while this thread holds them"):
+                following.sync()
+            with pytest.raises(ConfigError, match="while this thread holds them"):
+                following.close()
+        assert following.wait(2, PATIENCE_S) == 2
+        assert_same_bits(model.state_dict(), trainer.published[2])
 
 
 def test_without_a_thread_it_moves_when_it_is_told_and_where_it_is_pinned(memory_url: str) -> None:
@@ -331,22 +340,6 @@ def test_the_base_of_an_adapter_and_what_torch_compile_wraps(memory_url: str) ->
                 compiled(torch.tensor([[1, 2]]))
 
 
-def test_both_names_of_tied_weights_may_be_in_the_channel_while_they_are_equal(memory_url: str) -> None:
-    model = llama(tied=True)
-    weights = {name: tensor.clone() for name, tensor in llama(tied=True, seed=1).state_dict().items()}
-    publisher = Publisher(memory_url)
-    with publisher, follow(model, memory_url, background=False) as following:
-        publisher.publish(weights.items()).wait(PATIENCE_S)
-        following.sync()
-        assert_same_bits(model.state_dict(), weights)
-        weights["lm_head.weight"][0, 0] += 1
-        publisher.publish(weights.items()).wait(PATIENCE_S)
-        with pytest.raises(ModelMismatchError, match="are one tensor in the module, and differ in version 2"):
-            following.sync()
-        with torch.no_grad(), pytest.raises(ApplyError, match="differ in version 2"):
-            model(torch.tensor([[1]]))
-
-
 def _meta() -> torch.nn.Module:
     return llama().to("meta")
 
@@ -398,64 +391,42 @@ def _copied(module: torch.nn.Module) -> Weights:
 
 
 def test_gradients_want_a_hold(memory_url: str) -> None:
-    model = llama()
-    with training(memory_url, model.state_dict()) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, poll_interval_s=0.02) as following:
-            with pytest.raises(ConfigError, match="needs the same weights until its backward"):
-                model(torch.tensor([[1, 2]]))
-            with following.hold():
-                trainer.publish()
-                model(torch.tensor([[1, 2]])).logits.sum().backward()
-            following.wait(2, PATIENCE_S)
-            assert_same_bits(model.state_dict(), trainer.published[2])
-
-
-def test_weights_that_somebody_else_wrote_are_loaded_anew_and_nothing_is_computed_before(memory_url: str) -> None:
-    model = llama()
-    with training(memory_url, model.state_dict()) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, background=False) as following:
-            with torch.no_grad():
-                model.model.norm.weight[0] = 17
+    with followed(memory_url, poll_interval_s=0.02) as (model, trainer, following):
+        with pytest.raises(ConfigError, match="needs the same weights until its backward"):
+            model(torch.tensor([[1, 2]]))
+        with following.hold():
             trainer.publish()
-            assert following.sync() == 2
-            assert_same_bits(model.state_dict(), trainer.published[2])
-            assert _computes(following, model)
+            model(torch.tensor([[1, 2]])).logits.sum().backward()
+        following.wait(2, PATIENCE_S)
+        assert_same_bits(model.state_dict(), trainer.published[2])
 
 
 def test_an_interrupt_leaves_the_gate_open(memory_url: str) -> None:
-    model = llama()
-    with training(memory_url, model.state_dict()) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, poll_interval_s=0.02) as following:
+    with followed(memory_url, poll_interval_s=0.02) as (model, trainer, following):
 
-            def interrupt(*_: object) -> None:
-                raise KeyboardInterrupt
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
 
-            hook = model.model.layers[1].register_forward_hook(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                model.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
-            hook.remove()
-            following.wait(trainer.publish(), PATIENCE_S)
-            assert_same_bits(model.state_dict(), trainer.published[2])
+        hook = model.model.layers[1].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
+        hook.remove()
+        following.wait(trainer.publish(), PATIENCE_S)
+        assert_same_bits(model.state_dict(), trainer.published[2])
 
 
 def test_an_interrupt_of_a_commit_that_waits_leaves_the_gate_open(memory_url: str) -> None:
-    model = llama()
-    with training(memory_url, model.state_dict()) as trainer:
+    with followed(memory_url, background=False) as (model, trainer, following):
         trainer.publish()
-        with follow(model, memory_url, background=False) as following:
-            trainer.publish()
-            changed = following._gate._changed
-            with (
-                mock.patch.object(changed, "wait_for", side_effect=KeyboardInterrupt),
-                pytest.raises(KeyboardInterrupt),
-            ):
-                following.sync()
-            assert _computes(following, model)
-            assert following.sync() == 2
-            assert_same_bits(model.state_dict(), trainer.published[2])
+        changed = following._gate._changed
+        with (
+            mock.patch.object(changed, "wait_for", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            following.sync()
+        assert _computes(following, model)
+        assert following.sync() == 2
+        assert_same_bits(model.state_dict(), trainer.published[2])
 
 
 @pytest.mark.parametrize("how", ["forward", "hold"])
@@ -486,21 +457,18 @@ def test_threads_that_call_without_a_pause_keep_no_version_away(memory_url: str,
 
 def test_a_long_hold_is_said_and_threads_inside_it_go_on(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.following.module._WAIT_S", 0.1)
-    model = llama()
-    with training(memory_url, model.state_dict()) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, poll_interval_s=0.02) as following:
-            with following.hold() as version:
-                trainer.publish()
-                deadline = time.monotonic() + PATIENCE_S
-                while following.error is None and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                assert "has waited for forward calls" in (following.error or "")
-                inside = threading.Thread(target=_computes, args=(following, model))
-                inside.start()
-                inside.join(PATIENCE_S)
-                assert not inside.is_alive() and following.version == version
-            assert following.wait(2, timeout_s=PATIENCE_S) == 2
+    with followed(memory_url, poll_interval_s=0.02) as (model, trainer, following):
+        with following.hold() as version:
+            trainer.publish()
+            deadline = time.monotonic() + PATIENCE_S
+            while following.error is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert "has waited for forward calls" in (following.error or "")
+            inside = threading.Thread(target=_computes, args=(following, model))
+            inside.start()
+            inside.join(PATIENCE_S)
+            assert not inside.is_alive() and following.version == version
+        assert following.wait(2, timeout_s=PATIENCE_S) == 2
 
 
 def test_a_copy_of_a_followed_module_has_weights_of_its_own(memory_url: str) -> None:
@@ -532,22 +500,6 @@ def test_a_module_follows_once(memory_url: str) -> None:
                 with pytest.raises(ConfigError, match="follows a channel already"):
                     follow(part, memory_url, background=False)
         follow(model, memory_url, background=False).close()
-
-
-def test_replaced_parameters_are_found_and_brought_to_the_version(memory_url: str) -> None:
-    model = llama()
-    with training(memory_url, model.state_dict()) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, background=False) as following:
-            model.lm_head.weight.data = torch.zeros_like(model.lm_head.weight)
-            trainer.publish()
-            assert following.sync() == 2
-            assert_same_bits(model.state_dict(), trainer.published[2])
-            model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().clone(), requires_grad=False)
-            assert following.sync() == 2
-            trainer.publish()
-            assert following.sync() == 3
-            assert_same_bits(model.state_dict(), trainer.published[3])
 
 
 def _resized(model: Any) -> None:
@@ -604,21 +556,19 @@ def test_a_module_that_was_changed_is_refused_at_each_sync_and_computes_nothing(
     memory_url: str, change: Callable[[Any], Any], background: bool
 ) -> None:
     model = llama().requires_grad_(False)
-    with training(memory_url, model.state_dict()) as trainer:
-        trainer.publish()
-        with follow(model, memory_url, background=background, poll_interval_s=0.02) as following:
-            change(model)
-            with pytest.raises(ApplyError, match="unknown state"):
-                model(torch.tensor([[1, 2]]))
+    with followed(memory_url, model, background=background, poll_interval_s=0.02) as (_, trainer, following):
+        change(model)
+        with pytest.raises(ApplyError, match="unknown state"):
+            model(torch.tensor([[1, 2]]))
+        for _ in range(2):
+            trainer.publish()
             for _ in range(2):
-                trainer.publish()
-                for _ in range(2):
-                    with pytest.raises(ModelMismatchError):
-                        following.sync()
-                    assert following.version == 1 and following.status.state == "failed" and following.error is not None
-                    assert "unknown state" in (following.not_ready or "")
-                    with pytest.raises(ApplyError, match="unknown state"):
-                        model(torch.tensor([[1, 2]]))
+                with pytest.raises(ModelMismatchError):
+                    following.sync()
+                assert following.version == 1 and following.status.state == "failed" and following.error is not None
+                assert "unknown state" in (following.not_ready or "")
+                with pytest.raises(ApplyError, match="unknown state"):
+                    model(torch.tensor([[1, 2]]))
 
 
 def _transposed(model: Any) -> None:
@@ -642,21 +592,19 @@ def _replaced(model: Any) -> None:
 def test_nothing_is_computed_with_weights_that_something_else_wrote_or_moved(
     memory_url: str, change: Callable[[Any], Any]
 ) -> None:
-    model, tokens = llama(), torch.tensor([[1, 2]])
-    with training(memory_url, model.state_dict()) as trainer, torch.no_grad():
-        trainer.publish()
-        with follow(model, memory_url, background=False) as following:
-            change(model)
-            assert following.not_ready is not None and following.status.state == "failed"
-            with pytest.raises(ApplyError, match="something else wrote, converted or replaced"):
-                model(tokens)
-            for version in (1, 2):
-                assert following.sync() == version
-                assert following.error is None and following.not_ready is None
-                fresh = llama(seed=6)
-                fresh.load_state_dict(trainer.published[version])
-                assert torch.equal(model(tokens).logits, fresh(tokens).logits)
-                trainer.publish()
+    tokens = torch.tensor([[1, 2]])
+    with followed(memory_url, background=False) as (model, trainer, following), torch.no_grad():
+        change(model)
+        assert following.not_ready is not None and following.status.state == "failed"
+        with pytest.raises(ApplyError, match="something else wrote, converted or replaced"):
+            model(tokens)
+        for version in (1, 2):
+            assert following.sync() == version
+            assert following.error is None and following.not_ready is None
+            fresh = llama(seed=6)
+            fresh.load_state_dict(trainer.published[version])
+            assert torch.equal(model(tokens).logits, fresh(tokens).logits)
+            trainer.publish()
 
 
 def test_a_version_with_two_values_for_one_tensor_is_refused_in_each_version_anew(memory_url: str) -> None:
