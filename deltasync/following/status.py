@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
+from concurrent.futures import Future, wait
 
 import msgspec
 
@@ -13,7 +13,7 @@ from deltasync.channel import heartbeat, keys
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import DeltaSyncError, ObjectMissingError, describe, get_logger
 from deltasync.stores.base import Store
-from deltasync.threads import daemon
+from deltasync.threads import Workers
 
 logger = get_logger(__name__)
 
@@ -103,7 +103,7 @@ _WARNED = "warned"
 
 
 class HeartbeatWriter:
-    """Writes a replica's heartbeats in a daemon thread, at least every `interval_s`; a hung store stops nothing else.
+    """Writes a replica's heartbeats in a thread, at least every `interval_s`; a hung store stops nothing else.
 
     A channel that is gone gets none, because writing one would make its folder again. While little is left of a quota that
     the trainer shares (`Store.is_scarce`), there is one every `_SCARCE_S`, whatever changes.
@@ -112,18 +112,15 @@ class HeartbeatWriter:
     def __init__(self, store: Store, interval_s: float) -> None:
         self._store = store
         self._interval_s = interval_s
-        self._changed = threading.Condition()
-        self._next: Heartbeat | None = None
+        self._workers = Workers(1, "heartbeat")
         self._last: tuple[object, ...] = ()
-        self._last_s = -math.inf
-        self._thread: threading.Thread | None = None
-        self._looked_s = -math.inf
+        self._last_s = self._looked_s = -math.inf
         self._others: dict[str, object] = {}  # the heartbeats of other boots of this name, as they were at the first look
 
     @property
     def is_used(self) -> bool:
         """Whether a heartbeat was ever to be written."""
-        return self._thread is not None
+        return bool(self._last)
 
     def update(self, status: Status) -> None:
         """Have a heartbeat written if the status changed or the last one is old. An unwritten earlier one is dropped."""
@@ -132,48 +129,30 @@ class HeartbeatWriter:
         since_s = now_s - self._last_s
         if since_s < _SCARCE_S and self._store.is_scarce:
             return
-        if (content != self._last or since_s >= self._interval_s) and self._submit(status) is not None:
+        if content != self._last or since_s >= self._interval_s:
+            self._submit(status)
             self._last, self._last_s = content, now_s
 
     def stop(self, status: Status) -> None:
         """Write the last heartbeat, for a bounded time."""
-        if (thread := self._submit(status)) is not None:
-            thread.join(_LAST_S)
+        wait([self._submit(status)], _LAST_S)
 
-    def _submit(self, status: Status) -> threading.Thread | None:
-        """Have the thread write a heartbeat, and return the thread; None if the system has none for it now."""
+    def _submit(self, status: Status) -> Future[None]:
         names = Heartbeat.__dataclass_fields__.keys() - {"time_s"}
-        with self._changed:
-            self._next = Heartbeat(**{name: getattr(status, name) for name in names})
-            self._changed.notify()
-        if self._thread is None:
-            thread = daemon("heartbeat", self._run)
-            try:
-                thread.start()
-            except RuntimeError:
-                logger.exception("deltasync could not begin a heartbeat")
-                return None
-            self._thread = thread
-        return self._thread
+        self._workers.drop()
+        return self._workers.submit(self._write, Heartbeat(**{name: getattr(status, name) for name in names}))
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._next is not None)
-                beat, self._next = self._next, None
-            assert beat is not None
-            try:
-                self._store.read_range(keys.CHANNEL, 0, 1)
-                heartbeat.write(self._store, beat)
-                self._look_for_others(beat)
-            except ObjectMissingError:
-                pass
-            except DeltaSyncError as error:  # nothing depends on heartbeats
-                logger.warning("deltasync: heartbeat not written: %s", error)
-            except Exception:
-                logger.exception("deltasync could not write a heartbeat")
-            if beat.state == heartbeat.STOPPED and self._next is None:
-                return
+    def _write(self, beat: Heartbeat) -> None:
+        try:
+            self._store.read_range(keys.CHANNEL, 0, 1)
+            heartbeat.write(self._store, beat)
+            self._look_for_others(beat)
+        except ObjectMissingError:
+            pass
+        except DeltaSyncError as error:  # nothing depends on heartbeats
+            logger.warning("deltasync: heartbeat not written: %s", error)
+        except Exception:
+            logger.exception("deltasync could not write a heartbeat")
 
     def _look_for_others(self, beat: Heartbeat) -> None:
         """Warn of each replica of this name that writes heartbeats while this one runs; one that has ended writes none."""
