@@ -98,7 +98,6 @@ class Follow:
         self._begun = self._pins = 0  # how many steps have begun; how often the pin was set
         self._caught_up = -1  # number of the last step that found nothing to take
         self._served: tuple[VersionId, int | None] | None = None  # the last version, and the trainer's step of its record
-        self._stepped = threading.Condition()
         self._opened, self._audited_s = False, time.monotonic()
         self._asked = False  # a caller waits: refresh, and retry skipped objects
         self._stepping = threading.RLock()
@@ -272,10 +271,14 @@ class Follow:
         if version is None and self.version is not None:
             return self.version
         reached = self.request(wanted if version is not None or self._pin is None else self._pin)
-        deadline = time.monotonic() + timeout_s
-        with self._stepped:
+        deadline, stepped = time.monotonic() + timeout_s, threading.Event()
+        self.on_step.append(stepped.set)
+        try:
             while (served := reached()) is None and (left_s := deadline - time.monotonic()) > 0:
-                self._stepped.wait(left_s)
+                stepped.wait(left_s)
+                stepped.clear()
+        finally:
+            self.on_step.remove(stepped.set)
         if served is None:
             raise AckTimeoutError(
                 f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}. {self.why}".rstrip()
@@ -410,10 +413,8 @@ class Follow:
                 raise
         finally:
             self._stepping.release()
-            for notify in self.on_step:
+            for notify in [*self.on_step]:
                 notify()
-            with self._stepped:
-                self._stepped.notify_all()
 
     def _step(self, pin: Pin, ahead: bool, audits: bool) -> bool:
         target, cursor = self.target, self.cursor

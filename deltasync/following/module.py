@@ -34,10 +34,6 @@ from deltasync.following.status import Commit, Status
 from deltasync.following.weights import StagedVersion
 from deltasync.stores import Store
 
-_ADAPTERS = {"mlx": "mlx_plugin.module"}
-"""Modules that have a `ModuleTarget` and a `gating` for other frameworks' modules, by the framework's name."""
-
-
 _WAIT_S = 5.0  # from when on a commit that waits for forward calls is reported
 
 
@@ -336,8 +332,7 @@ def _adapter(module: Any) -> tuple[type[GatedTarget], Callable[[Any, Gate], cont
     """Return the target of a framework's modules, and its context in which a module's calls pass a gate."""
     if isinstance(module, torch.nn.Module):
         return ModuleTarget, _all_gated
-    for framework in (kind.__module__.partition(".")[0] for kind in type(module).__mro__):
-        if framework in _ADAPTERS:
-            adapter = importlib.import_module(_ADAPTERS[framework])
-            return adapter.ModuleTarget, adapter.gating
+    if "mlx" in {kind.__module__.partition(".")[0] for kind in type(module).__mro__}:
+        adapter = importlib.import_module("mlx_plugin.module")
+        return adapter.ModuleTarget, adapter.gating
     raise ConfigError(f"follow() takes a torch.nn.Module or an mlx.nn.Module, not {module!r:.100}.")

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from deltasync.channel import anchors, checkpoint
+from deltasync.channel.anchors import INDEX
 from deltasync.channel.reading import ChannelReader
+from deltasync.codec.base import body
 from deltasync.errors import (
     UNREADABLE_JSON,
     ChainError,
@@ -24,7 +27,7 @@ from deltasync.errors import (
 )
 from deltasync.following import Replica
 from deltasync.interchange import version_dirs
-from deltasync.interchange.version_dirs import VersionDir, VersionDirs, Weights
+from deltasync.interchange.version_dirs import VersionDir, VersionDirs, Weights, bytes_of
 from deltasync.maintenance import model_files
 from deltasync.publish import Publisher
 from deltasync.stores import Store, open_store
@@ -238,22 +241,50 @@ class Export:
     def _full(self, number: int) -> int:
         self._replica.sync(number)
         assert self._replica.identity is not None
-        tensors = self._replica.state_dict()
-        files = itertools.chain(
+        index, last, tensors = dict[str, Any](), "", self._replica.state_dict()
+        for last, data in itertools.chain(
             model_files(self._reader, self._replica.identity).items(),
-            anchors.weight_files(tensors, self._replica.fingerprints),
-        )
-        version_dirs.write_full(self._dirs.store, number, files, tensors, self._replica.identity.sha256)
+            anchors.weight_files(tensors, self._replica.fingerprints),  # the last
+        ):
+            if last == INDEX:
+                index = json.loads(bytes(data))
+            else:
+                self._put(number, last, data)
+        self._end(number, index.get("weight_map") or dict.fromkeys(tensors, last), index.get("metadata", {}))
         return sum(each.nbytes for each in self._note(number).values())
 
     def _delta(self, number: int, old: Weights) -> int:
         before = dict(self._replica.fingerprints)
         self._replica.sync(number)
-        assert self._replica.identity is not None
         tensors, after = self._replica.state_dict(), self._replica.fingerprints
         new = {name: tensors[name].clone() for name in tensors if before[name] != after[name]}
-        how, sha256 = (self._encoding, self._algorithm), self._replica.identity.sha256
-        size = version_dirs.write_delta(self._dirs.store, number, self.number, old, new, *how, sha256)
+        file, data = "model-00001-of-00001.safetensors", b""
+        if new:
+            sums = {name: version_dirs.checksum(self._algorithm, bytes_of(tensor)) for name, tensor in new.items()}
+            coded = {
+                name: torch.frombuffer(
+                    bytearray(version_dirs.encode(self._encoding, bytes_of(old[name]), bytes_of(tensor))), dtype=torch.uint8
+                )
+                for name, tensor in new.items()
+            }
+            data = b"".join(body(coded, sums))
+            self._put(number, file, data)
+        metadata = {
+            "version": f"{number:06d}",
+            "base_version": f"{self.number:06d}",
+            "delta_encoding": self._encoding,
+            "compression_format": "zstd",
+            "checksum_format": self._algorithm,
+        }
+        self._end(number, dict.fromkeys(new, file), metadata)
         old.update(new)
         self.number = number
-        return size
+        return len(data)
+
+    def _put(self, number: int, file: str, data: bytes | memoryview) -> None:
+        self._dirs.store.put(f"weight_v{number:06d}/{file}", data)
+
+    def _end(self, number: int, weight_map: dict[str, str], metadata: dict[str, Any]) -> None:
+        """Store the index of a version: from here on a reader takes it."""
+        metadata["deltasync_sha256"] = self._replica.digest
+        self._put(number, INDEX, json.dumps({"metadata": metadata, "weight_map": weight_map}).encode())

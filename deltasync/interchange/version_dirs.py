@@ -12,10 +12,9 @@ Sources: `docs/en/advanced/delta-weight-sync.md` of slime; `modelexpress_rl` 0.7
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,7 +23,7 @@ import torch
 
 from deltasync.channel import anchors
 from deltasync.channel.anchors import INDEX
-from deltasync.codec.base import body, entries, read_metadata
+from deltasync.codec.base import entries, read_metadata
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
@@ -310,79 +309,3 @@ def encode(encoding: str, old_B: np.ndarray, new_B: np.ndarray) -> bytes:
         at_K = np.flatnonzero(changed).astype("<u4")
         changed = np.concatenate((np.array([at_K.size], "<u4").view(np.uint8), at_K.view(np.uint8), new_B[at_K]))
     return zstandard.ZstdCompressor(level=1).compress(changed)
-
-
-def write_full(
-    store: Store, number: int, files: Iterable[tuple[str, bytes | memoryview]], names: Iterable[str], sha256: str
-) -> None:
-    """Store a full version.
-
-    Args:
-        store: The store.
-        number: The number of the version.
-        files: The files of the checkpoint, as `anchors.weight_files` makes them, weight files last.
-        names: The tensors.
-        sha256: The digest of the record.
-    """
-    index, last = dict[str, Any](), ""
-    for last, data in files:
-        if last == INDEX:
-            index = json.loads(bytes(data))
-        else:
-            store.put(f"{folder(number)}/{last}", data)
-    index = index or {"metadata": {}, "weight_map": dict.fromkeys(names, last)}
-    index["metadata"]["deltasync_sha256"] = sha256
-    store.put(f"{folder(number)}/{INDEX}", json.dumps(index).encode())
-
-
-def write_delta(
-    store: Store,
-    number: int,
-    base: int,
-    old: Weights,
-    new: Weights,
-    encoding: str,
-    algorithm: str,
-    sha256: str,
-) -> int:
-    """Store a delta, index last. Return the bytes of its weight file.
-
-    Args:
-        store: The store.
-        number: The number of the version.
-        base: That of the version before.
-        old: The version before.
-        new: The tensors that changed.
-        encoding: One of `ENCODINGS`.
-        algorithm: One of `CHECKSUMS`.
-        sha256: The digest of the record.
-
-    Raises:
-        ConfigError: as `encode` and `checksum`.
-        StoreError: a file could not be stored; no reader takes the version.
-    """
-    file, data = "model-00001-of-00001.safetensors", b""
-    if new:
-        sums = {name: checksum(algorithm, bytes_of(tensor)) for name, tensor in new.items()}
-        coded = {
-            name: torch.frombuffer(bytearray(encode(encoding, bytes_of(old[name]), bytes_of(tensor))), dtype=torch.uint8)
-            for name, tensor in new.items()
-        }
-        data = b"".join(body(coded, sums))
-        store.put(f"{folder(number)}/{file}", data)
-    metadata = {
-        "version": f"{number:06d}",
-        "base_version": f"{base:06d}",
-        "delta_encoding": encoding,
-        "compression_format": "zstd",
-        "checksum_format": algorithm,
-        "deltasync_sha256": sha256,
-    }
-    index = {"metadata": metadata, "weight_map": dict.fromkeys(new, file)}
-    store.put(f"{folder(number)}/{INDEX}", json.dumps(index).encode())
-    return len(data)
-
-
-def folder(number: int) -> str:
-    """Return the directory of a version."""
-    return f"weight_v{number:06d}"
