@@ -39,6 +39,8 @@ enum {
     STREAM = 1 << 18,    // elements that are hashed by one thread
     PIECE = 1 << 12,     // elements of a block that are counted at a time
     AHEAD = 64,          // elements, or changes, for which memory is asked for ahead
+    BLOCK = 1 << 10,     // most changes that are written at a time
+    COLUMNS = 6,         // of a line of `kernels.table`
     DIMS = 8,
     SYMBOLS = 256,
     TABLE_BITS = 12,
@@ -199,6 +201,18 @@ typedef struct {
     u64 *gain_R;
     i64 *above_R;
 } Add;
+typedef struct {
+    int w;
+    i64 block;
+    const i64 *line, *dims, *write, *row;  // see kernels/table.py
+    const u32 *low;
+    const char *step;
+    u32 *to;  // positions in live memory, or `OUTSIDE` of the segment
+    char *value;
+    _Atomic u64 *sum;
+    i64 lines;
+} Writes;
+#define OUTSIDE 0xFFFFFFFFu
 typedef struct {
     int w, wide, to_wide;
     const i64 *row;  // tensor, first change, behind the last, memory, position of its first element, dimensions, place, span
@@ -372,26 +386,6 @@ INLINE i64 gap_before(const Code *of, i64 b, i64 k, i64 *gap, int one) {
 #else
 #define FOR_ISA(name) {name##_plain}
 #endif
-#undef differing
-#undef between
-#undef ones
-#undef nth
-#undef ahead
-#undef at_most
-#undef find
-#undef flush
-#undef push_bits
-#undef push
-#undef pull
-#undef number
-#undef open_lane
-#undef change
-#undef decode_lanes
-#undef field_row
-#undef count_block
-#undef place_block
-#undef neon_bits
-
 // ---- What Python calls ----
 
 enum { MOST_ARGUMENTS = 16 };
@@ -567,6 +561,43 @@ ENTRY(add, "nrrrrrww")  // threads, rows, keys, bounds, positions, steps, gains,
         ((i64 *)call.p[7])[of.row[6 * r]] += of.above_R[r];
     }
     free(numbers);
+    return report(&call, failed);
+}
+
+// Reads what `stage` and `exchange` have: threads, changes of a row, lines, dimensions, writes, rows, positions in memory, values, sums.
+static int writes_of(Writes *of, const Call *at) {
+    Call call = *at;
+    i64 lines = call.size[2] / COLUMNS, strided = call.size[3] / (6 * DIMS), room = call.size[6];
+    *of = (Writes){.w = call.item[7], .block = call.n[1], .line = call.p[2], .dims = call.p[3], .write = call.p[4], .row = call.p[5],
+                   .to = call.p[6], .value = call.p[7], .sum = call.p[8], .lines = lines};
+    if (!IS(2, COLUMNS * lines, 8) || !IS(3, 6 * DIMS * strided, 8) || !IS(4, 3 * lines, 8) || call.item[5] != 8 ||
+        !IS(6, room, 4) || !WIDTH(7) || call.size[7] != room || !IS(8, 3 * lines, 8) || of->block < 1 || of->block > BLOCK) return 0;
+    for (i64 r = 0; r < call.size[5]; r++) {
+        i64 number = of->row[r] >> 32, first = (of->row[r] & 0xFFFFFFFF) * of->block;
+        if (number < 0 || number >= lines) return 0;
+        const i64 *write = of->write + 3 * number, dims = of->line[COLUMNS * number + 5];
+        if (dims < 0 || dims > DIMS || (dims && number >= strided) || write[0] < 0 || write[2] < 0 || first >= write[1] ||
+            write[2] + write[1] > room) return 0;
+    }
+    return 1;
+}
+
+ENTRY(stage, "nnrrrrwwwrr")  // and positions and steps
+    Writes of;
+    if (!writes_of(&of, &call) || call.item[9] != 4 || !IS(10, call.size[9], of.w)) WRONG;
+    for (i64 r = 0; r < call.size[5]; r++) {
+        const i64 *write = of.write + 3 * (of.row[r] >> 32);
+        if (write[0] + write[1] > call.size[9]) WRONG;
+    }
+    of.low = call.p[9], of.step = call.p[10];
+    RUN(stage, &of, call.size[5], call.n[0], failed);
+    return report(&call, failed);
+}
+
+ENTRY(exchange, "nnrrrrrww")
+    Writes of;
+    if (!writes_of(&of, &call)) WRONG;
+    RUN(exchange, &of, call.size[5], call.n[0], failed);
     return report(&call, failed);
 }
 
@@ -941,7 +972,7 @@ static PyObject *simd_entry(PyObject *self, PyObject *arguments) {  // the most 
 
 #define METHOD(name) {#name, name##_entry, METH_VARARGS, NULL}
 static PyMethodDef methods[] = {
-    METHOD(fingerprint), METHOD(scan), METHOD(add), METHOD(prepare), METHOD(weigh), METHOD(swap), METHOD(count), METHOD(encode),
+    METHOD(fingerprint), METHOD(scan), METHOD(add), METHOD(stage), METHOD(exchange), METHOD(prepare), METHOD(weigh), METHOD(swap), METHOD(count), METHOD(encode),
     METHOD(decode), METHOD(rank), METHOD(decode_classes), METHOD(survey), METHOD(regroup), METHOD(groups), METHOD(simd), {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
@@ -1207,6 +1238,82 @@ INLINE void ISA(add_body)(Job *job, Add *of, int w) {
     }
 }
 KERNEL(add, Add)
+
+INLINE void ISA(stage_row)(Job *job, const Writes *of, i64 number, i64 first, int strided, int w) {
+    const i64 *line = of->line + COLUMNS * number, *dims = of->dims + 6 * DIMS * number, *write = of->write + 3 * number;
+    const char *memory = pointer(line[0]), *step = of->step + (write[0] + first) * w;
+    const u32 *low = of->low + write[0] + first;
+    u32 *to = of->to + write[2] + first;
+    char *value = of->value + (write[2] + first) * w;
+    i64 count = MIN(of->block, write[1] - first), kept = 0;
+    u64 old[BLOCK], most = 0, gain = 0, check = 0, key = (u64)line[1] + (u64)line[2] * INDEX_STEP;
+    double part[DIMS];
+    for (int d = 0; strided && d < line[5]; d++) part[d] = 1.0 / (double)dims[3 * d];
+    for (i64 k = 0; k < count; k++) {
+        u32 rest = low[k] - (u32)line[3];
+        u64 place = rest;
+        int inside = 1;
+        if (strided) {
+            place = 0;
+            for (int d = 0; d < line[5]; d++) {
+                u32 coordinate = (u32)(((double)rest + 0.5) * part[d]);  // exact, and sooner than a division
+                rest -= coordinate * (u32)dims[3 * d];
+                inside &= coordinate < dims[3 * d + 1];
+                place += (u64)coordinate * (u64)dims[3 * d + 2];
+            }
+            inside &= rest == 0;
+        }
+        to[k] = inside ? (u32)place : OUTSIDE;
+        if (!inside) continue;
+        most = MAX(most, place);
+        __builtin_prefetch(memory + place * w);
+    }
+    if (most >= (u64)line[4]) {
+        BAD(job, MALFORMED);
+        return;
+    }
+    for (i64 k = 0; k < count; k++) old[k] = strided && to[k] == OUTSIDE ? 0 : get(memory, to[k], w);
+    for (i64 k = 0; k < count; k++) {  // a loop of its own, which is vectorized
+        u64 now = (old[k] + get(step, k, w)) & all_bits(w), index = (u64)(low[k] - (u32)line[3]), inside = !strided || to[k] != OUTSIDE;
+        put(value, k, now, w);
+        gain += (cell(key, index, now) - cell(key, index, old[k])) & (0 - inside);
+        check += old[k] * (2 * (u64)to[k] + 1);
+        kept += (i64)inside;
+    }
+    atomic_fetch_add(of->sum + number, gain);
+    atomic_fetch_add(of->sum + of->lines + number, check);
+    atomic_fetch_add(of->sum + 2 * of->lines + number, (u64)kept);
+}
+
+INLINE void ISA(stage_body)(Job *job, Writes *of, int w) {
+    for (i64 r; (r = take(job)) >= 0;) {
+        i64 number = of->row[r] >> 32, first = (of->row[r] & 0xFFFFFFFF) * of->block;
+        if (of->line[COLUMNS * number + 5]) ISA(stage_row)(job, of, number, first, 1, w);
+        else ISA(stage_row)(job, of, number, first, 0, w);
+    }
+}
+KERNEL(stage, Writes)
+
+INLINE void ISA(exchange_body)(Job *job, Writes *of, int w) {
+    for (i64 r; (r = take(job)) >= 0;) {
+        i64 number = of->row[r] >> 32, first = (of->row[r] & 0xFFFFFFFF) * of->block;
+        const i64 *write = of->write + 3 * number;
+        i64 count = write[1] - first, place = write[2] + first;  // to the end of the line, of which memory is asked for ahead
+        char *bits = pointer(of->line[COLUMNS * number]), *value = of->value + place * w;
+        const u32 *to = of->to + place;
+        u64 sum = 0;
+        for (i64 k = 0, last = MIN(of->block, count); k < last; k++) {
+            if (k + AHEAD < count) __builtin_prefetch(bits + (i64)to[k + AHEAD] * w, 1);
+            if (to[k] == OUTSIDE) continue;
+            u64 before = get(bits, to[k], w);
+            put(bits, to[k], get(value, k, w), w);
+            put(value, k, before, w);
+            sum += before * (2 * (u64)to[k] + 1);
+        }
+        atomic_fetch_add(of->sum + of->lines + number, sum);
+    }
+}
+KERNEL(exchange, Writes)
 
 INLINE void ISA(prepare_body)(Job *job, Prepare *of, int w) {
     char old[CHUNK * 8];

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from deltasync.kernels import SegmentKernels, torch_ops
-from deltasync.kernels.table import Rows, Table, Writes
-from deltasync.live.devices import Device
+from deltasync.kernels import torch_ops
+from deltasync.kernels.table import Room, Rows, SegmentKernels, Table, Writes
+from deltasync.live.devices import Device, accelerator
 
 
 class StandIn(Device):
@@ -39,6 +39,10 @@ class StandIn(Device):
         self.held_bytes = 0
         self.launches: list[str] = []
         self.fail_at: Callable[[str], None] = lambda name: None
+
+    @property
+    def is_host(self) -> bool:
+        return False
 
     @property
     def kernels(self) -> SegmentKernels:
@@ -86,16 +90,16 @@ class _Counted:
     def fingerprint(self, of: Table, rows: Rows, gain_S: torch.Tensor) -> None:
         self._launch("fingerprint", of, rows, gain_S)
 
-    def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._launch("warm_up", device, dtype)
+    def warm_up(self, room: Room, dtype: torch.dtype) -> None:
+        self._launch("warm_up", room, dtype)
 
 
-def on(*devices: Device | None) -> Callable[[torch.Tensor], Device | None]:
+def on(*devices: Device | None) -> Callable[[torch.Tensor], Device]:
     """`device_of` that puts the storages it meets on these devices in turn, None for the host."""
-    places: dict[int, Device | None] = {}
+    places: dict[int, Device] = {}
 
-    def device_of(live: torch.Tensor) -> Device | None:
+    def device_of(live: torch.Tensor) -> Device:
         storage = live.untyped_storage().data_ptr()
-        return places.setdefault(storage, devices[len(places) % len(devices)])
+        return places.setdefault(storage, devices[len(places) % len(devices)] or accelerator(torch.device("cpu")))
 
     return device_of

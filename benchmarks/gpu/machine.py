@@ -77,7 +77,7 @@ class Machine:
         self._launched: list[str] = []
         self._count_launches()
 
-    def device_of(self, live: torch.Tensor) -> Device | None:
+    def device_of(self, live: torch.Tensor) -> Device:
         """As that of `deltasync.live`; if kernels are interpreted, the host's memory stands for a device's."""
         return _HOST_AS_DEVICE if self.interpreted else device_of(live)
 
@@ -150,7 +150,11 @@ class Machine:
         InterpretedFunction.run = counted
 
 
-_HOST_AS_DEVICE = Device(torch.device("cpu"))
+class _HostAsDevice(Device):
+    is_host = False
+
+
+_HOST_AS_DEVICE = _HostAsDevice(torch.device("cpu"))
 
 
 def has_triton() -> bool:

@@ -8,7 +8,6 @@ from benchmarks.gpu.machine import Machine, Row, random_bits, random_positions
 from deltasync.kernels import segment_kernels
 from deltasync.kernels.table import MOST_ELEMENTS, Line, Table, Writes
 from deltasync.live import Segment
-from deltasync.live.devices import Device
 
 SECTOR_BYTES = 32
 _KEY = 0x9E3779B97F4A7C15
@@ -46,7 +45,6 @@ def _measure_plain(machine: Machine, live_N: torch.Tensor, at_K: torch.Tensor) -
 def _measure_tables(machine: Machine, live_N: torch.Tensor, at_K: torch.Tensor) -> None:
     """Measure the kernels of a commit and an audit on one segment, which is restored at the end."""
     device = machine.device_of(live_N)
-    assert isinstance(device, Device)
     on_device = segment_kernels(machine.device)
     segment = Segment(live_N, (1,), 0)
     pieces = [*segment.pieces(MOST_ELEMENTS)]
@@ -58,7 +56,7 @@ def _measure_tables(machine: Machine, live_N: torch.Tensor, at_K: torch.Tensor) 
     low_S, count_S = of.bounds(torch.searchsorted(at_K, torch.from_numpy(of.limit_L).to(at_K.device)).cpu().numpy())
     writes = Writes(of, low_K, step_K, low_S, count_S)
     held, (sum_S,) = live_N.clone(), of.empty(((len(lines),), torch.int64))
-    on_device.warm_up(machine.device, live_N.dtype)
+    on_device.warm_up(device, live_N.dtype)
     on_device.fingerprint(of, of.whole, sum_S)
     before = sum_S.clone()
     row = machine.measure("fingerprint", lambda: on_device.fingerprint(of, of.whole, sum_S))

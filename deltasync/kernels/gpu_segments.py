@@ -8,7 +8,7 @@ line; sums of integers modulo 2**64 do not depend on the order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import triton.language as tl
 from deltasync.errors import undoing
 from deltasync.kernels import reference, table
 from deltasync.kernels.gpu_common import UNSIGNED, on, unsigned
-from deltasync.kernels.table import Line, Rows, Table, Writes
+from deltasync.kernels.table import Line, Room, Rows, Table, Writes
 
 _READ_BLOCK = 512  # elements that a program reads at once from a row of `table.STREAM_BLOCK`
 
@@ -231,7 +231,7 @@ def prepare(of: Writes) -> None:
     for is_strided, of_kind in _kinds(of):
         for row_R in of_kind.split(of.at_once):  # launches that end soon: an engine's kernels come between them
             arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, unsigned(of.low_K), step_K, value_V, *of.sum_3S)
-            _launch(_prepare, row_R.numel(), arguments, bits, is_strided, table.SCATTER_BLOCK)
+            _launch(_prepare, row_R.numel(), arguments, bits, is_strided, of.block)
 
 
 def swap(of: Writes) -> None:
@@ -252,7 +252,7 @@ def swap(of: Writes) -> None:
 def _swap_kind(of: Writes, is_strided: bool, row_R: torch.Tensor) -> None:
     held, low_K, value_V = of.table, unsigned(of.low_K), unsigned(of.value_V)
     arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, low_K, value_V, of.sum_3S[table.CHECK])
-    _launch(_swap, row_R.numel(), arguments, UNSIGNED[held.width], is_strided, table.SCATTER_BLOCK)
+    _launch(_swap, row_R.numel(), arguments, UNSIGNED[held.width], is_strided, of.block)
 
 
 def _kinds(of: Writes) -> list[tuple[bool, torch.Tensor]]:
@@ -286,29 +286,14 @@ def _launch(kernel: Any, programs: int, arguments: tuple[torch.Tensor, ...], *co
         kernel[(programs,)](*arguments, *constants, **options)
 
 
-class _Anywhere:
-    """Allocates the tables of `warm_up`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def allocate(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-
-    def send(self, pairs: Iterable[tuple[np.ndarray, torch.Tensor]]) -> None:
-        for host, to in pairs:
-            to.copy_(torch.from_numpy(host))
-
-
 @functools.cache
-def warm_up(device: torch.device, dtype: torch.dtype) -> None:
+def warm_up(room: Room, dtype: torch.dtype) -> None:
     """Compile the kernels for signed views of this dtype, once per process.
 
     This takes seconds, which a commit would spend otherwise. Triton keeps what it compiled on disk, for later processes.
     """
-    room = _Anywhere(device)
     dest = room.allocate(16 * dtype.itemsize).view(dtype)
-    low_K, step_K = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=dtype, device=device)
+    low_K, step_K = (torch.zeros(1, dtype=kind, device=dest.device) for kind in (torch.int32, dtype))
     for first, layout in ((0, ()), (1, ()), (0, ((2, 1, 1),))):
         of = Table([Line(0, dest[first : first + 1], 0, 0, 1, layout)], room)
         fingerprint(of, of.whole, *of.empty(((1,), torch.int64)))

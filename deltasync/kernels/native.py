@@ -19,7 +19,6 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +41,6 @@ FIELDS = 7
 element in the vector, shift and mask of the field that an element's class follows from."""
 
 _ROW, _CHUNK = 1 << 16, 1 << 12  # most elements, and most changes, of a row of the extension
-_SWAP_CHUNK = 1 << 14
 _LAUNCH = 1 << 28  # elements that one call compares
 _SMALL = 1 << 15  # elements, or eight times the changes, that one thread handles sooner than several
 _PIECE = 8 << 20  # bytes that `_room` allocates at once
@@ -259,59 +257,6 @@ def add(
     return gain_T, above_T
 
 
-def prepare(
-    row_RF: np.ndarray,
-    dim_D83: np.ndarray,
-    key_T: np.ndarray,
-    first_T: np.ndarray,
-    at_K: np.ndarray,
-    step_K: np.ndarray,
-    to: np.dtype,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-    """Compute what to write into segments of live memory, which is only read.
-
-    Args:
-        row_RF: Rows: tensor, first change, behind the last change, address of the segment's memory, position of its first
-            element, number of its dimensions in `dim_D83`, or -1 if it is contiguous, elements of its memory; int64[R, 7].
-        dim_D83: Dimensions of segments: stride in the tensor, size, stride in memory; int64[D, 8, 3]. The largest stride
-            first, size 0 behind the last one.
-        key_T: Fingerprint key of each tensor.
-        first_T: Position of the first element of each tensor.
-        at_K: Positions, ascending.
-        step_K: Steps.
-        to: dtype of positions in memory.
-
-    Returns:
-        Writes as chunks (row, address of the memory, place in the next two arrays, count); positions in memory; new bit
-        patterns; what each row adds to its segment's fingerprint, uint64[R]; how many elements of it are written, int64[R];
-        and the checksum that `swap_by` of these writes will find.
-    """
-    chunk_RF = _by_changes(row_RF)
-    place_R = np.concatenate(([0], np.cumsum(chunk_RF[:, 2] - chunk_RF[:, 1])))
-    chunk_RF = np.insert(chunk_RF, 6, place_R[:-1], axis=1)
-    to_K, new_K = np.empty(place_R[-1], to), np.empty(place_R[-1], step_K.dtype)
-    kept_R = np.empty(len(chunk_RF), np.int64)
-    gain_R, check_R = np.empty(len(chunk_RF), np.uint64), np.empty(len(chunk_RF), np.uint64)
-    given = chunk_RF, dim_D83, key_T, first_T, np.ascontiguousarray(at_K), np.ascontiguousarray(step_K)
-    if (native := extension()) is None:
-        reference.prepare_rows(*given, to_K, new_K, kept_R, gain_R, check_R)
-    elif not native.prepare(threads(8 * to_K.size), *given, to_K, new_K, kept_R, gain_R, check_R):
-        raise ValueError("a position is outside of its segment")
-    row_C = np.repeat(np.arange(len(row_RF)), -(-(row_RF[:, 2] - row_RF[:, 1]) // _CHUNK))
-    kept = kept_R > 0
-    write_CF = np.stack((row_C, chunk_RF[:, 3], place_R[:-1], kept_R), axis=1)[kept]
-    rows = len(row_RF)
-    check = int(check_R.sum(dtype=np.uint64))
-    return write_CF, to_K, new_K, _by_row(row_C, rows, gain_R), _by_row(row_C, rows, kept_R), check
-
-
-def _by_row(number_R: np.ndarray, count: int, value_R: np.ndarray) -> np.ndarray:
-    """Sum values by an ascending number, modulo 2**64; one sum for each of `count` numbers."""
-    total = np.zeros(count, value_R.dtype)
-    np.add.at(total, number_R, value_R)
-    return total
-
-
 def _by_changes(row_RF: np.ndarray) -> np.ndarray:
     """Cut rows whose columns 1 and 2 bound their changes into rows of at most `_CHUNK`."""
     count_R = -(-(row_RF[:, 2] - row_RF[:, 1]) // _CHUNK)
@@ -320,50 +265,6 @@ def _by_changes(row_RF: np.ndarray) -> np.ndarray:
     chunk_CF[:, 1] += done_C
     chunk_CF[:, 2] = np.minimum(chunk_CF[:, 2], chunk_CF[:, 1] + _CHUNK)
     return chunk_CF
-
-
-def weigh(key: int, dest: np.ndarray, at_K: np.ndarray, index_K: np.ndarray, new_K: np.ndarray) -> tuple[int, int]:
-    """Return what a write of new bits adds to a fingerprint, and the checksum that `swap_by` will find. Nothing is written.
-
-    Args:
-        key: Fingerprint key of the tensor.
-        dest: Flat unsigned bit patterns of live memory.
-        at_K: Distinct positions in it.
-        index_K: Their flat checkpoint indices.
-        new_K: New bit patterns.
-    """
-    if (native := extension()) is None:
-        return reference.weigh(key, dest, at_K, index_K, new_K)
-    found: tuple[int, int] = native.weigh(key, dest, at_K, np.ascontiguousarray(index_K, np.int64), new_K)
-    return found
-
-
-SwapTable = list[tuple[np.ndarray, int, int]]
-"""Calls of the extension, one for all writes of the same dtypes: rows (addresses of memory, positions and values, count),
-bytes of an element, bytes of a position."""
-
-
-def swap_table(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> SwapTable:
-    """Return what `swap_by` needs to do `reference.swap` of these writes. Their arrays must outlive it."""
-    alike: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
-    for dest, at_K, value_K in writes:
-        chunks = alike.setdefault((value_K.itemsize, at_K.itemsize), [])
-        memory, indices, values = dest.ctypes.data, at_K.ctypes.data, value_K.ctypes.data
-        for first in range(0, value_K.size, _SWAP_CHUNK):
-            part = indices + first * at_K.itemsize, values + first * value_K.itemsize
-            chunks.append((memory, *part, min(_SWAP_CHUNK, value_K.size - first)))
-    return [(np.array(chunks, np.int64).reshape(-1, 4), *widths) for widths, chunks in alike.items()]
-
-
-def swap_by(table: SwapTable) -> int:
-    """As `reference.swap`, from a table. Nothing is allocated here, so nothing fails halfway."""
-    native, check = extension(), 0
-    for row_RF, width, index_width in table:
-        if native is None:
-            check += reference.swap_rows(row_RF, width, index_width)
-        else:
-            check += native.swap(threads(8 * int(row_RF[:, 3].sum())), width, index_width, row_RF)
-    return check % (1 << 64)
 
 
 def count_runs(

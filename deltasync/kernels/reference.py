@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -43,63 +43,23 @@ def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return index_K, new_N[index_K] - old_N[index_K]
 
 
-def scatter(
-    key: int, dest: np.ndarray, dest_index_K: np.ndarray, data_K: np.ndarray, absolute: bool, index_K: np.ndarray
-) -> tuple[np.ndarray, int]:
-    """Write one patch into `dest`, which is mutated.
+def prepare(
+    key: int, dest: np.ndarray, dest_index_K: np.ndarray, step_K: np.ndarray, index_K: np.ndarray
+) -> tuple[np.ndarray, int, int]:
+    """Compute what adding steps to memory writes. Nothing is mutated.
 
     Args:
         key: Fingerprint key of the tensor.
         dest: Flat unsigned bit patterns of the destination memory.
         dest_index_K: Position of each element in `dest`; distinct.
-        data_K: New bit patterns if `absolute`, else steps.
-        absolute: Whether `data_K` holds new bit patterns.
+        step_K: Steps.
         index_K: Flat checkpoint index of each element, for the fingerprint.
 
     Returns:
-        The old bit patterns, shape K, and what the writes add to the tensor's fingerprint, modulo 2**64.
+        The new bit patterns, shape K; what they add to the fingerprint; the checksum that an exchange with them will find.
     """
     old_K = dest[dest_index_K]
-    new_K = data_K if absolute else old_K + data_K
-    dest[dest_index_K] = new_K
-    with np.errstate(over="ignore"):
-        added = cell_hash(key, index_K, new_K).sum(dtype=np.uint64) - cell_hash(key, index_K, old_K).sum(dtype=np.uint64)
-    return old_K, int(added)
-
-
-def prepare(
-    key: int, dest: np.ndarray, dest_index_K: np.ndarray, data_K: np.ndarray, absolute: bool, index_K: np.ndarray
-) -> tuple[np.ndarray, int, int]:
-    """Compute what `scatter` with the same arguments would write. Nothing is mutated.
-
-    Returns:
-        The new bit patterns, shape K; what the writes add to the fingerprint, modulo 2**64; the checksum that `swap` will
-        return.
-    """
-    after = dest.copy()
-    old_K, added = scatter(key, after, dest_index_K, data_K, absolute, index_K)
-    return after[dest_index_K], added, _checksum(dest_index_K, old_K)
-
-
-def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
-    """Exchange values with memory; a second call with the same writes restores everything.
-
-    An implementation for live memory must leave it unchanged if it raises.
-
-    Args:
-        writes: Memory, positions in it, and the values to put there. Memory and values are mutated. No position of a memory
-            occurs twice.
-
-    Returns:
-        A checksum of the values that were in memory, modulo 2**64.
-    """
-    check = 0
-    for dest, dest_index_K, value_K in writes:
-        old_K = dest[dest_index_K]
-        dest[dest_index_K] = value_K
-        value_K[:] = old_K
-        check += _checksum(dest_index_K, old_K)
-    return check % (1 << 64)
+    return old_K + step_K, _gained(key, index_K, old_K, old_K + step_K), _checksum(dest_index_K, old_K)
 
 
 def _checksum(dest_index_K: np.ndarray, bits_K: np.ndarray) -> int:
@@ -170,54 +130,6 @@ def add(
         with np.errstate(over="ignore"):
             gain_T[t] += np.uint64(_gained(int(key_T[t]), index_C, old_C, bits_N[index_C]))
         above_T[t] += np.count_nonzero(bits_N[index_C].astype(np.uint64) & mask > largest)
-
-
-def prepare_rows(
-    row_RF: np.ndarray,
-    dim_D83: np.ndarray,
-    key_T: np.ndarray,
-    first_T: np.ndarray,
-    at_K: np.ndarray,
-    step_K: np.ndarray,
-    to_K: np.ndarray,
-    new_K: np.ndarray,
-    kept_R: np.ndarray,
-    gain_R: np.ndarray,
-    check_R: np.ndarray,
-) -> None:
-    """`native.prepare` into arrays; a row also has its place in them before the elements of its memory."""
-    for r, (t, low, high, address, position, dims, place, span) in enumerate(row_RF.tolist()):
-        at_C, step_C = at_K[low:high].astype(np.int64), step_K[low:high]
-        to_C = rest_C = at_C - position
-        if dims >= 0:
-            to_C = np.zeros_like(rest_C)
-            for stride, size, live_stride in itertools.takewhile(lambda dim: dim[1], dim_D83[dims].tolist()):
-                coordinate_C = rest_C // stride
-                rest_C = np.where(coordinate_C < size, rest_C - coordinate_C * stride, -1)
-                to_C += coordinate_C * live_stride
-            inside_C = rest_C == 0
-            at_C, step_C, to_C = at_C[inside_C], step_C[inside_C], to_C[inside_C]
-        if ((to_C < 0) | (to_C >= span)).any():
-            raise ValueError("a position is outside of its segment")
-        held = memory(address, span, step_K.itemsize)
-        into = slice(place, place + to_C.size)
-        to_K[into], new_K[into], kept_R[r] = to_C, held[to_C] + step_C, to_C.size
-        gain_R[r] = _gained(int(key_T[t]), at_C - first_T[t], held[to_C], new_K[into])
-        check_R[r] = _checksum(to_C, held[to_C])
-
-
-def weigh(key: int, dest: np.ndarray, at_K: np.ndarray, index_K: np.ndarray, new_K: np.ndarray) -> tuple[int, int]:
-    """See `native.weigh`."""
-    return _gained(key, index_K, dest[at_K], new_K), _checksum(at_K, dest[at_K])
-
-
-def swap_rows(row_RF: np.ndarray, width: int, index_width: int) -> int:
-    """`swap` of rows: addresses of memory, positions and values, count."""
-    writes = []
-    for address, at, value, count in row_RF.tolist():
-        at_K = memory(at, count, index_width)
-        writes.append((memory(address, int(at_K.max()) + 1, width), at_K, memory(value, count, width)))
-    return swap(writes)
 
 
 # The entropy coder: one obvious line after the other.

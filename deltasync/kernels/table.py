@@ -19,6 +19,9 @@ import torch
 from deltasync.errors import StageError
 from deltasync.tensors.fingerprint import MASK
 
+Values = tuple[np.ndarray, np.ndarray]
+"""Fingerprints of segments, or what is added to them: their numbers, int64, any of them several times, and uint64."""
+
 DEST, KEY, OFFSET, FIRST, SPAN, DIMS, COLUMNS = range(7)
 """Columns of a line: address of the live memory; fingerprint key of the tensor; checkpoint index and position in the vector
 of the first element; elements of the live memory, gaps included; number of dimensions, 0 if the segment is one run."""
@@ -33,9 +36,10 @@ LOW, COUNT, PLACE, WRITE_COLUMNS = range(4)
 GAIN, CHECK, KEPT = range(3)
 """Sums of each line: what its fingerprint gains; the checksum of old values; how many of its changes lie in the segment."""
 
-SCATTER_BLOCK = 256
+SCATTER_BLOCK, HOST_BLOCK = 256, 1 << 10
+"""Most changes that a row writes, on a device and on the host."""
 STREAM_BLOCK = 1 << 14
-"""Most elements of a row: `SCATTER_BLOCK` changes to write, or `STREAM_BLOCK` of a segment's memory to read."""
+"""Most elements of a segment's memory that a row reads."""
 
 WRITTEN_AT_ONCE, READ_AT_ONCE = 1 << 21, 1 << 28
 """Most elements of one launch outside of a commit's pause: 0.1 and 0.3 ms of a large GPU, some programs on each place."""
@@ -72,6 +76,17 @@ class Line:
         """Whether its elements are one run of positions in the tensor's order."""
         return self.layout in ((), ((1, self.dest.numel(), 1),))
 
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return runs of consecutive checkpoint elements: first indices, int64[R], and bit patterns, [R, L]; on the host."""
+        order = sorted(self.layout, key=lambda dim: -dim[2])
+        ends_in_run = bool(order) and order[-1][2] == 1
+        start_R = np.full(1, self.offset, np.int64)
+        for _, size, stride in order[: -1 if ends_in_run else None]:
+            start_R = (start_R[:, None] + np.arange(size) * stride).reshape(-1)
+        held = self.dest.as_strided([size for _, size, _ in order], [live_stride for live_stride, *_ in order])
+        bits: np.ndarray = held.contiguous().numpy()
+        return start_R, bits.view(f"u{bits.itemsize}").reshape(start_R.size, order[-1][1] if ends_in_run else 1)
+
     @property
     def kind(self) -> tuple[bool, bool]:
         """Whether it is not contiguous, and whether a thread cannot load several elements at once."""
@@ -100,8 +115,38 @@ def at_once(rows: int, elements: int, most: int) -> int:
     return -(-rows // max(1, -(-elements // most))) or 1
 
 
+class SegmentKernels(Protocol):
+    """The kernels for live memory on a device. With Triton, any number of segments takes the same number of launches."""
+
+    def prepare(self, of: Writes) -> None:
+        """Turn steps into new bits, without writing live memory.
+
+        The sums become what the writes will add to fingerprints, and the checksum that `swap` will find.
+        """
+
+    def swap(self, of: Writes) -> None:
+        """Exchange values with live memory; a second call restores everything.
+
+        This may return once the kernel is launched. If it raises, live memory is unchanged, unless it raises CommitError.
+        """
+
+    def fingerprint(self, of: Table, rows: Rows, gain_S: torch.Tensor) -> None:
+        """Sum the fingerprints of all elements of some lines into `gain_S`, int64 by line; those of others become 0."""
+
+    def warm_up(self, room: Room, dtype: torch.dtype) -> None:
+        """Compile the kernels for signed views of this dtype, so that no commit waits for the compiler."""
+
+
 class Room(Protocol):
-    """Allocates the memory of tables."""
+    """Where the memory of tables is."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is host memory that no device has."""
+
+    @property
+    def kernels(self) -> SegmentKernels:
+        """What runs there."""
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Allocate bytes on the device."""
@@ -115,7 +160,7 @@ class Table:
 
     Args:
         lines: The segments, at least one and none empty.
-        room: Allocates the table, and sends it to the device.
+        room: Where it is.
 
     Attributes:
         lines: The segments; those of one kind follow each other.
@@ -139,7 +184,7 @@ class Table:
         limit_2S = np.array([[line.first for line in self.lines], [line.last for line in self.lines]], np.int64)
         self.limit_L, place = np.unique(limit_2S, return_inverse=True)
         self._limit_2S = place.reshape(limit_2S.shape)
-        self._room = room
+        self.room = room
         self.line_SC, self.dim_S2D3 = self.sent(line_SC, dim_S2D3)
         self.whole = self.rows(np.arange(len(self.lines)))
         self.nbytes = self.line_SC.nbytes + self.dim_S2D3.nbytes + self.whole.row_R.nbytes
@@ -148,7 +193,7 @@ class Table:
         """Return copies on the device of host arrays of int64."""
         host = np.concatenate([array.reshape(-1) for array in arrays])
         to = self.empty((host.shape, torch.int64))[0]
-        self._room.send([(host, to)])
+        self.room.send([(host, to)])
         end_A = np.cumsum([array.size for array in arrays]).tolist()
         return [to[end - array.size : end].view(array.shape) for end, array in zip(end_A, arrays, strict=True)]
 
@@ -156,14 +201,14 @@ class Table:
         """Return new tensors on the device, of these shapes and dtypes, in one allocation."""
         bytes_W = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in wanted]
         start_W = np.cumsum([0, *(-(-size // _VECTOR_BYTES) * _VECTOR_BYTES for size in bytes_W)]).tolist()
-        memory = self._room.allocate(max(_VECTOR_BYTES, start_W[-1]))
+        memory = self.room.allocate(max(_VECTOR_BYTES, start_W[-1]))
         spans = zip(start_W[:-1], bytes_W, wanted, strict=True)
         return [memory[start : start + size].view(dtype).view(shape) for start, size, (shape, dtype) in spans]
 
     def crossed(self, *arrays: tuple[np.ndarray, torch.dtype]) -> list[torch.Tensor]:
         """Return copies on the device of host arrays of integers, which keep the lower bits that these dtypes have."""
         found = self.empty(*((array.shape, dtype) for array, dtype in arrays))
-        self._room.send((array, to) for (array, _), to in zip(arrays, found, strict=True))
+        self.room.send((array, to) for (array, _), to in zip(arrays, found, strict=True))
         return found
 
     def bounds(self, below_L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -186,7 +231,7 @@ class Table:
 
 
 class Writes:
-    """Changes of one version, to be written to the lines of a table.
+    """Changes of one version, to be written to the lines of a table: an exchange, which is its own undo log.
 
     Args:
         table: The table.
@@ -198,12 +243,15 @@ class Writes:
 
     Attributes:
         value_V: New bits once it is prepared, on the device; old ones after an exchange.
+        block: Most changes of a row.
         write_SC, row_R: The lines and rows, on the device; those of contiguous lines first.
         contiguous_rows: How many those are.
         at_once: Rows of one launch outside of a pause.
         sum_3S: The sums of each line, on the device.
-        changed: Number of elements that are written, once it is prepared.
-        nbytes: Bytes on the device.
+        nbytes: Bytes on the device, until the commit is confirmed.
+        changed: Number of elements that are written, once it is prepared, as the next two.
+        gains: Numbers of segments, and what each one's fingerprint gains by the first exchange.
+        check: What `found` returns after the first exchange, unless live memory was written since it was prepared.
     """
 
     def __init__(
@@ -223,27 +271,30 @@ class Writes:
         values = 0 if in_place else int(count_S.sum())
         self.sum_3S, value_V = table.empty(((3, len(table.lines)), torch.int64), ((values,), step_K.dtype))
         self.value_V = step_K if in_place else value_V
-        row_R, _ = _rows(self._touched, -(-count_S[self._touched] // SCATTER_BLOCK))
+        self.block = HOST_BLOCK if table.room.is_host else SCATTER_BLOCK
+        row_R, _ = _rows(self._touched, -(-count_S[self._touched] // self.block))
         self.contiguous_rows = int(np.searchsorted(row_R, int(table.contiguous_S.sum()) << 32))
         self.write_SC, self.row_R = table.sent(self.write_SC_host, row_R)
         self.at_once = at_once(row_R.size, int(count_S.sum()), WRITTEN_AT_ONCE)
-        self.changed = 0
+        self.changed = self.check = 0
+        self.gains: Values = np.empty(0, np.int64), np.empty(0, np.uint64)
         self.nbytes = sum(each.nbytes for each in (low_K, self.value_V, self.write_SC, self.row_R, self.sum_3S))
 
-    def prepared(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return the parts that gain and by how much, uint64, and the checksum that an exchange will find.
-
-        Waits for the device. The steps are dropped.
-        """
+    def prepare(self) -> None:
+        """Turn steps into new bits, without writing live memory. Waits for the device. The steps are dropped."""
+        self.table.room.kernels.prepare(self)
         sum_3S = self.sum_3S.cpu().numpy()
         count_S = np.where(self.table.contiguous_S, self.write_SC_host[:, COUNT], sum_3S[KEPT])
-        self.changed = int(count_S.sum())
+        self.changed, self.check = int(count_S.sum()), _total(sum_3S[CHECK])
         del self.step_K
-        touched = self._touched
-        return self.table.part_S[touched], sum_3S[GAIN, touched].view(np.uint64), _total(sum_3S[CHECK])
+        self.gains = self.table.part_S[self._touched], sum_3S[GAIN, self._touched].view(np.uint64)
 
-    def check(self) -> int:
-        """Return the checksum of what was in live memory. Waits for the device."""
+    def exchange(self) -> None:
+        """Exchange all values; mutates live memory. Returns once it is launched. If it raises, nothing was exchanged."""
+        self.table.room.kernels.swap(self)
+
+    def found(self) -> int:
+        """Return the checksum of what the last exchange found in live memory. Waits for the device."""
         # Summed on the host: a device without free memory must not turn an exchange that has ended into an error.
         return _total(self.sum_3S[CHECK].cpu().numpy())
 

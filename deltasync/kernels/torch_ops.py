@@ -13,7 +13,7 @@ import torch
 
 from deltasync.errors import undoing
 from deltasync.kernels import reference, table
-from deltasync.kernels.table import Line, Rows, Table, Writes
+from deltasync.kernels.table import Line, Room, Rows, Table, Writes
 
 _READ_BLOCK = 1 << 20
 
@@ -133,5 +133,5 @@ def _checksum(at_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Tensor:
     return ((2 * at_K + 1) * _widened(bits_K)).sum()
 
 
-def warm_up(device: torch.device, dtype: torch.dtype) -> None:
+def warm_up(room: Room, dtype: torch.dtype) -> None:
     """Do nothing: there is nothing to compile."""

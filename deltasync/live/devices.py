@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from deltasync.errors import StageError, get_logger
-from deltasync.kernels import SegmentKernels, compares, segment_kernels
+from deltasync.kernels import compares, host_segments, segment_kernels
+from deltasync.kernels.table import SegmentKernels
 from deltasync.threads import Workers
 
 logger = get_logger(__name__)
@@ -62,14 +63,19 @@ class Device:
         return self.device.type == "cuda"
 
     @property
+    def is_host(self) -> bool:
+        """Whether it is the host: its memory, with no accelerator beside."""
+        return self.device.type == "cpu"
+
+    @property
     def kernels(self) -> SegmentKernels:
         """The kernels for this device."""
-        return segment_kernels(self.device)
+        return host_segments if self.is_host else segment_kernels(self.device)
 
     @property
     def decodes(self) -> bool:
         """Whether payloads can be decoded on it."""
-        return compares(self.device)
+        return not self.is_host and compares(self.device)
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Allocate bytes on the device, inside of `staging`.
@@ -220,12 +226,12 @@ class Device:
 
 
 accelerator = functools.cache(Device)
-"""Returns the accelerator of a `torch.device`, made once."""
+"""Returns the accelerator, or the host, of a `torch.device`, made once."""
 
 
-def device_of(live: torch.Tensor) -> Device | None:
-    """Return the accelerator that holds this live memory; None for the host."""
-    return None if live.device.type == "cpu" else accelerator(live.device)
+def device_of(live: torch.Tensor) -> Device:
+    """Return the device that holds this live memory."""
+    return accelerator(live.device)
 
 
 @functools.cache

@@ -22,11 +22,12 @@ import torch
 
 from deltasync.errors import FingerprintMismatchError, StageError, undoing
 from deltasync.kernels import native
+from deltasync.kernels.table import Writes
 from deltasync.live import staging
 from deltasync.live.devices import Device, device_of
-from deltasync.live.exchange import Copy, Swap, Target
+from deltasync.live.exchange import Copy
 from deltasync.live.segments import Prints, Segment, Union, unsigned
-from deltasync.live.staging import DevicePlaces, DeviceStaging, DeviceSteps, Digests, HostPlaces, HostStaging, Staged
+from deltasync.live.staging import Held, Places, Staged, Staging
 from deltasync.tensors import (
     Changed,
     Delta,
@@ -42,12 +43,9 @@ from deltasync.tensors import (
 from deltasync.tensors.bits import int_view, signed_view
 from deltasync.tensors.device import DeviceSparse
 
-_Places = tuple[dict[int, HostPlaces], dict[int, list[DevicePlaces]]]
-"""Where the segments of each vector lie: on the host and on devices."""
-
-
 if TYPE_CHECKING:
     from deltasync.codec import device as codec_device
+    from deltasync.codec.device import Decoded
 
 
 class LiveMemory:
@@ -70,7 +68,7 @@ class LiveMemory:
         self,
         specs: Mapping[str, TensorSpec],
         segments: Mapping[str, list[Segment]],
-        device_of: Callable[[torch.Tensor], Device | None] = device_of,
+        device_of: Callable[[torch.Tensor], Device] = device_of,
         ties: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.ties = ties
@@ -85,9 +83,8 @@ class LiveMemory:
         counts = np.array([len(held) for held in segments.values()], np.int64)
         self._first_part = dict(zip(segments, (np.cumsum(counts) - counts).tolist(), strict=True))
         self.parts: np.ndarray | None = None
-        places = {device_of(segment.live) for held in segments.values() for segment in held}
-        self.is_on_host = None in places
-        self._devices = {device for device in places if device is not None}
+        self._devices = {device_of(segment.live) for held in segments.values() for segment in held}
+        self.is_on_host = any(device.is_host for device in self._devices)
         self._held: dict[str, Sequence[Region] | None] = {}
 
     @classmethod
@@ -151,7 +148,7 @@ class LiveMemory:
     def bits(self, name: str) -> np.ndarray:
         """Return the same as `gather`, as a view of live memory where possible. Do not write to it."""
         segments = self._place(name)
-        if len(segments) == 1 and self._device_of(live := segments[0].live) is None:
+        if len(segments) == 1 and self._device_of(live := segments[0].live).is_host:
             is_whole = live.numel() == self._specs[name].element_count
             if is_whole and live.is_contiguous() and live.stride() == segments[0].stride:
                 return unsigned(segments[0].flat())
@@ -181,14 +178,9 @@ class LiveMemory:
         """Recompute the fingerprints of all segments from every bit of live memory."""
         self._check_places(self._specs)
         part_P = np.zeros(sum(map(len, self._segments.values())), np.uint64)
-        for host, devices in (self._places, self._tied):
-            for held in host.values():
-                part_M, value_M = staging.host_fingerprints(held.targets)
-                part_P[part_M] = value_M
-            for of_width in devices.values():
-                for places in of_width:
-                    with places.device.staging():
-                        np.add.at(part_P, *places.fingerprints())
+        for places in itertools.chain(*self._places.values(), *self._tied.values()):
+            with places.device.staging():
+                np.add.at(part_P, *places.fingerprints())
         self.parts = part_P
         _ = self._union  # made here, because `compare` is called in a commit's pause
 
@@ -196,33 +188,29 @@ class LiveMemory:
         if missing := names.keys() - self._segments.keys():
             self._place(min(missing))
 
-    def _targets(self, name: str) -> list[Target]:
-        held, key = self._place(name), self._keys[name]
-        return [Target(name, self._first_part[name] + at, segment, key) for at, segment in enumerate(held)]
+    def _parts_of(self, name: str) -> list[tuple[int, Segment]]:
+        return [*enumerate(self._place(name), self._first_part[name])]
 
     @functools.cached_property
-    def _places(self) -> _Places:
+    def _places(self) -> dict[int, list[Places]]:
         return self._placed(self._segments.keys() - self.ties)
 
     @functools.cached_property
-    def _tied(self) -> _Places:
+    def _tied(self) -> dict[int, list[Places]]:
         """Those of ties, which are only read."""
         return self._placed(self.ties.keys())
 
-    def _placed(self, names: Set[str]) -> _Places:
-        """Return where the segments of these tensors lie."""
-        host, devices = dict[int, HostPlaces](), dict[int, list[DevicePlaces]]()
+    def _placed(self, names: Set[str]) -> dict[int, list[Places]]:
+        """Return where the segments of these tensors lie, by width."""
+        found = dict[int, list[Places]]()
         for width, vector in self._layout.vectors.items():
-            held: dict[Device | None, list[Target]] = {None: []}
-            for name in vector.names:
-                for target in self._targets(name) if name in names else ():
-                    if target.segment.live.numel():
-                        held.setdefault(self._device_of(target.segment.live), []).append(target)
-            host[width] = HostPlaces(vector, held.pop(None))
-            devices[width] = [
-                DevicePlaces(device, vector, targets) for device, targets in held.items() if device is not None
-            ]
-        return host, devices
+            by_device: dict[Device, list[Held]] = {}
+            for name, first, key in zip(vector.names, vector.first_T.tolist(), vector.key_T.tolist(), strict=False):
+                for part, segment in self._parts_of(name) if name in names else ():
+                    if segment.live.numel():
+                        by_device.setdefault(self._device_of(segment.live), []).append(Held(part, key, first, segment))
+            found[width] = [Places(device, vector.first_T, held) for device, held in by_device.items()]
+        return found
 
     @functools.cached_property
     def decoding(self) -> tuple[Device, dict[int, codec_device.Places]] | None:
@@ -232,8 +220,7 @@ class LiveMemory:
         """
         if len(self._devices) != 1 or self.is_on_host:
             return None
-        (device,), placed = self._devices, (self._places[1], self._tied[1])
-        held = [each for devices in placed for of_width in devices.values() for each in of_width]
+        (device,), held = self._devices, itertools.chain(*self._places.values(), *self._tied.values())
         if not device.decodes or not all(each.are_whole for each in held):
             return None
         from deltasync.codec import device as codec_device
@@ -252,23 +239,17 @@ class LiveMemory:
 
     def warm_up(self) -> None:
         """Compile the kernels that commits to an accelerator need, so that no commit waits for them."""
-        for places in itertools.chain.from_iterable(self._places[1].values()):
-            places.device.kernels.warm_up(places.device.device, places.table.dtype)
+        for places in itertools.chain(*self._places.values()):
+            places.device.kernels.warm_up(places.device, places.table.dtype)
 
     def read(self, name: str) -> list[bytes]:
         """Return the bits of each segment of a tensor, in the order of its region's dimensions."""
-        return [segment.runs()[1].tobytes() for segment in self._place(name)]
+        held = ((each.live, sorted(range(each.live.ndim), key=lambda dim: -each.stride[dim])) for each in self._place(name))
+        return [live.permute(order).contiguous().cpu().numpy().tobytes() for live, order in held]
 
     def differs(self, name: str, flat_N: torch.Tensor) -> bool:
         """Whether any bit in live memory differs from those of a whole tensor, a signed view on any device."""
-        for segment in self._place(name):
-            device = self._device_of(segment.live)
-            if device is None:
-                if not torch.equal(segment.source(flat_N).cpu(), segment.live):
-                    return True
-            elif staging.differs(device, segment, flat_N):
-                return True
-        return False
+        return any(staging.differs(self._device_of(held.live), held, flat_N) for held in self._place(name))
 
     def load(self, weights: Iterable[tuple[str, np.ndarray, int]]) -> None:
         """Write full weights into host memory that nobody uses and that holds whole tensors, without a second copy.
@@ -318,25 +299,17 @@ class LiveMemory:
 
     def stage_steps(
         self,
-        of: Mapping[int, Sparse | DeviceSteps],
+        of: Mapping[int, Sparse | DeviceSparse | Decoded],
         fingerprints: Mapping[str, int | None],
         ready: torch.cuda.Event | None = None,
     ) -> Staged:
         """As `stage`, of steps by element width; those on a device may be waited for by its event."""
         self._check_places(fingerprints)
         staged = Staged(fingerprints=dict(fingerprints))
-        host_places, device_places = self._places
-        host = HostStaging()
         for width, steps in of.items():
-            for on_device in device_places[width]:
-                swap = on_device.swap(steps, ready)
+            for places in self._places[width]:
+                swap = places.swap(steps, ready)
                 staged.swaps += [] if swap is None else [swap]
-            if (places := host_places[width]).targets:
-                index = self._layout.vectors[width].index_dtype
-                on_host = steps.host(index) if isinstance(steps, DeviceSparse) else steps
-                assert isinstance(on_host, Sparse), "steps of a decoder are for one device"
-                host.elements(places, on_host)
-        host.finish(staged)
         self._finish(staged)
         return staged
 
@@ -345,12 +318,9 @@ class LiveMemory:
         for name, other in self.ties.items():
             if other in staged.fingerprints:
                 staged.fingerprints.setdefault(name, None)
-        staged.digests = Digests.of(self._numbers, staged.fingerprints)
-        changed = {target.part for name in self.ties if name in staged.fingerprints for target in self._targets(name)}
-        host, devices = self._tied
-        if targets := [target for held in host.values() for target in held.targets if target.part in changed]:
-            staged.readouts.append(functools.partial(staging.host_fingerprints, targets))
-        for places in itertools.chain.from_iterable(devices.values()):
+        staged.digests = staging.digests_of(self._numbers, staged.fingerprints)
+        changed = {part for name in self.ties if name in staged.fingerprints for part, _ in self._parts_of(name)}
+        for places in itertools.chain(*self._tied.values()):
             if parts := places.lines.keys() & changed:
                 staged.readouts.append(places.readout([*parts]))
 
@@ -361,19 +331,16 @@ class LiveMemory:
             StageError: as `stage`.
             FormatError, ChainError, StoreError: from fetching and decoding; live weights are untouched.
         """
-        host, devices, staged = HostStaging(), dict[Device, DeviceStaging](), Staged()
-        by_width = {(each.device, width): each for width, of_width in self._places[1].items() for each in of_width}
+        devices, staged = dict[Device, Staging](), Staged()
+        by_width = {(each.device, width): each for width, of_width in self._places.items() for each in of_width}
         for name, bits_N, expected in weights:
-            for target in self._targets(name) if name not in self.ties else ():
-                device = self._device_of(target.segment.live)
-                if device is None:
-                    host.whole(target, np.require(bits_N, requirements="W"))  # as torch wants it
-                elif target.segment.live.numel():
+            for part, segment in self._parts_of(name) if name not in self.ties else ():
+                device = self._device_of(segment.live)
+                if segment.live.numel():
                     if device not in devices:
-                        devices[device] = DeviceStaging(device)
-                    devices[device].whole(by_width[device, bits_N.itemsize], target, bits_N)
+                        devices[device] = Staging(device)
+                    devices[device].whole(by_width[device, bits_N.itemsize], part, bits_N)
             staged.fingerprints[name] = expected
-        host.finish(staged)
         for each in devices.values():
             each.finish(staged)
         self._finish(staged)
@@ -390,7 +357,7 @@ class LiveMemory:
             StageError: live memory was written since this was staged.
         """
         began = time.perf_counter()
-        done: list[Swap | Copy] = []
+        done: list[Writes | Copy] = []
         try:
             self._exchange(staged, done)
             for copy in staged.copies:
@@ -405,7 +372,7 @@ class LiveMemory:
         staged.before_P, self.parts = self.parts, part_P
         return staged
 
-    def _exchange(self, staged: Staged, done: list[Swap | Copy]) -> None:
+    def _exchange(self, staged: Staged, done: list[Writes | Copy]) -> None:
         """Exchange scattered values on every device, and note each exchange in `done`."""
         for swap in staged.swaps:
             swap.exchange()
@@ -432,7 +399,7 @@ class LiveMemory:
         self._bring_back((*committed.swaps, *committed.copies))
         self.parts = committed.before_P
 
-    def _bring_back(self, exchanged: Sequence[Swap | Copy]) -> None:
+    def _bring_back(self, exchanged: Sequence[Writes | Copy]) -> None:
         with undoing():
             for each in exchanged:
                 each.exchange()

@@ -92,18 +92,6 @@ class Segment:
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.live.shape, self.live.stride(), strict=True))
         return self.live.as_strided((span if self.live.numel() else 0,), (1,))
 
-    def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return runs of consecutive checkpoint elements: first indices, int64[R], and bit patterns on the host, [R, L]."""
-        order = sorted(range(self.live.ndim), key=lambda dim: -self.stride[dim])
-        shape, stride = ([of[dim] for dim in order] for of in (self.live.shape, self.stride))
-        ends_in_run = bool(shape) and stride[-1] == 1
-        outer = list(zip(shape, stride, strict=True))[: -1 if ends_in_run else None]
-        start_R = np.full(1, self.offset, np.int64)
-        for size, step in outer:
-            start_R = (start_R[:, None] + np.arange(size) * step).reshape(-1)
-        bits = unsigned(self.live.permute(order).contiguous().cpu())
-        return start_R, bits.reshape(start_R.size, shape[-1] if ends_in_run else 1)
-
 
 class Prints(NamedTuple):
     """The fingerprints of all tensors of a model.

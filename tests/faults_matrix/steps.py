@@ -17,9 +17,10 @@ from unittest import mock
 from deltasync.channel import payloads
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Cursor, LiveWeights
-from deltasync.kernels import native
+from deltasync.kernels import host_segments
+from deltasync.kernels.table import CHECK, Writes
 from deltasync.live import LiveMemory, Staged
-from deltasync.live.staging import HostStaging
+from deltasync.live.staging import Places
 from deltasync.stores import cache
 from deltasync.stores.cache import CachedStore
 
@@ -58,7 +59,7 @@ def patched(tell: Tell) -> Iterator[None]:
             (Cursor, "next", "the way is planned"),
             (CachedStore, "_download", "an object is fetched"),
             (CachedStore, "add", "the cache has a file"),
-            (HostStaging, "elements", "a tensor is translated"),
+            (Places, "swap", "a tensor is translated"),
             (LiveWeights, "stage", "all is staged"),
             (LiveMemory, "_exchange", "all values are exchanged"),
             (LiveWeights, "commit", "all is written, nothing confirmed"),
@@ -74,7 +75,7 @@ def patched(tell: Tell) -> Iterator[None]:
 
         stack.enter_context(mock.patch.object(cache.os, "replace", replace_told))
         stack.enter_context(mock.patch.object(payloads, "delta", _decoding(payloads.delta, tell)))
-        stack.enter_context(mock.patch.object(native, "swap_by", _swapping(native.swap_by, tell)))
+        stack.enter_context(mock.patch.object(host_segments, "swap", _swapping(host_segments.swap, tell)))
         stack.enter_context(mock.patch.object(LiveMemory, "commit", _copying(LiveMemory.commit, tell)))
         yield
 
@@ -98,26 +99,23 @@ def _decoding(original: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
     return delta
 
 
-def _swapping(original: Callable[..., int], tell: Tell) -> Callable[..., int]:
-    undoing: list[int] = []  # the tables whose values are in memory now
+def _swapping(original: Callable[[Writes], None], tell: Tell) -> Callable[[Writes], None]:
+    undoing: list[int] = []  # the writes whose values are in memory now
 
-    def swap_by(table: Any) -> int:
-        halves = [[(half(chunks), *types) for chunks, *types in table] for half in (_first, _rest)]
-        check = original(halves[0])
-        back = undoing == [id(table)]
+    def swap(of: Writes) -> None:
+        rows, half = of.row_R, of.row_R.numel() // 2
+        of.row_R = rows[:half]
+        original(of)
+        check = of.sum_3S[CHECK].clone()
+        back = undoing == [id(of)]
         tell("half of a rollback" if back else "half of the values are exchanged")
-        undoing[:] = [] if back else [id(table)]
-        return (check + original(halves[1])) % (1 << 64)
+        undoing[:] = [] if back else [id(of)]
+        of.row_R = rows[half:]
+        original(of)
+        of.sum_3S[CHECK] += check
+        of.row_R = rows
 
-    return swap_by
-
-
-def _first(chunks: Any) -> Any:
-    return chunks[: len(chunks) // 2]
-
-
-def _rest(chunks: Any) -> Any:
-    return chunks[len(chunks) // 2 :]
+    return swap
 
 
 def _copying(original: Callable[..., Any], tell: Tell) -> Callable[..., Any]:

@@ -153,7 +153,7 @@ def _kernels(seconds: float) -> int:
     import numpy as np
 
     from deltasync.kernels import native
-    from deltasync.tensors import Layout, Sparse, TensorSpec
+    from deltasync.tensors import Layout, TensorSpec
 
     done, end = 0, time.monotonic() + seconds
     for seed in itertools.count():
@@ -170,11 +170,14 @@ def _kernels(seconds: float) -> int:
         native.add(vector, np.array([places[0].ctypes.data]), found.steps)
         assert np.array_equal(*places)
         assert native.fingerprint(1, places[0]) == native.take(1, places[1], places[0])
-        at_K = np.arange(size, dtype=np.int32)
-        back = Sparse(at_K, np.ones(size, bits))
-        rows = np.array([[0, 0, size, places[0].ctypes.data, 0, -1, size]])
-        writes = native.prepare(rows, np.empty((0, 8, 3), np.int64), vector.key_T, vector.first_T, *back, np.dtype(np.int32))
-        native.swap_by(native.swap_table([(places[0], writes[1], writes[2])]))
+        line_SC, dim_S2D3 = np.array([[places[0].ctypes.data, 0, 0, 0, size, seed % 2]]), np.zeros((1, 2, 8, 3), np.int64)
+        dim_S2D3[0, 0, 0] = 1, size, 1
+        rows = line_SC, dim_S2D3, np.array([[0, size, 0]]), np.arange(-(-size // 64))
+        given = *rows, _exact(np.zeros(size, np.int32)), _exact(np.zeros(size, bits)), np.zeros((3, 1), np.int64)
+        assert native.extension().stage(
+            2, 64, *given, _exact(np.arange(size, dtype=np.int32)), _exact(np.ones(size, bits))
+        )
+        assert native.extension().exchange(2, 64, *given)
         done += 6
 
 

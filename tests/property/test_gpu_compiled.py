@@ -13,6 +13,7 @@ from deltasync.kernels import groups
 from deltasync.kernels.table import Line, Table, Writes
 from deltasync.live import Segment
 from deltasync.tensors.device import DeviceSparse
+from tests.devices import StandIn
 from tests.interpreter import HAS_TRITON, INTERPRETED, run_again
 
 COMPILES = HAS_TRITON and not INTERPRETED
@@ -71,9 +72,9 @@ def test_commits(target: str) -> None:
     """All widths; what a commit or an audit launches, warming up has compiled."""
     with compiling(target, gpu_segments) as found:
         for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
-            gpu_segments.warm_up.__wrapped__(torch.device("cpu"), dtype)
+            gpu_segments.warm_up.__wrapped__(StandIn(gpu_segments), dtype)
         warm = sum(len(cache) for kernel in _KERNELS for cache, *_ in kernel.device_caches.values())
-        room = gpu_segments._Anywhere(torch.device("cpu"))
+        room = StandIn(gpu_segments)
         for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
             live = torch.zeros(301, dtype=dtype)
             # One run, aligned and not, and a shard of a matrix; more rows than are launched at once.

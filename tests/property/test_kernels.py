@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 
@@ -22,10 +21,6 @@ keys = st.integers(0, MASK)
 
 def _signed(bits: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(bits.copy().view(f"i{bits.itemsize}"))
-
-
-def _swap(writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
-    return native.swap_by(native.swap_table(writes))
 
 
 @given(our.bit_pairs())
@@ -96,27 +91,6 @@ def test_cell_hash_is_splitmix64_for_indices_past_every_limit(key: int, cells: l
     assert [value & MASK for value in in_torch.tolist()] == found
 
 
-@given(keys, our.bit_pairs(), st.booleans(), st.data())
-def test_a_scatter_changes_the_fingerprint_by_what_it_returns(
-    key: int, pair: tuple[np.ndarray, np.ndarray], absolute: bool, data: st.DataObject
-) -> None:
-    old_N, new_N = pair
-    index_K, step_K = reference.diff(old_N, new_N)
-    data_K = new_N[index_K] if absolute else step_K
-    # The destination may lie anywhere: another order, with gaps.
-    address_N = np.random.default_rng(data.draw(our.seeds)).permutation(2 * old_N.size)[: old_N.size]
-    memory = np.zeros(2 * old_N.size, old_N.dtype)
-    memory[address_N] = old_N
-    expected_memory = memory.copy()
-    expected_memory[address_N] = new_N
-
-    wanted = (reference.fingerprint(key, new_N) - reference.fingerprint(key, old_N)) & MASK
-    old_K, added = reference.scatter(key, memory, address_N[index_K], data_K, absolute, index_K)
-    np.testing.assert_array_equal(old_K, old_N[index_K])
-    np.testing.assert_array_equal(memory, expected_memory)
-    assert added == wanted
-
-
 @given(keys, our.bit_pairs(), st.integers(0, 1 << 33))
 def test_steps_are_added_as_the_reference_scatters_them(key: int, pair: tuple[np.ndarray, np.ndarray], start: int) -> None:
     old_N, new_N = pair
@@ -126,7 +100,7 @@ def test_steps_are_added_as_the_reference_scatters_them(key: int, pair: tuple[np
     added, above = one_tensor.add(key, after_N, index_K, step_K, (mask, limit), start)
     assert above == any(int(bits) & mask > limit for bits in new_N[index_K])
     np.testing.assert_array_equal(after_N, new_N)
-    _, wanted = reference.scatter(key, old_N.copy(), index_K, step_K, False, index_K + np.int64(start))
+    _, wanted, _ = reference.prepare(key, old_N, index_K, step_K, index_K + np.int64(start))
     assert added == wanted
 
 
@@ -156,53 +130,6 @@ def test_a_position_outside_of_its_tensor_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match="outside"):
         native.add(vector, np.array([bits_N.ctypes.data]), steps)
     np.testing.assert_array_equal(bits_N, before_N)
-
-
-@given(keys, our.bit_pairs(), st.sampled_from([np.int32, np.int64]), st.data())
-def test_weigh_and_swap_on_the_host_are_the_reference(
-    key: int, pair: tuple[np.ndarray, np.ndarray], index_type: type, data: st.DataObject
-) -> None:
-    old_N, new_N = pair
-    index_K, step_K = reference.diff(old_N, new_N)
-    address_N = np.random.default_rng(data.draw(our.seeds)).permutation(2 * old_N.size)[: old_N.size].astype(index_type)
-    memory = np.zeros(2 * old_N.size, old_N.dtype)
-    memory[address_N] = old_N
-    expected_memory = memory.copy()
-    expected_memory[address_N] = new_N
-    at_K = address_N[index_K]
-    new_K, added, check = reference.prepare(key, memory, at_K, step_K, False, index_K)
-    np.testing.assert_array_equal(new_K, new_N[index_K])
-    assert added == (reference.fingerprint(key, new_N) - reference.fingerprint(key, old_N)) & MASK
-    assert native.weigh(key, memory, at_K, index_K, new_K) == (added, check)
-
-    # In two writes, the second of which has other elements of the same memory.
-    half = at_K.size // 2
-    for swap in (reference.swap, _swap):
-        dest, values = memory.copy(), [new_K[:half].copy(), new_K[half:].copy()]
-        writes = list(zip([dest, dest], [at_K[:half], at_K[half:]], values, strict=True))
-        assert swap(writes) == check
-        np.testing.assert_array_equal(dest, expected_memory)
-        np.testing.assert_array_equal(np.concatenate(values), old_N[index_K])
-        swap(writes)
-        np.testing.assert_array_equal(dest, memory)
-        np.testing.assert_array_equal(np.concatenate(values), new_K)
-        if at_K.size:
-            dest[int(at_K[0])] ^= 1
-            assert swap(writes) != check
-
-
-def test_a_swap_of_many_writes_of_every_size_reaches_all_of_them() -> None:
-    random = np.random.default_rng(0)
-    writes = []
-    for width, index, size in itertools.product((1, 2, 4, 8), (np.int32, np.int64), (1, 70, 5_000, 100_000)):
-        dest = random.integers(0, 256, size * width, np.uint8).view(f"u{width}")
-        at_K = np.flatnonzero(random.random(size) < 0.5).astype(index)
-        writes.append((dest, at_K, random.integers(0, 256, at_K.size * width, np.uint8).view(f"u{width}")))
-    expected = [tuple(array.copy() for array in write) for write in writes]
-    assert _swap(writes) == reference.swap(expected)
-    for write, wanted in zip(writes, expected, strict=True):
-        for array, right in zip(write, wanted, strict=True):
-            np.testing.assert_array_equal(array, right)
 
 
 def test_kernels_run_in_forks_and_in_several_threads_at_once() -> None:
@@ -255,7 +182,7 @@ def test_arrays_of_wrong_sizes_are_refused() -> None:
             one,
         ),
         "encode": (1, one, one, np.array([0, 1]), one, None, one, tables, one, none, none, one),
-        "swap": (1, 2, 4, one),
+        "exchange": (1, 64, np.zeros((1, 6), np.int64), none, np.array([[0, 9, 0]]), none, one, one, np.zeros((3, 1), np.int64)),
         "groups": (1, np.array([0, 2]), np.zeros((1, 256)), one, np.zeros((1, 1, 2), np.uint32), np.zeros(3), *4 * (one,)),
     }.items():
         with pytest.raises(ValueError, match="wrong sizes"):

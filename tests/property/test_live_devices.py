@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deltasync.errors import CommitError, StageError
-from deltasync.kernels import reference, table, torch_ops
+from deltasync.kernels import host_segments, reference, table, torch_ops
 from deltasync.live import LiveMemory, Segment, devices, staging
 from deltasync.live.devices import Device
 from deltasync.live.staging import Staged
@@ -36,7 +36,7 @@ from tests import deltas
 from tests.devices import StandIn, on
 from tests.interpreter import INTERPRETED
 
-KERNELS: list[ModuleType] = [torch_ops]
+KERNELS: list[ModuleType] = [host_segments, torch_ops]
 if INTERPRETED:
     from deltasync.kernels import gpu_segments
 
@@ -225,13 +225,13 @@ def test_a_failure_at_any_launch_of_any_device_leaves_the_old_bits(kind: str, sm
 
         for device in held:
             device.fail_at = fail
-        check = table.Writes.check
+        check = table.Writes.found
 
         def failing_check(self: table.Writes, fail: Any = fail, check: Any = check) -> int:
             fail("check")
             return int(check(self))
 
-        with mock.patch.object(table.Writes, "check", failing_check):
+        with mock.patch.object(table.Writes, "found", failing_check):
             try:
                 model.memory.commit(staged)
             except _Failure:
@@ -485,7 +485,7 @@ def test_positions_are_searched_by_their_lower_halves(last: int) -> None:
     places: Any = SimpleNamespace(table=SimpleNamespace(limit_L=limit_L, sent=sent))
     for held in (at_K, at_K[:0], at_K[-1:]):
         low_K = torch.from_numpy(held.astype(np.uint32).view(np.int32))
-        found = staging.DevicePlaces._searched(places, held, low_K)
+        found = staging.Places._searched(places, held, low_K)
         np.testing.assert_array_equal(found, np.searchsorted(held, limit_L))
 
 
@@ -636,5 +636,5 @@ def test_warming_up_serves_each_dtype_of_a_device() -> None:
 
 
 def test_the_host_is_no_device_and_a_device_is_made_once() -> None:
-    assert devices.device_of(torch.zeros(1)) is None
+    assert devices.device_of(torch.zeros(1)).is_host
     assert devices.device_of(torch.zeros(1, device="meta")) is devices.device_of(torch.zeros(2, device="meta")) is not None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from deltasync.errors import CommitError, StageError
-from deltasync.kernels import native, reference
+from deltasync.kernels import native, reference, table
 from deltasync.live import LiveMemory, Segment, Union, model_fingerprint, staging
 from deltasync.live.staging import Staged
 from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec, fingerprint, region_end, region_size
@@ -45,21 +45,6 @@ def places(draw: st.DrawFn) -> Place:
     padded = torch.zeros([view.shape[dim] + draw(st.integers(0, 2)) for dim in order], dtype=torch.int32)
     live = padded.permute(*np.argsort(order).tolist())[tuple(slice(0, size) for size in view.shape)]
     return Place(checkpoint.numel(), Segment(live, view.stride(), view.storage_offset()))
-
-
-@given(places())
-def test_runs_are_the_elements_in_any_order(place: Place) -> None:
-    segment = place.segment
-    segment.live.copy_(segment.source(torch.arange(place.element_count, dtype=torch.int32)) + 7)
-    start_R, bits_RL = segment.runs()
-    index_RL = start_R[:, None] + np.arange(bits_RL.shape[1])
-    np.testing.assert_array_equal(bits_RL, index_RL + 7)
-    assert sorted(index_RL.reshape(-1).tolist()) == sorted(
-        segment.source(torch.arange(place.element_count)).reshape(-1).tolist()
-    )
-    key = fingerprint.tensor_key("w")
-    expected = reference.cell_hash(key, index_RL.reshape(-1), bits_RL.reshape(-1)).sum(dtype=np.uint64)
-    assert native.fingerprint_runs(key, start_R, bits_RL) == int(expected)
 
 
 @given(places())
@@ -357,7 +342,7 @@ def test_a_commit_that_fails_anywhere_leaves_the_old_bits(monkeypatch: pytest.Mo
 def test_without_memory_the_old_bits_stay(lacking: str) -> None:
     memory, tensors, weights = _mixed("bfloat16", "float32", "uint8")
     if lacking == "tables of the exchange":
-        with mock.patch.object(native, "swap_table", side_effect=MemoryError), pytest.raises(MemoryError):
+        with mock.patch.object(table, "_rows", side_effect=MemoryError), pytest.raises(MemoryError):
             memory.stage_weights(weights)
     else:
         with mock.patch.object(native, "fingerprint_runs", side_effect=MemoryError), pytest.raises(MemoryError):
@@ -367,11 +352,10 @@ def test_without_memory_the_old_bits_stay(lacking: str) -> None:
     assert [int_view(tensor).sum() for tensor in tensors.values()] == [1, 1, 3]
 
 
-@pytest.mark.parametrize("name", ["_by_changes", "_by_row"])
-def test_without_memory_to_stage_a_delta_nothing_is_written(name: str) -> None:
+def test_without_memory_to_stage_a_delta_nothing_is_written() -> None:
     memory, tensors, changed = _two_tensors()
     before = dict(memory.fingerprints)
-    with mock.patch.object(native, name, side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch.object(table, "_rows", side_effect=MemoryError), pytest.raises(MemoryError):
         memory.stage(changed)
     assert not any(int_view(tensor).any() for tensor in tensors.values())
     assert memory.fingerprints == before
@@ -405,4 +389,4 @@ def test_what_is_staged_takes_three_times_the_changed_bytes() -> None:
     index_K = np.arange(0, spec.element_count, 100, dtype=np.int32)
     steps = Sparse(index_K, np.ones(index_K.size, np.uint16))
     staged = memory.stage(Changed(Delta(Layout({"w": spec}), {2: steps}), {"w": 0}))
-    assert staged.device_bytes == 3 * 2 * index_K.size
+    assert 3 * 2 * index_K.size <= staged.device_bytes <= 3 * 2 * index_K.size + 64  # and the table of writes

@@ -137,14 +137,14 @@ def by_reference_kernels(store: Store, count: int) -> Proof:
     for stored in find_chain(reader, None, reader.numbered(count).version):
         if stored.use_anchor:
             weights = payloads.weights(reader, stored)
-            changes = [(name, np.arange(held.size), held, True) for name, held, _ in weights]
+            changes = [(name, np.arange(held.size), held - bits[name]) for name, held, _ in weights]
             expected = {name: digest for name, _, digest in payloads.weights(reader, stored)}
         else:
             delta, expected = payloads.delta(reader, stored, lambda name: bits[name].copy())
-            changes = [(name, *delta.of(name), False) for name in expected]
-        for name, index_K, data_K, absolute in changes:
+            changes = [(name, *delta.of(name)) for name in expected]
+        for name, index_K, step_K in changes:
             key = fingerprint.tensor_key(name)
-            _, gained = reference.scatter(key, bits[name], index_K, data_K, absolute, index_K)
+            bits[name][index_K], gained, _ = reference.prepare(key, bits[name], index_K, step_K, index_K)
             digests[name] = (digests[name] + gained) & fingerprint.MASK
         assert {name: digests[name] for name in expected} == expected
     return proof(bits, total_of(digests))
