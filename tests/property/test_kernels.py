@@ -182,7 +182,17 @@ def test_arrays_of_wrong_sizes_are_refused() -> None:
             one,
         ),
         "encode": (1, one, one, np.array([0, 1]), one, None, one, tables, one, none, none, one),
-        "exchange": (1, 64, np.zeros((1, 6), np.int64), none, np.array([[0, 9, 0]]), none, one, one, np.zeros((3, 1), np.int64)),
+        "exchange": (
+            1,
+            64,
+            np.zeros((1, 6), np.int64),
+            none,
+            np.array([[0, 9, 0]]),
+            none,
+            one,
+            one,
+            np.zeros((3, 1), np.int64),
+        ),
         "groups": (1, np.array([0, 2]), np.zeros((1, 256)), one, np.zeros((1, 1, 2), np.uint32), np.zeros(3), *4 * (one,)),
     }.items():
         with pytest.raises(ValueError, match="wrong sizes"):
