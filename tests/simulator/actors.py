@@ -115,7 +115,7 @@ def waited(world: World, receipt: Any, bits: str, mine: dict[int, str], interrup
 
 def acknowledged(world: World, process: Process, publisher: Publisher, receipt: Any) -> None:
     """Wait, now and then, until a replica serves a version: it must be one of ours, and a follower that had it."""
-    if world.random.random() > 0.3:
+    if world.random.random() > 0.5 and "acks" not in world.wanted:
         return
     line, timeout_s = Line(world.disk, process), world.random.choice((0.0, 10.0))
     found = world.call(
@@ -267,7 +267,8 @@ def follow_once(world: World, joined: Replica) -> None:
     world.counts["syncs"] += not isinstance(found, DeltaSyncError)
     world.compare(joined)
     after = joined.identity
-    if before is not None and after is not None and after.slot.newness < before.slot.newness and world.harm != "restore":
+    may_go_back = world.harm == "restore" and not world.signed
+    if before is not None and after is not None and after.slot.newness < before.slot.newness and not may_go_back:
         raise Violation(f"a replica went back from {before} to {after}")
 
 
@@ -339,13 +340,13 @@ def mended(world: World, process: Process) -> None:
 def outsider(world: World, process: Process) -> None:
     """Write what the product reads, without the keys."""
     while world.step():
-        world.pause(40.0)
+        world.pause(20.0)
         disk = world.disk
         if keys.CHANNEL not in disk.objects:  # where records are, but no channel, none is begun
             continue
         objects = {key: held.data for key, held in disk.objects.items()}
         key, data = forged(world.random, objects, world.theirs if world.harm == "forged" else None, world.run_id)
-        if key != keys.HEAD and key in objects and world.harm != "forged":
+        if key in objects and world.harm != "forged" and not key.startswith((keys.HEAD, keys.REPLICAS)):
             continue
         disk.harm(key, data)
         world.counts["forged"] += 1
@@ -355,31 +356,38 @@ def outsider(world: World, process: Process) -> None:
                 attempt.is_challenged = True
 
 
+EVENTS = {"kill": 0.15, "suspend": 0.1, "clock": 0.1, "interrupt": 0.07, "expired": 0.05, "harm": 0.13}
+"""What fate does in one of its turns, and how often."""
+
+
 def fate(world: World, process: Process) -> None:
     """Change the weather; suspend, kill and interrupt processes; move clocks; let objects rot."""
-    saved = None
+    saved, random, now = None, world.random, world.scheduler
+    chances = [
+        0.5 if name in world.wanted or (name == "harm" and world.harm in world.wanted) else EVENTS[name] for name in EVENTS
+    ]
     while world.steps > 0:
         world.pause(12.0)
         weather(world)
-        kind = world.random.random()
+        event = random.choices([*EVENTS, ""], [*chances, 0.4])[0]
         able = [each for each in world.live if each.name != "fate" and not each.killed]
-        victim = world.random.choice(able)
-        if kind < 0.15 and victim.name not in ("fate", "job"):
+        victim = random.choice(able)
+        if event == "kill" and victim.name != "job":
             kill(world, victim)
-        elif kind < 0.25:
-            victim.suspend(world.scheduler.now_s, world.random.choice((1.0, 45.0, 7200.0)), world.random.random() < 0.5)
-            world.scheduler.say(f"{victim.name} is suspended until {victim.suspended_until_s:.0f}")
-        elif kind < 0.35:
-            victim.ahead_s = world.random.choice((world.random.uniform(-400.0, 400.0), -86400.0, 86400.0))
-        elif kind < 0.42 and victim.name in ("trainer", "rival"):
+        elif event == "suspend":
+            victim.suspend(now.now_s, random.choice((1.0, 45.0, 7200.0)), random.random() < 0.5)
+            now.say(f"{victim.name} is suspended until {victim.suspended_until_s:.0f}")
+        elif event == "clock":
+            victim.ahead_s = random.choice((random.uniform(-400.0, 400.0), -86400.0, 86400.0))
+        elif event == "interrupt" and victim.name in ("trainer", "rival"):
             interrupt(world, victim)
-        elif kind < 0.47:
-            victim.refused_until_s = world.scheduler.now_s + world.random.choice((3.0, 60.0))
-        elif kind < 0.6:
+        elif event == "expired":
+            victim.refused_until_s = now.now_s + random.choice((3.0, 60.0))
+        elif event == "harm":
             saved = harm(world, saved)
     world.disk.faults = world.copy.faults = NO_FAULTS
     for each in world.live:
-        each.resume(world.scheduler.now_s)
+        each.resume(now.now_s)
         each.refused_until_s = 0.0
 
 
@@ -393,7 +401,8 @@ def harm(world: World, saved: Any) -> Any:
     for attempt in world.attempts:
         attempt.is_challenged = True
     if world.harm == "rot":
-        key = random.choice(held)
+        newest = [key for key in held if key.startswith(keys.VERSIONS)][-4:]
+        key = random.choice(newest if newest and random.random() < 0.4 else held)
         data = disk.objects[key].data
         at = random.randrange(len(data) or 1)
         disk.harm(
@@ -423,14 +432,13 @@ def weather(world: World) -> None:
     def chance(most: float) -> float:
         return world.random.choice((0.0, 0.0, world.random.uniform(0.0, most)))
 
-    lossy = {name: chance(0.2) for name in ("before", "after", "late", "doubled")}
-    rare = {"hung": chance(0.02), "damaged": chance(0.05), "stale": chance(0.2), "refused": chance(0.02)}
+    likely = {name: chance(0.2) for name in ("before", "after", "late", "doubled", "stale")}
+    rare = {"hung": chance(0.02), "damaged": chance(0.05), "refused": chance(0.02), "stalled": chance(0.01)}
     if world.harm == "swallow":
         rare["swallowed"] = chance(0.1)
-    if "damaged" in world.wanted:
-        rare["damaged"] = 0.2
-    kind = world.random.random()
-    found = NO_FAULTS if kind < 0.3 else FULL if kind < 0.35 else Faults(**lossy, **rare)
+    wanted = {field.name: 0.1 for field in dataclasses.fields(Faults) if field.name in world.wanted}
+    kind = 1.0 if wanted else world.random.random()
+    found = NO_FAULTS if kind < 0.3 else FULL if kind < 0.35 else Faults(**(likely | rare | wanted))
     world.disk.faults = world.copy.faults = found
 
 

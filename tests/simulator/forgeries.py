@@ -8,8 +8,12 @@ import struct
 from collections.abc import Callable
 from random import Random
 
+import msgspec
+
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import EpochDocument, Head, Record, VersionId
+from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel.keys import Slot
 from deltasync.channel.signing import Signer
 from deltasync.errors import FormatError
 
@@ -25,25 +29,40 @@ def forged(random: Random, objects: dict[str, bytes], theirs: Signer | None, run
         theirs: The outsider's own key; without it only hints and strangers' places are written to.
         run_id: The run's.
     """
-    signed = sorted(key for key in objects if key.startswith((keys.VERSIONS, keys.COMPACTIONS, keys.ANNOUNCEMENTS)))
-    if random.random() < 0.3:
-        return keys.HEAD, _hint(random, objects, run_id, signed)
-    if theirs is None or not signed or random.random() < 0.3:
+    kinds = (keys.VERSIONS, keys.COMPACTIONS, keys.ANNOUNCEMENTS)
+    records = sorted(key for key, data in objects.items() if key.startswith(kinds) and len(data) > 8)
+    slots = [slot for key in records if (slot := keys.slot_of(key)) is not None]
+    kind = random.random()
+    if kind < 0.3:
+        return keys.HEAD, _hint(random, objects, run_id, records)
+    if kind < 0.45 and slots:
+        return keys.replica("stranger", "00000001"), _heartbeat(random, run_id, random.choice(slots))
+    if theirs is None or not slots or random.random() < 0.3:
         return _stray(random, objects, run_id, is_signed=theirs is not None)
+    newest = max(slots, key=lambda slot: slot.newness)
     if random.random() < 0.3:
-        return _appended(random, objects, theirs, run_id)
-    key = random.choice(signed)
+        return _appended(random, objects, theirs, run_id, newest)
+    key = random.choice((newest.key, random.choice(records)))
     if random.random() < 0.3:
         target = random.choice(
-            (key, keys.slot(random.choice((1, 3, 99, keys.LARGEST_VERSION)), _FAR), random.choice(signed))
+            (key, keys.slot(random.choice((1, 3, 99, keys.LARGEST_VERSION)), _FAR), random.choice(records))
         )
-        return target, objects[random.choice(signed)]
+        return target, objects[random.choice(records)]
     return key, _altered(random, key, objects[key], theirs)
 
 
-def _hint(random: Random, objects: dict[str, bytes], run_id: str, signed: list[str]) -> bytes:
+def _heartbeat(random: Random, run_id: str, slot: Slot) -> bytes:
+    """A replica that serves other weights by the number of a version, or a later one."""
+    version = slot.version + random.choice((0, 3, 100))
+    beat = Heartbeat(
+        replica_id="stranger", run_id=run_id, version=version, state="serving", epoch=slot.epoch, sha256="f" * 64
+    )
+    return msgspec.json.encode(beat)
+
+
+def _hint(random: Random, objects: dict[str, bytes], run_id: str, records: list[str]) -> bytes:
     """A head that leads elsewhere."""
-    slot = keys.slot_of(random.choice(signed)) if signed else None
+    slot = keys.slot_of(random.choice(records)) if records else None
     named = [VersionId(900, _FAR, "f" * 64), VersionId(keys.LARGEST_VERSION, _FAR, "0" * 64)]
     if slot is not None:
         digest = documents.sha256_hex(objects[slot.key])
@@ -70,10 +89,10 @@ def _stray(random: Random, objects: dict[str, bytes], run_id: str, is_signed: bo
     return random.choice([*places, "versions/0000000/odd", "anchors/odd", "parts/odd/odd"]), data
 
 
-def _appended(random: Random, objects: dict[str, bytes], theirs: Signer, run_id: str) -> tuple[str, bytes | None]:
+def _appended(
+    random: Random, objects: dict[str, bytes], theirs: Signer, run_id: str, newest: Slot
+) -> tuple[str, bytes | None]:
     """What could be the next version: other weights that were published before, or the end of the log."""
-    slots = [slot for key in objects if (slot := keys.slot_of(key)) is not None]
-    newest = max(slots, key=lambda slot: slot.newness)
     on = VersionId(newest.version, newest.epoch, documents.sha256_hex(objects[newest.key]))
     fields = {"run_id": run_id, "version": on.version + 1, "epoch": on.epoch, "base": on, "created_at": documents.now()}
     found = Record(kind="seal", next_epoch=_FAR, **fields)  # type: ignore[arg-type]
@@ -84,7 +103,7 @@ def _appended(random: Random, objects: dict[str, bytes], theirs: Signer, run_id:
             )
             if old is not None and old.kind == "anchor":
                 found = dataclasses.replace(old, **fields)
-    target = keys.Slot(on.version + 1, on.epoch).key
+    target = Slot(on.version + 1, on.epoch).key
     return target, record.encode(found, target, None, random.choice((theirs, None))).data
 
 

@@ -23,6 +23,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import _base as futures
 from typing import Any
 
 EPOCH_S = 1_800_000_000.0
@@ -56,18 +57,19 @@ class Process:
         self.killed = self._sleeps = False
 
     def suspend(self, now_s: float, seconds: float, whole_machine: bool) -> None:
-        """Do not run for so long; with the whole machine, `time.monotonic` stands still."""
-        until_s = max(self.suspended_until_s, now_s + seconds)
-        self.held_s += until_s - max(self.suspended_until_s, now_s)
-        self.slept_s += until_s - max(self.suspended_until_s, now_s) if whole_machine else 0.0
-        self.suspended_until_s, self._sleeps = until_s, whole_machine
+        """Do not run for so long, unless it stands still already; with the whole machine, `time.monotonic` does too."""
+        if now_s >= self.suspended_until_s:
+            self.suspended_until_s, self._sleeps = now_s + seconds, whole_machine
+            self._hold(seconds)
 
     def resume(self, now_s: float) -> None:
         """Run on."""
-        left_s = max(0.0, self.suspended_until_s - now_s)
-        self.held_s -= left_s
-        self.slept_s -= min(left_s, self.slept_s) if self._sleeps else 0.0
+        self._hold(-max(0.0, self.suspended_until_s - now_s))
         self.suspended_until_s = 0.0
+
+    def _hold(self, seconds: float) -> None:
+        self.held_s += seconds
+        self.slept_s += seconds if self._sleeps else 0.0
 
 
 class Thread:
@@ -97,6 +99,9 @@ class Thread:
         self.started = self.ended = self.interrupted = self.interruptible = False
         self.error: BaseException | None = None
 
+    def __hash__(self) -> int:
+        return self.number  # so that sets of threads have one order
+
     def start(self) -> None:
         if self.started:
             raise RuntimeError("threads can only be started once")
@@ -114,7 +119,7 @@ class Thread:
         except BaseException as error:  # noqa: BLE001 - the world says what it means
             self.error = error
             self.scheduler.failed.append((self, error))
-        self._target = None
+        self._target, self._args, self._kwargs = None, (), {}  # what they hold ends here, and not beside another thread
         self.ended = True
         self.scheduler.leave(self)
 
@@ -572,6 +577,7 @@ def _replacements(scheduler: Scheduler) -> Iterator[tuple[Any, str, Any]]:
         "queue": (queue, type("Queues", (), {"SimpleQueue": Queue, "Empty": queue.Empty})),
     }
     yield os, "getpid", lambda: 4711
+    yield futures, "_AcquireFutures", contextlib.nullcontext  # which locks in the order of addresses
     yield socket, "gethostname", lambda: "host"
     names = [name for name in sys.modules if name.split(".")[0] in _PRODUCT or name in _LIBRARIES]
     for name in sorted(names):

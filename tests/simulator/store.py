@@ -62,6 +62,7 @@ class Faults:
     stale: float = 0.0  # a listing without the newest objects, or without a page
     refused: float = 0.0  # a lasting error, such as a full disk
     swallowed: float = 0.0  # answered as if it were done
+    stalled: float = 0.0  # its sender stands still just before it is sent
 
 
 NO_FAULTS = Faults()
@@ -141,7 +142,11 @@ class Disk:
 
 
 class Line:
-    """A process's line to a store. See `deltasync.stores.base.Store`."""
+    """A process's line to a store. See `deltasync.stores.base.Store`.
+
+    Attributes:
+        requests: How many it made, by verb.
+    """
 
     is_scarce = False
 
@@ -149,6 +154,7 @@ class Line:
         self.disk, self.process = disk, process
         self.url = f"s3://{disk.name}"
         self.can_create = disk.kind.creates if claims is None else claims
+        self.requests: Counter[str] = Counter()
         self._missing: dict[str, float] = {}
 
     # --- what the product calls ---
@@ -223,9 +229,16 @@ class Line:
 
     def _pass(self, verb: str, key: str) -> None:
         """The way to the store: time passes, and the request may not come back."""
-        disk, faults = self.disk, self.disk.faults
+        disk = self.disk
         disk.requests[verb] += 1
+        self.requests[verb] += 1
         disk.scheduler.sleep(self._random.uniform(0.001, 0.05))
+        faults = disk.faults
+        if self._meets("stalled", faults.stalled):
+            seconds = self._random.choice((2.0, 40.0, 2000.0))
+            self.process.suspend(disk.scheduler.now_s, seconds, self._random.random() < 0.5)
+            disk.scheduler.say(f"{verb} {key}: {self.process.name} stands still for {seconds:.0f} s")
+            disk.scheduler.sleep(0.0)
         if disk.scheduler.now_s < self.process.refused_until_s:
             kind = StoreError if self._random.random() < 0.5 else TransientStoreError
             raise kind(f"{verb} {key}: the token has expired.")
