@@ -60,7 +60,7 @@ class Two:
         return bits_of(torch.cat(self.halves))
 
     def whole(self) -> list[np.ndarray]:
-        return [follower._bits("w") for follower in self.followers]
+        return [follower._whole["w"] for follower in self.followers]
 
     def take(self, way: Sequence[StoredRecord], *, wrong: bool = False) -> None:
         """As the driver has workers take a way; `wrong` tells them another fingerprint than they have found."""
