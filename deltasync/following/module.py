@@ -259,17 +259,6 @@ def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 @contextlib.contextmanager
 def _gating(module: torch.nn.Module, gate: Gate) -> Iterator[None]:
-    """Return a context in which the calls of a module pass a gate."""
-    _gates[module] = gate
-    try:
-        with reclassed(module, _gated(type(module))):  # type: ignore[arg-type]
-            yield
-    finally:
-        del _gates[module]
-
-
-@contextlib.contextmanager
-def _all_gated(module: torch.nn.Module, gate: Gate) -> Iterator[None]:
     """Return a context in which a module, and each model in it that has a `generate`, passes a gate."""
     if any(each in _followed for each in module.modules()):
         raise ConfigError("This module, or a part of it, follows a channel already: close() that first.")
@@ -277,7 +266,9 @@ def _all_gated(module: torch.nn.Module, gate: Gate) -> Iterator[None]:
         for each in module.modules():
             # In a wrapped model, the model inside has the `generate` that is called.
             if each is module or callable(getattr(type(each), "generate", None)):
-                stack.enter_context(_gating(each, gate))
+                _gates[each] = gate
+                stack.callback(_gates.pop, each)
+                stack.enter_context(reclassed(each, _gated(type(each))))  # type: ignore[arg-type]
         _followed.update(module.modules())
         stack.callback(_followed.difference_update, [*module.modules()])
         yield
@@ -331,7 +322,7 @@ def follow(
 def _adapter(module: Any) -> tuple[type[GatedTarget], Callable[[Any, Gate], contextlib.AbstractContextManager[None]]]:
     """Return the target of a framework's modules, and its context in which a module's calls pass a gate."""
     if isinstance(module, torch.nn.Module):
-        return ModuleTarget, _all_gated
+        return ModuleTarget, _gating
     if "mlx" in {kind.__module__.partition(".")[0] for kind in type(module).__mro__}:
         adapter = importlib.import_module("mlx_plugin.module")
         return adapter.ModuleTarget, adapter.gating
