@@ -75,7 +75,7 @@ def _no_rivals(state: Path, corpus: Path) -> str | None:
 
 
 def _no_root(state: Path, corpus: Path) -> str | None:
-    return None if os.geteuid() == 0 else "it needs root, for a small disk or network namespaces"
+    return None if os.geteuid() == 0 else "it needs root, for network namespaces"
 
 
 _VLLM = _without("vllm", "trl")
@@ -106,7 +106,6 @@ ENTRIES = {
         (("wordle/run.png", "wordle.png"),),
     ),
     "hosts": Entry(25, "-m tests.hosts --store s3 --shape --out {state}/hosts --json", _no_root),
-    "faults": Entry(120, "-m pytest -q tests/faults_matrix --timeout 7200", _no_root),
 }
 """By the name of the file, the quick ones first."""
 
@@ -129,18 +128,14 @@ def record(name: str, state: Path, corpus: Path) -> str | None:
     partial = state / f"{name}.partial"
     places = [str(common.ROOT), str(common.ROOT / "examples"), *filter(None, [_rivals() if name == "rivals" else None])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "CI": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    if name == "faults":
-        environ |= {"LONG_TESTS": "1", "FAULT_REPEATS": "20", "FAULT_RESULTS": str(partial)}
     words = [word.format(state=state, corpus=corpus) for word in entry.command.split()]
     with partial.open("wb") as found, (state / f"{name}.log").open("ab") as log:
-        output = log if name == "faults" else found  # its tests write the file themselves
-        code = subprocess.run([sys.executable, *words], cwd=common.ROOT, env=environ, stdout=output, stderr=log).returncode
+        code = subprocess.run([sys.executable, *words], cwd=common.ROOT, env=environ, stdout=found, stderr=log).returncode
     if code:
         common.say(f"{name}: failed with exit code {code}; see {state / name}.log")
         return f"exit code {code}"
     document = json.loads(partial.read_text(encoding="utf-8"))
-    if name != "faults":
-        document["command"] = f"python {entry.command.format(state='DIR', corpus='FOLDER')}"
+    document["command"] = f"python {entry.command.format(state='DIR', corpus='FOLDER')}"
     target.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.unlink()
     return None

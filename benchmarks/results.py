@@ -13,7 +13,6 @@ figure in a sentence between `<!-- result: NAME -->` and `<!-- / -->`.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import math
@@ -290,7 +289,7 @@ def plot_codec(target: Path) -> None:
     )
 
 
-# --- hosts, faults ---------------------------------------------------------------------------------------------------
+# --- hosts ---------------------------------------------------------------------------------------------------------
 
 
 def _as_written(name: str) -> Iterator[str]:
@@ -298,60 +297,6 @@ def _as_written(name: str) -> Iterator[str]:
     result = load(name)["result"]
     yield from _table(result["columns"], result["rows"])
     yield from _source(name)
-
-
-_FAULT_COLUMNS = ("fault", "times", "noticed by", "message", "comes back by", "in")
-_FAULT_PAGES = {
-    "killed": ("Publish", "Stage", "Commit", "A real vLLM, started again by a supervisor"),
-    "machine": ("A full disk", "Short memory"),
-    "writers": ("One writer after another",),
-}
-"""Parts of the fault matrix by the page of docs/reliability/ that shows them."""
-
-_LONG_TABLE = 12  # rows; a part with more gets several tables
-
-
-def faults(page: str) -> Iterator[str]:
-    """Yield the parts of the fault matrix that one page shows; long parts in a table for each way in which faults end."""
-    parts: dict[str, list[Row]] = {}
-    for row in load("faults")["result"]:
-        seconds = row["recovered_s"]
-        took = (
-            ""
-            if seconds is None
-            else f"{seconds * 1000:.0f}\N{NO-BREAK SPACE}ms"
-            if seconds < 0.995
-            else f"{seconds:.1f}\N{NO-BREAK SPACE}s"
-        )
-        cells = (row["fault"], row["times"], row["noticed"], _first_sentence(row["said"]), row["back"], took)
-        parts.setdefault(row["part"], []).append(cells)
-    if unknown := parts.keys() - {part for known in _FAULT_PAGES.values() for part in known}:
-        raise KeyError(f"No page of docs/reliability/ shows {sorted(unknown)}: add them to _FAULT_PAGES.")
-    for number, part in enumerate(_FAULT_PAGES[page]):
-        yield from (*[""] * bool(number), f"## {part}")
-        tables: dict[object, list[Row]] = {}
-        for each in parts[part]:
-            tables.setdefault(each[4] if len(parts[part]) > _LONG_TABLE else "", []).append(each)
-        for rows in tables.values():
-            yield from _fault_table(rows)
-
-
-def _fault_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a table of faults. A value that all rows share stands above it."""
-    shared = [at for at in range(1, len(_FAULT_COLUMNS)) if len(rows) > 1 and len({row[at] for row in rows}) == 1]
-    if same := [f"{_FAULT_COLUMNS[at]} ({rows[0][at]})" for at in shared if rows[0][at] != 1]:
-        yield from ("", f"Equal in every row: {', '.join(same)}.")
-    yield ""
-    kept = [at for at in range(len(_FAULT_COLUMNS)) if at not in shared]
-    yield from _table([_FAULT_COLUMNS[at] for at in kept], [[row[at] for at in kept] for row in rows])
-
-
-def _first_sentence(message: str) -> str:
-    """Return a recorded message's first sentence, without what differs from run to run."""
-    message = re.sub(r"\b(versions|parts|anchors|compactions|announcements)/[\w./-]+\b", r"\1/…", message)
-    message = re.sub(r" \([0-9a-f]{12}\)", "", message)
-    message = re.split(r"(?<=\.) (?=[A-Z(]|[\w/:]+/…)", message)[0]
-    return re.sub(r"^\((.*?)\)", r"\1", message).removeprefix("nothing: ")
 
 
 def machines() -> Iterator[str]:
@@ -427,7 +372,6 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "wordle": lambda: _as_written("wordle") if "columns" in load("wordle")["result"] else _of_command("wordle", "demo")(),
     "machines": machines,
     "machines-compared": machines_compared,
-    **{f"faults-{page}": functools.partial(faults, page) for page in _FAULT_PAGES},
 }
 
 

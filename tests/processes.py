@@ -14,7 +14,7 @@ from typing import Any
 
 PATIENCE_S = 300.0  # for what takes half a second: a busy machine is no failure
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload([__name__, "tests.integration.test_kill_publisher"])
+PROCESSES.set_forkserver_preload([__name__, "tests.kills.test_publisher"])
 # Whenever it starts a process, multiprocessing asks all others how they ended, and whoever asks second hears 255.
 _asking = threading.Lock()
 

@@ -100,16 +100,16 @@ def _decoding(original: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
 
 
 def _swapping(original: Callable[[Writes], None], tell: Tell) -> Callable[[Writes], None]:
-    undoing: list[int] = []  # the writes whose values are in memory now
+    done: set[int] = set()  # the writes whose values are in memory now
 
     def swap(of: Writes) -> None:
+        nonlocal done
         rows, half = of.row_R, of.row_R.numel() // 2
         of.row_R = rows[:half]
         original(of)
         check = of.sum_3S[CHECK].clone()
-        back = undoing == [id(of)]
-        tell("half of a rollback" if back else "half of the values are exchanged")
-        undoing[:] = [] if back else [id(of)]
+        tell("half of a rollback" if id(of) in done else "half of the values are exchanged")
+        done ^= {id(of)}
         of.row_R = rows[half:]
         original(of)
         of.sum_3S[CHECK] += check

@@ -1,4 +1,4 @@
-"""vLLM's API server whose processes kill themselves at a step: `python -m tests.faults_matrix.killing --model ...`
+"""vLLM's API server whose processes kill themselves at a step: `python -m tests.kills.killing --model ...`
 
 The file that FAULT_AT names tells the step, once it is there."""
 

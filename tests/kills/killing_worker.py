@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.faults_matrix import steps
-from tests.faults_matrix.killing import reach
+from tests.kills import steps
+from tests.kills.killing import reach
 from vllm_plugin import DeltaSyncWorkerExtension
 
 _patches = steps.patched(reach)  # undone when it is forgotten

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import http.client
 import os
-import re
 import signal
 import threading
 import time
@@ -21,12 +19,10 @@ from deltasync.cli.serve import vllm_command
 from deltasync.errors import DeltaSyncError
 from demo.processes import Child, get_json
 from demo.run import free_port
-from tests.faults_matrix.killing import DRIVER_STEPS
-from tests.faults_matrix.matrix import Lab, Seen, row
 from tests.integration.vllm_server import PATIENCE_S, Server, complete, one_thread, save_model
+from tests.kills.killing import DRIVER_STEPS
 
 _REPOSITORY = Path(__file__).parents[2]
-_DEATH = re.compile(r"died unexpectedly|EngineDeadError|Engine core proc .* died|EngineCore encountered")
 
 
 @dataclasses.dataclass
@@ -50,9 +46,9 @@ class Supervised:
         self.server = Server(f"http://127.0.0.1:{port}", channel, weights)
         arguments = ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
         arguments += ["--max-num-seqs", "8", "--tensor-parallel-size", str(self.workers)]
-        arguments += ["--worker-extension-cls", "tests.faults_matrix.killing_worker.KillingExtension"]
+        arguments += ["--worker-extension-cls", "tests.kills.killing_worker.KillingExtension"]
         line, variables = vllm_command(str(checkpoint), channel, arguments)
-        self._line = [word.replace("vllm.entrypoints.openai.api_server", "tests.faults_matrix.killing") for word in line]
+        self._line = [word.replace("vllm.entrypoints.openai.api_server", "tests.kills.killing") for word in line]
         self._cores = sorted(os.sched_getaffinity(0))[-self.workers :]
         self._environ = {
             **os.environ,
@@ -93,15 +89,12 @@ class Supervised:
         self.server.step()
         return self.server.publish()
 
-    def seconds_to_serve(self, version: int) -> float:
-        """Start it; how long until it serves the version, bit for bit, and answers."""
-        before = time.monotonic()
+    def serve(self, version: int) -> None:
+        """Start it, until it serves the version, bit for bit, and answers."""
         self._running = self.running()
         self._child = self._running.__enter__()
         self.server.assert_serves(version)
-        took_s = time.monotonic() - before
         assert len(complete(self.server.url, 5)) == 5
-        return took_s
 
     def pids(self, title: str) -> list[int]:
         """Processes of this server with this in their title."""
@@ -112,12 +105,8 @@ class Supervised:
                     found.append(pid)
         return found
 
-    def ends(self, published: int) -> tuple[str, float]:
-        """Wait for its end; while it lasts, it serves no wrong bits, and the request that runs does not hang.
-
-        Returns:
-            What it said; and after how many seconds it had ended.
-        """
+    def ends(self, published: int) -> None:
+        """Wait for its end; while it lasts, it serves no wrong bits, and the request that runs does not hang."""
         before, serves = time.monotonic(), self.server.status
         while self._child.running():
             assert time.monotonic() - before < PATIENCE_S, "the server neither serves nor ends"
@@ -125,10 +114,7 @@ class Supervised:
                 version = serves()["version"]
                 assert version is None or version <= published
             time.sleep(0.05)
-        took_s = time.monotonic() - before
-        said = [line for line in self.log.read_text(errors="replace").splitlines() if _DEATH.search(line)]
         self._running.__exit__(None, None, None)
-        return re.sub(r"^.*?\] ", "", said[0]) if said else "", took_s
 
     def close(self) -> None:
         """End it."""
@@ -166,7 +152,7 @@ class OneAtATime:
         if self._now is None or self._now.workers != workers:
             self.close()
             self._now = Supervised(self._factory.mktemp("supervised"), workers)
-            self._now.seconds_to_serve(self._now.server.publish())
+            self._now.serve(self._now.server.publish())
         return self._now
 
     def close(self) -> None:
@@ -182,42 +168,39 @@ def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneAtATime]
         yield servers
 
 
-def _dies(step: str, workers: int, lab: Lab) -> Seen:
-    """A process dies at a step of the next version, or the last worker while none is taken; then all is started again."""
-    supervised: Supervised = lab.request.getfixturevalue("supervised").of(workers)
-    request = Request(supervised.server.url)
-    supervised.server.wait_for_requests(1)
-    if step == _ANY_TIME:
-        os.kill(supervised.pids("Worker")[-1], signal.SIGKILL)
-    else:
-        supervised.at.write_text(step)
-    version = supervised.publish()
-    said, ended_s = supervised.ends(version)
-    assert not supervised.at.exists()
-    request.join(PATIENCE_S)
-    assert request.outcome
-    took_s = supervised.seconds_to_serve(version)
-    return Seen(f"{said or '(nothing)'} (ended after {ended_s:.1f} s; the request that ran: {request.outcome})", took_s)
-
-
-_ANY_TIME = "tokens are generated"
-_IN_WORKER = (
+ANY_TIME = "tokens are generated"
+IN_WORKER = (
     "a tensor is decoded",
     "all is staged",
     "half of the values are exchanged",
     "all is written, nothing confirmed",
     "the version is confirmed",
 )
-for _who, _steps, _workers in (
-    ("one of two tensor-parallel workers", (_ANY_TIME, *_IN_WORKER[2:4]), 2),
-    ("vLLM's worker", _IN_WORKER, 1),
-    ("vLLM's API server", DRIVER_STEPS, 1),
-):
-    for _step in _steps:
-        row(
-            "A real vLLM, started again by a supervisor",
-            f"{_who} is killed when {_step}",
-            noticed="the server ends, requests fail",
-            back="restart",
-            vllm=True,
-        )(functools.partial(_dies, _step, _workers))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "step"),
+    [
+        *((2, step) for step in (ANY_TIME, *IN_WORKER[2:4])),
+        *((1, step) for step in (*IN_WORKER, *DRIVER_STEPS)),
+    ],
+)
+def test_a_server_of_which_a_process_is_killed_serves_the_newest_version_again(
+    supervised: OneAtATime, workers: int, step: str
+) -> None:
+    """At a step of the next version, or the last worker while none is taken; then all is started again."""
+    server = supervised.of(workers)
+    request = Request(server.server.url)
+    server.server.wait_for_requests(1)
+    if step == ANY_TIME:
+        os.kill(server.pids("Worker")[-1], signal.SIGKILL)
+    else:
+        server.at.write_text(step)
+    version = server.publish()
+    server.ends(version)
+    assert not server.at.exists()
+    request.join(PATIENCE_S)
+    assert request.outcome
+    server.serve(version)
