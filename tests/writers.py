@@ -23,6 +23,7 @@ from deltasync.errors import FormatError, MissingVersionError
 from deltasync.publish.acquire import open_channel
 from deltasync.publish.log import Lease, Log
 from deltasync.stores import Store
+from deltasync.stores.retries import RetryStore
 from tests.builders import wait_for_head
 from tests.faults import FaultyStore
 from tests.hub import fixtures
@@ -121,8 +122,8 @@ class Script:
         signer: Signer | None = None,
         tensors: dict[str, tuple[str, tuple[int, ...]]] = TENSORS,
     ) -> None:
-        self.reader = ChannelReader(store, None if signer is None else signer.trusted)
-        settings = PublisherSettings(retries=retries, retry_delay_s=0.0)
+        self.reader = ChannelReader(RetryStore(store, retries, 0.0), None if signer is None else signer.trusted)
+        settings = PublisherSettings()
         self.log: Log = open_channel(self.reader, settings, resume, signer, lease)
         self.channel, self.tip = self.log.channel, self.log.tip
         self.end: StoredRecord | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,9 +29,10 @@ from deltasync.errors import (
 )
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.cache import CachedStore
+from deltasync.stores.retries import READS, retried
 from deltasync.tensors import Layout, TensorSpec
 
-_READS = 3  # of a document that looks damaged: it may be so on the way only
+_LISTED_S = 0.5  # wait for a document that a listing shows and that cannot be read
 _MOST_GAP = 1000  # between the numbers of epochs, some of whose documents are gone
 
 _Document = TypeVar("_Document", Channel, Head, EpochDocument)
@@ -173,14 +175,19 @@ class ChannelReader:
         """
         number, key, missing = keys.epoch_number(epoch), keys.epoch_document(epoch), False
         found: EpochDocument | None = None
-        for _ in range(_READS):
-            try:
-                found = self._small(key, EpochDocument, self.trusted)
-                break
-            except ObjectMissingError:
-                missing = True
-            except FormatError:
-                continue
+        again = (ObjectMissingError, FormatError)  # a byte may be damaged on the way, and a listing be ahead
+        try:
+            found = retried(
+                lambda: self._small(key, EpochDocument, self.trusted),
+                READS - 1,
+                _LISTED_S,
+                passing=again,
+                level=logging.DEBUG,
+            )
+        except ObjectMissingError:
+            missing = True
+        except FormatError:
+            pass
         if found is not None and (self._described is None or found.run_id == self.channel().run_id):
             return self.trusted is not None or number <= newest + _MOST_GAP
         if found is None and missing and self.trusted is not None:

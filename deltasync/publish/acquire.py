@@ -35,14 +35,15 @@ from deltasync.errors import (
     FormatError,
     MissingVersionError,
     NotPublishedError,
+    ObjectExistsError,
     ObjectMissingError,
     TransientStoreError,
     printable,
 )
-from deltasync.publish import writes
 from deltasync.publish.log import Lease, Log, boot_s
 from deltasync.stores.base import ObjectInfo
 from deltasync.stores.probe import decides
+from deltasync.stores.retries import READS, retried
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class _Opener:
         if channel is not None:
             self._check(channel, resume)
         listed = self._list()
-        if channel is None and (listed.slots or self._retried(self._has_head)):
+        if channel is None and (listed.slots or self._has_head()):
             if self._retried(self._channel) is not None:
                 return self.open(resume)  # another publisher has created it meanwhile
             raise ChannelInUseError(
@@ -130,7 +131,6 @@ class _Opener:
         logger.info("opened run=%s epoch=%s after=%s fencing=%s", run_id, epoch, tip, "seal" if seals else "lease")
         return Log(
             self._reader,
-            self._settings,
             self._signer,
             epoch=epoch,
             run_id=run_id,
@@ -141,7 +141,7 @@ class _Opener:
         )
 
     def _retried(self, action: Callable[[], _Result], level: int = logging.WARNING) -> _Result:
-        return writes.reread(self._settings, action, level)
+        return retried(action, READS - 1, passing=(CorruptDataError,), level=level)
 
     def _channel(self) -> Channel | None:
         with contextlib.suppress(NotPublishedError):
@@ -149,7 +149,7 @@ class _Opener:
         return None
 
     def _list(self) -> _Listed:
-        slots, found = self._retried(lambda: (self._reader.slots(), self._reader.epochs()))
+        slots, found = self._reader.slots(), self._reader.epochs()
         return _Listed([(slot, info) for slot, info in slots if info.key not in self._foreign], found)
 
     def _has_head(self) -> bool:
@@ -175,7 +175,7 @@ class _Opener:
         if channel is not None and channel.fencing == "lease":
             return False
         key = keys.probe(_next_epoch(epochs))
-        if self._retried(lambda: decides(self._store, key)):
+        if decides(self._store, key):
             return True
         if channel is not None:
             raise ConfigError(
@@ -201,7 +201,7 @@ class _Opener:
         documents.decode(data, EpochDocument, key)
         if self._signer is not None:
             data = self._signer.seal(key, data)
-        self._retried(lambda: self._store.put(key, data))
+        self._store.put(key, data)
 
     def _seal(self, channel: Channel, end: _End, epochs: set[str]) -> tuple[VersionId | None, str]:
         """End the log. Return the version it ended with, and the epoch that goes on."""
@@ -237,8 +237,11 @@ class _Opener:
         data = record.encode(seal, slot.key, None, self._signer).data
         assert data is not None
         record.decode(data, slot.key, self._reader.trusted)
-        if self._retried(lambda: writes.create(self._store, slot.key, data)):
+        try:
+            self._store.create(slot.key, data)
             return None
+        except ObjectExistsError:
+            pass
         taken = self._found(slot)
         if taken is None:
             raise TransientStoreError(f"{slot.key} is there, but cannot be read.")
@@ -273,7 +276,7 @@ class _Opener:
         if version is None or (self._reader.trusted is not None and version.epoch == end.epoch):
             return end
         seen = {version.sha256}
-        for _ in range(writes.READS):
+        for _ in range(READS):
             found = self._found(version.slot)
             if not isinstance(found, _End) or found.version is None or found.version.slot != version.slot:
                 return end

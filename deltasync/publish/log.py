@@ -9,11 +9,11 @@ Crash points of `Log.append`, for version v + 1:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from deltasync import limits
 from deltasync.channel import documents, keys, record
@@ -22,7 +22,6 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Bounds, StoredRecord
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
-from deltasync.config import PublisherSettings
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
@@ -30,6 +29,7 @@ from deltasync.errors import (
     FormatError,
     MissingVersionError,
     NotPublishedError,
+    ObjectExistsError,
     PublishPendingError,
     StoreError,
     TransientStoreError,
@@ -37,13 +37,12 @@ from deltasync.errors import (
 )
 from deltasync.publish import writes
 from deltasync.stores.base import REQUEST_S
+from deltasync.stores.retries import RetryStore, holds
 from deltasync.threads import Workers
 
 logger = get_logger(__name__)
 
 _MOST_PUBLISHED = 1 << 16
-
-_Result = TypeVar("_Result")
 
 
 def boot_s() -> float:
@@ -105,7 +104,6 @@ class Log:
     def __init__(
         self,
         reader: ChannelReader,
-        settings: PublisherSettings,
         signer: Signer | None,
         *,
         epoch: str,
@@ -123,10 +121,10 @@ class Log:
         self.pending: StoredRecord | None = None
         self.published: dict[int, str] = {}
         self.doubted = False
-        self.stop = threading.Event()
+        assert isinstance(reader.store, RetryStore)
         self._reader, self.store = reader, reader.store
+        self.stop = self.store.stop
         self.stored_s = time.monotonic()
-        self._settings = settings
         self._signer = signer
         self._lease = lease
         self._claimed_s = claimed_s
@@ -164,7 +162,7 @@ class Log:
             StoreError: it may be stored, or may be later. A caller that does not put the same bytes again calls `give_up`.
         """
         self._check()
-        file = writes.put_file(self.store, self._settings, f"{folder}/{name}", data, self.stop)
+        file = writes.put_file(self.store, f"{folder}/{name}", data)
         self.stored_s = time.monotonic()
         return file
 
@@ -268,7 +266,7 @@ class Log:
                 stored = self._compactions[key] = self._encoded(document, key, payload)
         data = stored.data
         if data is not None:
-            self._retried(lambda: self.store.put(key, data))
+            self.store.put(key, data)
             stored = self._compactions[key] = dataclasses.replace(stored, data=None)
         return stored
 
@@ -282,9 +280,6 @@ class Log:
         if self._fenced is None:
             self._follow_with_head()
         self._head.close()
-
-    def _retried(self, action: Callable[[], _Result]) -> _Result:
-        return writes.retried(self._settings, action, self.stop)
 
     def _check(self) -> None:
         if self._fenced is not None:
@@ -318,29 +313,28 @@ class Log:
 
     def _put(self, key: str, data: bytes, what: str) -> None:
         """Put an object that only one writer may put, until the store answers."""
-        is_ours = True
         try:
             if self._lease is None:
-                is_ours = self._retried(lambda: writes.create(self.store, key, data))
+                self.store.create(key, data)
             else:
                 self._lease.wait(self._claimed_s)
-                self._retried(lambda: self._put_guarded(key, data))
+                self._put_guarded(key, data)
+        except ObjectExistsError:
+            raise self._fence(f"Another publisher opened the channel in the place of {what}") from None
         except TransientStoreError as error:
             raise PublishPendingError(
                 f"The store has not said whether it has {what}; the next publish puts the same bytes again. {error}"
             ) from error
-        if not is_ours:
-            raise self._fence(f"Another publisher opened the channel in the place of {what}")
 
     def _put_guarded(self, key: str, data: bytes) -> None:
         """Put an object after a look at the epochs, which is made while its bytes are uploaded."""
-        look, looked_s = Workers(1, "fetch").submit(self._read_epochs), 0.0
+        looks, looked_s = [Workers(1, "fetch").submit(self._read_epochs)], 0.0
 
         def guard() -> None:
             nonlocal looked_s
             if key == keys.CHANNEL:
                 self._check_channel()
-            looked_s = self._check_lease(look.result())
+            looked_s = self._check_lease(looks.pop().result() if looks else self._read_epochs())  # a repetition looks again
 
         self.store.put(key, data, guard=guard)
         self._check_in_time(key, looked_s)
@@ -354,7 +348,7 @@ class Log:
         if 0 <= boot_s() - looked_s <= self._lease.recheck_s:
             return
         try:
-            self._retried(self._read_epochs)
+            self._read_epochs()
         except FencedError as error:
             logger.error("%s was stored too late and is not part of the channel: %s", key, error)
             raise
@@ -391,7 +385,7 @@ class Log:
     def _is_there(self, version: VersionId) -> bool:
         """Whether a version that head names exists: a damaged byte of head must stop nobody."""
         try:
-            self._retried(lambda: self._reader.record(version))
+            self._reader.record(version)
         except (MissingVersionError, FormatError):
             return False
         return True
@@ -399,7 +393,7 @@ class Log:
     def _check_channel(self) -> None:
         """Raise if another publisher has created the channel."""
         assert self._new_channel is not None
-        if writes.holds(self.store, keys.CHANNEL, self._new_channel[1]) is False:
+        if holds(self.store, keys.CHANNEL, self._new_channel[1]) is False:
             raise self._fence("Another publisher created the channel")
 
     def check_channel(self) -> str | None:
@@ -411,20 +405,21 @@ class Log:
         data = self._channel_data
         if data is None or self._begins_with(data[: limits.SMALL_BYTES]):
             return None
-        there = writes.holds(self.store, keys.CHANNEL, data)
+        there = holds(self.store, keys.CHANNEL, data)
         if there:
             return None
         if there is False and self._is_other_run():
             raise self._fence("Another publisher has begun a run in this place")
         if there is None and self._lease is None:
-            self._retried(lambda: writes.create(self.store, keys.CHANNEL, data))
+            with contextlib.suppress(ObjectExistsError):
+                self.store.create(keys.CHANNEL, data)
         else:
-            self._retried(lambda: self.store.put(keys.CHANNEL, data))
+            self.store.put(keys.CHANNEL, data)
         return f"{keys.CHANNEL} was {'gone' if there is None else 'overwritten'} and is put back"
 
     def _begins_with(self, first: bytes) -> bool:
         try:
-            return self._retried(lambda: self.store.read_range(keys.CHANNEL, 0, len(first))) == first
+            return self.store.read_range(keys.CHANNEL, 0, len(first)) == first
         except TransientStoreError:
             raise
         except StoreError:  # it is gone or shorter
@@ -454,7 +449,7 @@ class Log:
         try:
             before = None
             try:
-                before = self._retried(self._reader.head)
+                before = self._reader.head()
                 self.doubted |= before is None and self._had_head
             except NotPublishedError:  # channel.json is gone
                 self.doubted = True
@@ -474,7 +469,7 @@ class Log:
                 anchor=known if anchor is None else anchor[1],
             )
             if head != before:
-                self._retried(lambda: self.store.put(keys.HEAD, documents.encode(head)))
+                self.store.put(keys.HEAD, documents.encode(head))
             self._had_head = True
         except FencedError as error:
             logger.error("%s", error)

@@ -112,7 +112,7 @@ class PartQueue:
 
         def store(number: int, data: bytes) -> Future[File]:
             key = f"{folder}/{keys.part(self._ranks.rank, number)}"
-            return self._puts.submit(writes.put_file, self._store, self.settings, key, data)
+            return self._puts.submit(writes.put_file, self._store, key, data)
 
         try:
             job = self._submitted(serial)
@@ -155,7 +155,7 @@ class PartQueue:
 
     def _compact(self, job: Pending, base: int, folder: str, steps: Steps, frozen: Steps) -> None:
         def put(name: str, data: bytes) -> File:
-            return writes.put_file(self._store, self.settings, f"{folder}/{name}", data)
+            return writes.put_file(self._store, f"{folder}/{name}", data)
 
         def store() -> tuple[list[File], int]:
             assert job.fingerprints is not None

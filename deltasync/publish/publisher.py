@@ -124,7 +124,7 @@ class Publisher:
             return state, uuid.uuid4().hex
 
         state, token = self._ranks.first(begin, tuple[ChannelState, str])
-        prove_writes(self._ranks, self.store, given, token)
+        prove_writes(self._ranks, self.store, token)
         reader = ChannelReader(self.store, None if state.trusted is None else Trusted(state.trusted))
         self.settings = state.settings
         self._run_id, self._version = state.run_id, state.number

@@ -28,7 +28,6 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.live import LiveMemory, Segment, model_fingerprint
-from deltasync.publish import writes
 from deltasync.publish.acquire import open_channel
 from deltasync.publish.compact import Steps
 from deltasync.publish.detect import Difference, copied
@@ -39,6 +38,7 @@ from deltasync.publish.stream import Stream, TensorRange
 from deltasync.ranks.ranks import Range, Ranks, attempt, ranks_of
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
+from deltasync.stores.retries import READS, RetryStore, holds, retried
 from deltasync.tensors import Delta, Sparse, TensorSpec, fingerprint
 from deltasync.tensors.bits import signed_view
 from deltasync.threads import each
@@ -66,7 +66,7 @@ def check_arguments(
     retention = Retention.from_env() if retention is None else retention
     if not isinstance(retention, Retention):
         raise ConfigError(f"retention must be a Retention, not {retention!r}.")
-    store = open_store(channel)
+    store = RetryStore(open_store(channel), settings.retries, settings.retry_delay_s)
     if isinstance(model_files, str | Path):
         model_files = anchors.read_model_files(Path(model_files))
     files = dict(model_files or {})
@@ -119,7 +119,7 @@ def open_first(
     chain, tip = list[StoredRecord](), log.tip
     if tip is not None:
         try:
-            writes.reread(settings, lambda: reader.record(tip))
+            retried(lambda: reader.record(tip), READS - 1, passing=(CorruptDataError,))
             chain = [dataclasses.replace(stored, data=None) for stored in plan.find_chain(reader, None, tip)]
             if _has_other_adapter(chain[0], files):
                 logger.info("The adapter of version %s has another config or base. The next version has full weights.", tip)
@@ -143,7 +143,7 @@ def _has_other_adapter(stored: StoredRecord, files: Mapping[str, bytes]) -> bool
     return ADAPTER_CONFIG in known and not changed.isdisjoint((ADAPTER_CONFIG, adapter_base.FILE))
 
 
-def prove_writes(ranks: Ranks, store: Store, settings: PublisherSettings, token: str) -> None:
+def prove_writes(ranks: Ranks, store: Store, token: str) -> None:
     """Have each rank store something that the first one reads, before the first step is trained for nothing.
 
     Raises:
@@ -157,12 +157,12 @@ def prove_writes(ranks: Ranks, store: Store, settings: PublisherSettings, token:
 
     def write() -> None:
         try:
-            writes.put_file(store, settings, proofs[rank], token.encode())
+            store.put(proofs[rank], token.encode())
         except StoreError as error:
             raise StoreError(f"{store.url} cannot be written from this rank: {error}") from error
 
     def read() -> None:
-        found = each(proofs, lambda key: writes.holds(store, key, token.encode()), None)
+        found = each(proofs, lambda key: holds(store, key, token.encode()), None)
         wrong = [other for other, holds in enumerate(found) if not holds]
         if wrong:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""All waits for a store: retries, rate limits, and services that are down."""
+"""All waits for a store: retries (`RetryStore`), rate limits, and services that are down."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from deltasync.errors import DeltaSyncError, TransientStoreError
+from deltasync.errors import CorruptDataError, DeltaSyncError, ObjectExistsError, ObjectMissingError, TransientStoreError
+from deltasync.stores.base import Store
+from deltasync.stores.wrapper import WrappedStore
 
 logger = logging.getLogger(__name__)
+
+READS = 3
+"""How often bytes that look damaged are read: they may be so on the way only."""
 
 _LONGEST_DELAY_S = 30.0
 _TRUSTED_FAILURES = 3
@@ -58,6 +63,52 @@ def retried(
                 raise
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
     return action()
+
+
+class RetryStore(WrappedStore):
+    """A store whose requests are repeated after errors that may pass, as `retried` does.
+
+    A guarded put is repeated with its guard. An object that exists with the same bytes counts as created: an earlier request
+    may have stored it, whose reply got lost.
+
+    Attributes:
+        stop: Set it to end every wait between two attempts; what is under way fails then.
+    """
+
+    def __init__(self, inner: Store, retries: int, delay_s: float) -> None:
+        super().__init__(inner)
+        self._retries, self._delay_s = retries, delay_s
+        self.stop = threading.Event()
+
+    def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
+        """Run the call, again after a transient error."""
+        return retried(action, self._retries, self._delay_s, stop=self.stop)
+
+    def create(self, key: str, data: bytes) -> None:
+        def create() -> None:
+            try:
+                self.inner.create(key, data)
+            except ObjectExistsError as error:
+                is_ours = holds(self.inner, key, data)
+                if is_ours is None:
+                    raise TransientStoreError(f"{error} But it cannot be read back.") from error
+                if not is_ours:
+                    raise
+
+        self.ask("create", key, create)
+
+
+def holds(store: Store, key: str, data: bytes) -> bool | None:
+    """Whether a key holds these bytes and not other ones; None if it holds nothing. Other bytes are read `READS` times."""
+    for _ in range(READS):
+        try:
+            if store.read(key, len(data)) == data:
+                return True
+        except ObjectMissingError:
+            return None
+        except CorruptDataError:
+            continue  # larger
+    return False
 
 
 class Pause:

@@ -148,20 +148,20 @@ MUTANTS = {
     "an audit passes": Mutant("deltasync.following.replica", "return is_right", "return True", ""),
     # publishers
     "a create that finds other bytes is taken for ours": Mutant(
-        "deltasync.publish.writes", "        return is_ours\n", "        return True\n", "s3 rival"
+        "deltasync.stores.retries", "if not is_ours:", "if False:", "s3 rival"
     ),
     "a create that finds our bytes is taken for another's": Mutant(
-        "deltasync.publish.writes", "        return is_ours\n", "        return False\n", "s3 after"
+        "deltasync.stores.retries", "if not is_ours:", "if True:", "s3 after"
     ),
     "records are put, not created": Mutant(
         "deltasync.publish.log",
-        "self._retried(lambda: writes.create(self.store, key, data))\n            else",
-        "self._retried(lambda: self.store.put(key, data)) is None\n            else",
+        "self.store.create(key, data)\n            else:\n                self._lease",
+        "self.store.put(key, data)\n            else:\n                self._lease",
         "s3 rival",
     ),
     "whether a store decides is not tried": Mutant(
         "deltasync.publish.acquire",
-        "if self._retried(lambda: decides(self._store, key)):",
+        "if decides(self._store, key):",
         "if self._store.can_create:",
         "ignores rival",
     ),
@@ -187,8 +187,8 @@ MUTANTS = {
     ),
     "a log is not sealed": Mutant(
         "deltasync.publish.acquire",
-        "if self._retried(lambda: writes.create(self._store, slot.key, data)):",
-        "if True:",
+        "self._store.create(slot.key, data)",
+        "pass",
         "s3 rival",
     ),
     "a log that is sealed is not listed again": Mutant(
