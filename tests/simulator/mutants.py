@@ -148,7 +148,10 @@ MUTANTS = {
     "an audit passes": Mutant("deltasync.following.replica", "return is_right", "return True", ""),
     # publishers
     "a create that finds other bytes is taken for ours": Mutant(
-        "deltasync.stores.retries", "if not is_ours:", "if False:", "s3 rival"
+        "deltasync.publish.log",
+        'raise self._fence(f"Another publisher opened the channel in the place of {what}") from None',
+        "pass",
+        "s3 rival",
     ),
     "a create that finds our bytes is taken for another's": Mutant(
         "deltasync.stores.retries", "if not is_ours:", "if True:", "s3 after"
