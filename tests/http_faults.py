@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import email.utils
-import random
 import re
 import threading
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 from urllib.parse import unquote, urlsplit
@@ -141,7 +139,6 @@ class FaultProxy:
         self.exchanges: list[Exchange] = []
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
-        self._random: tuple[float, Sequence[Action], random.Random] | None = None
         self._replies: dict[tuple[str, str], Reply] = {}
         self._proxy = ReverseProxy((parts.hostname, parts.port), self)
         self.url = self._proxy.url
@@ -173,14 +170,10 @@ class FaultProxy:
             self._faults.append(fault)
         return fault
 
-    def strike_at_random(self, rate: float, actions: Sequence[Action], seed: int) -> None:
-        """Strike at a fraction `rate` of all requests, with one of `actions`, before or after the server got it."""
-        self._random = (rate, actions, random.Random(seed))
-
     def heal(self) -> None:
         """Forget all faults."""
         with self._lock:
-            self._faults, self._random = [], None
+            self._faults = []
 
     def count(self, method: str = ".*", path: str = "", query: str = "") -> int:
         """Number of exchanges that match."""
@@ -218,10 +211,6 @@ class FaultProxy:
                 if fault.matches(request):
                     fault.hits += 1
                     return fault.action, fault.after
-            if self._random is not None:
-                rate, actions, source = self._random
-                if source.random() < rate:
-                    return source.choice(actions), source.random() < 0.5
         return None
 
     def record(self, exchange: Exchange) -> None:
