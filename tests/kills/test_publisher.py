@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from unittest import mock
 
@@ -31,23 +30,20 @@ from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
-from deltasync.errors import FencedError, NotPublishedError
-from deltasync.publish.log import Lease, Log
+from deltasync.errors import NotPublishedError
+from deltasync.publish.log import Log
 from deltasync.stores.local import LocalStore
-from tests.builders import assert_holds
 from tests.conftest import assert_same_bits
-from tests.processes import PATIENCE_S, PROCESSES, in_a_process
+from tests.processes import PATIENCE_S, in_a_process
 
 Weights = dict[str, torch.Tensor]
-
-_LEASE = Lease(0.3, 0.2, 0.05)
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
     """A write to the store: the `number`-th with this operation and key.
 
-    `moment` is `during` it, `after` it, or after the `look` of a writer with a lease, just before it.
+    `moment` is `during` it or `after` it.
     """
 
     moment: str
@@ -65,12 +61,10 @@ class KillingStore(LocalStore):
     Args:
         root: The directory.
         kill: The point.
-        decides: Whether it says that it can create; if not, its writers take a lease.
     """
 
-    def __init__(self, root: Path, kill: Point | None, decides: bool = True) -> None:
+    def __init__(self, root: Path, kill: Point | None) -> None:
         super().__init__(str(root))
-        self.can_create = decides
         self.passed: list[Point] = []
         self._kill = kill
         self._lock = threading.RLock()
@@ -81,13 +75,8 @@ class KillingStore(LocalStore):
             super().create(key, data)
 
     def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
-        def look() -> None:
-            assert guard is not None
-            guard()
-            self._at("look", *self._doing.now)
-
         with self._step("put", key):
-            super().put(key, data, guard=None if guard is None else look)
+            super().put(key, data, guard=guard)
 
     def delete(self, *names: str) -> None:
         for key in names:
@@ -135,14 +124,12 @@ class Trainer:
         by_reference: Start the channel from a reference.
         parts: Store payloads beside the records.
         sweeps: Write anchors, compaction and gc all the time.
-        leases: Take the store for one that does not decide which of two writers wins.
     """
 
     steps: tuple[int, ...]
     by_reference: bool = False
     parts: bool = False
     sweeps: bool = False
-    leases: bool = False
 
     def open(self, store: LocalStore) -> Publisher:
         return Publisher(
@@ -155,7 +142,7 @@ class Trainer:
 
     def run(self, root: Path, kill: Point | None, passed: Connection) -> None:
         torch.set_num_threads(1)
-        store = KillingStore(root, kill, not self.leases)
+        store = KillingStore(root, kill)
         with self._patched(), self.open(store) as publisher:
             for step in self.steps:
                 publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S)
@@ -174,7 +161,6 @@ class Trainer:
 
         with (
             mock.patch("deltasync.publish.compact._LEAST_BETWEEN", 1),
-            mock.patch("deltasync.publish.acquire.Lease", lambda: _LEASE),
             mock.patch.object(Log, "_follow_with_head", follow_and_wait),
             mock.patch("deltasync.publish.encode.INLINE_BYTES", 0) if self.parts else contextlib.nullcontext(),
         ):
@@ -251,8 +237,7 @@ def survives(template: Path, root: Path, killed: Trainer, resumed: Trainer, kill
     end, found = records(root), history(root)
     writes = [p for p in passed if p.moment == "after" and p.operation != "delete" and p.key.startswith(keys.VERSIONS)]
     published = len(resumed.steps) + (resumed.by_reference and not was)
-    seals = began and not resumed.leases
-    assert len(writes) == published + seals, f"killed {kill}; then {list(map(str, passed))}"
+    assert len(writes) == published + began, f"killed {kill}; then {list(map(str, passed))}"
     # None skipped, none used again: those that were there are as they were, or forgotten, and the others come right after.
     assert newest.version == (was[-1].version if was else 0) + published
     assert all(end[key] == data for key, data in after.items() if key in end)
@@ -316,22 +301,18 @@ def template(base: Path, name: str) -> Path:
 CASES = {
     "a new channel": (Trainer((1, 2)), Trainer((3, 4))),
     "a new channel by reference": (Trainer((1, 2), by_reference=True), Trainer((3, 4), by_reference=True)),
-    "a new channel with a lease": (Trainer((1, 2), leases=True), Trainer((3, 4), leases=True)),
     "a log that was sealed": (Trainer((5,), parts=True), Trainer((6,), parts=True)),
-    "a log with a lease": (Trainer((5,), parts=True, leases=True), Trainer((6,), parts=True, leases=True)),
     "sweeps": (Trainer((4, 5), sweeps=True), Trainer((6, 7), sweeps=True)),
 }
 LEAST_POINTS = {
     "a new channel": 12,
     "a new channel by reference": 12,
-    "a new channel with a lease": 14,
     "a log that was sealed": 14,
-    "a log with a lease": 9,
     "sweeps": 30,
 }
 
 
-_SLOW = ("a new channel by reference", "a new channel with a lease")
+_SLOW = ("a new channel by reference",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=(pytest.mark.slow,) * (name in _SLOW)) for name in CASES])
@@ -350,45 +331,3 @@ def test_a_publisher_killed_at_any_step_is_resumed(base: Path, name: str) -> Non
         }
     for point, run in runs.items():
         assert run.exception() is None, f"killed {point}: {run.exception()!r}"
-
-
-def contend(root: Path, step: int, start: Barrier, told: Connection) -> None:
-    """Open the channel; once all have, publish."""
-    publisher: Publisher | None = None
-    refused = ""
-    try:
-        publisher = Trainer(()).open(LocalStore(str(root)))
-    except FencedError as error:
-        refused = str(error)
-    start.wait(PATIENCE_S)
-    if publisher is None:
-        told.send((None, refused))
-        return
-    try:
-        version = publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S).version
-        publisher.close()
-        told.send((version, None))
-    except FencedError as error:
-        told.send((None, str(error)))
-
-
-def test_of_two_processes_that_resume_a_run_one_publishes(base: Path) -> None:
-    root = base / "contended"
-    process(Trainer((1, 2)), root)
-    for version, steps in ((3, (3, 4)), (4, (5, 6))):
-        start = PROCESSES.Barrier(2)
-        pipes = [PROCESSES.Pipe(duplex=False) for _ in steps]
-        children = [
-            PROCESSES.Process(target=contend, args=(root, step, start, sender))
-            for step, (_, sender) in zip(steps, pipes, strict=True)
-        ]
-        for child in children:
-            child.start()
-        told = [receiver.recv() for receiver, _ in pipes]
-        for child in children:
-            child.join(PATIENCE_S)
-        winners = [step for step, (published, _) in zip(steps, told, strict=True) if published == version]
-        (error,) = [error for _, error in told if error is not None]
-        assert len(winners) == 1 and error.startswith("Another publisher open")
-        assert_holds(f"file://{root}", weights(winners[0]), version)
-        assert_sound(root)

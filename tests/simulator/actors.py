@@ -66,7 +66,7 @@ def trainer(world: World, process: Process) -> None:
         publisher: Publisher = opened
         mine: dict[int, str] = {}
         receipts: list[Any] = []
-        interrupted = False
+        interrupted, leaves = False, world.random.choice((0.02, 0.3))
         while world.step():
             world.train()
             bits = world.note()
@@ -76,7 +76,8 @@ def trainer(world: World, process: Process) -> None:
                 interrupted = True
                 continue
             if isinstance(receipt, FencedError):
-                if not attempt.is_challenged:
+                # Where listings decide who may write, a stale one hides an opening of before.
+                if not attempt.is_challenged and (world.kind.creates or not world.disk.met["stale"]):
                     raise Violation(f"the only publisher is fenced: {receipt}")
                 break
             if not isinstance(receipt, DeltaSyncError):
@@ -85,7 +86,7 @@ def trainer(world: World, process: Process) -> None:
                 if world.random.random() < 0.5 and waited(world, receipt, bits, mine, interrupted):
                     acknowledged(world, process, publisher, receipt)
             world.pause(world.random.choice((0.2, 2.0, 30.0)))
-            if world.random.random() < 0.05:
+            if world.random.random() < leaves:
                 break
         try:
             world.call("close", publisher.close, True)
@@ -436,7 +437,7 @@ def weather(world: World) -> None:
     rare = {"hung": chance(0.02), "damaged": chance(0.05), "refused": chance(0.02), "stalled": chance(0.01)}
     if world.harm == "swallow":
         rare["swallowed"] = chance(0.1)
-    wanted = {field.name: 0.1 for field in dataclasses.fields(Faults) if field.name in world.wanted}
+    wanted = {name: 0.02 if name == "stalled" else 0.1 for name in (*likely, *rare) if name in world.wanted}
     kind = 1.0 if wanted else world.random.random()
     found = NO_FAULTS if kind < 0.3 else FULL if kind < 0.35 else Faults(**(likely | rare | wanted))
     world.disk.faults = world.copy.faults = found

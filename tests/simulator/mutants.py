@@ -91,29 +91,8 @@ MUTANTS = {
     "an error is remembered for ever": Mutant(
         "deltasync.following.cursor", "        self.failure, self._failures = None, 0\n", "", "damaged"
     ),
-    "the rest of a chain is taken for another version": Mutant(
-        "deltasync.following.cursor",
-        "elif self._rest and self._rest[0].base == have:",
-        "elif self._rest:",
-        "damaged parts",
-        at_night=True,
-    ),
-    "a record that follows another version is taken": Mutant(
-        "deltasync.following.cursor",
-        "and stored.record.base != self.newest:",
-        "and False:",
-        "s3 rival damaged",
-        at_night=True,
-    ),
     "a pin is not kept": Mutant(
         "deltasync.following.cursor", "number = self._pin or newest.version", "number = newest.version", ""
-    ),
-    "a version that caches hide is lost": Mutant(
-        "deltasync.following.cursor",
-        "if time.monotonic() - self._lacking[1] < _LOST_S:",
-        "if False:",
-        "edge stale cache",
-        at_night=True,
     ),
     "a version that the store lost is waited for": Mutant(
         "deltasync.following.cursor", "elif self._is_lost(newest, found):", "elif False:", "restore", at_night=True
@@ -130,20 +109,6 @@ MUTANTS = {
         "self.version, self._fingerprint = stored.version, stored.record.fingerprint",
         "self.version, self._fingerprint = stored.record.base, stored.record.fingerprint",
         "",
-    ),
-    "old bits are those before the chain": Mutant(
-        "deltasync.following.weights",
-        "                for delta in done:\n",
-        "                for delta in ():\n",
-        "signed context",
-        at_night=True,
-    ),
-    "a loaded chain is not compared": Mutant(
-        "deltasync.following.weights",
-        ' and right and f"{model_fingerprint(found):016x}" == done[-1].record.fingerprint:',
-        ":",
-        "damaged",
-        at_night=True,
     ),
     "an audit passes": Mutant("deltasync.following.replica", "return is_right", "return True", ""),
     # publishers
@@ -168,9 +133,7 @@ MUTANTS = {
         "if self._store.can_create:",
         "ignores rival",
     ),
-    "a lease does not settle": Mutant(
-        "deltasync.publish.acquire", "self._lease.wait(claimed_s)", "pass", "hub rival late", at_night=True
-    ),
+    "a lease does not settle": Mutant("deltasync.publish.acquire", "self._lease.wait(claimed_s)", "pass", "hub rival late"),
     "a newer epoch fences nobody": Mutant(
         "deltasync.publish.log", "if newest > self.epoch and self._is_opening(newest):", "if False:", "hub rival"
     ),
@@ -181,35 +144,14 @@ MUTANTS = {
         "hub rival stalled",
         at_night=True,
     ),
-    "a record that came too late counts": Mutant(
-        "deltasync.publish.log",
-        "        self._check_in_time(key, looked_s)\n",
-        "        pass\n",
-        "hub rival stalled",
-        at_night=True,
-    ),
     "a log is not sealed": Mutant(
         "deltasync.publish.acquire",
         "self._store.create(slot.key, data)",
         "pass",
         "s3 rival",
     ),
-    "a log that is sealed is not listed again": Mutant(
-        "deltasync.publish.acquire",
-        "if not any(isinstance(self._found(slot, info), _End) for slot, info in later):",
-        "if True:",
-        "s3 rival forgets keeper stale stalled",
-        at_night=True,
-    ),
-    "a log ends where a listing does": Mutant(
-        "deltasync.publish.acquire",
-        "            if following is None:\n",
-        "            if True:\n",
-        "s3 rival stale",
-        at_night=True,
-    ),
     "the digest of one read is believed": Mutant(
-        "deltasync.publish.acquire", "seen = {version.sha256}", "return end", "s3 rival damaged", at_night=True
+        "deltasync.publish.acquire", "seen = {version.sha256}", "return end", "s3 rival damaged"
     ),
     "two epochs have one number": Mutant(
         "deltasync.publish.acquire", "keys.new_epoch(1 + max(", "keys.new_epoch(1 + 0 * max(", "s3 rival"
@@ -220,13 +162,6 @@ MUTANTS = {
         "        self.pending = None\n        self._put(stored.key",
         "after",
     ),
-    "a pending version's number is used again": Mutant(
-        "deltasync.publish.log",
-        "newest = self.tip if self.pending is None else self.pending.version",
-        "newest = self.tip",
-        "after",
-        at_night=True,
-    ),
     "a part is not waited for": Mutant(
         "deltasync.publish.upload", "[future.result() for future in stored] + others", "others", "parts"
     ),
@@ -236,18 +171,15 @@ MUTANTS = {
         "self.full, self._running = False, None",
         "refused parts",
     ),
-    "what waits behind a lost version is stored": Mutant(
-        "deltasync.publish.upload",
-        "None\n                lost = self._drop_waiting()",
-        "None",
-        "refused parts",
-        at_night=True,
-    ),
     "folders of a lost version are used again": Mutant(
         "deltasync.publish.log", "self._attempts[version] = self.attempt(version) + 1", "pass", "after parts once"
     ),
     "a compaction names a base that its steps do not start from": Mutant(
-        "deltasync.publish.compact", "or base.record.version != frozen.base:", ":", "compacts anchors stale", at_night=True
+        "deltasync.publish.compact",
+        "or base.record.version != frozen.base:",
+        ":",
+        "s3 compacts anchors stale",
+        at_night=True,
     ),
     "steps since an anchor are left out of compactions": Mutant(
         "deltasync.publish.compact",
@@ -291,36 +223,8 @@ MUTANTS = {
         "            return",
         "forgets keeper",
     ),
-    "seals are forgotten": Mutant(
-        "deltasync.maintenance.retention",
-        "(record.is_version if record is not None else last[slot.epoch] != slot)",
-        "True",
-        "forgets keeper s3 rival",
-        at_night=True,
-    ),
     "files that records name are deleted": Mutant(
         "deltasync.maintenance.garbage", "if info.key not in references]", "]", "forgets keeper parts"
-    ),
-    "young files are deleted": Mutant(
-        "deltasync.maintenance.garbage",
-        "if retention.was_stored(info.modified_s, since_s)]",
-        "]",
-        "forgets keeper parts",
-        at_night=True,
-    ),
-    "unfinished uploads are deleted": Mutant(
-        "deltasync.maintenance.garbage",
-        "[info for info in unnamed if references.in_progress(info.key)]",
-        "unnamed[:0]",
-        "forgets keeper parts stalled s3",
-        at_night=True,
-    ),
-    "what is not listed is not asked for": Mutant(
-        "deltasync.maintenance.garbage",
-        "sorted(places.difference((slot.key for slot in held.records), held.shortcuts))",
-        "list[str]()",
-        "forgets keeper hub parts",
-        at_night=True,
     ),
     "a relay copies records without files": Mutant(
         "deltasync.maintenance.relay",

@@ -234,8 +234,8 @@ class Line:
         self.requests[verb] += 1
         disk.scheduler.sleep(self._random.uniform(0.001, 0.05))
         faults = disk.faults
-        if self._meets("stalled", faults.stalled):
-            seconds = self._random.choice((2.0, 40.0, 2000.0))
+        if self._meets("stalled", faults.stalled * (8 if verb == "connect" else 1)):  # between a look and what it permits
+            seconds = self._random.choice((2.0, 40.0, 100.0, 2000.0))
             self.process.suspend(disk.scheduler.now_s, seconds, self._random.random() < 0.5)
             disk.scheduler.say(f"{verb} {key}: {self.process.name} stands still for {seconds:.0f} s")
             disk.scheduler.sleep(0.0)
