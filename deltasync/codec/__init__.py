@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Codec: TypeAlias = VectorCodec | RawCodec
 
-__all__ = ["OldBits", "Wanted", "base", "dense", "device", "get", "open_payload"]
+__all__ = ["OldBits", "Wanted", "base", "device", "get", "open_payload", "planes"]
 
 
 @functools.cache

@@ -30,7 +30,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
-from deltasync.tensors import ITEM_BYTES, SAFETENSORS_DTYPES, Delta, Layout, Region, Sparse, TensorSpec, index_dtype
+from deltasync.tensors import ITEM_BYTES, SAFETENSORS_DTYPES, Delta, Layout, Region, Sparse, TensorSpec
 from deltasync.tensors.delta import joined, of_tensor
 
 if TYPE_CHECKING:
@@ -47,7 +47,10 @@ MOST_HEADER_BYTES = 100_000_000
 LIBRARY_ERRORS = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError)
 """Errors that the safetensors library, or torch below it, raises for a malformed file."""
 
-_ITEM_BYTES = {entry: ITEM_BYTES[name] for name, entry in SAFETENSORS_DTYPES.items()}
+_BITS = {
+    entry: np.dtype(f"{'i' if name.startswith('int') else 'u'}{ITEM_BYTES[name]}")
+    for name, entry in SAFETENSORS_DTYPES.items()
+}
 
 OldBits = Callable[[str], "Bits"]  # flat bits of a tensor before the delta, by its name
 NewBits = Callable[[str], tuple[np.ndarray, int]]  # the new flat bits of a tensor's range, by its name; its first element
@@ -140,13 +143,17 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True)
 class Payload:
-    """An opened delta payload. The container is checked; the changes are not decoded yet."""
+    """An opened delta payload. The container is checked; the changes are not decoded yet.
+
+    Its arrays are views of the file, floats as unsigned bits; `dtypes` are safetensors' names.
+    """
 
     codec: str
     version: int
     base_version: int
     changed: int
-    arrays: Mapping[str, torch.Tensor]
+    arrays: Mapping[str, np.ndarray]
+    dtypes: Mapping[str, str]
     metadata: Mapping[str, str]
 
     @functools.cached_property
@@ -232,16 +239,19 @@ def open_payload(data: bytes) -> Payload:
         CorruptDataError: the file is malformed, or its metadata is incomplete or contradicts itself.
         UnsupportedFormatError: the payload has another format.
     """
-    metadata = read_metadata(data)
+    head = _header(data)
+    metadata = _metadata(head[1])
     if metadata.get("format") != FORMAT:
         raise UnsupportedFormatError(f"Payload has format {metadata.get('format')!r}; this version reads {FORMAT!r}.")
+    found = {name: entry for name, entry in _entries(*head, len(data)).items() if name != RECORD}
     try:
         return Payload(
             codec=metadata["codec"],
             version=_decimal(metadata["version"]),
             base_version=_decimal(metadata["base_version"]),
             changed=_decimal(metadata["changed"]),
-            arrays={name: array for name, array in load_tensors(data).items() if name != RECORD},
+            arrays={name: _array(data, *entry) for name, entry in found.items()},
+            dtypes={name: entry[0] for name, entry in found.items()},
             metadata=metadata,
         )
     except (KeyError, ValueError) as error:
@@ -254,31 +264,9 @@ def _decimal(text: str) -> int:
     return int(text)
 
 
-def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
-    """Return copies of the tensors of a safetensors file in memory.
-
-    Raises:
-        CorruptDataError: the file or one of its tensors is malformed.
-    """
-    from safetensors.torch import load
-
-    try:
-        tensors: dict[str, torch.Tensor] = load(data)
-    except LIBRARY_ERRORS as error:
-        said = str(error).partition("\n")[0]
-        raise CorruptDataError(f"Not a safetensors file: {said}.") from error
-    return tensors
-
-
-def views(data: bytes | memoryview) -> dict[str, tuple[str, tuple[int, ...], np.ndarray]]:
-    """Return the entries of a safetensors file in memory without a copy: safetensors' name of the dtype, shape, bytes.
-
-    Raises:
-        CorruptDataError: as `entries`.
-    """
-    file_B = np.frombuffer(data, np.uint8)
-    found = entries(data, len(data)).items()
-    return {name: (dtype, shape, file_B[first:last]) for name, (dtype, shape, first, last) in found}
+def _array(data: bytes | memoryview, dtype: str, shape: tuple[int, ...], first: int, last: int) -> np.ndarray:
+    array: np.ndarray = np.frombuffer(data, np.uint8)[first:last].view(_BITS[dtype]).reshape(shape)
+    return np.require(array, requirements="A")
 
 
 def entries(data: bytes | memoryview, size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
@@ -291,8 +279,11 @@ def entries(data: bytes | memoryview, size: int) -> dict[str, tuple[str, tuple[i
     Raises:
         CorruptDataError: the file is malformed, or its entries do not fill it without gaps from the header to the end.
     """
+    return _entries(*_header(data), size)
+
+
+def _entries(start: int, header: Any, size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     try:
-        start, header = _header(data)
         found, end = dict[str, tuple[str, tuple[int, ...], int, int]](), 0
         listed = ((name, entry) for name, entry in header.items() if name != "__metadata__")
         for name, entry in sorted(listed, key=lambda item: item[1]["data_offsets"]):
@@ -303,23 +294,26 @@ def entries(data: bytes | memoryview, size: int) -> dict[str, tuple[str, tuple[i
                 or type(last) is not int
                 or first != end
                 or not lengths
-                or last - first != math.prod(shape) * _ITEM_BYTES[entry["dtype"]]
+                or last - first != math.prod(shape) * _BITS[entry["dtype"]].itemsize
             ):
                 raise ValueError(f"{name!r} has wrong offsets or a wrong shape")
             found[name], end = (entry["dtype"], tuple(shape), start + first, start + last), last
         if start + end != size:
             raise ValueError("the file does not end where its last entry does")
-    except (struct.error, *LIBRARY_ERRORS, RecursionError, AttributeError, OverflowError) as error:
+    except (*LIBRARY_ERRORS, AttributeError, OverflowError) as error:
         raise CorruptDataError(f"Not a safetensors file: {error!r}.") from error
     return found
 
 
 def _header(data: bytes | memoryview) -> tuple[int, Any]:
     """Return the byte at which the entries begin, and the parsed header."""
-    (length,) = struct.unpack_from("<Q", data)
-    if length > min(len(data) - 8, MOST_HEADER_BYTES):
-        raise ValueError("the header is too long")
-    return 8 + length, json.loads(bytes(data[8 : 8 + length]))
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        if length > min(len(data) - 8, MOST_HEADER_BYTES):
+            raise ValueError("the header is too long")
+        return 8 + length, json.loads(bytes(data[8 : 8 + length]))
+    except (struct.error, ValueError, RecursionError) as error:
+        raise CorruptDataError(f"Not a safetensors file: {error!r}.") from error
 
 
 def read_metadata(data: bytes | memoryview) -> dict[str, str]:
@@ -328,10 +322,11 @@ def read_metadata(data: bytes | memoryview) -> dict[str, str]:
     Raises:
         CorruptDataError: the file is malformed or has no metadata.
     """
-    try:
-        metadata = _header(data)[1]["__metadata__"]
-    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptDataError(f"Not a safetensors file with metadata: {error!r}.") from error
+    return _metadata(_header(data)[1])
+
+
+def _metadata(header: Any) -> dict[str, str]:
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptDataError("The safetensors metadata is not an object of strings.")
     return metadata
@@ -349,13 +344,11 @@ def take(payload: Payload, key: str, dtype: str, size: int) -> np.ndarray:
     Raises:
         CorruptDataError: the entry is missing, or has another dtype or size.
     """
-    from deltasync.tensors.bits import bits_of
-
     array = payload.arrays.get(key)
-    if array is None or str(array.dtype) != f"torch.{dtype}" or array.numel() != size:
-        found = "nothing" if array is None else f"{array.dtype}[{array.numel()}]"
+    if array is None or payload.dtypes[key] != SAFETENSORS_DTYPES[dtype] or array.size != size:
+        found = "nothing" if array is None else f"{payload.dtypes[key]}[{array.size}]"
         raise CorruptDataError(f"Payload should hold {key!r} as {dtype}[{size}], found {found}.")
-    return bits_of(array)
+    return array.reshape(-1).view(f"u{array.itemsize}")
 
 
 def spec_for(specs: Mapping[str, TensorSpec], name: str, changed: int) -> TensorSpec:
@@ -387,8 +380,3 @@ def old_bits(old: OldBits, spec: TensorSpec) -> Bits:
 def delta_of(layout: Layout, patches: Iterable[tuple[str, np.ndarray, np.ndarray]]) -> Delta:
     """Join patches: name, ascending flat indices, steps."""
     return joined([Delta(layout, {}), *(of_tensor(layout, *patch) for patch in patches)])
-
-
-def indices_of(steps: Sparse, spec: TensorSpec) -> np.ndarray:
-    """Return the flat indices of a tensor's changes in the dtype that a tensor of its size has."""
-    return steps.at_K.astype(index_dtype(spec.element_count))

@@ -56,19 +56,16 @@ class Model:
         """Read the classes of so many groups and no more, and the slots of all their tables, int64[T, 256]."""
         parsed, models = tables.Parsed(data), []
         for _ in range(count):
-            models.append(cls.read_head(parsed))
-            parsed.skip(2 * len(models[-1].level_C))
+            classes = int(parsed.bytes(1)[0]) + 1
+            first_C, last_C, level_C = parsed.bytes(3 * classes).reshape(-1, 3).astype(np.int64).T
+            if (first_C > last_C).any() or (first_C[1:] <= last_C[:-1]).any() or level_C.max() > LEVELS:
+                raise CorruptDataError(
+                    "Payload tables have classes that are not ascending, or of a level that does not exist."
+                )
+            models.append(cls(first_C, last_C, level_C))
+            parsed.skip(2 * classes)
         parsed.finish()
         return models, parsed.freq_TS()
-
-    @classmethod
-    def read_head(cls, cursor: tables.Parsed) -> Model:
-        """Read the classes of a group; their tables follow."""
-        count = int(cursor.bytes(1)[0]) + 1
-        first_C, last_C, level_C = cursor.bytes(3 * count).reshape(-1, 3).astype(np.int64).T
-        if (first_C > last_C).any() or (first_C[1:] <= last_C[:-1]).any() or level_C.max() > LEVELS:
-            raise CorruptDataError("Payload tables have classes that are not ascending, or of a level that does not exist.")
-        return cls(first_C, last_C, level_C)
 
     def to_bytes(self, freq_TS: np.ndarray) -> bytes:
         """Return the bytes of a group, with the slots of its tables."""

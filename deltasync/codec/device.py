@@ -9,9 +9,7 @@ Shapes: T tensors of one width, P payloads, K changed elements, B blocks, G band
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +17,8 @@ import torch
 from deltasync.codec import classes, tables, tiled, tiles, vector
 from deltasync.codec.base import Encoded, Payload
 from deltasync.codec.classes import Model
-from deltasync.codec.tables import Parsed
 from deltasync.codec.tiled import TiledReader, read_groups, read_tables
+from deltasync.codec.vector import Coded
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import gpu_classes, gpu_coder
 from deltasync.kernels.gpu_classes import ADDRESS, COLUMNS, FIRST, PITCH, ROWS, SHIFT, STRIDE, Bands, Bits, Changes, Classes
@@ -200,7 +198,7 @@ class Encoder:
         versions: tuple[int, int],
         pieces: Sequence[Piece],
     ) -> Iterator[Encoded]:
-        found: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = [({}, {}) for _ in pieces]
+        found: list[Coded] = [({}, {}) for _ in pieces]
         for width, steps in delta.steps.items():
             in_P = [p for p, piece in enumerate(pieces) if width in piece]
             if not in_P:
@@ -208,7 +206,7 @@ class Encoder:
             of = self._layout.vectors[width]
             tensor_P2 = np.array([pieces[p][width] for p in in_P], np.int64)
             is_tiled_T = np.zeros(len(of.specs), np.bool_)
-            by_class: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]] | None] = [None] * len(in_P)
+            by_class: Sequence[Coded | None] = [None] * len(in_P)
             if codec_name == "context":
                 tiling = self.tilings.of(of, ranges(of, delta.bits[width]))
                 inside_T = np.zeros(len(of.specs), np.bool_)
@@ -218,40 +216,22 @@ class Encoder:
                 if is_tiled_T.any():
                     by_class = self._by_class(of, steps, delta.bits[width], tiling, is_tiled_T, tensor_P2)
             by_gap = self._by_gap(of, steps, ~is_tiled_T, tensor_P2)
-            for p, (first, last), (entries, more), tiled_ in zip(in_P, tensor_P2.tolist(), by_gap, by_class, strict=True):
-                count_T = steps.count_T[first:last]
-                changed_T = np.flatnonzero(count_T)
-                low, high = int(changed_T[0]), int(changed_T[-1]) + 1
-                flag_T = count_T[low:high] > 0
-                row: dict[str, Any] = {"tensor": first + low, "tensors": high - low}
-                arrays, vectors = found[p]
-                if not flag_T.all():
-                    arrays[f".{width}.tensors"] = torch.from_numpy(np.packbits(flag_T, bitorder="little"))
-                if tiled_ is not None:
-                    entries |= tiled_[0]
-                    row["tiles"] = tiled_[1]
-                    tiled_T = is_tiled_T[first + changed_T]
-                    if not tiled_T.all():
-                        entries["tiled"] = torch.from_numpy(np.packbits(tiled_T, bitorder="little"))
-                entries["counts"] = torch.from_numpy(count_T[changed_T].astype(of.index_dtype))
-                entries["fingerprints"] = torch.from_numpy(digests[width][first + changed_T].view(np.int64))
-                arrays |= {f".{width}.{entry}": array for entry, array in entries.items()}
-                vectors[str(width)] = row | more
+            for p, (first, last), gaps, in_tiles in zip(in_P, tensor_P2.tolist(), by_gap, by_class, strict=True):
+                changed_T = np.flatnonzero(steps.count_T[first:last]) + first
+                digest_T = digests[width][changed_T]
+                entries, row = vector.entries(of, changed_T, steps.count_T, digest_T, gaps, in_tiles, is_tiled_T[changed_T])
+                found[p][0].update(entries)
+                found[p][1][str(width)] = row
         for piece, (arrays, vectors) in zip(pieces, found, strict=True):
-            extra = {"block_elements": str(vector.BLOCK), "vectors": json.dumps(vectors, separators=(",", ":"))}
-            if any("tiles" in row for row in vectors.values()):
-                extra["tile_elements"] = str(tiles.TILE)
-            yield Encoded.of(codec_name, *versions, _changed(delta, piece), arrays, extra)
+            yield vector.payload_of(codec_name, *versions, _changed(delta, piece), arrays, vectors)
 
-    def _by_gap(
-        self, of: Vector, steps: DeviceSparse, is_in_T: np.ndarray, tensor_P2: np.ndarray
-    ) -> list[tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    def _by_gap(self, of: Vector, steps: DeviceSparse, is_in_T: np.ndarray, tensor_P2: np.ndarray) -> list[Coded]:
         """Return entries and metadata of each payload's tensors that are coded by gaps; `vector._encode`."""
         device, changed_T = steps.low_K.device, np.where(is_in_T, steps.count_T, 0)
         bound_T, all_T = _bounds(changed_T), _bounds(steps.count_T)
         low_P, high_P = bound_T[tensor_P2[:, 0]], bound_T[tensor_P2[:, 1]]
         held_P = np.flatnonzero(low_P < high_P)
-        found: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = [({}, {}) for _ in tensor_P2]
+        found: list[Coded] = [({}, {}) for _ in tensor_P2]
         if not held_P.size:
             return found
         low_P, high_P, start = low_P[held_P], high_P[held_P], int(low_P[held_P[0]])
@@ -324,7 +304,7 @@ class Encoder:
         tiling: Tiling,
         is_in_T: np.ndarray,
         tensor_P2: np.ndarray,
-    ) -> list[tuple[dict[str, torch.Tensor], dict[str, Any]] | None]:
+    ) -> list[Coded | None]:
         """Return entries and metadata of each payload's tensors that are coded by classes; `tiled.encode`."""
         device = steps.low_K.device
         row_BF, band_GF = tiling.chosen(is_in_T, addresses(of, bits))
@@ -355,7 +335,7 @@ class Encoder:
         end_T = np.append(0, end_T)
         words_, word_bound = self._rooms.fetch(f"{of.width} classes", words), _bounds(word_B)
         row_B2 = np.stack((count_B, np.diff(word_bound)), axis=1).astype(np.int32)
-        found: list[tuple[dict[str, torch.Tensor], dict[str, Any]] | None] = []
+        found: list[Coded | None] = []
         group_P = np.searchsorted(first_G, first_P)
         for (first_t, last_t), low, high, group in zip(
             tensor_P2.tolist(), first_P.tolist(), last_P.tolist(), group_P.tolist(), strict=True
@@ -583,11 +563,7 @@ class Decoder:
         groups = 0
         for reader in readers:
             blocks, firsts = reader._blocks(), read_groups(reader._row, len(reader._row_B2))
-            cursor = Parsed(read_tables(reader._payload.arrays.get(f".{of.width}.tables")))
-            cursor.skip(2 * len(firsts))
-            freqs.append(cursor.freq_TS())
-            if cursor.at != len(cursor.data):
-                raise CorruptDataError("Payload has more tables than groups.")
+            freqs.append(tables.read(read_tables(reader._payload, f".{of.width}.tables"), 2 * len(firsts)))
             number_B = np.searchsorted(firsts, np.arange(len(reader._row_B2)), side="right") - 1
             table_S.append(2 * (groups + number_B))
             groups += len(firsts)
@@ -626,15 +602,11 @@ class Decoder:
         bound_B, word_bound = _bounds(row_B2[:, 0]), _bounds(row_B2[:, 1])
         models, freqs, group_B = list[Model](), list[np.ndarray](), []
         for reader in readers:
-            cursor = Parsed(read_tables(reader._payload.arrays.get(f".{of.width}.tile_tables")))
+            held, freq_TS = Model.read(read_tables(reader._payload, f".{of.width}.tile_tables"), len(reader._groups))
             number_B = np.searchsorted(reader._groups, np.arange(len(reader._row_B2)), side="right") - 1
             group_B.append(len(models) + number_B)
-            for _ in reader._groups:
-                models.append(Model.read_head(cursor))
-                cursor.skip(2 * len(models[-1].level_C))
-            freqs.append(cursor.freq_TS())
-            if cursor.at != len(cursor.data):
-                raise CorruptDataError("Payload has more tables than groups.")
+            models += held
+            freqs.append(freq_TS)
         changes = None
         if undone is not None:
             steps = undone.steps[of.width]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltasync.codec.base import Encoded, NewBits, OldBits, Payload, Wanted, delta_of, indices_of, old_bits, spec_for, take
+from deltasync.codec.base import Encoded, NewBits, OldBits, Payload, Wanted, delta_of, old_bits, spec_for, take
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.tensors import Delta, Layout, TensorSpec, index_dtype
 from deltasync.tensors.bits import tensor_of
@@ -36,7 +36,7 @@ class RawCodec:
         element_count = 0
         for name, changed in delta.counts().items():
             spec, (bits_N, start) = delta.layout.specs[name], new(name)
-            index_K = indices_of(delta.of(name), spec)
+            index_K = delta.of(name).at_K.astype(index_dtype(spec.element_count))
             arrays[f"{name}.indices"] = torch.from_numpy(index_K)
             arrays[f"{name}.values"] = tensor_of(bits_N[index_K - start], TensorSpec(name, spec.dtype, (changed,)))
             rows[name] = {"changed": changed, "fingerprint": to_hex(fingerprints[name])}

@@ -7,15 +7,10 @@ most two bytes). The numbers add up to 2**12, and the last is not 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
-
 import numpy as np
 
 from deltasync.errors import CorruptDataError
 from deltasync.kernels.rans import TABLE_BITS
-
-_Counts = TypeVar("_Counts")
 
 SYMBOLS = 256
 SLOTS = 1 << TABLE_BITS
@@ -34,34 +29,6 @@ def fit(count_TS: np.ndarray) -> np.ndarray:
         largest_T = freq_TS.argmax(axis=1)
         freq_TS[table_T, largest_T] -= np.minimum(excess_T, freq_TS[table_T, largest_T] // 2)
     return freq_TS.astype(np.uint32)
-
-
-def join_runs(
-    runs: Iterable[tuple[int, _Counts]], add: Callable[[_Counts, _Counts], _Counts], bits: Callable[[_Counts], float]
-) -> tuple[list[int], list[_Counts]]:
-    """Join runs of blocks as long as common tables take no more bits than two of them.
-
-    Args:
-        runs: The first block of each run, and its counts.
-        add: Returns the counts of two runs together.
-        bits: Returns the bits that counts take, with their tables.
-
-    Returns:
-        The first block of each group, and its counts.
-    """
-    firsts, found, last_bits = list[int](), list[_Counts](), 0.0
-    for first, run in runs:
-        run_bits = bits(run)
-        if found:
-            both = add(found[-1], run)
-            joined_bits = bits(both)
-            if joined_bits <= last_bits + run_bits:
-                found[-1], last_bits = both, joined_bits
-                continue
-        firsts.append(first)
-        found.append(run)
-        last_bits = run_bits
-    return firsts, found
 
 
 def all_bytes(freq_TS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from deltasync.codec import classes, dense, tables, tiles
+from deltasync.codec import classes, planes, tables, tiles
 from deltasync.codec.base import NewBits, OldBits, Payload, Wanted, old_bits, take
 from deltasync.codec.classes import Model
 from deltasync.codec.tiles import Cut
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import native
-from deltasync.tensors import Sparse, TensorSpec, Vector, count_below
+from deltasync.tensors import Sparse, Vector, count_below
 
 GROUP_CHANGED = 1 << 15
 """Changed elements that are worth tables of their own."""
@@ -60,7 +60,7 @@ def encode(
         coded, word_count_B[low:high] = native.encode(*ranked, freq_TS, model.ratio_CC)
         words.append(coded)
         tables_ += model.to_bytes(freq_TS)
-    rows, planes = rows_entry(np.stack((count_B, word_count_B), axis=1).astype(np.int32))
+    rows, sizes = rows_entry(np.stack((count_B, word_count_B), axis=1).astype(np.int32))
     entries = {
         "tiles": rows,
         "tile_tables": torch.from_numpy(np.frombuffer(tables_, np.uint8)),
@@ -70,7 +70,7 @@ def encode(
     if any((cut.start, cut.stop) != (0, size_T[t]) for t, cut in cuts.items()):
         ranges = np.array([(cut.start, cut.stop) for cut in cuts.values()], np.int64)
         entries["ranges"] = torch.from_numpy(ranges)
-    return entries, {"groups": firsts, "planes": planes}
+    return entries, {"groups": firsts, "planes": sizes}
 
 
 def _table(
@@ -211,8 +211,7 @@ class TiledReader:
         if old is None:
             raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
         vector = self._vector
-        entry = self._payload.arrays.get(f".{vector.width}.tile_tables")
-        models, freq_TS = Model.read(read_tables(entry), len(self._groups))
+        models, freq_TS = Model.read(read_tables(self._payload, f".{vector.width}.tile_tables"), len(self._groups))
         first_G = bounds(np.array([2 * len(model.level_C) for model in models], np.int64))  # tables
         end_G = np.array([*self._groups[1:], len(self._row_B2)])
         found = list[Sparse]()
@@ -294,27 +293,29 @@ class TiledReader:
 def rows_entry(row_B2: np.ndarray) -> tuple[torch.Tensor, list[int] | None]:
     """Return the entry of a table of blocks, and the sizes of its planes."""
     more_B2 = np.diff(row_B2, axis=0, prepend=np.zeros_like(row_B2[:1]))
-    found = dense.compress(np.ascontiguousarray(((more_B2 << 1) ^ (more_B2 >> 31)).T).view(np.uint32).reshape(-1))
+    found = planes.compress(np.ascontiguousarray(((more_B2 << 1) ^ (more_B2 >> 31)).T).view(np.uint32).reshape(-1))
     if found is None or len(row_B2) > _MOST_ROWS:
         return torch.from_numpy(row_B2), None
-    return found[1], found[0]
+    return torch.frombuffer(bytearray(found[1]), dtype=torch.uint8), found[0]
 
 
-def read_rows(payload: Payload, key: str, count: int, planes: object) -> np.ndarray:
+def read_rows(payload: Payload, key: str, count: int, sizes: object) -> np.ndarray:
     """Return a table of blocks, int32[count, 2], from its entry and the sizes of its planes, None for no planes.
 
     Raises:
         CorruptDataError: the entry has another shape or dtype, or a row has a negative number of changes or words.
     """
-    entry = payload.arrays.get(key)
-    if planes is not None and count <= _MOST_ROWS:
-        number_N = dense.decompress(entry, planes, TensorSpec(key, "int32", (2, count)))
+    if sizes is not None and count <= _MOST_ROWS:
+        if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise CorruptDataError(f"The planes of {key!r} have sizes {sizes!r:.100}.")
+        entry = take(payload, key, "uint8", sum(sizes))
+        number_N = planes.decompress(entry, sizes, key, 2 * count)
         more_2B = ((number_N >> 1) ^ (0 - (number_N & 1))).view(np.int32).reshape(2, count)
         row_B2 = np.cumsum(more_2B, axis=1, dtype=np.int32).T
-    elif entry is not None and entry.dtype == torch.int32 and entry.shape == (count, 2):
-        row_B2 = entry.numpy()
     else:
-        raise CorruptDataError(f"Payload has no table of blocks {key!r}, int32[{count}, 2].")
+        row_B2 = take(payload, key, "int32", 2 * count).view(np.int32).reshape(count, 2)
+        if payload.arrays[key].shape != row_B2.shape:
+            raise CorruptDataError(f"Payload has no table of blocks {key!r}, int32[{count}, 2].")
     if (row_B2 < 0).any():
         raise CorruptDataError("Payload has a block with a negative number of changes or words.")
     return row_B2
@@ -347,15 +348,15 @@ def read_flags(payload: Payload, key: str, count: int) -> np.ndarray:
     return flags[:count]
 
 
-def read_tables(entry: torch.Tensor | None) -> bytes:
+def read_tables(payload: Payload, key: str) -> bytes:
     """Return the bytes of tables.
 
     Raises:
         CorruptDataError: there are none.
     """
-    if entry is None or entry.dtype != torch.uint8:
+    if payload.dtypes.get(key) != "U8":
         raise CorruptDataError("Payload has no uint8 tables.")
-    return entry.numpy().tobytes()
+    return payload.arrays[key].tobytes()
 
 
 def runs(bound_B: np.ndarray, least: int = 0) -> np.ndarray:

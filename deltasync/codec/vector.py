@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -66,29 +66,15 @@ class VectorCodec:
             count_T = vector.count(steps.at_K)
             cuts = _cuts(vector, count_T, new) if self.needs_old else {}
             changed_T = np.flatnonzero(count_T)
-            first = int(changed_T[0])
-            flag_T = np.zeros(int(changed_T[-1]) + 1 - first, np.bool_)
-            flag_T[changed_T - first] = True
             digest_T = np.array([fingerprints[vector.names[t]] for t in changed_T.tolist()], np.uint64)
-            row: dict[str, Any] = {"tensor": first, "tensors": flag_T.size}
-            if not flag_T.all():
-                arrays[f".{width}.tensors"] = torch.from_numpy(np.packbits(flag_T, bitorder="little"))
             by_class, steps = _split(vector, steps, list(cuts))
-            entries, more = _encode(vector, steps)
-            if cuts:
-                found_entries, row["tiles"] = tiled.encode(vector, cuts, by_class, new)
-                entries |= found_entries
-                if len(cuts) < changed_T.size:
-                    tiled_T = np.isin(changed_T, list(cuts))
-                    entries["tiled"] = torch.from_numpy(np.packbits(tiled_T, bitorder="little"))
-            entries["counts"] = torch.from_numpy(count_T[changed_T].astype(vector.index_dtype))
-            entries["fingerprints"] = torch.from_numpy(digest_T.view(np.int64))
-            arrays |= {f".{width}.{entry}": array for entry, array in entries.items()}
-            vectors[str(width)] = row | more
-        extra = {"block_elements": str(BLOCK), "vectors": json.dumps(vectors, separators=(",", ":"))}
-        if any("tiles" in row for row in vectors.values()):
-            extra["tile_elements"] = str(tiles.TILE)
-        return Encoded.of(self.name, version, base_version, delta.changed, arrays, extra)
+            in_tiles = tiled.encode(vector, cuts, by_class, new) if cuts else None
+            by_gap = _encode(vector, steps)
+            found, vectors[str(width)] = entries(
+                vector, changed_T, count_T, digest_T, by_gap, in_tiles, np.isin(changed_T, list(cuts))
+            )
+            arrays |= found
+        return payload_of(self.name, version, base_version, delta.changed, arrays, vectors)
 
     def decode(
         self, payload: Payload, layout: Layout, old: OldBits | None = None, wanted: Wanted | None = None
@@ -137,6 +123,62 @@ class VectorCodec:
         return Delta(layout, steps), fingerprints
 
 
+Coded = tuple[dict[str, torch.Tensor], dict[str, Any]]
+"""Entries of a payload and what its metadata says of them."""
+
+
+def entries(
+    vector: Vector,
+    changed_T: np.ndarray,
+    count_T: np.ndarray,
+    digest_T: np.ndarray,
+    by_gap: Coded,
+    in_tiles: Coded | None,
+    is_tiled_T: np.ndarray,
+) -> Coded:
+    """Return the part of a payload that changes one vector, for all encoders.
+
+    Args:
+        vector: The vector.
+        changed_T: Numbers of the changed tensors; the arrays that follow `count_T` are for these.
+        count_T: Number of changes of each tensor of the vector.
+        digest_T: Fingerprints after the delta, uint64.
+        by_gap: Their blocks of gaps, if any.
+        in_tiles: Their blocks by class.
+        is_tiled_T: Which of them those are of.
+    """
+    first = int(changed_T[0])
+    flag_T = np.zeros(int(changed_T[-1]) + 1 - first, np.bool_)
+    flag_T[changed_T - first] = True
+    found, row = dict[str, torch.Tensor](), {"tensor": first, "tensors": flag_T.size}
+    if not flag_T.all():
+        found["tensors"] = torch.from_numpy(np.packbits(flag_T, bitorder="little"))
+    found |= by_gap[0]
+    if in_tiles is not None:
+        found |= in_tiles[0]
+        row["tiles"] = in_tiles[1]
+        if not is_tiled_T.all():
+            found["tiled"] = torch.from_numpy(np.packbits(is_tiled_T, bitorder="little"))
+    found["counts"] = torch.from_numpy(count_T[changed_T].astype(vector.index_dtype))
+    found["fingerprints"] = torch.from_numpy(digest_T.view(np.int64))
+    return {f".{vector.width}.{entry}": array for entry, array in found.items()}, row | by_gap[1]
+
+
+def payload_of(
+    name: str,
+    version: int,
+    base_version: int,
+    changed: int,
+    arrays: dict[str, torch.Tensor],
+    vectors: dict[str, dict[str, Any]],
+) -> Encoded:
+    """Return a payload of `entries` of all widths, and what is said of them."""
+    extra = {"block_elements": str(BLOCK), "vectors": json.dumps(vectors, separators=(",", ":"))}
+    if any("tiles" in row for row in vectors.values()):
+        extra["tile_elements"] = str(tiles.TILE)
+    return Encoded.of(name, version, base_version, changed, arrays, extra)
+
+
 def _encode(vector: Vector, steps: Sparse) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the entries of blocks, and their metadata."""
     at_K, step_K = steps
@@ -175,16 +217,19 @@ def _groups(blocks: Blocks, steps: Sparse) -> tuple[list[int], list[np.ndarray]]
 
     Runs of blocks with about `GROUP_CHANGED` changes are joined as long as common tables take fewer bits than two of them.
     """
-    bound_B = blocks.bound_B
-    starts = runs(bound_B).tolist()
-
-    def counted() -> Iterator[tuple[int, np.ndarray]]:
-        for at in range(0, len(starts), _RUNS):
-            run_R = np.array([*starts, bound_B.size - 1][at : at + _RUNS + 1])
-            yield from zip(starts[at : at + _RUNS], native.count_runs(run_R, blocks, *given), strict=True)
-
-    given = steps.at_K, None, steps.data_K, _ONE_CLASS
-    return tables.join_runs(counted(), np.add, _table_bits)
+    starts, given = runs(blocks.bound_B).tolist(), (steps.at_K, None, steps.data_K, _ONE_CLASS)
+    firsts, found, last_bits = list[int](), list[np.ndarray](), 0.0
+    for at in range(0, len(starts), _RUNS):
+        run_R = np.array([*starts, blocks.bound_B.size - 1][at : at + _RUNS + 1])
+        for first, count_TS in zip(starts[at : at + _RUNS], native.count_runs(run_R, blocks, *given), strict=True):
+            bits = _table_bits(count_TS)
+            if found and (joined := _table_bits(found[-1] + count_TS)) <= last_bits + bits:
+                found[-1], last_bits = found[-1] + count_TS, joined
+                continue
+            firsts.append(first)
+            found.append(count_TS)
+            last_bits = bits
+    return firsts, found
 
 
 def _table_bits(count_TS: np.ndarray) -> float:
@@ -350,7 +395,7 @@ class _Reader:
             np.add.at(edges, last_R, -1)
             keep_B = np.cumsum(edges[:-1]) > 0
         groups = read_groups(self._row, len(self._row_B2))
-        freq_TS = tables.read(read_tables(self._payload.arrays.get(f".{self._vector.width}.tables")), 2 * len(groups))
+        freq_TS = tables.read(read_tables(self._payload, f".{self._vector.width}.tables"), 2 * len(groups))
         pieces: list[Sparse] = []
         for table, (low, high) in enumerate(itertools.pairwise([*groups, keep_B.size])):
             at_B = np.flatnonzero(keep_B[low:high]) + low

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from deltasync import codec
-from deltasync.codec import classes, dense, tables, tiled, tiles, vector
+from deltasync.codec import classes, planes, tables, tiled, tiles, vector
 from deltasync.codec.base import Encoded, body
 from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
 from deltasync.tensors import Delta, Layout, Region, Sparse, TensorSpec
@@ -148,7 +148,7 @@ def test_a_block_of_packed_decodes_alone_by_the_reference(model: Model) -> None:
     assert list(rows) == [str(width) for width in steps]
     for width, (at_K, step_K) in steps.items():
         row = rows[str(width)]
-        arrays = {key[3:]: payload.arrays[key].numpy() for key in payload.arrays if key[1] == str(width)}
+        arrays = {key[3:]: payload.arrays[key] for key in payload.arrays if key[1] == str(width)}
         held = Layout(specs).vectors[width]
         row_B2 = _rows(payload.arrays, f".{width}.blocks", row["planes"], row["blocks"])
         names = [held.names[t] for t in range(row["tensor"], row["tensor"] + row["tensors"])]
@@ -179,10 +179,10 @@ def test_a_block_of_packed_decodes_alone_by_the_reference(model: Model) -> None:
         assert (at, freq_TS.size) == (words.size, 0)
 
 
-def _rows(arrays: Mapping[str, torch.Tensor], key: str, planes: list[int] | None, count: int) -> np.ndarray:
-    if planes is None:
-        return arrays[key].numpy()
-    number_N = dense.decompress(arrays[key], planes, TensorSpec("", "int32", (2 * count,))).astype(np.int64)
+def _rows(arrays: Mapping[str, np.ndarray], key: str, sizes: list[int] | None, count: int) -> np.ndarray:
+    if sizes is None:
+        return arrays[key]
+    number_N = planes.decompress(arrays[key], sizes, "", 2 * count).astype(np.int64)
     return np.cumsum(np.where(number_N % 2, -(number_N + 1) // 2, number_N // 2).reshape(2, -1), axis=1).T
 
 
@@ -203,8 +203,8 @@ def test_a_block_of_context_decodes_alone_by_the_reference(tile: int, model: Mod
             cuts[t] = tiles.cut(held.specs[t].shape, 0, held.specs[t].element_count, tile, 100)
         count = sum(cut.count for cut in cuts.values())
         row_B2 = _rows(payload.arrays, f".{width}.tiles", row["tiles"]["planes"], count)
-        words, word, block = payload.arrays[f".{width}.tile_words"].numpy().view(np.uint32), 0, 0
-        tables_ = payload.arrays[f".{width}.tile_tables"].numpy().tobytes()
+        words, word, block = payload.arrays[f".{width}.tile_words"].view(np.uint32), 0, 0
+        tables_ = payload.arrays[f".{width}.tile_tables"].tobytes()
         models, freq_TS = classes.Model.read(tables_, len(row["tiles"]["groups"]))
         for t, cut in cuts.items():
             spec, (shift, mask) = held.specs[t], classes.field(held.specs[t].dtype)

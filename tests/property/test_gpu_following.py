@@ -93,7 +93,7 @@ def test_a_damaged_payload_is_refused_and_nothing_is_written(monkeypatch: pytest
     follower.identified(reader.numbered(1))
     chain = find_chain(reader, follower.version, reader.numbered(2).version)
     ((key, data),) = payloads.fetch(reader, chain[0])
-    damaged, words = bytearray(data), open_payload(data).arrays[".2.words"].numpy().tobytes()
+    damaged, words = bytearray(data), open_payload(data).arrays[".2.words"].tobytes()
     damaged[data.index(words) + len(words) // 2] ^= 1
     with (
         mock.patch.object(payloads, "fetch", lambda *_: [(key, bytes(damaged))]),

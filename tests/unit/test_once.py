@@ -48,12 +48,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(base.Encoded, "to_bytes", size_of_result("payload made", base.Encoded.to_bytes, len))
     monkeypatch.setattr(record, "encode", size_of_result("record made", record.encode, lambda stored: stored.size))
 
-    def load(data: bytes) -> dict[str, torch.Tensor]:
-        found["parsed"] += len(data)
-        return load_tensors(data)
+    def parse(start: int, header: Any, size: int) -> Any:
+        found["parsed"] += size
+        return entries(start, header, size)
 
-    load_tensors = base.load_tensors
-    monkeypatch.setattr(base, "load_tensors", load)
+    entries = base._entries
+    monkeypatch.setattr(base, "_entries", parse)
     return found
 
 

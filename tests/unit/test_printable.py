@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load
 
 import deltasync
 from deltasync import errors, open_store
@@ -30,7 +31,7 @@ from deltasync.channel.documents import sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
-from deltasync.codec.base import RECORD, body, load_tensors, read_metadata
+from deltasync.codec.base import RECORD, body, read_metadata
 from deltasync.errors import CorruptDataError, DeltaSyncError, get_logger, printable, printable_in, redacted
 from deltasync.stores import Store
 from tests.channels import EPOCH, RUN, filled
@@ -167,7 +168,7 @@ def _with(data: bytes, document: Any, path: tuple[Any, ...]) -> bytes:
     """The object with another document, whose body is what it says."""
     if data.startswith(b"{"):
         return json.dumps(document).encode()
-    arrays = {name: array for name, array in load_tensors(data).items() if name != RECORD}
+    arrays = {name: array for name, array in load(data).items() if name != RECORD}
     try:
         metadata = read_metadata(data)
     except CorruptDataError:

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load
 
 from deltasync.channel import anchors
-from deltasync.codec.base import load_tensors, read_metadata, views
+from deltasync.codec.base import entries, read_metadata
 from deltasync.errors import CorruptDataError
 from deltasync.tensors import SAFETENSORS_DTYPES, bits
 
@@ -51,14 +52,14 @@ def test_weight_files_give_back_every_bit(shard_bytes: int) -> None:
         assert read_metadata(data)["format"] == "pt"
 
 
-def test_views_are_what_safetensors_reads() -> None:
+def test_entries_are_what_safetensors_reads() -> None:
     ((_, data),) = anchors.weight_files(TENSORS, DIGESTS, 1 << 30)
-    found, expected = views(data), load_tensors(bytes(data))
+    found, expected = entries(data, len(data)), load(bytes(data))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        dtype, shape, byte_B = found[name]
+        dtype, shape, first, last = found[name]
         assert (dtype, shape) == (SAFETENSORS_DTYPES[SPECS[name].dtype], tuple(tensor.shape))
-        assert byte_B.tobytes() == bits.bits_of(tensor).tobytes()
+        assert data[first:last] == bits.bits_of(tensor).tobytes()
 
 
 def test_weights_at_odd_places_are_read() -> None:
@@ -74,7 +75,7 @@ ENTRY = {"dtype": "I16", "shape": [2], "data_offsets": [0, 4]}
 
 
 @pytest.mark.parametrize(
-    "entries",
+    "found",
     [
         {},
         {"a": ENTRY | {"data_offsets": [0, 2]}},
@@ -98,10 +99,10 @@ ENTRY = {"dtype": "I16", "shape": [2], "data_offsets": [0, 4]}
         None,
     ],
 )
-def test_entries_that_do_not_cover_a_file_are_corrupt(entries: Any) -> None:
-    header = json.dumps(entries).encode()
+def test_entries_that_do_not_cover_a_file_are_corrupt(found: Any) -> None:
+    header = json.dumps(found).encode()
     with pytest.raises(CorruptDataError):
-        views(len(header).to_bytes(8, "little") + header + bytes(4))
+        entries(len(header).to_bytes(8, "little") + header + bytes(4), 12 + len(header))
 
 
 def test_fingerprints_survive_the_metadata() -> None:
