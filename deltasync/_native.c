@@ -214,22 +214,6 @@ typedef struct {
 } Writes;
 #define OUTSIDE 0xFFFFFFFFu
 typedef struct {
-    int w, wide, to_wide;
-    const i64 *row;  // tensor, first change, behind the last, memory, position of its first element, dimensions, place, span
-    const i64 *dims;
-    i64 dim_count;
-    const u64 *key;
-    const i64 *first_T;
-    const void *at;
-    const char *step;
-    void *to;
-    char *new_;
-    i64 *kept_R;
-    u64 *gain_R, *check_R;
-} Prepare;
-typedef struct { int w, wide; const i64 *row; _Atomic u64 *sum; } Swap;
-typedef struct { int w; u64 key; const char *dest, *new_; const void *at; const i64 *index; i64 count, size; int wide; u64 *sum; } Weigh;
-typedef struct {
     int w, wide, exact;
     i64 classes, blocks;
     const i64 *base_B, *size_BC, *bound_B, *ratio_CC;
@@ -353,35 +337,30 @@ INLINE i64 gap_before(const Code *of, i64 b, i64 k, i64 *gap, int one) {
 #include "_native.c"
 #undef SUFFIX
 #if defined(__x86_64__)
+#define PRAGMA(text) _Pragma(#text)
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt"))), apply_to = function)
+#define BEGIN(isa) PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
+#define END _Pragma("clang attribute pop")
+#define WIDE_VECTORS ""
 #else
-#pragma GCC push_options
-#pragma GCC target("avx2,bmi,bmi2,lzcnt,popcnt")
+#define BEGIN(isa) _Pragma("GCC push_options") PRAGMA(GCC target(isa))
+#define END _Pragma("GCC pop_options")
+#define WIDE_VECTORS ",prefer-vector-width=512"
 #endif
+BEGIN("avx2,bmi,bmi2,lzcnt,popcnt")
 #define SUFFIX avx2
 #define AVX2
 #include "_native.c"
 #undef SUFFIX
 #undef AVX2
-#ifdef __clang__
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vbmi2,avx2,bmi,bmi2,lzcnt,popcnt"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vbmi2,avx2,bmi,bmi2,lzcnt,popcnt,prefer-vector-width=512")
-#endif
+END
+BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vbmi2,avx2,bmi,bmi2,lzcnt,popcnt" WIDE_VECTORS)
 #define SUFFIX avx512
 #define AVX512
 #include "_native.c"
 #undef SUFFIX
 #undef AVX512
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+END
 #define FOR_ISA(name) {name##_plain, name##_avx2, name##_avx512}
 #else
 #define FOR_ISA(name) {name##_plain}
@@ -601,41 +580,6 @@ ENTRY(exchange, "nnrrrrrww")
     return report(&call, failed);
 }
 
-ENTRY(prepare, "nrrrrrrwwwww")  // threads, rows, dimensions, keys, first positions, positions, steps, to, new, kept, gains, checks
-    i64 rows = call.size[1] / 8, dims = call.size[2] / (3 * DIMS), tensors = call.size[3], changes = call.size[6], room = call.size[8];
-    Prepare of = {.w = call.item[6], .wide = call.item[5] == 8, .to_wide = call.item[7] == 8, .row = call.p[1], .dims = call.p[2],
-                  .key = call.p[3], .first_T = call.p[4], .at = call.p[5], .step = call.p[6], .to = call.p[7], .new_ = call.p[8],
-                  .kept_R = call.p[9], .gain_R = call.p[10], .check_R = call.p[11]};
-    if (!IS(1, 8 * rows, 8) || !IS(2, 3 * DIMS * dims, 8) || !IS(3, tensors, 8) || call.item[4] != 8 || call.size[4] < tensors ||
-        !WIDTH(6) || !INDEX(5) || call.size[5] != changes || !INDEX(7) || call.size[7] != room || !IS(8, room, of.w) ||
-        !IS(9, rows, 8) || !IS(10, rows, 8) || !IS(11, rows, 8)) WRONG;
-    for (i64 r = 0; r < rows; r++) {
-        const i64 *row = of.row + 8 * r;
-        if (row[0] < 0 || row[0] >= tensors || row[1] < 0 || row[2] < row[1] || row[2] > changes || row[2] - row[1] > CHUNK ||
-            row[5] >= dims || row[6] < 0 || row[6] + row[2] - row[1] > room) WRONG;
-    }
-    RUN(prepare, &of, rows, call.n[0], failed);
-    return report(&call, failed);
-}
-
-ENTRY(weigh, "nrrrr")  // key, memory, positions, indices, new bits
-    u64 sum[2] = {0, 0};
-    Weigh of = {.w = call.item[1], .wide = call.item[2] == 8, .key = (u64)call.n[0], .dest = call.p[1], .at = call.p[2],
-                .index = call.p[3], .new_ = call.p[4], .count = call.size[4], .size = call.size[1], .sum = sum};
-    if (!WIDTH(1) || !INDEX(2) || call.size[2] != of.count || !IS(3, of.count, 8) || call.item[4] != of.w) WRONG;
-    RUN(weigh, &of, 1, 1, failed);
-    if (failed) return refuse(&call, "positions outside of memory");
-    return finish(&call, Py_BuildValue("(KK)", (unsigned long long)sum[0], (unsigned long long)sum[1]));
-}
-
-ENTRY(swap, "nnnr")  // threads, bytes of an element, bytes of a position, rows: memory, positions, values, count
-    _Atomic u64 sum = 0;
-    Swap of = {.w = (int)call.n[1], .wide = call.n[2] == 8, .row = call.p[3], .sum = &sum};
-    if (call.size[3] % 4 || call.item[3] != 8) WRONG;
-    RUN(swap, &of, call.size[3] / 4, call.n[0], failed);
-    return finish(&call, PyLong_FromUnsignedLongLong(sum));
-}
-
 // Reads the blocks and changes from arguments i on: base, sizes, bounds, positions, classes, steps. Returns whether they fit.
 static int blocks_of(Code *of, Call *at, int i, i64 classes) {
     Call call = *at;
@@ -819,16 +763,6 @@ static double class_bits(double element, const i64 *step_S, i64 symbols, const d
     return bits + x_log_x(element) - x_log_x(element - changed);  // which of them change; then by which step
 }
 
-// How many bits it is worth to join class c with the next one. `element_E` has partial sums.
-static double gain_of(i64 c, const i64 *first_C, const i64 *last_C, const i64 *next_C, const double *bits_C, const double *element_E,
-                      const i64 *step_CS, i64 symbols, i64 *both_S, const double *costs) {
-    i64 n = next_C[c];
-    if (n < 0) return 0.0;
-    for (i64 s = 0; s < symbols; s++) both_S[s] = step_CS[c * symbols + s] + step_CS[n * symbols + s];
-    double joined = class_bits(element_E[last_C[n] + 1] - element_E[first_C[c]], both_S, symbols, costs);
-    return bits_C[c] + bits_C[n] - joined + costs[2] * element_E[SYMBOLS];
-}
-
 typedef struct {
     const i64 *bound_P, *value_V;
     const double *element_RE, *costs;
@@ -853,9 +787,8 @@ static double run_bits(const Groups *of, const double *element_E, const i64 *ste
 
 // Writes the classes of a group of runs to the lines of its first run. `step_CS` is scratch of one class more than there are.
 static void fit(const Groups *of, i64 run, const double *count_E, const i64 *step_VS, i64 *step_CS) {
-    i64 symbols = of->symbols, next_C[SYMBOLS], before_C[SYMBOLS], first_C[SYMBOLS], last_C[SYMBOLS], count = 0, v = 0;
-    i64 *both_S = step_CS + of->values * symbols;
-    double element_E[SYMBOLS + 1] = {0}, bits_C[SYMBOLS] = {0}, gain_C[SYMBOLS] = {0};
+    i64 symbols = of->symbols, first_C[SYMBOLS], last_C[SYMBOLS], count = 0, v = 0, *both_S = step_CS + of->values * symbols;
+    double element_E[SYMBOLS + 1] = {0}, bits_C[SYMBOLS], joined_C[SYMBOLS];  // joined with the next class
     for (i64 e = 0; e < SYMBOLS; e++) {
         const i64 *step_S = step_VS + v * symbols;
         i64 changed = 0;
@@ -864,38 +797,37 @@ static void fit(const Groups *of, i64 run, const double *count_E, const i64 *ste
             v++;
         }
         element_E[e + 1] = element_E[e] + MAX(count_E[e], (double)changed);
-        next_C[e] = before_C[e] = -1;
         if (!changed) continue;
         first_C[count] = last_C[count] = e;
         memcpy(step_CS + count * symbols, step_S, (size_t)symbols * 8);
-        bits_C[count] = class_bits(count_E[e], step_S, symbols, of->costs);
-        if (count) next_C[count - 1] = count, before_C[count] = count - 1;
-        count++;
+        bits_C[count++] = class_bits(count_E[e], step_S, symbols, of->costs);
     }
-#define GAIN(c) gain_of(c, first_C, last_C, next_C, bits_C, element_E, step_CS, symbols, both_S, of->costs)
-    for (i64 c = 0; c < count; c++) gain_C[c] = GAIN(c);
-    for (;;) {
-        i64 c = 0;
-        for (i64 other = 1; other < count; other++)
-            if (gain_C[other] > gain_C[c]) c = other;
-        if (!(gain_C[c] > 0)) break;
-        i64 n = next_C[c];
-        last_C[c] = last_C[n], next_C[c] = next_C[n];
-        for (i64 s = 0; s < symbols; s++) step_CS[c * symbols + s] += step_CS[n * symbols + s];
-        bits_C[c] = class_bits(element_E[last_C[c] + 1] - element_E[first_C[c]], step_CS + c * symbols, symbols, of->costs);
-        first_C[n] = -1, gain_C[n] = 0.0;  // it is no class any more
-        if (next_C[c] >= 0) before_C[next_C[c]] = c;
-        if (before_C[c] >= 0) gain_C[before_C[c]] = GAIN(before_C[c]);
-        gain_C[c] = GAIN(c);
+    for (i64 from = 0, to = count - 1;;) {
+        for (i64 c = MAX(from, 0); c < MIN(to, count - 1); c++) {
+            for (i64 s = 0; s < symbols; s++) both_S[s] = step_CS[c * symbols + s] + step_CS[(c + 1) * symbols + s];
+            joined_C[c] = class_bits(element_E[last_C[c + 1] + 1] - element_E[first_C[c]], both_S, symbols, of->costs);
+        }
+        i64 best = -1;
+        double most = 0.0;
+        for (i64 c = 0; c + 1 < count; c++) {
+            double gain = bits_C[c] + bits_C[c + 1] - joined_C[c] + of->costs[2] * element_E[SYMBOLS];
+            if (gain > most) most = gain, best = c;
+        }
+        if (best < 0) break;
+        for (i64 s = 0; s < symbols; s++) step_CS[best * symbols + s] += step_CS[(best + 1) * symbols + s];
+        bits_C[best] = joined_C[best], last_C[best] = last_C[best + 1], count--;
+        for (i64 c = best + 1; c < count; c++) {
+            first_C[c] = first_C[c + 1], last_C[c] = last_C[c + 1], bits_C[c] = bits_C[c + 1], joined_C[c] = joined_C[c + 1];
+            memcpy(step_CS + c * symbols, step_CS + (c + 1) * symbols, (size_t)symbols * 8);
+        }
+        from = best - 1, to = best + 1;
     }
-#undef GAIN
     of->begins_R[run] = 1;
-    for (i64 c = 0, at = run * SYMBOLS; c < count; c++) {
-        if (first_C[c] < 0) continue;
+    for (i64 c = 0, at = run * SYMBOLS; c < count; c++, at++) {
         i64 changed = 0;
         for (i64 s = 0; s < symbols; s++) changed += step_CS[c * symbols + s];
         of->first_RE[at] = (int16_t)first_C[c], of->last_RE[at] = (int16_t)last_C[c];
-        of->mean_RE[at++] = (element_E[last_C[c] + 1] - element_E[first_C[c]]) / (double)changed;
+        of->mean_RE[at] = (element_E[last_C[c] + 1] - element_E[first_C[c]]) / (double)changed;
     }
 }
 
@@ -972,7 +904,7 @@ static PyObject *simd_entry(PyObject *self, PyObject *arguments) {  // the most 
 
 #define METHOD(name) {#name, name##_entry, METH_VARARGS, NULL}
 static PyMethodDef methods[] = {
-    METHOD(fingerprint), METHOD(scan), METHOD(add), METHOD(stage), METHOD(exchange), METHOD(prepare), METHOD(weigh), METHOD(swap), METHOD(count), METHOD(encode),
+    METHOD(fingerprint), METHOD(scan), METHOD(add), METHOD(stage), METHOD(exchange), METHOD(count), METHOD(encode),
     METHOD(decode), METHOD(rank), METHOD(decode_classes), METHOD(survey), METHOD(regroup), METHOD(groups), METHOD(simd), {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
@@ -1314,95 +1246,6 @@ INLINE void ISA(exchange_body)(Job *job, Writes *of, int w) {
     }
 }
 KERNEL(exchange, Writes)
-
-INLINE void ISA(prepare_body)(Job *job, Prepare *of, int w) {
-    char old[CHUNK * 8];
-    u64 index[CHUNK];
-    for (i64 r; (r = take(job)) >= 0;) {
-        const i64 *row = of->row + 8 * r, *dims = row[5] < 0 ? NULL : of->dims + row[5] * DIMS * 3;
-        i64 low = row[1], high = row[2], position = row[4], place = row[6], span = row[7], kept = 0;
-        const char *memory = pointer(row[3]);
-        char *now_C = of->new_ + place * w;
-        for (i64 k = low; k < high; k++) {
-            i64 at = at_of(of->at, k, of->wide), rest = at - position, to = rest;
-            if (dims) {
-                to = 0;
-                for (int d = 0; d < DIMS && dims[3 * d + 1]; d++) {
-                    i64 coordinate = rest / dims[3 * d];
-                    rest -= coordinate * dims[3 * d];
-                    if (coordinate >= dims[3 * d + 1]) {
-                        rest = -1;
-                        break;
-                    }
-                    to += coordinate * dims[3 * d + 2];
-                }
-                if (rest) continue;
-            }
-            if (to < 0 || to >= span) {
-                BAD(job, MALFORMED);
-                return;
-            }
-            at_set(of->to, place + kept, to, of->to_wide);
-            put(now_C, kept, get(of->step, k, w), w);
-            index[kept++] = (u64)(at - of->first_T[row[0]]);
-        }
-        for (i64 k = 0; k < kept; k++) {
-            if (k + AHEAD < kept) __builtin_prefetch(memory + at_of(of->to, place + k + AHEAD, of->to_wide) * w);
-            put(old, k, get(memory, at_of(of->to, place + k, of->to_wide), w), w);
-        }
-        u64 key = of->key[row[0]], gain = 0, sum = 0;
-        for (i64 k = 0; k < kept; k++) {
-            u64 before = get(old, k, w);
-            put(now_C, k, get(now_C, k, w) + before, w);
-            u64 now = get(now_C, k, w);  // of the stored value, which wraps
-            gain += cell(key, index[k], now) - cell(key, index[k], before);
-            sum += before * (2 * (u64)at_of(of->to, place + k, of->to_wide) + 1);
-        }
-        of->kept_R[r] = kept;
-        of->gain_R[r] = gain;
-        of->check_R[r] = sum;
-    }
-}
-KERNEL(prepare, Prepare)
-
-INLINE void ISA(weigh_body)(Job *job, Weigh *of, int w) {
-    for (i64 r; (r = take(job)) >= 0;) {
-        u64 gain = 0, sum = 0;
-        for (i64 k = 0; k < of->count; k++) {
-            i64 at = at_of(of->at, k, of->wide);
-            if (at < 0 || at >= of->size) {
-                BAD(job, MALFORMED);
-                return;
-            }
-            if (k + AHEAD < of->count) __builtin_prefetch(of->dest + at_of(of->at, k + AHEAD, of->wide) * w);
-            u64 before = get(of->dest, at, w), index = (u64)of->index[k];
-            gain += cell(of->key, index, get(of->new_, k, w)) - cell(of->key, index, before);
-            sum += before * (2 * (u64)at + 1);
-        }
-        of->sum[0] = gain;
-        of->sum[1] = sum;
-    }
-}
-KERNEL(weigh, Weigh)
-
-INLINE void ISA(swap_body)(Job *job, Swap *of, int w) {
-    u64 sum = 0;
-    for (i64 r; (r = take(job)) >= 0;) {
-        const i64 *row = of->row + 4 * r;
-        char *bits = pointer(row[0]), *value = pointer(row[2]);
-        const void *at_C = pointer(row[1]);
-        for (i64 k = 0; k < row[3]; k++) {
-            if (k + AHEAD < row[3]) __builtin_prefetch(bits + at_of(at_C, k + AHEAD, of->wide) * w, 1);
-            i64 at = at_of(at_C, k, of->wide);
-            u64 before = get(bits, at, w);
-            put(bits, at, get(value, k, w), w);
-            put(value, k, before, w);
-            sum += before * (2 * (u64)at + 1);
-        }
-    }
-    atomic_fetch_add(of->sum, sum);
-}
-KERNEL(swap, Swap)
 
 // ---- Counting and encoding ----
 

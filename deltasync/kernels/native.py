@@ -12,7 +12,6 @@ the field of classes (256), G bands or groups of blocks.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import logging
@@ -26,7 +25,7 @@ import numpy as np
 from deltasync import config
 from deltasync.kernels import reference
 from deltasync.kernels.rans import LEVELS, TABLE_BITS, Blocks, Classes, Costs
-from deltasync.tensors import Sparse, Vector, count_below, index_dtype
+from deltasync.tensors import Sparse, TensorSpec, Vector
 
 _native: Any = None
 with contextlib.suppress(ImportError):
@@ -201,29 +200,9 @@ def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if extension() is None:
         return reference.diff(old_N, new_N)
     old_N, new_N = np.ascontiguousarray(old_N), np.ascontiguousarray(new_N)
-    vector = _Flat(np.zeros(1, np.uint64), np.array([0, old_N.size]), index_dtype(old_N.size), old_N.dtype)
+    vector = Vector(old_N.itemsize, (TensorSpec("", f"int{8 * old_N.itemsize}", old_N.shape),), np.array([0, old_N.size]))
     row_RF = np.array([[0, 0, old_N.size, old_N.ctypes.data, new_N.ctypes.data]], np.int64)
-    return compare(row_RF, vector).steps  # type: ignore[arg-type]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Flat:
-    """One tensor as a vector."""
-
-    key_T: np.ndarray
-    first_T: np.ndarray
-    index_dtype: np.dtype
-    bits_dtype: np.dtype
-
-    @property
-    def width(self) -> int:
-        """Bytes of an element."""
-        return self.bits_dtype.itemsize
-
-    def count(self, at_K: np.ndarray) -> np.ndarray:
-        """See `Vector.count`."""
-        counts: np.ndarray = np.diff(count_below(at_K, self.first_T))
-        return counts
+    return compare(row_RF, vector).steps
 
 
 def add(

@@ -34,33 +34,26 @@ class DerivedCopy:
         return f"{type(self.holder).__name__}.{self.name}"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Built:
-    """A model before its weights were loaded: names of its modules, and the sums of its other tensors."""
-
-    modules: frozenset[str]
-    sums: dict[tuple[int, str], int]
-
-
-_built: weakref.WeakKeyDictionary[torch.nn.Module, _Built] = weakref.WeakKeyDictionary()
+_built: weakref.WeakKeyDictionary[torch.nn.Module, tuple[frozenset[str], dict[tuple[int, str], int]]]
+_built = weakref.WeakKeyDictionary()  # names of modules, and sums of other tensors, before weights were loaded
 _made: weakref.WeakKeyDictionary[torch.nn.Module, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
 
 
 def note_built(model: torch.nn.Module) -> None:
     """Note a model before its weights are loaded, to see later what loading changes."""
-    _built[model] = _Built(frozenset(name for name, _ in model.named_modules()), _sums(model))
+    _built[model] = frozenset(name for name, _ in model.named_modules()), _sums(model)
 
 
 def note_loaded(model: torch.nn.Module) -> None:
     """Note which tensors other than parameters loading changed. Only the first call for a model does something."""
     if model in _built and model not in _made:
-        before = _built[model].sums
+        before = _built[model][1]
         _made[model] = {key for key, value in _sums(model).items() if before.get(key) != value}
 
 
 def is_complete(model: torch.nn.Module) -> bool:
     """Whether a model is known to have all modules with which it was built: its loader then ignores what it ignored."""
-    return model in _built and _built[model].modules <= {name for name, _ in model.named_modules()}
+    return model in _built and _built[model][0] <= {name for name, _ in model.named_modules()}
 
 
 def is_made(model: torch.nn.Module, holder: Any, name: str) -> bool:

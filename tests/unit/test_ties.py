@@ -58,7 +58,7 @@ class Engine:
     def __init__(self, models: list[Part]) -> None:
         self.workers = [DeltaSyncWorkerExtension() for _ in models]
         for worker, model in zip(self.workers, models, strict=True):
-            derived._built[model] = derived._Built(frozenset([""]), {})
+            derived._built[model] = (frozenset([""]), {})
             worker.model_runner = runner_of(lambda model=model: model)
         self.calls: list[Any] = []
 

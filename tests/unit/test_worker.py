@@ -285,7 +285,7 @@ class TestCoverage:
         channel.delta(weights)
         model = Ignoring()
         gone = [] if complete else ["dropped"]
-        derived._built[model] = derived._Built(frozenset(["", *gone]), {})
+        derived._built[model] = (frozenset(["", *gone]), {})
         if not complete:
             with pytest.raises(ModelMismatchError, match=r"post_layernorm bfloat16\[6\], cannot be updated"):
                 self.follow(model, memory_url, 2)
@@ -304,7 +304,7 @@ class TestCoverage:
         channel.create(weights)
         channel.anchor(weights)
         model = Ignoring()
-        derived._built[model] = derived._Built(frozenset([""]), {})
+        derived._built[model] = (frozenset([""]), {})
         with pytest.raises(ModelMismatchError, match=r"plain_bias bfloat16\[8\], are neither in the model that"):
             self.follow(model, memory_url, 1)
 
@@ -479,7 +479,7 @@ class TestDerivedCopies:
             model = Model()
             model.cosines = torch.randn(8)
             model.register_buffer("filled", torch.randn(8), persistent=False)
-            derived._built[model] = derived._Built(frozenset([""]), derived._sums(model))
+            derived._built[model] = (frozenset([""]), derived._sums(model))
             made = model.plain.data.sum(dim=1)
             if register is None:
                 model.filled.copy_(made)
