@@ -150,7 +150,8 @@ def entries(
     first = int(changed_T[0])
     flag_T = np.zeros(int(changed_T[-1]) + 1 - first, np.bool_)
     flag_T[changed_T - first] = True
-    found, row = dict[str, torch.Tensor](), {"tensor": first, "tensors": flag_T.size}
+    found = dict[str, torch.Tensor]()
+    row: dict[str, Any] = {"tensor": first, "tensors": flag_T.size}
     if not flag_T.all():
         found["tensors"] = torch.from_numpy(np.packbits(flag_T, bitorder="little"))
     found |= by_gap[0]
