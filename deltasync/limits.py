@@ -10,6 +10,14 @@ CHANNEL_BYTES = 32 << 20
 """channel.json."""
 SMALL_BYTES = 4 << 10
 """head.json, an epoch's document, a heartbeat."""
+RECORD_FILES = 65_536
+"""Parts or weight files that one record names."""
+COMPANION_FILES = 1_024
+"""Files beside the weights of an anchor: config, tokenizer and templates."""
+COMPANION_BYTES = 256 << 20
+"""Bytes of these together."""
+EVENT_BYTES = 16 << 20
+"""Bytes of one line of the Hub's feed of changes."""
 DAMAGED_RECORDS = 64
 """Missing or damaged records that one search passes over."""
 HEARTBEATS = 4096
@@ -58,6 +66,8 @@ HISTORY = 4096
 # A publisher
 WEIGHT_FILE_BYTES = 1 << 26
 """Bytes of a weight file of its anchors, unless one tensor is larger."""
+SHARD_BYTES = 1 << 30
+"""The same of a file that a command writes."""
 
 # The machine
 CACHE_FILES = 4096

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
+from deltasync import limits
 from deltasync.channel import keys
 from deltasync.channel.documents import Fingerprint
 from deltasync.codec.base import entries, layout, read_metadata
@@ -22,7 +23,6 @@ from deltasync.tensors.bits import bits_of, spec_of
 
 _FINGERPRINTS = "deltasync.fingerprints"
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 1 << 30  # largest weight file that a tool writes
 Take = Callable[[str, np.ndarray], int]
 """Writes a tensor's unsigned bit patterns into an array of shape N, and returns their fingerprint."""
 Room = Callable[[str, int], np.ndarray]  # returns writable bytes for a file, by its name and size
@@ -41,7 +41,7 @@ def read_model_files(directory: Path) -> dict[str, bytes]:
 def weight_files(
     tensors: Mapping[str, torch.Tensor],
     fingerprints: Mapping[str, int],
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = limits.SHARD_BYTES,
 ) -> Iterator[tuple[str, bytes | memoryview]]:
     """`taken_files` of contiguous tensors on the host, whose fingerprints are known."""
     specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 
+from deltasync import limits
 from deltasync.channel import keys
 from deltasync.channel.keys import Slot
 from deltasync.codec.base import FORMAT
@@ -43,7 +44,6 @@ TokenLag = tuple[_Lag, _Lag, _Lag]
 
 _REPO = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _REVISION = re.compile(r"[0-9A-Za-z]{1,64}")
-_FILES, _MODEL_FILES, COMPANION_BYTES = 65_536, 1_024, 256 << 20
 
 
 def sha256_hex(data: bytes | memoryview) -> str:
@@ -93,7 +93,7 @@ class Delta:
 
     codec: str
     changed: Count
-    parts: Annotated[list[File], msgspec.Meta(max_length=_FILES)] = dataclasses.field(default_factory=list)
+    parts: Annotated[list[File], msgspec.Meta(max_length=limits.RECORD_FILES)] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +115,10 @@ class Anchor:
     """Full weights: files of a checkpoint directory, or a reference; `model_files` are config, tokenizer and the index."""
 
     directory: str = ""
-    files: Annotated[list[File], msgspec.Meta(max_length=_FILES)] = dataclasses.field(default_factory=list)
-    model_files: Annotated[list[File], msgspec.Meta(max_length=_MODEL_FILES)] = dataclasses.field(default_factory=list)
+    files: Annotated[list[File], msgspec.Meta(max_length=limits.RECORD_FILES)] = dataclasses.field(default_factory=list)
+    model_files: Annotated[list[File], msgspec.Meta(max_length=limits.COMPANION_FILES)] = dataclasses.field(
+        default_factory=list
+    )
     reference: Reference | None = None
 
 
@@ -356,7 +358,7 @@ def _kind_problems(document: Record) -> Iterator[str]:
 def _anchor_problems(anchor: Anchor, requires: list[str]) -> Iterator[str]:
     reference, folder = anchor.reference, anchor.directory
     files = [*anchor.files, *anchor.model_files]
-    if sum(file.bytes for file in anchor.model_files) > COMPANION_BYTES:
+    if sum(file.bytes for file in anchor.model_files) > limits.COMPANION_BYTES:
         yield "its model files have more than 256 MiB"
     if reference is None:
         if not folder.startswith(keys.ANCHORS):

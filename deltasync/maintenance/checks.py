@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
@@ -143,6 +144,11 @@ class Inspection:
     def documents(self) -> dict[Slot, Record | None]:
         """The documents of records, None for damaged ones."""
         return {slot: self.records[slot].record if slot in self.records else None for slot in self._held.slots}
+
+    @functools.cached_property
+    def lineage(self) -> list[Slot]:
+        """The newest version and its ancestors, newest first, damaged ones included."""
+        return lineage(self.documents())
 
     def add_damage(self, key: str, problem: DeltaSyncError | str, sha256: str | None = None, of: str | None = None) -> None:
         """Record the first problem of an object. A text becomes a CorruptDataError; `of` defaults to the object itself."""
@@ -285,7 +291,7 @@ class Inspection:
     def _orphans(self, reached: Collection[Slot]) -> set[Slot]:
         """Return the versions that the newest one does not descend from: their publishers had been succeeded."""
         versions = self.versions
-        found = versions.keys() - set(lineage(self.documents()))
+        found = versions.keys() - set(self.lineage)
         bases = {stored.record.base.slot for stored in versions.values() if stored.record.base is not None}
         stored_s = {slot: self._held.slots[slot].modified_s for slot in versions}
         for slot in versions.keys() - reached - bases:  # the versions around it were forgotten, so only times tell

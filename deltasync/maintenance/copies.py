@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from deltasync import limits
-from deltasync.channel import anchors, checkpoint, documents, keys
+from deltasync.channel import anchors, checkpoint, keys
 from deltasync.channel.documents import File, Record, VersionId
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
@@ -185,7 +185,7 @@ def read_object(source: ChannelReader, item: File) -> bytes:
 
 
 def export(
-    reader: ChannelReader, version: int | None, directory: Path, *, shard_bytes: int = anchors.SHARD_BYTES
+    reader: ChannelReader, version: int | None, directory: Path, *, shard_bytes: int = limits.SHARD_BYTES
 ) -> VersionId:
     """Write one version, the newest if None, as a checkpoint directory that transformers and vLLM load. Check every bit.
 
@@ -243,7 +243,7 @@ def _model_files_of(reader: ChannelReader, record: Record) -> dict[str, bytes]:
     if record.reference is not None:
         reference = record.reference
         may = reader.may_use_token(reference.repo)
-        return anchors.read_model_files(checkpoint.small_files(reference, documents.COMPANION_BYTES, with_token=may))
+        return anchors.read_model_files(checkpoint.small_files(reference, limits.COMPANION_BYTES, with_token=may))
     if record.anchor is None:
         return {}
     start = f"{record.anchor.directory}/"

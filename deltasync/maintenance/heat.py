@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from deltasync.channel.documents import Delta, File
-from deltasync.codec.base import MOST_HEADER_BYTES
+from deltasync.channel.ranges import RangedFile
 from deltasync.errors import CorruptDataError
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.tensors import Layout
 
-_FIRST_BYTES = 1 << 16  # size of a header with some 500 patches, so that one request is usually enough
 _NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
 
 
@@ -36,14 +35,9 @@ def read_changed(store: Store, file: File, layout: Layout) -> dict[str, int]:
     The result is empty for a record whose payload is in parts. Only the header and the counts are read, so no digest is
     checked.
     """
-    data = store.read_range(file.key, 0, min(max(file.bytes, 1), _FIRST_BYTES))
-    if len(data) < 8 or (size := 8 + struct.unpack_from("<Q", data)[0]) > file.bytes:
-        raise CorruptDataError(f"{file.key} is not a safetensors file.")
-    if size > MOST_HEADER_BYTES:
-        raise CorruptDataError(f"{file.key} has a header of {size} bytes.")
-    if size > len(data):
-        data += store.read_range(file.key, len(data), size)
     try:
+        data = RangedFile(file.bytes, functools.partial(store.read_range, file.key)).header()
+        size = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:size])
         metadata = header.get("__metadata__", {})
         if "vectors" not in metadata:
@@ -56,7 +50,7 @@ def read_changed(store: Store, file: File, layout: Layout) -> dict[str, int]:
                 names = tuple(name for name, flag in zip(names, flags, strict=False) if flag)
             found |= dict(zip(names, _entry(store, file, header, size, f".{width}.counts").tolist(), strict=True))
         return found
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (CorruptDataError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"The header of {file.key} cannot be read: {error!r}.") from error
 
 

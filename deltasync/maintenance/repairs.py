@@ -29,7 +29,6 @@ from deltasync.following import Replica
 from deltasync.maintenance.checks import Damage, Inspection
 from deltasync.maintenance.compaction import write_anchor, write_compaction
 from deltasync.maintenance.copies import model_files
-from deltasync.maintenance.retention import lineage
 from deltasync.stores import open_store
 
 logger = logging.getLogger(__name__)
@@ -91,8 +90,7 @@ def repair(
         objects += restored
         if not restored:
             break
-    bypass = _Bypass(reader, inspection, signer)
-    objects += [bypass.replace(damage) for damage in list(inspection.damages.values())]
+    objects += [_replaced(inspection, signer, damage) for damage in list(inspection.damages.values())]
     lost = inspection.versions.keys() - inspection.reachable()
     return Repair(objects=objects, lost=sorted(slot.version for slot in lost))
 
@@ -172,80 +170,76 @@ def _may_be(reader: ChannelReader, key: str, data: bytes) -> bool:
     return False
 
 
-class _Bypass:
-    """Stores replacements for objects that cannot be restored."""
+def _replaced(inspection: Inspection, signer: Signer | None, damage: Damage) -> Repaired:
+    """Store a replacement for one object if one is needed and possible."""
+    try:
+        outcome, how = _replace(inspection, signer, damage)
+    except (FormatError, ChainError, ApplyError) as error:
+        outcome, how = "left", f"no replacement could be stored: {error}"
+    return Repaired(key=damage.key, problem=str(damage.problem), outcome=outcome, how=how)
 
-    def __init__(self, reader: ChannelReader, inspection: Inspection, signer: Signer | None) -> None:
-        self._reader, self._inspection, self._signer = reader, inspection, signer
-        versions = lineage(inspection.documents())
-        self._newest = versions[0] if versions else None
-        self._lineage = set(versions)
 
-    def replace(self, damage: Damage) -> Repaired:
-        """Store a replacement for one object if one is needed and possible."""
-        try:
-            outcome, how = self._replace(damage)
-        except (FormatError, ChainError, ApplyError) as error:
-            outcome, how = "left", f"no replacement could be stored: {error}"
-        return Repaired(key=damage.key, problem=str(damage.problem), outcome=outcome, how=how)
+def _replace(inspection: Inspection, signer: Signer | None, damage: Damage) -> tuple[str, str]:
+    reader, slot, span = inspection.reader, keys.slot_of(damage.of), keys.shortcut_of(damage.of)
+    if damage.key == keys.HEAD:
+        if not inspection.lineage:
+            return "not needed", "the channel has no version"
+        version, run_id = inspection.records[inspection.lineage[0]].version, reader.channel().run_id
+        head = Head(run_id=run_id, version=version.version, epoch=version.epoch, sha256=version.sha256)
+        reader.store.put(keys.HEAD, documents.encode(head))
+        return "bypassed", f"it names version {version} now"
+    if keys.epoch_of(damage.key) is not None:
+        return "not needed", "records name their epoch too"
+    edge = inspection.shortcuts.get(damage.of) or (inspection.records.get(slot) if slot is not None else None)
+    if edge is not None and inspection.usable(edge) and damage.key != damage.of:
+        return "left", "the weights are readable without it; a copy of the channel (--from) may have it"
+    if span is not None and span.base:
+        return "not needed", "other chains reach its version"
+    if span is not None:
+        return _replace_anchor(inspection, signer, span.version)
+    if slot is None:
+        return "left", "its key has an unknown form"
+    if edge is not None and edge.use_anchor and slot in inspection.reachable():
+        return _replace_anchor(inspection, signer, slot.version)
+    return _replace_record(inspection, signer, slot)
 
-    def _replace(self, damage: Damage) -> tuple[str, str]:
-        inspection, slot, span = self._inspection, keys.slot_of(damage.of), keys.shortcut_of(damage.of)
-        if damage.key == keys.HEAD:
-            if self._newest is None:
-                return "not needed", "the channel has no version"
-            version, run_id = inspection.records[self._newest].version, self._reader.channel().run_id
-            head = Head(run_id=run_id, version=version.version, epoch=version.epoch, sha256=version.sha256)
-            self._reader.store.put(keys.HEAD, documents.encode(head))
-            return "bypassed", f"it names version {version} now"
-        if keys.epoch_of(damage.key) is not None:
-            return "not needed", "records name their epoch too"
-        edge = inspection.shortcuts.get(damage.of) or (inspection.records.get(slot) if slot is not None else None)
-        if edge is not None and inspection.usable(edge) and damage.key != damage.of:
-            return "left", "the weights are readable without it; a copy of the channel (--from) may have it"
-        if span is not None:
-            return self._replace_anchor(span.version) if span.base == 0 else ("not needed", "other chains reach its version")
-        if slot is None:
-            return "left", "its key has an unknown form"
-        if edge is not None and edge.use_anchor and slot in inspection.reachable():
-            return self._replace_anchor(slot.version)
-        return self._replace_record(slot)
 
-    def _replace_record(self, slot: Slot) -> tuple[str, str]:
-        """Store a compaction from the previous version to the first later one that is reachable without this record."""
-        inspection = self._inspection
-        if self._newest is None or slot.newness > self._newest.newness:
-            return "left", "it was the newest; the publisher continues after it with full weights"
-        if slot not in self._lineage:
-            return "not needed", f"version {self._newest.version} does not build on it"
-        readable = {each.version: each for each in self._lineage & inspection.reachable() & inspection.records.keys()}
-        after = [number for number in sorted(readable) if number >= slot.version]
-        if not after:
-            return "left", "no later version is readable; replicas recover at the publisher's next anchor"
-        if slot.version - 1 not in readable:
-            return "not needed", f"version {after[0]} is readable without it"
-        if inspection.reachable([readable[slot.version - 1]], anchors=False) & {readable[number] for number in after}:
-            return "not needed", "a compaction skips it"
-        compaction = write_compaction(self._reader, slot.version - 1, after[0], signer=self._signer)
-        inspection.shortcuts[compaction.key] = compaction
-        return "bypassed", f"by {compaction.key}"
+def _replace_record(inspection: Inspection, signer: Signer | None, slot: Slot) -> tuple[str, str]:
+    """Store a compaction from the previous version to the first later one that is reachable without this record."""
+    versions = inspection.lineage
+    if not versions or slot.newness > versions[0].newness:
+        return "left", "it was the newest; the publisher continues after it with full weights"
+    if slot not in versions:
+        return "not needed", f"version {versions[0].version} does not build on it"
+    reached = inspection.reachable() & inspection.records.keys()
+    readable = {each.version: each for each in versions if each in reached}
+    after = [number for number in sorted(readable) if number >= slot.version]
+    if not after:
+        return "left", "no later version is readable; replicas recover at the publisher's next anchor"
+    if slot.version - 1 not in readable:
+        return "not needed", f"version {after[0]} is readable without it"
+    if inspection.reachable([readable[slot.version - 1]], anchors=False) & {readable[number] for number in after}:
+        return "not needed", "a compaction skips it"
+    compaction = write_compaction(inspection.reader, slot.version - 1, after[0], signer=signer)
+    inspection.shortcuts[compaction.key] = compaction
+    return "bypassed", f"by {compaction.key}"
 
-    def _replace_anchor(self, version: int) -> tuple[str, str]:
-        """Store an anchor of the newest readable version, unless an intact anchor of this or a later version exists."""
-        inspection = self._inspection
-        anchors = [each for each in inspection.edges() if each.use_anchor and inspection.usable(each)]
-        newest = max((each.record.version for each in anchors), default=0)
-        if newest >= version:
-            return "not needed", f"there is an anchor of version {newest}"
-        readable = [
-            slot for slot in self._lineage & inspection.reachable() & inspection.records.keys() if slot.version >= version
-        ]
-        if not readable:
-            return "left", "its weights are lost; the publisher's next anchor replaces it"
-        replica = Replica(self._reader)
-        replica.sync(max(readable).version)
-        assert replica.identity is not None
-        files = model_files(self._reader, replica.identity)
-        made = write_anchor(self._reader, replica, files, signer=self._signer)
-        inspection.shortcuts[made.key] = made
-        return "bypassed", f"by {made.key}, an anchor of version {made.record.version}"
+
+def _replace_anchor(inspection: Inspection, signer: Signer | None, version: int) -> tuple[str, str]:
+    """Store an anchor of the newest readable version, unless an intact anchor of this or a later version exists."""
+    reader = inspection.reader
+    anchors = [each for each in inspection.edges() if each.use_anchor and inspection.usable(each)]
+    newest = max((each.record.version for each in anchors), default=0)
+    if newest >= version:
+        return "not needed", f"there is an anchor of version {newest}"
+    reached = inspection.reachable() & inspection.records.keys()
+    readable = [slot for slot in inspection.lineage if slot in reached and slot.version >= version]
+    if not readable:
+        return "left", "its weights are lost; the publisher's next anchor replaces it"
+    replica = Replica(reader)
+    replica.sync(max(readable).version)
+    assert replica.identity is not None
+    files = model_files(reader, replica.identity)
+    made = write_anchor(reader, replica, files, signer=signer)
+    inspection.shortcuts[made.key] = made
+    return "bypassed", f"by {made.key}, an anchor of version {made.record.version}"

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from huggingface_hub import get_session
 
+from deltasync import limits
 from deltasync.errors import UNREADABLE_JSON, describe, get_logger
 from deltasync.stores.base import ObjectInfo
 from deltasync.stores.hub_api import asked_wait_s
@@ -40,7 +41,6 @@ _UNAVAILABLE = (401, 403, 404, 429, 501)
 _UNAVAILABLE_DELAY_S = 60.0
 _GOOD_S = 5.0  # a connection that lasted longer resets the delay
 _JOIN_S = 2.0
-_LONGEST_LINE = 16 << 20
 
 
 class _Change(msgspec.Struct, rename="camel"):
@@ -186,6 +186,6 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
     for piece in pieces:
         rest += piece
         *lines, rest = re.split(rb"\r\n|\n|\r(?!$)", rest)
-        if len(rest) > _LONGEST_LINE:
+        if len(rest) > limits.EVENT_BYTES:
             raise ValueError("a line of the feed is too long")
         yield from (line.decode("utf-8", "replace") for line in lines)

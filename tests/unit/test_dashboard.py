@@ -154,7 +154,7 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
                 for name, changed in delta.counts().items():
                     counts[layer_of(name)] += changed
             expected[version] = list(counts.values())
-    monkeypatch.setattr("deltasync.maintenance.heat._FIRST_BYTES", 200)  # shorter than a header
+    monkeypatch.setattr("deltasync.channel.ranges._HEADER_BYTES", 200)  # shorter than a header
     observer = Observer(store, heat=4)
     observer.refresh()
     assert ranges(store) == 0
