@@ -28,7 +28,7 @@ from deltasync.stores import Store
 from tests.channels import Made
 from vllm_plugin.endpoints import DeltaSyncEndpoints
 from vllm_plugin.pauses import OnLoop, Pauses
-from vllm_plugin.target import EngineTarget, open_reader
+from vllm_plugin.target import EngineTarget, LiveVersions, open_reader
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 
 PATIENCE_S = 60.0
@@ -82,7 +82,7 @@ class Engine:
         if method == "deltasync_exchange":
             return await self.exchange(*args)
         assert method in ("deltasync_salts", "deltasync_guard")
-        return self.salted
+        return self.salted if method == "deltasync_salts" else False
 
     async def exchange(self, call: list[Any], name: str | None, recomputes: bool, resumes: bool | None) -> list[Any]:
         """As `vllm_plugin.engine.exchange_here`."""
@@ -136,7 +136,7 @@ class Driver(Follow):
         reader = open_reader(settings)
         run, recomputes = OnLoop(asyncio.get_running_loop()), settings.kv_cache == "recompute"
         self.pauses = Pauses(engine, run, recomputes=recomputes)
-        target = EngineTarget(self.pauses, reader, settings, metrics)
+        target = EngineTarget(self.pauses, reader, settings, metrics, LiveVersions())
         super().__init__(reader, target, settings, observer=metrics, prefetch=False)
 
     @property

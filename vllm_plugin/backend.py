@@ -96,7 +96,7 @@ class DeltaSyncEngine(WeightTransferEngine):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        reason = compat.refusal(vllm_config, None)
+        reason = compat.refusal(vllm_config, keyed=frozenset())
         if reason is not None:
             raise ConfigError(reason)
         self.group = get_world_group()

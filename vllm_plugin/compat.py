@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 VERSIONS = ("0.32", "0.33")
@@ -41,8 +41,10 @@ class Use:
 
 
 _CORE, _CLIENT, _ASYNC = "vllm.v1.engine.core", "vllm.v1.engine.core_client", "vllm.v1.engine.async_llm"
-_LOADER = "vllm.model_executor.model_loader"
+_LOADER, _OFFLOADING = "vllm.model_executor.model_loader", "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 _RELOAD, _MODELS = f"{_LOADER}.reload", "vllm.entrypoints.openai.models.serving"
+
+_MODEL = "vllm_config", "executor_class", "log_stats"
 
 USES = (
     # salt.py, engine.py: caches by version, and calls that are added, in the engine's process
@@ -61,8 +63,11 @@ USES = (
     Use("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager.free", ("request",)),
     Use("vllm.multimodal.utils", "strip_covered_mm_data", ("mm_features", "num_computed_tokens")),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
+    Use("vllm.v1.core.sched.scheduler", "Scheduler._update_waiting_for_remote_kv", ("request",)),
+    Use(f"{_OFFLOADING}.scheduler", "RequestOffloadState.update_offload_keys", ()),
     Use("vllm.v1.request", "Request.update_block_hashes", ()),
-    # target.py, pauses.py, engine.py: the engine client, public but for the two that follow it
+    # target.py, pauses.py, engine.py, servers.py: the engine client, public but for the two that follow it
+    Use(_CLIENT, "AsyncMPClient.__init__", (*_MODEL, "client_addresses", "client_count", "client_index")),
     Use(_ASYNC, "AsyncLLM.collective_rpc", ("method", "timeout", "args", "kwargs")),
     Use(_ASYNC, "AsyncLLM.pause_generation", ("mode",)),
     Use(_ASYNC, "AsyncLLM.resume_generation", ()),
@@ -193,6 +198,9 @@ def unextended(vllm_config: Any) -> str | None:
     )
 
 
+KEYED = frozenset({"OffloadingConnector"})
+"""Connectors that keep blocks by their hash, so that salts keep versions apart. Others were not run."""
+
 # Caches that no salt keeps apart by version: their place in the configuration, what they keep, and the option.
 _CACHES = (
     ("kv_transfer_config", "kv_connector", "keys", "--kv-transfer-config and --kv-offloading-size"),
@@ -201,25 +209,29 @@ _CACHES = (
 )
 
 
-def refusal(vllm_config: Any, args: Any) -> str | None:
-    """Return why a server with this configuration and these arguments cannot follow, in one sentence, or None if it can.
+def refusal(vllm_config: Any, keyed: Set[str] = KEYED) -> str | None:
+    """Return why nothing can follow with this configuration, in one sentence, or None if it can.
 
     Args:
         vllm_config: vLLM's whole configuration.
-        args: A server's arguments; None without a server.
+        keyed: Connectors that do not hand requests keys of other weights; none where requests have no salts.
     """
     for config, name, what, option in _CACHES:
         cache = getattr(getattr(vllm_config, config, None), name, None)
-        if cache is not None:
+        if cache is not None and cache not in keyed:
             return f"{cache} may hand requests {what} that other weights computed: leave {option} out."
     if getattr(getattr(vllm_config, "speculative_config", None), "draft_lm_head_quantization", None) is not None:
         return (
             "draft_lm_head_quantization keeps a copy of lm_head for the drafter, which deltas do not reach: leave it out of "
             "--speculative-config."
         )
-    if (getattr(args, "api_server_count", None) or 1) > 1:
-        return "Several API servers would drive the same workers: start vLLM with --api-server-count 1."
-    if vllm_config.parallel_config.enable_eplb:
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "is_moe_model", False) and parallel.data_parallel_size > 1 and parallel.local_engines_only:
+        return (
+            "Servers that share experts would take a version at different times: start them as one, without "
+            "--data-parallel-rank, --data-parallel-start-rank and load balancing between them."
+        )
+    if parallel.enable_eplb:
         return "--enable-eplb moves experts to other places at run time, where deltas would not find them: leave it out."
     offload, load = getattr(vllm_config, "offload_config", None), vllm_config.load_config
     if offload is not None and (

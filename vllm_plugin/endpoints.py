@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.resources
 import sys
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -26,16 +27,18 @@ from fastapi.responses import HTMLResponse, Response
 
 from deltasync.errors import AckTimeoutError, DeltaSyncError, describe, printable, redacted
 from deltasync.following import Follow, Status
-from deltasync.following.engine import open_reader
+from deltasync.following.engine import Failure, open_reader
 from deltasync.following.metrics import Metrics
 from deltasync.following.requests import Refused, is_loopback, until_ready
 from deltasync.following.routes import LocalRoutes, as_json
 from deltasync.following.wanted import Wanted, demanding, reach
 from vllm_plugin import compat, logger
 from vllm_plugin.engine import is_pushed, is_salted
-from vllm_plugin.pauses import OnLoop, Pauses
+from vllm_plugin.pauses import SWITCHED, OnLoop, Pauses
+from vllm_plugin.servers import Servers
 from vllm_plugin.target import EngineTarget, LiveVersions, open_follow
 from vllm_plugin.versions import attend, replies
+from vllm_plugin.workers import parse
 
 _TICK_S = 1.0
 _PAGE_HEADERS = {
@@ -76,6 +79,11 @@ def _rank(args: Namespace) -> int | None:
     return rank
 
 
+def _several(engine: Any) -> bool:
+    """Whether an engine has several API servers."""
+    return getattr(engine.engine_core, "client_count", 1) > 1
+
+
 class DeltaSyncEndpoints(LocalRoutes):
     """Implements `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
 
@@ -86,10 +94,13 @@ class DeltaSyncEndpoints(LocalRoutes):
         super().__init__()
         self._follow: Follow | None = None
         self._pauses: Pauses | None = None
+        self._servers: Servers | None = None
+        self._live = LiveVersions()
         self._ticking: asyncio.Task[None] | None = None
         self._refused = "deltasync follows nothing: set DELTASYNC_CHANNEL."
-        self._logprobs_mode: str | None = None
-        self._metrics: Metrics | None = None
+        self._unready: str | None = "This server serves no version yet."  # of the server that leads, if that is another
+        self._engine: Any = None
+        self._models: Any = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and the headers of completions."""
@@ -107,16 +118,19 @@ class DeltaSyncEndpoints(LocalRoutes):
             ("/init_process_group", "POST", init_process_group),
         ]
         self.attach(app, own)
-        app.add_middleware(replies, live=self._live, pauses=lambda: self._pauses)
+        app.add_middleware(replies, live=self._live, undivided=self._undivided)
         app.add_middleware(demanding, reach=self._reach)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """Stop following before vLLM stops its engine, which would look like a fault."""
         yield
-        if self._follow is not None and self._ticking is not None:
+        if self._ticking is not None:
             self._ticking.cancel()
+        if self._follow is not None:
             await asyncio.to_thread(self._follow.stop)
+        if self._servers is not None:
+            self._servers.close()
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start to follow, or note why it cannot start. vLLM serves in any case."""
@@ -124,29 +138,44 @@ class DeltaSyncEndpoints(LocalRoutes):
         if channel is None or engine_client is None:  # the second renders prompts only
             return
         engine_client.deltasync_refusal = lambda: None  # it follows, or `attend` says why not
+        self._engine, self._models = engine_client, getattr(state, "openai_serving_models", None)
         waits = self.settings.wait_ready and not is_pushed(engine_client)
         attend(
             engine_client,
             live=self._live,
             refusal=until_ready(self._not_ready) if waits else lambda: None,
-            pauses=lambda: self._pauses,
+            undivided=self._undivided,
         )
-        try:
+        with self._refusing():
             self.settings = self.settings.at_port(getattr(args, "port", 0), _rank(args))
             self._note_address(args)
-            self._metrics = Metrics()
             self._refused = await self._refusal(engine_client, args) or ""
-            if not self._refused:
-                await self._start(engine_client, state, self._metrics)
+            if not self._refused and _several(engine_client):
+                self._servers = Servers(engine_client.engine_core, self._answer, self._lead)
+                self._live.share(await self._servers.listen())
+                for name in SWITCHED:  # until this server leads
+                    setattr(engine_client, name, functools.partial(self._ask, name))
+        if not self._refused:
+            await (self._lead() if self._servers is None else self._servers.elect(None))
+            self._ticking = asyncio.create_task(self._tick(), name="deltasync-tick")
+
+    @functools.cached_property
+    def _metrics(self) -> Metrics:
+        return Metrics()
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Note and say why this server does not follow, if the body raises or has noted it."""
+        try:
+            yield
         except DeltaSyncError as error:
             self._refused = str(error)
         except Exception as error:  # the server serves the weights it has loaded, and says why
             logger.exception("deltasync could not start")
             self._refused = f"deltasync could not start: {type(error).__name__}: {error}"
         if self._refused:
-            if self._metrics is not None:
-                self._metrics.following.set(0)
-            logger.error("This server does not follow %s. %s", redacted(channel), self._refused)
+            self._metrics.following.set(0)
+            logger.error("This server does not follow %s. %s", redacted(self.settings.channel or ""), self._refused)
 
     def _note_address(self, args: Namespace) -> None:
         """Note whether only this machine reaches the server, and warn if others do without a token."""
@@ -163,53 +192,120 @@ class DeltaSyncEndpoints(LocalRoutes):
         """Return why this server cannot follow, in one sentence, or None if it can."""
         import vllm
 
-        reason = compat.unsuited(vllm.__version__) or compat.refusal(engine.vllm_config, args)
+        reason = compat.unsuited(vllm.__version__) or compat.refusal(engine.vllm_config)
         if reason is not None:
             return reason
         if is_pushed(engine):
             return "A trainer pushes versions here, by vLLM's own weight-transfer routes."
         if self.settings.adapter is not None:
+            if _several(engine):
+                return "Adapters are loaded into one API server: start vLLM with --api-server-count 1."
             return None if args.enable_lora else "DELTASYNC_ADAPTER is set, but vLLM was started without --enable-lora."
+        if self.settings.kv_cache == "recompute" and getattr(engine.vllm_config, "kv_transfer_config", None) is not None:
+            return "vLLM cannot recompute keys that a connector is loading: use DELTASYNC_KV_CACHE=keep, or no connector."
         if (reason := compat.unextended(engine.vllm_config)) is not None:
             return reason
         if not await is_salted(engine):
             return "The engine's process did not load deltasync, so its prefix cache would mix versions; see its log."
         return None
 
-    async def _start(self, engine: Any, state: Any, metrics: Metrics) -> None:
-        run = OnLoop(asyncio.get_running_loop())
-        if self.settings.adapter is not None:
-            from vllm_plugin.adapters import AdapterTarget
+    async def _lead(self) -> None:
+        """Follow the channel, for all API servers."""
+        engine, run = self._engine, OnLoop(asyncio.get_running_loop())
+        with self._refusing():
+            if self.settings.adapter is not None:
+                from vllm_plugin.adapters import AdapterTarget
 
-            reader = open_reader(self.settings)
-            target = AdapterTarget(engine, reader, self.settings, state.openai_serving_models, run)
-            follow = Follow(reader, target, self.settings, observer=metrics, log=logger)
-        else:
-            pauses = self._pauses = Pauses(engine, run, recomputes=self.settings.kv_cache == "recompute")
-            follow = open_follow(pauses, self.settings, metrics)
-            pauses.on_use = follow.poke
-            await pauses.guard()
-        self._follow = follow
-        self._logprobs_mode = engine.vllm_config.model_config.logprobs_mode
-        self._ticking = asyncio.create_task(self._tick(follow, metrics), name="deltasync-tick")
-        logger.info(
-            "deltasync follows %s (%s) as %s; versions and replicas: deltasync watch %s",
-            *(follow.reader.store.url, follow.pin, self.settings.replica_id, follow.reader.store.url),
-        )
-        follow.start()
+                reader = open_reader(self.settings)
+                target = AdapterTarget(engine, reader, self.settings, self._models, run)
+                follow = Follow(reader, target, self.settings, observer=self._metrics, log=logger)
+            else:
+                for name in SWITCHED if self._servers is not None else ():
+                    delattr(engine, name)
+                pauses = self._pauses = Pauses(engine, run, recomputes=self.settings.kv_cache == "recompute")
+                follow = open_follow(pauses, self.settings, self._metrics, self._live)
+                pauses.on_use = follow.poke
+                await pauses.guard()
+            self._follow = follow
+            logger.info(
+                "deltasync follows %s (%s) as %s; versions and replicas: deltasync watch %s",
+                *(follow.reader.store.url, follow.pin, self.settings.replica_id, follow.reader.store.url),
+            )
+            follow.start()
 
-    async def _tick(self, follow: Follow, metrics: Metrics) -> None:
-        """Keep the metrics true while a step hangs."""
+    async def _tick(self) -> None:
+        """Keep the metrics true while a step hangs; or see whether the server that leads is ready, and is there."""
         while True:
-            metrics.followed(follow)
+            with contextlib.suppress(Exception):  # asked again soon
+                if self._follow is not None:
+                    self._metrics.followed(self._follow)
+                elif self._asks:
+                    self._unready = await self._ask("not_ready")
             await asyncio.sleep(_TICK_S)
 
-    async def _reach(self, version: Wanted) -> Wanted:
+    # Between API servers
+
+    @property
+    def _asks(self) -> bool:
+        """Whether another API server leads, so that this one asks it."""
+        return self._servers is not None and not self._servers.leads
+
+    async def call(self, method: str, *args: Any, **named: Any) -> Any:
+        """As `Routes.call`, where the follow loop is."""
+        return await (self._ask if self._asks else super().call)(method, *args, **named)
+
+    async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the API server that leads, or of its engine client if it is one of `SWITCHED`."""
+        assert self._servers is not None
+        async with self._servers.call(method, *args, **kwargs) as answer:
+            if "refused" in answer:
+                raise Refused(answer["refused"], answer["body"].pop("error"), **answer["body"])
+            found = parse(answer, Any)
+            if isinstance(found, Failure):
+                raise found.error()
+            return found
+
+    @contextlib.asynccontextmanager
+    async def _answer(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[dict[str, Any]]:
+        """Answer another API server's `_ask`, or hold its `_undivided`."""
+        if method == "undivided":
+            async with self._undivided():
+                yield {"result": None}
+            return
+        try:
+            owner = self._engine if method in SWITCHED else self
+            answer = {"result": msgspec.to_builtins(await getattr(owner, method)(*args, **kwargs))}
+        except Refused as refused:
+            answer = {"refused": refused.status_code, "body": refused.body}
+        except Exception as error:  # noqa: BLE001 - raised where the call came from
+            answer = {"error": msgspec.to_builtins(Failure.of(error))}
+        yield answer
+
+    @contextlib.asynccontextmanager
+    async def _undivided(self) -> AsyncIterator[None]:
+        """Return a context in which no commit begins, as `Pauses.undivided`."""
+        async with contextlib.AsyncExitStack() as stack:
+            if self._asks and self._servers is not None:
+                await stack.enter_async_context(self._servers.call("undivided"))
+            elif self._pauses is not None:
+                await stack.enter_async_context(self._pauses.undivided())
+            yield
+
+    async def _reach(self, wanted: Wanted) -> Wanted:
         """Wait for a version that a request demands. Raises AckTimeoutError."""
+        if wanted.version is not None and wanted.allows(self._live.now, self._live.now):
+            return wanted
+        return msgspec.structs.replace(wanted, version=await self.call("reach", *msgspec.structs.astuple(wanted)))
+
+    async def reach(self, version: int | None, exact: bool, timeout_s: float) -> int | None:
+        """Wait for a version, as `wanted.reach`. Returns its number."""
+        wanted = Wanted(version, exact, timeout_s)
         if self._follow is None or self._pauses is None:
             adapter = "A request of an adapter names its version as its model, such as NAME-v7."
-            raise AckTimeoutError(version.refusal(None, adapter if self._follow is not None else self._refused))
-        return await reach(self._follow, version)
+            raise AckTimeoutError(wanted.refusal(None, adapter if self._follow is not None else self._refused))
+        return (await reach(self._follow, wanted)).version
+
+    # Routes
 
     def follow(self) -> Follow:
         """As `LocalRoutes.follow`."""
@@ -217,30 +313,21 @@ class DeltaSyncEndpoints(LocalRoutes):
             raise Refused(503, self._refused)
         return self._follow
 
-    def _engine(self) -> EngineTarget | None:
-        """The target of the loop, unless that is an adapter."""
-        target = None if self._follow is None else self._follow.target
-        return target if isinstance(target, EngineTarget) else None
-
-    def _live(self) -> LiveVersions | None:
-        """The versions that made tokens. None with an adapter: a reply names its version as its model."""
-        return None if (engine := self._engine()) is None else engine.live
-
     async def status(self, commits: int) -> ServerStatus:
         """As `Routes.status`."""
-        settings, engine = self.settings, self._engine()
+        settings = self.settings
         if self._follow is None and settings.channel is not None:
             channel = redacted(settings.channel)
             return ServerStatus(replica_id=settings.replica_id, channel=channel, state="refused", error=self._refused)
-        follow = self.follow()
-        found = ServerStatus(**msgspec.structs.asdict(follow.status(commits)), logprobs_mode=self._logprobs_mode)
-        found.kv_cache = settings.kv_cache
-        if engine is None:
-            found.adapters = getattr(follow.target, "models", [])
-        elif engine.workers.is_open:
-            found.reloaded_tensors, reasons = len(engine.workers.reloaded), engine.workers.by_reason().items()
+        follow, target = self.follow(), self.follow().target
+        found = ServerStatus(**msgspec.structs.asdict(follow.status(commits)), kv_cache=settings.kv_cache)
+        found.logprobs_mode = self._engine.vllm_config.model_config.logprobs_mode
+        if not isinstance(target, EngineTarget):
+            found.adapters = getattr(target, "models", [])
+        elif target.workers.is_open:
+            found.reloaded_tensors, reasons = len(target.workers.reloaded), target.workers.by_reason().items()
             found.reloaded = [Reason(printable(why), len(names), printable(names[0])) for why, names in reasons]
-            found.patched_tensors = engine.workers.patched_count
+            found.patched_tensors = target.workers.patched_count
         return found
 
     async def not_ready(self) -> str | None:
@@ -248,6 +335,8 @@ class DeltaSyncEndpoints(LocalRoutes):
         return self._not_ready()
 
     def _not_ready(self) -> str | None:
+        if self._asks:
+            return self._unready
         if self._pauses is not None and self._pauses.held:
             return f"This server does not generate now. {self.follow().error or ''}".rstrip()
         return self._refused if self._follow is None else self._follow.not_ready

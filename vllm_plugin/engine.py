@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -42,6 +43,7 @@ def exchange_here(
         resumes: Whether generation goes on after that; None to leave it as it was.
     """
     was_paused = core.is_scheduler_paused()
+    core.deltasync_paused = core.deltasync_paused or not was_paused
 
     def finish() -> Exchanged:
         idle_s, resumed_s = time.monotonic(), None
@@ -82,6 +84,18 @@ def _wake(core: Any) -> None:
         requests.put_nowait((core.deltasync_wakeup, None))
 
 
+def lead(core: Any, number: int | None = None, ended: int | None = None) -> tuple[str, int | None]:
+    """In an engine's process: return the folder that its API servers share, and the number of the one that leads.
+
+    A server that gives its `number` leads from now on if none does, or if the one that leads is known to have `ended`.
+    """
+    if not hasattr(core, "deltasync_folder"):
+        core.deltasync_folder, core.deltasync_leader = tempfile.TemporaryDirectory(prefix="deltasync-"), None
+    if number is not None and core.deltasync_leader == ended:
+        core.deltasync_leader = number
+    return core.deltasync_folder.name, core.deltasync_leader
+
+
 def install() -> None:
     """Add the calls below to engines of this process. Call before the first is made. A second call does nothing."""
     from vllm.v1.engine import EngineCoreRequestType
@@ -90,8 +104,15 @@ def install() -> None:
     if hasattr(EngineCore, "deltasync_guard"):
         return
 
-    def guard(self: Any) -> None:
+    def guard(self: Any) -> bool:
+        """Stay paused after sleep from now on. Returns whether a commit that nobody has ended keeps this engine paused."""
         self.deltasync_guarded = True
+        return bool(self.deltasync_paused)
+
+    @around(EngineCore, "resume_scheduler")
+    def resume(resume_scheduler: Any, self: Any) -> None:
+        self.deltasync_paused = False
+        resume_scheduler(self)
 
     @around(EngineCore, "wake_up")
     def wake_up_paused(wake_up: Any, self: Any, tags: list[str] | None = None) -> Any:
@@ -109,7 +130,9 @@ def install() -> None:
 
     EngineCore.deltasync_exchange = exchange_here
     EngineCore.deltasync_wakeup = EngineCoreRequestType.WAKEUP
+    EngineCore.deltasync_paused = False
     EngineCore.deltasync_guard = guard
+    EngineCore.deltasync_lead = lead
     EngineCore.deltasync_recompute = recompute
     EngineCore.deltasync_asleep = lambda self: bool(self.model_executor.is_sleeping)
 

@@ -94,7 +94,7 @@ def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:
     import vllm
 
     config = llm.llm_engine.vllm_config
-    unsuited = compat.unsuited(vllm.__version__) or compat.refusal(config, None) or compat.unextended(config)
+    unsuited = compat.unsuited(vllm.__version__) or compat.refusal(config) or compat.unextended(config)
     if unsuited is not None:
         raise ConfigError(unsuited)
     check_salted(llm)

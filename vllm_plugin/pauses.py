@@ -26,6 +26,9 @@ from vllm_plugin import logger
 from vllm_plugin.engine import Exchanged, call_engines
 from vllm_plugin.workers import Answer, Client, parse
 
+SWITCHED = ("pause_generation", "resume_generation", "sleep", "collective_rpc", "wake_up", "update_weight_version")
+"""Methods of vLLM's engine client that `Pauses.guard` wraps."""
+
 _DRAIN_S = 60.0  # how long a commit waits for replies that one version makes
 
 Call = Callable[..., Awaitable[Any]]
@@ -240,10 +243,11 @@ class Pauses(Client):
     async def guard(self) -> None:
         """Make all other callers of the engine client use the switch by turns. Its class is left as it is.
 
-        All engines stay paused when they wake up from sleep, until somebody resumes them.
+        All engines stay paused when they wake up from sleep, until somebody resumes them. So do those that an API server
+        before this one has paused for a commit, until the target has settled which version they hold.
         """
         engine = self._engine
-        await call_engines(self._core, "deltasync_guard")
+        self.held |= any(await call_engines(self._core, "deltasync_guard"))
         for name in ("pause_generation", "resume_generation", "sleep"):
             around(engine, name)(self._by_turns)
         around(engine, "collective_rpc")(functools.partial(self._proven, wakes=False))

@@ -8,6 +8,9 @@ change of the weight version starts a new salt, also a change back to an older v
 a commit is never found again. An entry that no request finds any more is evicted first, as vLLM's caches evict the least
 recently used.
 
+A connector that offloads blocks finds them by the same hash (`compat.KEYED`). Blocks that it has loaded for a request are
+dropped if other weights became live before the request begins.
+
 A request that names a session keeps the salt of the version that its conversation began with. So its prefix is found
 although the weights have changed, as a running request keeps its blocks.
 """
@@ -65,9 +68,11 @@ class Salts:
 
 def install() -> None:
     """Salt all requests to engines of this process. Call before the first engine is made. A second call does nothing."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched import output
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     if hasattr(EngineCore, "deltasync_salts"):
@@ -89,7 +94,27 @@ def install() -> None:
 
     @around(KVCacheManager, "prefix_cache_lookup_enabled")
     def salt_again(look_up: Any, self: Any, request: Any) -> bool:
-        return _salt(request, salts) and bool(look_up(self, request))
+        _salt(request, salts)
+        return bool(look_up(self, request))
+
+    @around(RequestOffloadState, "update_offload_keys")
+    def key_again(update_keys: Any, self: Any) -> None:
+        """Drop the keys that a connector has made of a request's blocks, if the request has another salt since."""
+        request = self.req
+        if vars(request).setdefault("deltasync_keyed", request.cache_salt) != request.cache_salt:
+            request.deltasync_keyed = request.cache_salt
+            for group in self.group_states:
+                group.offload_keys.clear()
+                group.next_stored_chunk_idx = 0
+        update_keys(self)
+
+    @around(Scheduler, "_update_waiting_for_remote_kv")
+    def drop_loaded(begin: Any, self: Any, request: Any) -> None:
+        """Let a request begin once a connector has loaded its blocks: without them, if other weights are live since."""
+        if request.cache_salt != salts.of(request.deltasync_given[0]):
+            request.num_computed_tokens = 0
+            self.failed_recving_kv_req_ids.add(request.request_id)
+        begin(self, request)
 
     @around(EngineCore, "set_weight_version")
     def begin_salt(set_version: Any, self: Any, weight_version: str) -> None:
@@ -115,8 +140,8 @@ def install() -> None:
     EngineCore.deltasync_salts = lambda self: True
 
 
-def _salt(request: Any, salts: Salts, *, inputs: bool = False) -> bool:
-    """Give a request that is about to start the salt of the live version. Returns False if that failed.
+def _salt(request: Any, salts: Salts, *, inputs: bool = False) -> None:
+    """Give a request that is about to start the salt of the live version. If that fails, it reads no cache of blocks.
 
     Args:
         request: One of vLLM's scheduler.
@@ -139,5 +164,4 @@ def _salt(request: Any, salts: Salts, *, inputs: bool = False) -> bool:
             request.update_block_hashes()
     except Exception:  # then it computes its whole prompt
         logger.exception("deltasync could not salt a request; it finds no cached prefix")
-        return False
-    return True
+        request.skip_reading_prefix_cache = True

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from deltasync import limits
 from deltasync.channel import payloads
@@ -47,37 +48,53 @@ def running_requests() -> int:
 
 
 class LiveVersions:
-    """The numbers of the versions that were live, in order: which of them were while a request ran."""
+    """The numbers of the versions that were live, in order: which of them were while a request ran.
+
+    Several API servers share them in a file. One of them writes.
+    """
 
     def __init__(self) -> None:
-        self._numbers: list[int | None] = [None]
-        self._dropped = 0
+        self._numbers = np.zeros(1 + 2 * limits.HISTORY, np.int64)  # how many were noted, and a ring; 0 is no version
+
+    def share(self, path: str) -> None:
+        """Keep the numbers in this file from now on, which may have some."""
+        with open(path, "a+b") as file:
+            file.truncate(self._numbers.nbytes)
+        self._numbers = np.memmap(path, np.int64)
 
     def expect(self, number: int) -> None:
         """Note that a version may be live before `note` says so: replies that begin or end until then may have it."""
-        self._numbers += [number, self.now]
+        self._add(number, int(self._numbers[self._place(self.mark)]))
 
     def note(self, number: int | None) -> None:
         """Note that another version is live; None for no version of the channel."""
-        self._numbers.append(number)
-        if len(self._numbers) > 2 * limits.HISTORY:
-            self._dropped += limits.HISTORY
-            del self._numbers[: limits.HISTORY]
+        self._add(number or 0)
+
+    def _add(self, *numbers: int) -> None:
+        for at, number in enumerate(numbers, self.mark + 1):
+            self._numbers[self._place(at)] = number
+        self._numbers[0] = self.mark + len(numbers)
+
+    def _place(self, mark: int) -> int:
+        return 1 + mark % (len(self._numbers) - 1)
 
     @property
     def now(self) -> int | None:
         """The number of the version that is live."""
-        return self._numbers[-1]
+        return int(self._numbers[self._place(self.mark)]) or None
 
     @property
     def mark(self) -> int:
         """What `since` takes, to tell which versions were live from now on."""
-        return self._dropped + len(self._numbers) - 1
+        return int(self._numbers[0])
 
     def since(self, mark: int) -> tuple[int, int] | None:
         """Return the least and the greatest version that were live since a mark; None if none was."""
-        numbers = [number for number in self._numbers[max(0, mark - self._dropped) :] if number is not None]
-        return (min(numbers), max(numbers)) if numbers else None
+        last = self.mark
+        marks = np.arange(max(mark, last + 2 - len(self._numbers)), last + 1)
+        numbers = self._numbers[1 + marks % (len(self._numbers) - 1)]
+        live = numbers[numbers > 0]
+        return (int(live.min()), int(live.max())) if len(live) else None
 
 
 class EngineTarget:
@@ -90,9 +107,11 @@ class EngineTarget:
         client: How it pauses generation.
     """
 
-    def __init__(self, client: Client, reader: ChannelReader, settings: ReplicaSettings, metrics: Metrics) -> None:
+    def __init__(
+        self, client: Client, reader: ChannelReader, settings: ReplicaSettings, metrics: Metrics, live: LiveVersions
+    ) -> None:
         self.version: VersionId | None = None
-        self.live = LiveVersions()
+        self.live = live
         self.client, self.workers = client, WorkerShards(client, reader)
         self._reader, self._settings, self._metrics = reader, settings, metrics
         self._is_committing = False
@@ -149,8 +168,8 @@ class EngineTarget:
         self._note(version)
 
     def _note(self, version: VersionId | None) -> None:
-        self.version = version
         self.live.note(None if version is None else version.version)
+        self.version = version  # at last, because requests wait for it
 
     def stage(self, chain: Sequence[StoredRecord]) -> Sequence[StoredRecord] | None:
         """Have the workers stage a chain. Returns None if one does not know its bits."""
@@ -192,9 +211,9 @@ class EngineTarget:
             self.client.cancel()
 
 
-def open_follow(client: Client, settings: ReplicaSettings, metrics: Metrics) -> Follow:
+def open_follow(client: Client, settings: ReplicaSettings, metrics: Metrics, live: LiveVersions | None = None) -> Follow:
     """Make the follow loop of one server's workers, which follows `settings.channel` once it is started."""
     reader = open_reader(settings)
-    target = EngineTarget(client, reader, settings, metrics)
+    target = EngineTarget(client, reader, settings, metrics, live or LiveVersions())
     prefetch = isinstance(reader.store, CachedStore)  # workers only have the cache in common
     return Follow(reader, target, settings, observer=metrics, prefetch=prefetch, log=logger)

@@ -26,13 +26,14 @@ from deltasync.following.engine import number_of
 from deltasync.following.replies import SPANS_HEADER, VERSIONS_HEADER, spans_text
 from deltasync.following.wanted import Wanted, demanded, reply_error
 from vllm_plugin import logger
-from vllm_plugin.pauses import Pauses
 from vllm_plugin.salt import SESSION
 
 if TYPE_CHECKING:
     from vllm_plugin.target import LiveVersions
 
 SESSION_HEADER = "x-deltasync-session"
+
+Undivided = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 
 Choices = dict[tuple[int, str, int], list[tuple[int, int]] | None]
 """The finished choices of a reply. The keys sort them: the length of the request's id, the id, and the choice's index.
@@ -65,33 +66,33 @@ class _Reply:
         self._turn = asyncio.Lock()
         self._entered: contextlib.AsyncExitStack | None = None
 
-    def begin(self, live: LiveVersions | None) -> None:
+    def begin(self, live: LiveVersions) -> None:
         """Note that it calls the engine."""
-        if self.mark is None and live is not None and live.now is not None:
+        if self.mark is None and live.now is not None:
             self.mark = live.mark
 
-    async def hold(self, live: LiveVersions | None, pauses: Pauses | None) -> None:
+    async def hold(self, live: LiveVersions, undivided: Undivided) -> None:
         """As `begin`, for a demanded version. If no other will do, no commit begins before `leave`. Raises as `check`."""
-        if self.wanted is not None and self.wanted.exact and pauses is not None:
-            await self.enter(pauses)
+        if self.wanted is not None and self.wanted.exact:
+            await self.enter(undivided)
         self.begin(live)
         self.check(live)
 
-    def check(self, live: LiveVersions | None) -> None:
+    def check(self, live: LiveVersions) -> None:
         """Raise _RefusedError if another version than the demanded one was live since it began."""
         if self.wanted is None:
             return
-        least, greatest = (None if live is None or self.mark is None else live.since(self.mark)) or (None, None)
+        least, greatest = (None if self.mark is None else live.since(self.mark)) or (None, None)
         if not self.wanted.allows(least, greatest):
             self.refused = 409, self.wanted.refusal(greatest, "The version changed meanwhile.")
             raise _RefusedError(self.refused[1])
 
-    async def enter(self, pauses: Pauses) -> None:
+    async def enter(self, undivided: Undivided) -> None:
         """Wait for a commit that is under way, and let no other begin before `leave`."""
         async with self._turn:
             if self._entered is None:
                 entered = contextlib.AsyncExitStack()
-                await entered.enter_async_context(pauses.undivided())
+                await entered.enter_async_context(undivided())
                 self._entered = entered
 
     async def leave(self) -> None:
@@ -106,17 +107,17 @@ _reply: ContextVar[_Reply | None] = ContextVar("deltasync_reply", default=None) 
 
 def attend(
     engine: Any,
-    live: Callable[[], LiveVersions | None],
+    live: LiveVersions,
     refusal: Callable[[], str | None],
-    pauses: Callable[[], Pauses | None],
+    undivided: Undivided,
 ) -> None:
     """Wrap `generate` and `encode` of an engine client, which every route calls.
 
     Args:
         engine: vLLM's engine client.
-        live: Returns the versions that were live, None if nothing is followed.
+        live: The versions that were live; none if nothing is followed.
         refusal: Returns why no request may be answered, in one sentence, or None.
-        pauses: Returns what pauses the engine, None if nothing does.
+        undivided: As `Pauses.undivided`.
     """
     generate, encode = engine.generate, engine.encode
 
@@ -139,27 +140,26 @@ def attend(
             args, kwargs = _in_session(reply.session, args, kwargs)
         if reply.wanted is not None:
             return _noting(held(reply, generate(*args, **kwargs)), reply.choices)
-        reply.begin(live())
+        reply.begin(live)
         return _noting(generate(*args, **kwargs), reply.choices)
 
     async def held(reply: _Reply, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
         async with contextlib.aclosing(outputs):
-            await reply.hold(live(), pauses())
+            await reply.hold(live, undivided)
             async for output in outputs:
-                reply.check(live())
+                reply.check(live)
                 yield output
 
     async def attended_encode(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         made = begin()
-        reply, switch = made or _Reply(), pauses()
+        reply = made or _Reply()
         try:
-            if switch is not None:
-                await reply.enter(switch)
-            reply.begin(live())
-            reply.check(live())
+            await reply.enter(undivided)
+            reply.begin(live)
+            reply.check(live)
             async with contextlib.aclosing(encode(*args, **kwargs)) as outputs:
                 async for output in outputs:
-                    reply.check(live())
+                    reply.check(live)
                     yield output
         finally:
             if made is None:
@@ -205,11 +205,7 @@ def _spans_text(choices: Choices) -> str | None:
     return spans_text([choices[key] for key in sorted(choices)])  # the ids of one reply's prompts end with their numbers
 
 
-def replies(
-    app: ASGIApp,
-    live: Callable[[], LiveVersions | None],
-    pauses: Callable[[], Pauses | None],
-) -> ASGIApp:
+def replies(app: ASGIApp, live: LiveVersions, undivided: Undivided) -> ASGIApp:
     """ASGI middleware that adds the headers, and replies 503 or 409 where the engine refused a request.
 
     `x-deltasync-versions: first..last` names the least and the greatest version that were live while the request ran, also
@@ -238,22 +234,22 @@ def replies(
                 await JSONResponse({"error": sentence}, 400)(scope, receive, send)
                 return
             session = version[0].rstrip(".")
-        reply, at_arrival, versions, refused = _Reply(session, demanded.get()), _Reply(), live(), False
-        at_arrival.begin(versions)
+        reply, at_arrival, refused = _Reply(session, demanded.get()), _Reply(), False
+        at_arrival.begin(live)
 
         async def send_with_versions(message: Message) -> None:
             nonlocal refused
             if message["type"] == "http.response.start":
                 if reply.wanted is not None and reply.called:  # a stream calls the engine, and computes after its headers
                     with contextlib.suppress(_RefusedError):
-                        await reply.hold(live(), pauses())
+                        await reply.hold(live, undivided)
                 if reply.refused is not None:
                     refused = True
                     await reply_error(send, *reply.refused)
             if refused:
                 return
             try:
-                _add(message, reply, at_arrival.mark, versions)
+                _add(message, reply, at_arrival.mark, live)
             except Exception:  # the reply goes on without them
                 logger.exception("deltasync could not name the versions of a reply")
             await send(message)
@@ -267,13 +263,13 @@ def replies(
     return call
 
 
-def _add(message: Message, reply: _Reply, at_arrival: int | None, versions: LiveVersions | None) -> None:
+def _add(message: Message, reply: _Reply, at_arrival: int | None, versions: LiveVersions) -> None:
     """Add what is known to a message of the reply."""
     if message["type"] == "http.response.start":
         headers = MutableHeaders(scope=message)
         streamed = headers.get("content-type", "").startswith("text/event-stream")
         mark = at_arrival if streamed and reply.mark is None else reply.mark  # a stream may call the engine later
-        live = None if mark is None or versions is None else versions.since(mark)
+        live = None if mark is None else versions.since(mark)
         if live is None:
             return
         headers.append(VERSIONS_HEADER, f"{live[0]}.." if streamed else f"{live[0]}..{live[1]}")

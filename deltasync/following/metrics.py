@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import CommitError, DeltaSyncError
@@ -100,6 +102,9 @@ class Metrics:
 
 
 def total(name: str) -> int:
-    """Return the sum of one of the engine's metrics over its labels; 0 if its statistics are turned off."""
-    metrics = REGISTRY.restricted_registry([name]).collect()
-    return int(sum(sample.value for metric in metrics for sample in metric.samples))
+    """Return the sum of one of the engine's metrics over its labels and processes; 0 if its statistics are turned off."""
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        metrics = MultiProcessCollector(None).collect()  # type: ignore[no-untyped-call]
+    else:
+        metrics = REGISTRY.restricted_registry([name]).collect()
+    return int(sum(sample.value for metric in metrics for sample in metric.samples if sample.name == name))

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -74,7 +74,7 @@ class Routes(ABC):
             ("/deltasync/sync", "POST", self._sync_asked),
             ("/deltasync/pin", "POST", self._pin_asked),
             ("/receive_weight_update", "POST", self._update_asked),
-            ("/deltasync/digest", "GET", self.digest),
+            ("/deltasync/digest", "GET", self._digest_asked),
             *also,
         ]
         router = APIRouter(lifespan=self.lifespan)
@@ -97,6 +97,10 @@ class Routes(ABC):
         """Return a context that lasts as long as the application."""
         yield
 
+    async def call(self, method: str, *args: Any, **named: Any) -> Any:
+        """Call one of the methods below."""
+        return await getattr(self, method)(*args, **named)
+
     @abstractmethod
     async def status(self, commits: int) -> Any:
         """Return the status with the last `commits`."""
@@ -114,7 +118,7 @@ class Routes(ABC):
         """Reply once what `Follow.request` takes is served, or with 504 after `timeout_s`."""
 
     @abstractmethod
-    async def pin(self, wanted: PinTo) -> Any:
+    async def pin(self, timeout_s: float, pin: str) -> Any:
         """Pin, and reply once what the pin points to is served; 409 if it is not there, or the pin was changed meanwhile."""
 
     async def authorize(self, request: Request) -> None:
@@ -135,27 +139,30 @@ class Routes(ABC):
         is_full = "authorization" in request.headers or self.settings.http_token is None
         if is_full:
             await self.authorize(request)
-        found = await self.status(commits)
+        found = await self.call("status", commits)
         return as_json(found if is_full else in_short(found))
 
     async def _ready_asked(self) -> Response:
-        reason = await self.not_ready()
+        reason = await self.call("not_ready")
         return as_json({"ready": reason is None, "reason": reason}, 200 if reason is None else 503)
+
+    async def _digest_asked(self) -> Any:
+        return await self.call("digest")
 
     async def _sync_asked(self, request: Request) -> Any:
         wanted = await _body(request, Sync)
-        return await self._hold(request, self.sync, wanted.timeout_s, version=wanted.version)
+        return await self._hold(request, "sync", wanted.timeout_s, version=wanted.version)
 
     async def _update_asked(self, request: Request) -> Any:
         wanted = await _body(request, WeightUpdate)
-        return await self._hold(request, self.sync, wanted.timeout_s, step=wanted.version)
+        return await self._hold(request, "sync", wanted.timeout_s, step=wanted.version)
 
     async def _pin_asked(self, request: Request) -> Any:
         wanted = await _body(request, PinTo)
-        return await self._hold(request, self.pin, wanted)
+        return await self._hold(request, "pin", wanted.timeout_s, wanted.pin)
 
-    async def _hold(self, request: Request, route: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **named: Any) -> Any:
-        """Return a route's reply, which may take long. It is given up once the client has left, which frees its slot."""
+    async def _hold(self, request: Request, method: str, *args: Any, **named: Any) -> Any:
+        """Return a method's reply, which may take long. It is given up once the client has left, which frees its slot."""
         if self._slots.locked():
             raise Refused(429, f"{limits.WAITING_REQUESTS} requests wait for versions already.", {"retry-after": "1"})
 
@@ -164,7 +171,7 @@ class Routes(ABC):
                 pass
 
         async with self._slots:
-            reply, gone = asyncio.create_task(route(*args, **named)), asyncio.create_task(left())
+            reply, gone = asyncio.create_task(self.call(method, *args, **named)), asyncio.create_task(left())
             try:
                 await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not reply.done():
@@ -187,9 +194,9 @@ class LocalRoutes(Routes):
         """As `Routes.digest`."""
         return await requests.digest(self.follow())
 
-    async def pin(self, wanted: PinTo) -> Any:
+    async def pin(self, timeout_s: float, pin: str) -> Any:
         """As `Routes.pin`."""
-        return await requests.pin(self.follow(), wanted.pin, wanted.timeout_s)
+        return await requests.pin(self.follow(), pin, timeout_s)
 
     async def sync(self, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
         """As `Routes.sync`."""
@@ -239,9 +246,9 @@ class RemoteRoutes(Routes):
         """As `Routes.sync`."""
         return (await self._answers(timeout_s, version=version, step=step))[0]
 
-    async def pin(self, wanted: PinTo) -> Any:
+    async def pin(self, timeout_s: float, pin: str) -> Any:
         """As `Routes.pin`."""
-        return (await self._answers(wanted.timeout_s, pin=wanted.pin))[0]
+        return (await self._answers(timeout_s, pin=pin))[0]
 
     async def reach(self, wanted: Wanted) -> Wanted:
         """As `wanted.reach`, of all loops."""

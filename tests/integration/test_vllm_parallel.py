@@ -1,4 +1,4 @@
-"""Real vLLM servers whose model is spread over stages, over engines, or over workers that share experts."""
+"""Real vLLM servers whose model is spread over stages, or over workers that share experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from tests.integration.expected_tokens import greedy, shortfall
 from tests.integration.vllm_server import Server, complete, digests, save_model, serving
@@ -76,9 +76,6 @@ def commits_while_idle(server: Server) -> None:
     assert all(commit["changed"] for commit in commits)
 
 
-EACH_ENGINE = [{"X_data_parallel_rank": "0"}, {"X_data_parallel_rank": "1"}]
-
-
 class TestStages:
     @pytest.fixture(scope="class")
     @classmethod
@@ -98,20 +95,6 @@ class TestStages:
 
     def test_both_roll_back(self, server: Server) -> None:
         rolls_back_everywhere(server, [{}])
-
-
-class TestEngines:
-    @pytest.fixture(scope="class")
-    @classmethod
-    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-        checkpoint = save_model(tmp_path_factory.mktemp("vllm"), Qwen3Config, intermediate_size=192, head_dim=32)
-        yield from two_workers(checkpoint, "--data-parallel-size", "2")
-
-    def test_both_commit_every_version(self, server: Server) -> None:
-        commits_while_a_request_is_generated(server, EACH_ENGINE)
-
-    def test_both_roll_back(self, server: Server) -> None:
-        rolls_back_everywhere(server, EACH_ENGINE)
 
 
 # vLLM for CPU ends with a segmentation fault at the first request to workers that share experts, also without a

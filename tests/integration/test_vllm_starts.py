@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from deltasync.errors import DeltaSyncError
 from demo.processes import get_json
 from demo.run import free_port
-from tests.integration.vllm_server import PATIENCE_S, Server, complete, save_model, serve, start
+from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serve, start
 
 pytestmark = pytest.mark.vllm
 
@@ -38,28 +38,12 @@ def followed(checkpoint: Path, port: int, channel: str) -> Server:
 
 
 @pytest.mark.slow
-def test_several_api_servers_say_that_they_do_not_follow_and_answer_if_that_is_set(checkpoint: Path, tmp_path: Path) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    arguments = ("--port", str(port), "--api-server-count", "2")
-    log = tmp_path / "log"
-    environ = {"DELTASYNC_CHANNEL": f"file://{tmp_path}/channel", "DELTASYNC_WAIT_READY": "0"}
-    with serve(checkpoint, log, *arguments, **environ) as child:
-        child.wait_until(lambda: get_json(f"{url}/v1/models"), 2 * PATIENCE_S, "to start")
-        said = "This server does not follow"  # each says so, one perhaps before the other answers
-        child.wait_until(lambda: log.read_text().count(said) == 2, PATIENCE_S, "to start twice")
-        status = get_json(f"{url}/deltasync/status")
-        assert (status["state"], "start vLLM with --api-server-count 1." in status["error"]) == ("refused", True)
-        assert len(complete(url, 5)) == 5
-
-
-@pytest.mark.slow
 def test_a_node_without_an_api_server_is_followed_by_the_one_that_has_it(checkpoint: Path, tmp_path: Path) -> None:
     channel, port, rpc = f"file://{tmp_path}/channel", free_port(), free_port()
     server = followed(checkpoint, port, channel)
     common = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1"]
     common += ["--data-parallel-rpc-port", str(rpc)]
-    head = ("--port", str(port), *common, "--api-server-count", "1")
+    head = ("--port", str(port), *common)
     environ: dict[str, Any] = {"DELTASYNC_CHANNEL": channel}
     with (
         serve(checkpoint, tmp_path / "head.log", *head, **environ) as child,

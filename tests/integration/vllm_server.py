@@ -148,12 +148,12 @@ class Server:
             assert time.monotonic() < deadline, {**status, "commits": status["commits"][-3:]}
             time.sleep(0.02)
 
-    def wait_for_requests(self, count: int) -> None:
-        """Until vLLM works on so many."""
+    def wait_for_requests(self, count: int, state: str = "running") -> None:
+        """Until vLLM works on so many; or so many are `waiting`."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with self.open("/metrics") as reply:
-                found = re.search(r"^vllm:num_requests_running{.*} (.*)$", reply.read().decode(), re.MULTILINE)
+                found = re.search(rf"^vllm:num_requests_{state}{{.*}} (.*)$", reply.read().decode(), re.MULTILINE)
             if found is not None and float(found[1]) >= count:
                 return
             assert time.monotonic() < deadline, found

@@ -37,12 +37,14 @@ class Engine:
     async def call(self, method: str, *args: Any, engine: bytes) -> Any:
         if method == "deltasync_guard":
             self.guarded = True
-        elif method == "deltasync_exchange":
+            return False
+        if method == "deltasync_exchange":
             return self.exchange(*args)
         return self.asleep
 
     def exchange(self, call: list[str], name: str | None, recomputes: bool, resumes: bool | None) -> Any:
         core = SimpleNamespace(
+            deltasync_paused=False,
             is_scheduler_paused=lambda: self.is_off,
             pause_scheduler=self.switch_off,
             deltasync_recompute=lambda: self.events.append("recompute"),
@@ -141,6 +143,7 @@ def test_an_engine_with_a_step_under_way_exchanges_once_it_has_ended(fails: bool
     events: list[str] = []
     pausing: Future[None] = Future()
     core = SimpleNamespace(
+        deltasync_paused=False,
         is_scheduler_paused=lambda: False,
         pause_scheduler=lambda **_: pausing,
         collective_rpc=lambda *call: events.append("commit") or [{"error": {}} if fails else {"result": None}],  # type: ignore[func-returns-value]
@@ -160,7 +163,7 @@ def test_an_engine_with_a_step_under_way_exchanges_once_it_has_ended(fails: bool
 
 def test_a_pause_that_fails_is_said_to_whoever_commits() -> None:
     pausing: Future[None] = Future()
-    core = SimpleNamespace(is_scheduler_paused=lambda: False, pause_scheduler=lambda **_: pausing)
+    core = SimpleNamespace(deltasync_paused=False, is_scheduler_paused=lambda: False, pause_scheduler=lambda **_: pausing)
     exchanged = exchange_here(core, ["commit", True], "7", recomputes=False, resumes=None)
     pausing.set_exception(RuntimeError("no device"))
     assert isinstance(exchanged, Future)

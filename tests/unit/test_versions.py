@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from types import SimpleNamespace
@@ -41,7 +42,10 @@ class Engine:
         self.pauses: Pauses | None = None
         self.closed: list[str] = []
         self.prompts: list[Any] = []
-        attend(self, lambda: self.live, lambda: self.refusal, lambda: self.pauses)
+        attend(self, self.live, lambda: self.refusal, self.undivided)
+
+    def undivided(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext() if self.pauses is None else self.pauses.undivided()
 
     async def encode(self, prompt: Any) -> AsyncGenerator[Any]:
         self.prompts.append(prompt)
@@ -108,8 +112,8 @@ def request(
         headers["content_type"] = "application/json"
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope: Scope = {"type": "http", "path": "/any", "method": "POST", "headers": raw}
-    pauses = lambda: None if engine is None else engine.pauses  # noqa: E731
-    asyncio.run(demanding(replies(app, lambda: live, pauses), reach)(scope, receive, send))
+    undivided = contextlib.nullcontext if engine is None else engine.undivided
+    asyncio.run(demanding(replies(app, live, undivided), reach)(scope, receive, send))
     told = {name.decode(): value.decode() for name, value in messages[0]["headers"]}
     assert len(messages) == 2
     return told | {"status": str(messages[0]["status"])}, messages[1]["body"]

@@ -1,0 +1,150 @@
+"""API servers of one engine that ask the one that leads; test_vllm_api_servers.py has real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deltasync.errors import StageError
+from vllm_plugin.engine import lead
+from vllm_plugin.servers import Servers
+from vllm_plugin.target import LiveVersions
+
+
+class Member:
+    """A server, what it holds for others, and its view of the versions."""
+
+    def __init__(self, number: int, engine: Any) -> None:
+        async def utility(method: str, *args: Any, engine: Any) -> Any:
+            assert method == "deltasync_lead"
+            return lead(engine, *args)
+
+        core = SimpleNamespace(client_index=number, core_engines=[engine], _call_utility_async=utility)
+        self.number, self.led, self.held, self.live = number, 0, 0, LiveVersions()
+        self.servers = Servers(core, self.answer, self.begin)
+
+    async def begin(self) -> None:
+        self.led += 1
+
+    async def join(self) -> None:
+        self.live.share(await self.servers.listen())
+        await self.servers.elect(None)
+
+    @contextlib.asynccontextmanager
+    async def answer(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        if method == "fail":
+            raise ZeroDivisionError
+        self.held += 1
+        try:
+            yield [self.number, method, args, kwargs]
+        finally:
+            self.held -= 1
+
+
+@contextlib.asynccontextmanager
+async def members(count: int) -> AsyncIterator[list[Member]]:
+    engine, before = SimpleNamespace(), len(asyncio.all_tasks())
+    found = [Member(number, engine) for number in range(count)]
+    await asyncio.gather(*(each.join() for each in found))
+    try:
+        yield found
+    finally:
+        for each in found:
+            each.servers.close()
+        await until(lambda: len(asyncio.all_tasks()) == before)
+        engine.deltasync_folder.cleanup()
+
+
+def run(scene: Any) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_one_leads_and_answers_all() -> None:
+    async def scene() -> None:
+        async with members(4) as found:
+            (first,) = [each for each in found if each.led]
+            assert [each.servers.leads for each in found] == [each is first for each in found]
+            for each in found:
+                async with each.servers.call("reach", 7, exact=True) as answer:
+                    assert answer == [first.number, "reach", [7], {"exact": True}]
+
+    run(scene)
+
+
+def test_what_a_call_holds_is_let_go_with_it_and_with_the_server_that_made_it() -> None:
+    async def scene() -> None:
+        async with members(2) as found:
+            (first,), (other,) = ([each for each in found if bool(each.led) is leads] for leads in (True, False))
+            async with other.servers.call("undivided"), other.servers.call("undivided"):
+                assert first.held == 2
+            await until(lambda: first.held == 0)
+
+            async def hold() -> None:
+                async with other.servers.call("undivided"):
+                    await asyncio.Event().wait()
+
+            task = asyncio.create_task(hold())
+            await until(lambda: first.held == 1)
+            task.cancel()
+            await until(lambda: first.held == 0)
+
+    run(scene)
+
+
+def test_another_leads_once_the_first_has_ended() -> None:
+    async def scene() -> None:
+        async with members(3) as found:
+            (first,) = [each for each in found if each.led]
+            others = [each for each in found if each is not first]
+
+            async def asked(each: Member) -> int:
+                async with each.servers.call("status") as answer:
+                    return int(answer[0])
+
+            first.servers.close()
+            leaders = {*await asyncio.gather(*(asked(each) for each in others for _ in range(3)))}
+            assert len(leaders) == 1 and first.number not in leaders
+            assert [each.led for each in others] == [int(each.number in leaders) for each in others]
+
+    run(scene)
+
+
+def test_a_call_that_the_leader_does_not_live_to_answer_fails() -> None:
+    async def scene() -> None:
+        async with members(2) as found:
+            (first,), (other,) = ([each for each in found if bool(each.led) is leads] for leads in (True, False))
+
+            with pytest.raises(StageError, match="has ended; another one follows it now"):
+                async with other.servers.call("fail"):
+                    pass
+            assert first.held == 0
+
+    run(scene)
+
+
+def test_all_see_at_once_which_versions_are_live() -> None:
+    async def scene() -> None:
+        async with members(2) as found:
+            one, other = (each.live for each in found)
+            assert (one.now, other.now, other.since(other.mark)) == (None, None, None)
+            one.note(5)
+            mark = other.mark
+            assert (other.now, other.since(mark)) == (5, (5, 5))
+            one.expect(6)
+            assert (other.now, other.since(mark), other.since(other.mark)) == (5, (5, 6), (5, 5))
+            one.note(6)
+            assert (other.now, other.since(mark), other.since(other.mark)) == (6, (5, 6), (6, 6))
+            other.note(None)  # this one leads now
+            assert (one.now, one.since(one.mark)) == (None, None)
+
+    run(scene)
