@@ -174,9 +174,7 @@ def _kernels(seconds: float) -> int:
         dim_S2D3[0, 0, 0] = 1, size, 1
         rows = line_SC, dim_S2D3, np.array([[0, size, 0]]), np.arange(-(-size // 64))
         given = *rows, _exact(np.zeros(size, np.int32)), _exact(np.zeros(size, bits)), np.zeros((3, 1), np.int64)
-        assert native.extension().stage(
-            2, 64, *given, _exact(np.arange(size, dtype=np.int32)), _exact(np.ones(size, bits))
-        )
+        assert native.extension().stage(2, 64, *given, _exact(np.arange(size, dtype=np.int32)), _exact(np.ones(size, bits)))
         assert native.extension().exchange(2, 64, *given)
         done += 6
 
