@@ -96,6 +96,7 @@ class DeltaSyncEndpoints(LocalRoutes):
         self._pauses: Pauses | None = None
         self._servers: Servers | None = None
         self._live = LiveVersions()
+        self._closed = until_ready(lambda: None if self._live.was_ready else self._not_ready())
         self._ticking: asyncio.Task[None] | None = None
         self._refused = "deltasync follows nothing: set DELTASYNC_CHANNEL."
         self._unready: str | None = "This server serves no version yet."  # of the server that leads, if that is another
@@ -143,7 +144,7 @@ class DeltaSyncEndpoints(LocalRoutes):
         attend(
             engine_client,
             live=self._live,
-            refusal=until_ready(self._not_ready) if waits else lambda: None,
+            refusal=self._closed if waits else lambda: None,
             undivided=self._undivided,
         )
         with self._refusing():
@@ -227,6 +228,7 @@ class DeltaSyncEndpoints(LocalRoutes):
                 pauses.on_use = follow.poke
                 await pauses.guard()
             self._follow = follow
+            follow.on_step.append(self._closed)
             logger.info(
                 "deltasync follows %s (%s) as %s; versions and replicas: deltasync watch %s",
                 *(follow.reader.store.url, follow.pin, self.settings.replica_id, follow.reader.store.url),
@@ -339,4 +341,7 @@ class DeltaSyncEndpoints(LocalRoutes):
             return self._unready
         if self._pauses is not None and self._pauses.held:
             return f"This server does not generate now. {self.follow().error or ''}".rstrip()
-        return self._refused if self._follow is None else self._follow.not_ready
+        reason = self._refused if self._follow is None else self._follow.not_ready
+        if reason is None:
+            self._live.ready()
+        return reason

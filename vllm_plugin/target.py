@@ -54,7 +54,7 @@ class LiveVersions:
     """
 
     def __init__(self) -> None:
-        self._numbers = np.zeros(1 + 2 * limits.HISTORY, np.int64)  # how many were noted, and a ring; 0 is no version
+        self._numbers = np.zeros(2 + 2 * limits.HISTORY, np.int64)  # how many were noted, `was_ready`, a ring; 0: no version
 
     def share(self, path: str) -> None:
         """Keep the numbers in this file from now on, which may have some."""
@@ -76,7 +76,16 @@ class LiveVersions:
         self._numbers[0] = self.mark + len(numbers)
 
     def _place(self, mark: int) -> int:
-        return 1 + mark % (len(self._numbers) - 1)
+        return 2 + mark % (len(self._numbers) - 2)
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether requests may be answered, because the server was ready once; `ready` sets it."""
+        return bool(self._numbers[1])
+
+    def ready(self) -> None:
+        """Set `was_ready`, for ever."""
+        self._numbers[1] = 1
 
     @property
     def now(self) -> int | None:
@@ -91,8 +100,8 @@ class LiveVersions:
     def since(self, mark: int) -> tuple[int, int] | None:
         """Return the least and the greatest version that were live since a mark; None if none was."""
         last = self.mark
-        marks = np.arange(max(mark, last + 2 - len(self._numbers)), last + 1)
-        numbers = self._numbers[1 + marks % (len(self._numbers) - 1)]
+        marks = np.arange(max(mark, last + 3 - len(self._numbers)), last + 1)
+        numbers = self._numbers[2 + marks % (len(self._numbers) - 2)]
         live = numbers[numbers > 0]
         return (int(live.min()), int(live.max())) if len(live) else None
 

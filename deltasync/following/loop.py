@@ -88,7 +88,7 @@ class Follow:
         self.reader, self.target, self.settings = reader, target, settings
         self.cursor = Cursor(reader, settings.max_age_s, prefetch)
         self.commits: deque[Commit] = deque(maxlen=limits.HISTORY)
-        self.on_step: list[Callable[[], None]] = []
+        self.on_step: list[Callable[[], object]] = []
         self._observer, self._log = observer, log
         self._pin = parse_pin(settings.pin)
         self._state = "waiting"  # one of the states of `Status.state`, but never `stale`

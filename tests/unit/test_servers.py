@@ -1,4 +1,4 @@
-"""API servers of one engine that ask the one that leads; test_vllm_api_servers.py has real ones."""
+"""API servers of one engine that ask the one that leads, over one real worker; test_vllm_api_servers.py has real ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from deltasync.errors import StageError
+from tests import driving
+from tests.driving import Engine, Trainer, serving
 from vllm_plugin.engine import lead
 from vllm_plugin.servers import Servers
 from vllm_plugin.target import LiveVersions
+
+engine, trainer = driving.engine, driving.trainer  # fixtures
 
 
 class Member:
@@ -148,3 +152,50 @@ def test_all_see_at_once_which_versions_are_live() -> None:
             assert (one.now, one.since(one.mark)) == (None, None)
 
     run(scene)
+
+
+def client(engine: Engine, number: int, shared: SimpleNamespace) -> Engine:
+    """The engine client of one of two API servers; all have the same worker."""
+    found = Engine()
+    found.model, found.worker, call = engine.model, engine.worker, found.call_utility_async
+
+    async def utility(method: str, *args: Any, engine: object) -> Any:
+        return lead(shared, *args) if method == "deltasync_lead" else await call(method, *args, engine=engine)
+
+    found.engine_core = SimpleNamespace(
+        **{**vars(found.engine_core), "_call_utility_async": utility, "client_count": 2, "client_index": number}
+    )
+    return found
+
+
+def test_every_server_replies_alike_and_follows_when_the_first_has_ended(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.publish()
+    shared = SimpleNamespace()
+    clients = [client(engine, number, shared) for number in range(2)]
+    with contextlib.ExitStack() as later, contextlib.ExitStack() as first:
+        one = first.enter_context(serving(clients[0], monkeypatch, CHANNEL=memory_url))
+        other = later.enter_context(serving(clients[1], monkeypatch, CHANNEL=memory_url))
+        for number in (1, 2):
+            assert [each.post("/deltasync/sync").json()["version"] for each in (one, other)] == [number, number]
+            assert one.get("/deltasync/digest").json() == other.get("/deltasync/digest").json()
+            status, same = (each.get("/deltasync/status").json() for each in (one, other))
+            assert status | {"followed_s_ago": 0} == same | {"followed_s_ago": 0} and status["state"] == "serving"
+            for each in (one, other):
+                assert each.get("/deltasync/ready").json() == {"ready": True, "reason": None}
+                assert each.post("/v1/completions").headers["x-deltasync-versions"] == f"{number}..{number}"
+                for wanted, code in ((str(number), 200), (">=latest", 200), (f">={number + 1}", 409), ("new", 400)):
+                    headers = {"x-deltasync-version": wanted, "x-deltasync-timeout": "0.1"}
+                    assert each.post("/v1/completions", headers=headers).status_code == code
+            trainer.publish()
+        for body in ({"pin": "99"}, {"pin": "no"}, {"pin": "2"}, {"pin": "latest"}):
+            replies = [each.post("/deltasync/pin", json=body | {"timeout_s": 20}) for each in (one, other)]
+            assert len({(reply.status_code, reply.json().get("error")) for reply in replies}) == 1
+        boot = other.get("/deltasync/status").json()["boot"]
+        first.close()
+        version = trainer.publish()
+        assert other.post("/deltasync/sync", json={"version": version}).json()["version"] == version
+        assert other.get("/deltasync/status").json()["boot"] != boot
+        assert other.post("/v1/completions").headers["x-deltasync-versions"] == f"{version}..{version}"
+        shared.deltasync_folder.cleanup()
