@@ -17,6 +17,7 @@ import msgspec
 from deltasync.errors import StageError
 from vllm_plugin import logger
 from vllm_plugin.engine import call_engines
+from vllm_plugin.pauses import SWITCHED
 
 Answering = Callable[..., contextlib.AbstractAsyncContextManager[Any]]
 
@@ -77,23 +78,30 @@ class Servers:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Return a context with the answer to a call of the leader, which holds as long as the context what was asked for.
 
+        If the leader ends meanwhile, the next one is asked, unless the call is one of `SWITCHED`, which may have begun.
+
         Raises:
-            StageError: the leader has ended meanwhile.
+            StageError: the leader did not answer.
         """
+        asked = None
         while True:
             leader = self.leader
             try:
                 reader, writer = await asyncio.open_unix_connection(self._socket(leader))
-                break
             except OSError:  # it has ended
                 await self.elect(leader)
-        with contextlib.closing(writer):
-            try:
-                await _send(writer, (method, args, kwargs))
-                answer = await _receive(reader)
-            except (ConnectionError, asyncio.IncompleteReadError):
-                raise StageError("The API server that followed the channel has ended; another one follows it now.") from None
-            yield answer
+                continue
+            with contextlib.closing(writer):
+                try:
+                    await _send(writer, (method, args, kwargs))
+                    answer = await _receive(reader)
+                except (ConnectionError, asyncio.IncompleteReadError):
+                    if leader == asked or method in SWITCHED:
+                        raise StageError(f"The API server that follows the channel did not answer {method}.") from None
+                    asked = leader
+                    continue
+                yield answer
+                return
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async def reply(method: str, args: list[Any], kwargs: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ class Member:
 
         core = SimpleNamespace(client_index=number, core_engines=[engine], _call_utility_async=utility)
         self.number, self.led, self.held, self.live = number, 0, 0, LiveVersions()
+        self.asked: list[str] = []
         self.servers = Servers(core, self.answer, self.begin)
 
     async def begin(self) -> None:
@@ -41,7 +42,8 @@ class Member:
 
     @contextlib.asynccontextmanager
     async def answer(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        if method == "fail":
+        self.asked.append(method)
+        if method in ("fail", "sleep"):
             raise ZeroDivisionError
         self.held += 1
         try:
@@ -123,15 +125,15 @@ def test_another_leads_once_the_first_has_ended() -> None:
     run(scene)
 
 
-def test_a_call_that_the_leader_does_not_live_to_answer_fails() -> None:
+@pytest.mark.parametrize(("method", "asked"), [("fail", 2), ("sleep", 1)])
+def test_a_call_that_is_not_answered_is_made_again_unless_it_may_have_begun(method: str, asked: int) -> None:
     async def scene() -> None:
         async with members(2) as found:
             (first,), (other,) = ([each for each in found if bool(each.led) is leads] for leads in (True, False))
-
-            with pytest.raises(StageError, match="has ended; another one follows it now"):
-                async with other.servers.call("fail"):
+            with pytest.raises(StageError, match=f"did not answer {method}"):
+                async with other.servers.call(method):
                     pass
-            assert first.held == 0
+            assert (first.asked, first.held) == ([method] * asked, 0)
 
     run(scene)
 
