@@ -253,7 +253,6 @@ class Compactor:
         self.steps: Steps | None = None
         self.storing = self.failed = self.lost = self.affords = False
         self._stamp = _stamp(self.base)
-        self._bytes = sum(_bytes_of(stored) for stored in chain[1:])  # of the deltas since the base
         compactions = [at for at, stored in enumerate(chain) if stored.is_compaction]
         self._last_compaction = chain[compactions[-1]].key if compactions else None
         last = compactions[-1] if compactions else 0
@@ -272,10 +271,10 @@ class Compactor:
         self._collected = 0
         self._workers = Workers(1, "maintenance")
 
-    def begin(self, base: StoredRecord, later_bytes: int = 0, *, paid: bool = False) -> None:
-        """Start from new full weights, after which there are deltas of `later_bytes`. `paid`: deltas pay for them."""
+    def begin(self, base: StoredRecord, *, paid: bool = False) -> None:
+        """Start from new full weights. `paid`: deltas pay for them."""
         with self._lock:
-            self.base, self._bytes, self._stamp, self._last_compaction = base, later_bytes, _stamp(base), None
+            self.base, self._stamp, self._last_compaction = base, _stamp(base), None
             self._end(base.record.version, base.record.payload_bytes if paid else 0)
 
     def resume(self, steps: Steps) -> None:
@@ -289,7 +288,6 @@ class Compactor:
             self.resume(Steps.of(job))
             return
         with self._lock:
-            self._bytes += _bytes_of(stored)
             self._left += SHARE * _bytes_of(stored)
         if self.steps is not None:
             self.steps.add(job.delta)
@@ -357,7 +355,7 @@ class Compactor:
         self.storing, paid, self.affords = True, self.affords, False
         if self.steps is not None:
             self.steps.mark(stored.record.version)
-        self._workers.submit(self._announce, stored, weights, self._bytes, paid)
+        self._workers.submit(self._announce, stored, weights, paid)
 
     def compact(self, stored: StoredRecord, folder: str, job: Pending) -> None:
         """Store a compaction from the base to the newest version, which a job made, with parts in a folder.
@@ -389,14 +387,14 @@ class Compactor:
         """Finish what is under way."""
         self._workers.close()
 
-    def _announce(self, stored: StoredRecord, weights: Weights, before_bytes: int, paid: bool) -> None:
+    def _announce(self, stored: StoredRecord, weights: Weights, paid: bool) -> None:
         version, digest = stored.version, str(stored.record.fingerprint)
 
         def announce() -> None:
             announced = self._log.announce(version, digest, self.store(weights, version.version))
             if self.base is not None and self.base.record.version > version.version:
                 return  # other full weights were published since
-            self.begin(announced, self._bytes - before_bytes, paid=paid)
+            self.begin(announced, paid=paid)
             if self.steps is not None:
                 self.steps.start(version.version)
 
@@ -499,7 +497,7 @@ class Compactor:
         if not all(_is_whole(self.reader, file) for file in chain[0].record.payload_files):
             return False
         if chain[0].key != base.key:
-            self.begin(dataclasses.replace(chain[0], data=None), sum(map(_bytes_of, chain[1:])))
+            self.begin(dataclasses.replace(chain[0], data=None))
         return True
 
     def _collect_garbage(self) -> None:

@@ -214,33 +214,6 @@ def failures() -> None:
     scenario.end()
 
 
-def coalescing() -> None:
-    """While one rank's store is slow, versions join the one that waits, on all ranks alike."""
-    for slow in (0, dist.get_world_size() - 1):
-        scenario = Scenario(f"slow-{'first' if slow == 0 else 'last'}")
-        model, step = trainer(world())
-        publisher = scenario.publisher()
-        scenario.publish(publisher, weights_of(model))
-        gate = scenario.store.hold_at("put", keys.PARTS)
-        if dist.get_rank() != slow:
-            gate.opened.set()
-        receipts = [publisher.publish(step().items())]
-        scenario.expect(2, weights_of(model))
-        if dist.get_rank() == slow:
-            assert gate.entered.wait(60)
-        dist.barrier()
-        receipts += [publisher.publish(step().items()) for _ in range(3)]
-        scenario.expect(3, weights_of(model))
-        assert not any(receipt.done for receipt in receipts)
-        dist.barrier()
-        gate.opened.set()
-        publisher.close()
-        for receipt in receipts:
-            scenario.note(receipt)
-        assert all(receipt.done for receipt in receipts)
-        scenario.end()
-
-
 def other_shards() -> None:
     """Flat partitions as ZeRO has them, whole tensors on all ranks, copies of shards, and what is refused."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -406,7 +379,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     train()
     failures()
-    coalescing()
     other_shards()
     free_start()
     other_adapter()

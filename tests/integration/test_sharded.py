@@ -142,14 +142,6 @@ def test_a_rank_that_fails_takes_all_along_and_the_next_version_is_an_anchor(ran
     assert sorted(records(folder)) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("slow", ["first", "last"])
-def test_versions_coalesce_alike_on_all_ranks(ranks: tuple[int, Path], slow: str) -> None:
-    size, folder = ranks[0], ranks[1] / f"slow-{slow}"
-    rows = prove(folder, size)
-    assert [row["version"] for row in rows] == [1, 2, 3, 3, 3]
-    assert {version: document.coalesced for version, document in records(folder).items()} == {1: 1, 2: 1, 3: 3}
-
-
 def test_a_rank_that_dies_leaves_no_version_and_hangs_nobody(tmp_path: Path) -> None:
     script = str(ROOT / "tests/integration/dying_rank.py")
     shared = environment() | {"RENDEZVOUS": f"file://{tmp_path}/rendezvous"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import uuid
 from pathlib import Path
 
@@ -23,21 +22,8 @@ from deltasync.errors import (
 )
 from deltasync.publish.acquire import open_channel
 from deltasync.publish.log import Lease
-from deltasync.stores import Store
 from tests.channels import EPOCH, filled, states_of
 from tests.writers import QUICK, Place, Script, WriterStore, head, history, snapshot
-
-
-def test_what_says_who_opened_the_channel(quick: Place) -> None:
-    quick.script("a").publish()
-    b = quick.script("b")
-    opening = b.reader.opening(b.log.epoch)
-    assert opening is not None
-    assert opening.run_id == b.log.run_id
-    assert opening.continues == (b.tip if b.log.fencing == "seal" else None)
-    assert opening.writer.isprintable()
-    assert b.channel is not None
-    assert b.channel.fencing == b.log.fencing
 
 
 def test_a_channel_without_a_version(quick: Place) -> None:
@@ -136,17 +122,6 @@ def test_a_head_that_names_a_version_which_is_not_there_stops_nobody(quick: Plac
 
 
 class TestStoresThatDoNotDecide:
-    def test_if_none_match_that_is_ignored_is_found_out(self, memory: Place, caplog: pytest.LogCaptureFixture) -> None:
-        a = Script(memory.writer("a", ignores=True), lease=QUICK)
-        assert a.log.fencing == "lease"
-        assert "does not decide which of two publishers may write" in caplog.text
-        first = a.publish()
-        b = Script(memory.writer("b", ignores=True), lease=QUICK)
-        second = b.publish()
-        with pytest.raises(FencedError):
-            a.publish()
-        assert history(memory.store) == [first.version, second.version]
-
     def test_a_channel_that_seals_is_not_written_through_them(self, memory: Place) -> None:
         memory.script("a").publish()
         before = snapshot(memory.store)
@@ -163,10 +138,6 @@ class TestStoresThatDoNotDecide:
         b.publish()
         assert b.log.fencing == "lease"
         assert not [key for verb, key in store.calls if verb == "create"]
-
-
-def _stored_s(store: Store, prefix: str) -> float:
-    return max(info.modified_s for info in store.list(prefix))
 
 
 class TestWhatIsRefused:
@@ -200,12 +171,6 @@ class TestWhatIsRefused:
     def test_a_lease_that_is_too_short(self) -> None:
         with pytest.raises(ConfigError, match=r"settle_s must be more than 25 s, and is 25 s\."):
             Lease(25.0)
-
-
-def test_the_log_says_what_was_opened(quick: Place, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "deltasync")
-    a = quick.script("a")
-    assert f"opened run={a.log.run_id} epoch={a.log.epoch} after=None fencing={a.log.fencing}" in caplog.text
 
 
 class TestListingsThatLie:
