@@ -31,10 +31,11 @@ from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.maintenance import KeepPolicy
 from deltasync.stores import Store
 from deltasync.tensors.bits import spec_of
+from tests.builders import assert_holds
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 from tests.unit import test_initial
-from tests.unit.test_initial import Weights, assert_bits, save, trained, weights
+from tests.unit.test_initial import Weights, save, trained, weights
 
 base, hub = test_initial.base, test_initial.hub
 
@@ -109,7 +110,7 @@ def test_a_checkpoint_that_is_not_the_same_is_refused(memory_url: str, base: Pat
     # It is the checkpoint that is wrong, not the channel: a later anchor helps.
     with Publisher(memory_url, resume=True) as publisher:
         assert publisher.publish(weights().items()).wait(60).kind == "anchor"
-    assert_bits(memory_url, weights(), 2)
+    assert_holds(memory_url, weights(), 2)
 
 
 def test_a_model_that_the_checkpoint_is_not_of_is_refused(memory_url: str, base: Path) -> None:
@@ -228,7 +229,7 @@ class TestHousekeeping:
     def test_a_copy_refers_to_the_same_checkpoint(self, url: str, memory_url: str) -> None:
         maintenance.copy(ChannelReader(open_store(url)), open_store(memory_url))
         assert stored_keys(open_store(memory_url)) == stored_keys(open_store(url))
-        assert_bits(memory_url, weights(), 1)
+        assert_holds(memory_url, weights(), 1)
 
     def test_an_export_takes_config_and_tokenizer_from_the_checkpoint(self, url: str, base: Path, tmp_path: Path) -> None:
         for version in (2, 7):
@@ -302,10 +303,10 @@ def test_a_trainer_whose_checkpoint_is_older_than_the_head_goes_on_right(channel
             assert receipt.kind == "delta"
             assert follower.sync() == receipt.version
             assert_same_bits(follower.state_dict(), state)
-            assert_bits(channel_url, state, receipt.version)
+            assert_holds(channel_url, state, receipt.version)
         assert receipt.version == version + 2
     for version, state in enumerate(states, start=1):  # nothing of what was published before changed
-        assert_bits(channel_url, state, version)
+        assert_holds(channel_url, state, version)
 
 
 def test_find_and_load_read_only_what_they_need(tmp_path: Path) -> None:
