@@ -62,8 +62,12 @@ def check_merges(model: torch.nn.Module) -> None:
                 f"The adapter of {one} would be merged into weights that {name} shares, so the merged weights would differ "
                 "from the trained ones. Adapt neither, or untie the embeddings (tie_word_embeddings=False)."
             )
-    kinds = {(type(layer), type(getattr(layer, "base_layer", None)), _has_bias(layer)): layer for layer in layers.values()}
-    wrapped = {(type(layer), type(_weight(layer))): (name, layer) for name, layer in layers.items() if _is_wrapped(layer)}
+    kinds, wrapped = {}, {}
+    for name, layer in layers.items():
+        inner, weight = getattr(layer, "base_layer", None), _weight(layer)
+        kinds[type(layer), type(inner), getattr(inner, "bias", None) is not None] = layer
+        if isinstance(weight, torch.Tensor) and is_wrapper(weight):
+            wrapped[type(layer), type(weight)] = name, layer
     try:
         if merges_by_layers(model):
             for layer in kinds.values():
@@ -89,11 +93,6 @@ def _weight(layer: Any) -> Any:
     return getattr(getattr(layer, "base_layer", None), "weight", None)
 
 
-def _is_wrapped(layer: Any) -> bool:
-    weight = _weight(layer)
-    return isinstance(weight, torch.Tensor) and is_wrapper(weight)
-
-
 def _merge_shows(layer: Any, peft_model: Any) -> bool:
     """Whether other adapters would merge to other weights. PEFT adds in place, for which a wrapper subclass may be deaf."""
     other = _copy_sharing_others(layer, [layer], peft_model)
@@ -102,10 +101,6 @@ def _merge_shows(layer: Any, peft_model: Any) -> bool:
             param.detach().add_(1)
     before, after = (readable("", _merged_layer(each, peft_model).weight) for each in (layer, other))
     return not torch.equal(before, after)
-
-
-def _has_bias(layer: Any) -> bool:
-    return getattr(getattr(layer, "base_layer", None), "bias", None) is not None
 
 
 def tensors(model: torch.nn.Module, keep_params: bool = False) -> dict[str, torch.Tensor]:

@@ -143,9 +143,8 @@ class DeltaSyncCallback(TrainerCallback):
                 "(trainer.remove_callback(DeltaSyncCallback)), and give it to the trainer of the best model."
             )
         self._adapter = self._problem = None
-        number = 1 + compat.callbacks(DeltaSyncCallback).index(self)
+        number = compat.add_around(self, self._before, self._after)
         self._prefix = "delta_sync/" if number == 1 else f"delta_sync_{number}/"
-        compat.add_around(self._before, self._after)
         transfer = self._transfer
         transfer.step = state.global_step
         if state.is_world_process_zero and (average := compat.averages(more.get("optimizer"))) is not None:

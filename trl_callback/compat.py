@@ -200,23 +200,19 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
     return restore
 
 
-def add_around(first: TrainerCallback, last: TrainerCallback) -> None:
+def add_around(own: TrainerCallback, first: TrainerCallback, last: TrainerCallback) -> int:
     """Insert callbacks before and after all others of the running trainer.
 
     A callback has access neither to the trainer nor to its `CallbackHandler`, and `report_to` integrations run before the
-    callbacks of users. So the handler is found among the callers.
+    callbacks of users. So the handler is found among the callers. Returns the number of `own` among the trainer's callbacks
+    of its class, from 1 on.
     """
     handler: Any = _caller(CallbackHandler)
     others = [other for other in handler.callbacks if other is not first and other is not last]
     # The running event continues with the old list. The default flow stays first.
     place = int(bool(others) and isinstance(others[0], DefaultFlowCallback))
     handler.callbacks = [*others[:place], first, *others[place:], last]
-
-
-def callbacks(kind: type) -> list[Any]:
-    """Return the running trainer's callbacks of this class."""
-    handler: Any = _caller(CallbackHandler)
-    return [callback for callback in handler.callbacks if isinstance(callback, kind)]
+    return 1 + [other for other in others if isinstance(other, type(own))].index(own)
 
 
 def replace_stream(take_part: Callable[[], None]) -> None:

@@ -102,21 +102,16 @@ def as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[s
     operations = [operation for each in loaded for operation in getattr(each, "operations", ())]
     is_foreign = any(type(operation).__module__ != revert_weight_conversion.__module__ for operation in operations)
     if not is_foreign or _is_quantized(model):
-        return _reverted(model, tensors)
+        return revert_weight_conversion(model, tensors)
     # With the quantizer's, which transformers does not distinguish from the model's, weights would be quantized again.
     model._weight_conversions = [
         *(each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)),
         *(each for each in loaded if isinstance(each, PrefixChange)),
     ]
     try:
-        return _reverted(model, tensors)
+        return revert_weight_conversion(model, tensors)
     finally:
         model._weight_conversions = loaded
-
-
-def _reverted(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
-    return saved
 
 
 def _is_quantized(model: torch.nn.Module) -> bool:
@@ -294,7 +289,8 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
     `dtype` is as `PublisherSettings.dtype`; config.json names the dtype of most tensors, and whether these
     are tied and quantized. A file that cannot be saved is left out, with a warning.
     """
-    model = _unloaded_base(model)
+    is_adapted = is_peft(model) and hasattr(unwrapped(model), "get_base_model")
+    model = unwrapped(adapter.unloaded(model) if is_adapted else model)
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(model, PreTrainedModel):
             _config(model, dtype).save_pretrained(folder)
@@ -311,13 +307,6 @@ def _save(what: str, thing: Any, folder: str) -> None:
     except Exception as error:  # noqa: BLE001 - training needs no such file, and any error may occur
         reason = str(error).partition("\n")[0]
         logger.warning("Checkpoints of the channel will have no %s: %s: %s", what, type(error).__name__, reason)
-
-
-def _unloaded_base(model: torch.nn.Module) -> torch.nn.Module:
-    """The model that a checkpoint is of: without wrappers and adapters."""
-    if is_peft(model) and hasattr(unwrapped(model), "get_base_model"):
-        return unwrapped(adapter.unloaded(model))
-    return unwrapped(model)
 
 
 def _config(model: PreTrainedModel, dtype: str) -> Any:

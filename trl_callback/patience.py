@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from deltasync import Receipt
-from deltasync.errors import DeltaSyncError, StoreError, TransientStoreError
+from deltasync.errors import StoreError, TransientStoreError
 from deltasync.stores import Store
 from deltasync.stores.wrapper import WrappedStore
 
@@ -99,16 +99,8 @@ class Backlog:
 
     def _drop_stored(self) -> None:
         """Drop the newest stored version and those before it."""
-        while any(_is_stored(receipt) for receipt, _ in self._receipts):
+        while any(receipt.done and receipt.problem is None for receipt, _ in self._receipts):
             del self._receipts[0]
         if self._warned and not self._receipts:
             self._warned = False
             logger.warning("%s has stored all versions.", self._store.url)
-
-
-def _is_stored(receipt: Receipt) -> bool:
-    try:
-        receipt.wait(0)
-    except DeltaSyncError:
-        return False
-    return True

@@ -28,16 +28,13 @@ from tests.integration.async_trainers import make_async_trainer, make_distillati
 from tests.integration.trainers import (
     Bits,
     Fleet,
-    FlushEachStep,
     Recorder,
     anchor_directory,
     beat,
-    make_trainer,
     merged_bits,
     published_bits,
     run_id,
     saved_bits,
-    tiny_model,
     tiny_moe,
 )
 from tests.unit.test_trainers_server import Status
@@ -284,13 +281,6 @@ def test_a_transfer_that_is_passed_explicitly_is_the_same(checkpoint: Path, tmp_
     assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
 
 
-def test_looking_at_the_transfer_changes_nothing(memory_url: str, tmp_path: Path) -> None:
-    sync = DeltaSyncCallback(memory_url)
-    assert sync.weight_transfer is sync.weight_transfer
-    make_trainer(tiny_model(), tmp_path, sync, FlushEachStep(sync), max_steps=2).train()
-    assert [record.step for record in sync.history] == [0, 1, 2]
-
-
 def test_a_transfer_of_another_kind_is_refused_before_training(checkpoint: Path, memory_url: str) -> None:
     class NoTransfer:
         def init_weight_transfer(self) -> None:
@@ -353,16 +343,6 @@ def test_a_trl_without_a_transfer_to_replace_is_refused_at_once(
     monkeypatch.delattr(async_grpo_trainer, "WeightTransferClient")
     with pytest.raises(ConfigError, match=r"AsyncGRPOTrainer of TRL .* has no weight transfer .* 1\.9 to 1\.16"):
         make_async_trainer(checkpoint, DeltaSyncCallback(memory_url), [])
-
-
-def test_the_adapter_alone_is_not_for_a_trainer_that_streams_merged_weights(checkpoint: Path, memory_url: str) -> None:
-    with pytest.raises(ConfigError, match="streams merged weights"):
-        make_async_trainer(
-            checkpoint,
-            DeltaSyncCallback(memory_url, adapter_only=True),
-            [],
-            peft_config=LoraConfig(target_modules=["q_proj"]),
-        )
 
 
 def test_log_probabilities_of_another_distribution_are_refused_before_training(checkpoint: Path, memory_url: str) -> None:
