@@ -362,6 +362,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "outage": _of_command("outage"),
     "learning": _of_command("learning"),
     "async-learning": _of_command("async_learning"),
+    "curves": _of_command("curves"),
     "placement": _of_command("placement"),
     "demo": _of_command("demo"),
     "hosts": lambda: _as_written("hosts"),

@@ -17,8 +17,10 @@ import pytest
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from deltasync.errors import AckTimeoutError, ConfigError
+from deltasync import Replica
+from deltasync.errors import AckTimeoutError, ChannelInUseError, ConfigError
 from demo import task
+from tests.conftest import assert_same_bits
 from tests.integration import vllm_server
 from tests.integration.async_trainers import make_async_trainer, share_of_digits
 from tests.integration.test_examples import run_example
@@ -48,6 +50,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     checkpoint = vllm_server.save_model(tmp_path_factory.mktemp("trl"))
     with vllm_server.serving(checkpoint, VLLM_SERVER_DEV_MODE="0") as server:
         yield server
+
+
+class Recorder(TrainerCallback):
+    """As a `report_to` integration: registered before the callback, it sees the logs before the callback does."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
 
 
 def served_digests(model: Any) -> dict[str, str]:
@@ -94,6 +106,26 @@ def make_trainer(
         peft_config=peft_config,
     )
     return trainer
+
+
+def test_grpo_generates_with_its_own_weights_bit_for_bit(server: Server, tmp_path: Path) -> None:
+    recorder, sync = Recorder(), DeltaSyncCallback(server.channel)
+    trainer = make_trainer("GRPO", server, tmp_path, recorder, sync)
+    trainer.train()
+
+    assert [(record.version, record.step) for record in sync.history] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert [record.ack_s is not None for record in sync.history] == [True, True, True, False]  # nobody waits for the last
+    assert any(record.changed > 0 for record in sync.history[1:])  # where all rewards are equal nothing changes
+    replica = Replica(server.channel)
+    replica.sync()
+    expected = {name: tensor.to(replica.state_dict()[name].dtype) for name, tensor in trainer.model.state_dict().items()}
+    assert_same_bits(replica.state_dict(), expected)
+
+    logs = [line for line in recorder.logs if "loss" in line]
+    assert [line["delta_sync/version"] for line in logs] == [1, 2, 3]
+    for name in ("changed_fraction", "payload_bytes", "bits_per_changed", "encode_s", "ack_s", "upload_s", "coalesced"):
+        assert all(f"delta_sync/{name}" in line for line in logs[1:]), name
+    assert logs[-1]["delta_sync/changed_fraction"] == sync.history[2].changed_fraction
 
 
 def test_grpo_goes_on_from_a_checkpoint_with_its_weights_on_the_server(server: Server, tmp_path: Path) -> None:
@@ -175,6 +207,11 @@ def test_a_replica_that_does_not_serve_the_version_ends_the_training(server: Ser
     trainer = make_trainer("GRPO", server, tmp_path / "out", sync)
     with pytest.raises(AckTimeoutError, match=f"it follows run .* of {server.channel}"):
         trainer.train()
+
+
+def test_a_used_channel_is_refused(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(ChannelInUseError, match="resume=True"):
+        make_trainer("GRPO", server, tmp_path, DeltaSyncCallback(server.channel)).train()
 
 
 def test_not_waiting_is_not_for_an_on_policy_trainer(server: Server, tmp_path: Path) -> None:
@@ -298,12 +335,19 @@ def test_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> None:
     # Blocks of another version in the prefix cache would give other log probabilities than the trainer's: about 0.4 apart.
     apart = [line["sampling/sampling_logp_difference/mean"] for line in trainer.state.log_history if "reward" in line]
     assert statistics.median(apart) < 0.1, apart
-    assert [record.ack_s is not None for record in sync.history] == [True] * STEPS + [False]  # nobody waits for the last
-    logs = [line for line in trainer.state.log_history if "loss" in line]
-    first = sync.history[0].version
-    assert [line["delta_sync/version"] for line in logs] == [*range(first, first + STEPS)]
-    for name in ("changed_fraction", "payload_bytes", "bits_per_changed", "encode_s", "ack_s", "upload_s", "coalesced"):
-        assert all(f"delta_sync/{name}" in line for line in logs[1:]), name
+
+
+def test_another_temperature_needs_processed_log_probabilities(server: Server, tmp_path: Path) -> None:
+    from trl import GRPOConfig, GRPOTrainer
+
+    with pytest.raises(ConfigError, match=r"gives raw_logprobs, .* temperature=0\.7: .* --logprobs-mode processed_logprobs"):
+        GRPOTrainer(
+            model=str(checkpoint_of(server)),
+            reward_funcs=share_of_digits,
+            args=grpo_config(GRPOConfig, server, tmp_path, temperature=0.7),
+            train_dataset=prompts(),
+            callbacks=[DeltaSyncCallback(server.channel, resume=True)],
+        )
 
 
 def grpo_config(kind: Any, server: Server, folder: Path, **settings: Any) -> Any:
