@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import socket
@@ -19,6 +18,7 @@ from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import AckTimeoutError, ConfigError, StoreError, TransientStoreError
 from deltasync.following.status import HeartbeatWriter, Status
 from deltasync.stores import Store, open_store
+from tests.answers import Answers, Asked
 from tests.faults import FaultyStore
 from tests.hub.fixtures import wait_until
 
@@ -249,64 +249,33 @@ def test_a_lasting_error_is_raised(store: Store) -> None:
 # --- servers that are asked --------------------------------------------------------------------------------------------
 
 
-class StatusServer:
+class StatusServer(Answers):
     """Answers as a replica's routes do; the real ones are asked in the tests with vLLM."""
 
-    def __init__(self, replica_id: str) -> None:
-        self.status = {
-            "replica_id": replica_id,
-            "run_id": RUN,
-            "channel": "x",
-            "state": "serving",
-            "version": 2,
-            "epoch": EPOCH,
-            "sha256": PUBLISHED[2],
-            "error": None,
-        }
+    def __init__(self) -> None:
+        self.status = {"run_id": RUN, "channel": "x", "state": "serving", "version": 2, "epoch": EPOCH, "error": None}
+        self.status["sha256"] = PUBLISHED[2]
         self.token: str | None = None
         self.found = True  # whether it has deltasync's routes
         self.asked_for: list[int] = []
-        status_server = self
+        super().__init__(self._answer)
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                status = status_server.status
-                if status_server.token is not None and "authorization" not in self.headers:
-                    status = {name: status[name] for name in ("state", "version")}
-                elif status_server.token is not None:
-                    assert self.headers["authorization"] == f"Bearer {status_server.token}"
-                self.reply(200 if status_server.found else 404, status)
-
-            def do_POST(self) -> None:
-                status_server.asked_for.append(json.loads(self.rfile.read(int(self.headers["content-length"])))["version"])
-                self.reply(504, {"error": "not yet"})
-
-            def reply(self, code: int, body: object) -> None:
-                data = json.dumps(body).encode()
-                self.send_response(code)
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    def _answer(self, asked: Asked) -> tuple[int, object]:
+        if asked.body:
+            self.asked_for.append(json.loads(asked.body)["version"])
+            return 504, {"error": "not yet"}
+        status = self.status
+        if self.token is not None and "authorization" not in asked.headers:
+            status = {name: status[name] for name in ("state", "version")}
+        elif self.token is not None:
+            assert asked.headers["authorization"] == f"Bearer {self.token}"
+        return 200 if self.found else 404, status
 
 
 @pytest.fixture
 def server() -> Iterator[StatusServer]:
-    server = StatusServer("asked")
-    yield server
-    server.close()
+    with StatusServer() as server:
+        yield server
 
 
 def test_servers_are_asked_instead_of_heartbeats(store: Store, server: StatusServer) -> None:
@@ -358,52 +327,22 @@ def test_a_server_with_a_token_wants_it(store: Store, server: StatusServer, monk
     assert wait(store, 2, urls=[server.url]) == [server.url]
 
 
-class Recorder:
-    """A server on another host name that keeps what it is sent, or redirects to another one."""
-
-    def __init__(self, redirect_to: str | None = None) -> None:
-        self.headers: list[dict[str, str]] = []
-        recorder = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                recorder.headers.append({name.lower(): value for name, value in self.headers.items()})
-                self.rfile.read(int(self.headers.get("content-length", 0)))
-                self.send_response(200 if redirect_to is None else 302)
-                if redirect_to is not None:
-                    self.send_header("location", redirect_to)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            do_POST = do_GET
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://localhost:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
 def test_no_token_goes_where_a_redirect_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", "secret")
-    with Recorder() as thief, Recorder(thief.url) as asked:
-        (found,) = heartbeat.ask([asked.url], RUN)
-        assert found.state == "unreachable"
-        assert found.error is not None and "302, a redirect, which is not followed" in found.error
-        heartbeat.wake([asked.url], 3)
-        assert [headers["authorization"] for headers in asked.headers] == ["Bearer secret"] * 2
-        assert asked.headers[1]["content-type"] == "application/json"
-        assert thief.headers == []
+    stolen, seen = list[Asked](), list[Asked]()
+    with Answers(lambda asked: stolen.append(asked) or (200, b"")) as thief:
+
+        def redirect(asked: Asked) -> tuple[int, bytes, dict[str, str]]:
+            seen.append(asked)
+            return 302, b"", {"location": thief.url}
+
+        with Answers(redirect, "localhost") as server:  # another host than the thief's
+            (found,) = heartbeat.ask([server.url], RUN)
+            assert found.state == "unreachable"
+            assert found.error is not None and "302, a redirect, which is not followed" in found.error
+            heartbeat.wake([server.url], 3)
+    assert [asked.headers["authorization"] for asked in seen] == ["Bearer secret"] * 2
+    assert seen[1].headers["content-type"] == "application/json" and not stolen
 
 
 def test_a_server_that_hangs_is_not_waited_for(store: Store) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import click
@@ -16,6 +13,7 @@ import torch
 
 from deltasync import Publisher
 from deltasync.cli import main
+from tests.answers import Answers
 
 AT_ONCE = {"bisect", "keygen"}
 STREAM = {"serve"}  # becomes vLLM, which logs
@@ -43,19 +41,6 @@ class Terminal(io.StringIO):
         return True
 
 
-class Server(BaseHTTPRequestHandler):
-    """Serves what it is told to."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"version": 2, "waited_s": 0.0}).encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 def commands(group: click.Group, context: click.Context, before: str = "") -> Iterator[tuple[str, click.Command]]:
     for name in group.list_commands(context):
         command = group.get_command(context, name)
@@ -70,10 +55,8 @@ COMMANDS = dict(commands(main, click.Context(main)))
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Server) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{http.server_address[1]}"
-        http.shutdown()
+    with Answers(lambda _: (200, {"version": 2, "waited_s": 0.0})) as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,20 @@
-"""The cheapest way by what a listing tells. Ways that are read are in `test_follow.py`."""
+"""The cheapest chain by what a listing tells. Chains that are read are in `test_follow.py`."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deltasync.channel.plan import EDGE_BYTES, Edge, cheapest
 
 DELTA, ANCHOR = 10 * EDGE_BYTES, 1000 * EDGE_BYTES
+EDGES = st.builds(
+    lambda base, more, size: Edge(base, base + more, size * EDGE_BYTES // 4, "some" if more > 1 else None),
+    *(st.integers(0, 8), st.integers(1, 5), st.integers(0, 40)),
+)
 
 
 def anchor(version: int, payload_bytes: int = ANCHOR) -> Edge:
@@ -17,75 +25,41 @@ def delta(version: int, payload_bytes: int = DELTA) -> Edge:
     return Edge(version - 1, version, payload_bytes)
 
 
-def compaction(base: int, version: int, payload_bytes: int) -> Edge:
-    return Edge(base, version, payload_bytes, "compaction")
-
-
-def way(start: int, target: int, edges: list[Edge]) -> list[str] | None:
+@given(st.lists(EDGES, max_size=20), st.integers(0, 8), st.integers(1, 12))
+def test_no_chain_that_leads_there_is_cheaper(edges: list[Edge], start: int, target: int) -> None:
+    cost = {0: 0.0, start: 0.0}
+    for _ in edges:
+        for edge in edges:
+            least = cost.get(edge.base, math.inf) + edge.bytes + EDGE_BYTES
+            cost[edge.version] = min(cost.get(edge.version, math.inf), least)
     found = cheapest(start, target, edges)
     if found is None:
-        return None
-    return [f"{'compaction' if edge.key else 'delta' if edge.base else 'anchor'} {edge.version}" for edge in found]
+        assert cost.get(target, math.inf) == math.inf and target != start
+        return
+    at = [edge.version for edge in found]
+    assert all(edge.base == before for edge, before in zip(found[1:], at, strict=False))
+    assert (at[-1] == target and found[0].base in (0, start)) if found else target == start
+    assert sum(edge.bytes + EDGE_BYTES for edge in found) == cost[target]
 
 
 SMALL = [anchor(1), delta(2), delta(3), anchor(3), delta(4)]
 
 
-def test_from_nothing_through_the_newest_anchor() -> None:
-    assert way(0, 4, SMALL) == ["anchor 3", "delta 4"]
-
-
-def test_the_order_of_the_choices_does_not_count() -> None:
-    assert cheapest(2, 4, SMALL[::-1]) == cheapest(2, 4, SMALL)
-
-
-def test_deltas_are_taken_past_an_anchor_that_costs_more() -> None:
-    assert way(2, 4, SMALL) == ["delta 3", "delta 4"]
-
-
-def test_an_anchor_is_taken_when_the_deltas_cost_more() -> None:
-    edges = [anchor(1), delta(2, 6 * ANCHOR // 10), delta(3, 6 * ANCHOR // 10), anchor(3), delta(4)]
-    assert way(1, 4, edges) == ["anchor 3", "delta 4"]
-
-
-def test_an_older_anchor_is_taken_when_the_way_from_it_costs_less() -> None:
-    edges = [anchor(1), delta(2), delta(3), anchor(3, 5 * ANCHOR), delta(4)]
-    assert way(0, 4, edges) == ["anchor 1", "delta 2", "delta 3", "delta 4"]
-
-
-def test_a_compaction_is_taken_when_it_costs_less_than_what_it_covers() -> None:
-    assert way(2, 4, [*SMALL, compaction(2, 4, 2 * DELTA)]) == ["compaction 4"]
-    assert way(2, 4, [*SMALL, compaction(2, 4, 3 * DELTA)]) == ["delta 3", "delta 4"]
-    assert way(1, 4, [*SMALL, compaction(2, 4, DELTA)]) == ["delta 2", "compaction 4"]
-
-
-def test_hops_are_not_free_even_without_changes() -> None:
-    edges = [anchor(1), *(delta(version, 0) for version in range(2, 10)), compaction(1, 9, EDGE_BYTES)]
-    assert way(1, 9, edges) == ["compaction 9"]
-
-
-def test_nothing_to_do_at_the_target() -> None:
-    assert way(4, 4, SMALL) == []
-    assert way(4, 4, []) == []
-
-
-def test_versions_past_the_target_are_not_used() -> None:
-    assert way(0, 2, SMALL) == ["anchor 1", "delta 2"]
-
-
-@pytest.mark.parametrize("start", [0, 1])
-def test_a_gap_that_nothing_bridges_has_no_way(start: int) -> None:
-    assert way(start, 4, [anchor(1), delta(4)]) is None
-
-
-def test_a_gap_before_an_anchor_does_no_harm() -> None:
-    assert way(1, 4, [anchor(1), delta(3), anchor(3), delta(4)]) == ["anchor 3", "delta 4"]
-
-
-def test_a_target_that_is_not_listed_has_no_way() -> None:
-    assert way(1, 9, SMALL) is None
+@pytest.mark.parametrize(
+    ("start", "target", "edges", "found"),
+    [
+        (0, 4, SMALL, SMALL[3:]),
+        (2, 4, SMALL, [delta(3), delta(4)]),
+        (2, 4, [*SMALL, Edge(2, 4, 2 * DELTA, "k")], [Edge(2, 4, 2 * DELTA, "k")]),
+        (4, 4, [], []),
+        (1, 4, [anchor(1), delta(4)], None),
+        (1, 9, SMALL, None),
+    ],
+)
+def test_chains(start: int, target: int, edges: list[Edge], found: list[Edge] | None) -> None:
+    assert cheapest(start, target, edges) == cheapest(start, target, edges[::-1]) == found
 
 
 def test_ten_thousand_deltas_in_a_row() -> None:
-    found = way(1, 10_000, [anchor(1), *(delta(version) for version in range(2, 10_001))])
+    found = cheapest(1, 10_000, [anchor(1), *(delta(version) for version in range(2, 10_001))])
     assert found is not None and len(found) == 9_999

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.errors import ConfigError
 from deltasync.tensors.bits import bits_of
+from tests.answers import Answers
 
 Weights = dict[str, torch.Tensor]
 
@@ -95,21 +94,8 @@ def server() -> Iterator[tuple[str, dict[str, Any]]]:
     """A server, and what it answers."""
     answer: dict[str, Any] = {}
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/deltasync/digest" else 404)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_address[1]}", answer
-        http.shutdown()
-        thread.join()
+    with Answers(lambda asked: (200 if asked.path == "/deltasync/digest" else 404, answer)) as server:
+        yield server.url, answer
 
 
 def test_a_server_is_compared_at_the_version_that_it_serves(url: str, server: tuple[str, dict[str, Any]]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from deltasync.errors import ConfigError
+from tests.answers import Answers, Asked
 from trl_callback import server
 from trl_callback.callback import client_class
 
@@ -21,43 +20,32 @@ MODEL = torch.nn.Linear(1, 1)
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 
 
-class Status:
+class Status(Answers):
     """A server whose /deltasync/status is what a test says: a document, or an HTTP status."""
 
     def __init__(self) -> None:
         self.answer: dict[str, Any] | int | bytes = {}
         self.models: list[str] = []
         self.asked = 0
-        status = self
+        super().__init__(self._answer)
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                answer: Any = {"data": [{"id": name} for name in status.models]}
-                if self.path != "/v1/models":
-                    assert self.path.startswith("/deltasync/status")
-                    status.asked += 1
-                    answer = {"state": "serving"} | status.answer if isinstance(status.answer, dict) else status.answer
-                self.send_response(answer if isinstance(answer, int) else 200)
-                self.end_headers()
-                if not isinstance(answer, int):
-                    self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def _answer(self, asked: Asked) -> tuple[int, Any]:
+        if asked.path == "/v1/models":
+            return 200, {"data": [{"id": name} for name in self.models]}
+        assert asked.path.startswith("/deltasync/status")
+        self.asked += 1
+        answer = self.answer
+        return (
+            (answer, b"")
+            if isinstance(answer, int)
+            else (200, {"state": "serving"} | answer if isinstance(answer, dict) else answer)
+        )
 
 
 @pytest.fixture
 def status() -> Iterator[Status]:
-    status = Status()
-    yield status
-    status.close()
+    with Status() as status:
+        yield status
 
 
 def check(status: Status, wait_s: float | None = None, model: torch.nn.Module = MODEL, **sampling: Any) -> bool:
