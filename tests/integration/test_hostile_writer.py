@@ -36,7 +36,7 @@ from tests.faults import FaultyStore
 
 Objects = dict[str, bytes]
 NEWEST = 6
-SECOND, THIRD = "000002-0000000b", "000003-0000000c"
+SECOND = "000002-0000000b"
 SEAL = keys.slot(4, EPOCH)
 
 
@@ -219,37 +219,6 @@ def test_a_large_compaction_is_not_read_before_its_document_is_found_to_be_ours(
     assert not maintenance.check(reader).problems
     way = find_chain(reader, None, large_made.tip, avoid={middle.key: "left out"})
     assert [stored.key for stored in way] == [first.key, compaction.key]
-
-
-def test_a_compaction_between_forks_leads_to_the_version_that_it_names_and_to_no_other(channel: Channel) -> None:
-    """Two honest logs, as after a lost lease: both have a version 4, and compactions lead to both."""
-    made, versions = channel.run(0, channel.ours)
-    fork = made.bits[versions[2].sha256]
-    made.tip, made.epoch = versions[2], THIRD
-    late = made.delta(trained(fork, 1000)).version
-    end = made.delta(trained(made.bits[late.sha256], 1001)).version
-    made.compaction(versions[1], late)
-    made.compaction(versions[2], end)
-    made.announce(end)
-    objects = objects_of(made.store)
-    known = {version: made.bits[version.sha256] for version in [*versions, late, end]}
-    compactions = [key for key in objects if key.startswith((keys.COMPACTIONS, keys.ANNOUNCEMENTS))]
-    for missing in [[], [late.key], [late.key, end.key], [versions[3].key], *([compaction] for compaction in compactions)]:
-        for head in (None, versions[-1], end):
-            store = new_store()
-            put(store, {key: data for key, data in objects.items() if key not in missing})
-            made.store = store
-            if head is not None:
-                made.head(head)
-            for at in (None, 1, 3):
-                replica = Replica(store, trusted_keys=channel.keys / "ours.pub")
-                for number in (at, None):
-                    try:
-                        replica.sync(number)
-                    except DeltaSyncError:
-                        continue
-                    assert replica.identity in known
-                    assert_same_bits(replica.state_dict(), known[replica.identity])
 
 
 def test_what_lies_beside_the_weights_is_ours_too(channel: Channel, tmp_path: Path) -> None:

@@ -205,19 +205,6 @@ def test_a_flipped_byte_of_a_payload_is_an_error_or_does_no_harm(memory_url: str
             assert_same_bits(replica.state_dict(), _second())
 
 
-@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
-def test_a_truncation_of_a_payload_is_an_error(memory_url: str, codec: str) -> None:
-    scene = _scene(memory_url, codec)
-    original = _file(scene, scene.second)
-    for size in range(0, len(original), 9):
-        _sign(scene, scene.second, original[:size])
-        replica = Replica(scene.store)
-        replica.sync(1)
-        with pytest.raises((FormatError, MissingVersionError)):
-            replica.sync()
-        assert_same_bits(replica.state_dict(), FIRST)
-
-
 @pytest.mark.parametrize("mask", [0x01, 0xFF])
 def test_a_flipped_byte_of_an_anchor_is_an_error_or_does_no_harm(memory_url: str, mask: int) -> None:
     scene = _scene(memory_url)
