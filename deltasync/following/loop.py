@@ -39,7 +39,7 @@ from deltasync.errors import (
 )
 from deltasync.following.cursor import Cursor, identify
 from deltasync.following.poll import Poll
-from deltasync.following.status import SHOWN, Commit, HeartbeatWriter, Status, log_commit
+from deltasync.following.status import SHOWN, Commit, HeartbeatWriter, Status
 from deltasync.following.target import Observer, Target
 from deltasync.stores.base import ObjectInfo
 from deltasync.threads import Home, daemon
@@ -496,7 +496,12 @@ class Follow:
         self.commits.append(commit)
         if self._observer is not None:
             self._observer.committed(commit, chain)
-        log_commit(self._log, commit, len(chain))
+        self._log.info(
+            "deltasync serves version=%(version)d digest=%(sha256).12s steps=%(steps)d changed=%(changed)d "
+            "stage_s=%(stage_s).3f pause_s=%(pause_s).4f scatter_s=%(scatter_s).4f reload_s=%(reload_s).3f lag_s=%(lag)s",
+            msgspec.structs.asdict(commit)
+            | {"lag": "-" if commit.lag_s is None else f"{commit.lag_s:.3f}", "steps": len(chain)},
+        )
 
     def _report(self, error: BaseException | None) -> None:
         """Set the state and the error after a step."""

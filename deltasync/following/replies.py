@@ -17,7 +17,6 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 from deltasync.following.module import ModuleReplica
 from deltasync.following.requests import token_matches
-from deltasync.following.status import Status
 
 VERSIONS_HEADER = "x-deltasync-versions"
 """The least and the greatest version that were live while a reply was made: `7..9`."""
@@ -78,16 +77,13 @@ def answer(
     if settings.http_token is not None and not token_matches(authorization, settings.http_token):
         return 401, {"error": "Send DELTASYNC_HTTP_TOKEN as a bearer token."}
     if path == "/deltasync/status":
-        commits = parse_qs(query).get("commits", ["all"])[-1]
-        status = following.status
-        return 200, msgspec.to_builtins(status if not commits.isdecimal() else _shortened(status, int(commits)))
+        commits, status = parse_qs(query).get("commits", ["all"])[-1], following.status
+        if commits.isdecimal():
+            status.commits = status.commits[max(0, len(status.commits) - int(commits)) :]
+        return 200, msgspec.to_builtins(status)
     with following.hold() as version:
         sha256 = {name: sha256_hex(np.ascontiguousarray(bits).data) for name, bits in live().items()}
     return 200, {"version": version, "sha256": sha256}
-
-
-def _shortened(status: Status, count: int) -> Status:
-    return msgspec.structs.replace(status, commits=status.commits[-count:] if count else [])
 
 
 def server_settings(program: str) -> tuple[str, ReplicaSettings, list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from concurrent.futures import Future, wait
@@ -87,16 +86,6 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 describe(Commit, Status)
-
-
-def log_commit(log: logging.Logger, commit: Commit, steps: int) -> None:
-    """Log a commit of a chain of `steps` records, as fields."""
-    lag = "-" if commit.lag_s is None else f"{commit.lag_s:.3f}"
-    log.info(
-        "deltasync serves version=%(version)d digest=%(sha256).12s steps=%(steps)d changed=%(changed)d "
-        "stage_s=%(stage_s).3f pause_s=%(pause_s).4f scatter_s=%(scatter_s).4f reload_s=%(reload_s).3f lag_s=%(lag_s)s",
-        msgspec.structs.asdict(commit) | {"lag_s": lag, "steps": steps},
-    )
 
 
 _WARNED = "warned"
