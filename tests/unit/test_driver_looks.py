@@ -16,7 +16,6 @@ from deltasync import limits, open_store
 from deltasync.channel import heartbeat, keys
 from deltasync.config import ReplicaSettings
 from deltasync.following.metrics import Metrics
-from deltasync.stores import ObjectInfo
 from tests import driving
 from tests.driving import PATIENCE_S, Driver, Engine, Trainer, serving, until
 from tests.faults import FaultyStore, flipped
@@ -362,53 +361,3 @@ def test_callers_cost_no_requests_of_their_own(
 
     trainer.publish()
     play(engine, memory_url, scene)
-
-
-class Bell:
-    """A watch that the test rings."""
-
-    def __init__(self, ring: Callable[[ObjectInfo | None], None]) -> None:
-        self.ring, self.live = ring, True
-
-    def close(self) -> None:
-        pass
-
-
-def test_an_event_takes_the_place_of_polling(
-    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bells: list[Bell] = []
-    known: list[ObjectInfo | None] = []
-    read = store.read
-
-    def watch(prefix: str, ring: Callable[[ObjectInfo | None], None]) -> Bell:
-        assert prefix == keys.VERSIONS
-        bells.append(Bell(ring))
-        return bells[0]
-
-    def reading(key: str, most_bytes: int, info: ObjectInfo | None = None) -> bytes:
-        known.append(info)
-        return read(key, most_bytes, info)
-
-    monkeypatch.setattr(store, "watch", watch)
-    monkeypatch.setattr(store, "read", reading)
-
-    async def body() -> None:
-        async with driving.following(engine, memory_url, CollectorRegistry()) as driver:
-            await driver.reach(1)
-            await until(lambda: driver.caught_up)
-            for number in (2, 3):
-                await asyncio.sleep(0.2)
-                trainer.publish()
-                tip = trainer.channel.tip
-                assert tip is not None
-                await asyncio.sleep(0.1)
-                assert driver.version == number - 1, "it is told of new records, so it asks rarely"
-                known.clear()
-                info = ObjectInfo(tip.key, 1 << 20)
-                bells[0].ring(info)
-                await until(lambda: driver.version == number)  # noqa: B023
-                assert known[0] is info
-
-    trainer.publish()
-    asyncio.run(asyncio.wait_for(body(), PATIENCE_S))

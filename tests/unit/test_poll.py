@@ -32,6 +32,12 @@ class WatchedStore(FaultyStore):
     """A store that tells of changes at once."""
 
     bell: Bell | None = None
+    infos: set[ObjectInfo | None] = set()  # noqa: RUF012 - replaced; those with which records were read
+
+    def read(self, key: str, most_bytes: int, info: ObjectInfo | None = None) -> bytes:
+        if key.startswith("versions/"):
+            self.infos.add(info)
+        return super().read(key, most_bytes, info)
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Bell:
         self.bell = Bell(on_change)
@@ -114,7 +120,7 @@ def test_a_replica_waits_for_a_version_without_asking_all_the_time(store: Store)
 
 def test_a_version_that_was_told_is_the_only_request_and_several_are_one_commit(store: Store) -> None:
     watched = WatchedStore(store)
-    weights = {"w": torch.zeros(64)}
+    weights, told = {"w": torch.zeros(64)}, set[ObjectInfo]()
     with Publisher(store, dtype="keep") as publisher:
         publisher.publish(weights.items()).wait(60)
         with follow(_module(), watched) as following:
@@ -122,6 +128,7 @@ def test_a_version_that_was_told_is_the_only_request_and_several_are_one_commit(
             assert watched.bell is not None
             time.sleep(0.2)
             watched.calls.clear()
+            watched.infos = set()
             for newest, count in ((2, 1), (3, 1), (6, 3)):
                 with following._follow.between_steps():  # the loop waits until all are told
                     for _ in range(count):
@@ -130,11 +137,12 @@ def test_a_version_that_was_told_is_the_only_request_and_several_are_one_commit(
                         tip = publisher._log.tip  # type: ignore[union-attr]
                         assert tip is not None and tip.version == receipt.version
                         watched.bell.ring(ObjectInfo(tip.key, receipt.payload_bytes))
+                        told.add(ObjectInfo(tip.key, receipt.payload_bytes))
                 _until(lambda: following.version == newest)  # noqa: B023
             assert [commit.version for commit in following._follow.commits] == [2, 3, 6]
             time.sleep(0.2)
             asked = [key for verb, key in watched.calls if verb == "read" and key.startswith("versions/")]
-            assert len(asked) == 5  # nothing was asked for that was not told
+            assert len(asked) == 5 and watched.infos == told  # nothing was asked for that was not told
 
 
 def _module() -> torch.nn.Module:
