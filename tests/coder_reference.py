@@ -1,11 +1,11 @@
-"""Blocks by `reference.Writer` and `Reader`, one obvious line after the other: what `kernels.native` must equal."""
+"""Blocks by `reference.Writer`, one obvious line after the other: what devices must write, for `benchmarks.gpu`."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from deltasync.kernels.rans import RATIO
-from deltasync.kernels.reference import Reader, Writer, unzigzag, zigzag
+from deltasync.kernels.reference import Writer, zigzag
 
 
 def encode_packed(index_K: np.ndarray, step_K: np.ndarray, gap_freq: np.ndarray, step_freq: np.ndarray) -> np.ndarray:
@@ -16,24 +16,6 @@ def encode_packed(index_K: np.ndarray, step_K: np.ndarray, gap_freq: np.ndarray,
         writer.number(zigzag(step, 8 * step_K.itemsize), step_freq)
         before = index
     return writer.words()
-
-
-def decode_packed(
-    words: np.ndarray, count: int, dtype: np.dtype, gap_freq: np.ndarray, step_freq: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Indices, counted from the block's start, and steps of one block.
-
-    Raises:
-        ValueError: malformed.
-    """
-    reader, at = Reader(words), -1
-    index_K, step_K = np.empty(count, np.int64), np.empty(count, dtype)
-    for k in range(count):
-        at += 1 + reader.number(gap_freq)
-        index_K[k] = at
-        step_K[k] = unzigzag(reader.number(step_freq), 8 * dtype.itemsize)
-    reader.finish()
-    return index_K, step_K
 
 
 def members(field_R: np.ndarray, rows: list[tuple[int, int, int]]) -> list[list[int]]:
@@ -70,38 +52,3 @@ def encode_context(
             writer.number(zigzag(step[index], 8 * step_K.itemsize), freq_TS[2 * to + 1])
             c, after = to, at + 1
     return writer.words()
-
-
-def decode_context(
-    words: np.ndarray,
-    count: int,
-    dtype: np.dtype,
-    field_R: np.ndarray,
-    rows: list[tuple[int, int, int]],
-    freq_TS: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Inverse of `encode_context`: ascending indices, and steps.
-
-    Raises:
-        ValueError: malformed.
-    """
-    held = members(field_R, rows)
-    reader, found = Reader(words), {}
-    c = next((c for c, member in enumerate(held) if member), len(held) - 1)
-    after = 0
-    for _ in range(count):
-        gap = reader.number(freq_TS[2 * c])
-        ends = [(c, after + gap)] if gap < len(held[c]) - after else []
-        gap -= len(held[c]) - after
-        for d in range(c + 1, len(held)):  # obvious, and slow: every element says which gap leads to it
-            ratio = int(RATIO[rows[c][2] - rows[d][2]])
-            ends += [(d, x) for x in range(len(held[d])) if (x + 1) * ratio // 256 - 1 == gap]
-            gap -= len(held[d]) * ratio // 256
-        if len(ends) != 1:
-            raise ValueError("a gap that leads to no element")
-        ((c, at),) = ends
-        after = at + 1
-        found[held[c][at]] = unzigzag(reader.number(freq_TS[2 * c + 1]), 8 * dtype.itemsize)
-    reader.finish()
-    index_K = np.array(sorted(found), np.int64)
-    return index_K, np.array([found[index] for index in index_K.tolist()], dtype)

@@ -31,5 +31,5 @@ def compare(
 ) -> tuple[np.ndarray, np.ndarray, int, bool]:
     """Return positions, steps and what `add` returns. See `native.compare`."""
     row_RF = np.array([(0, start, old_N.size, old_N.ctypes.data, new_N.ctypes.data)], np.int64)
-    found = native.compare(row_RF, vector_of(key, old_N, start), np.array([bounds], np.uint64))
-    return *found.steps, int(found.gain_T[0]), bool(found.above_T[0])
+    steps, gain_T, above_T = native.compare(row_RF, vector_of(key, old_N, start), np.array([bounds], np.uint64))
+    return *steps, int(gain_T[0]), bool(above_T[0])

@@ -53,7 +53,7 @@ def main() -> None:
 def _stand_ins() -> None:
     """Where zstandard is missing, let the codecs be imported: the device's do not need it."""
     if importlib.util.find_spec("zstandard") is None:
-        _module("deltasync.codec.dense", compress=lambda bits_N: None, decompress=None)
+        _module("deltasync.codec.planes", compress=lambda number_N: None, decompress=None)
 
 
 def _module(name: str, **contents: Any) -> None:

@@ -26,7 +26,7 @@ _FIELDS = {
     "float8_e5m2": (2, 0x1F),
 }
 
-COSTS = Costs(table=300.0, symbol=12.0, element=4e-5)
+COSTS: Costs = 300.0, 12.0, 4e-5
 
 
 def field(dtype: str) -> tuple[int, int]:

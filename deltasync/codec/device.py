@@ -617,8 +617,8 @@ class Decoder:
         blocks.divide(np.concatenate(group_B), class_G, _classes(models, device))
         slots = gpu_coder.slots(torch.from_numpy(np.concatenate(freqs).astype(np.int16)).to(device))
         words, word = self._upload([reader._words for reader in readers]), torch.from_numpy(word_bound).to(device)
-        found = gpu_classes.decode(blocks, words, word[:-1], word[1:], slots)
-        if not bool(found.good_B.all()):
+        found, good_B = gpu_classes.decode(blocks, words, word[:-1], word[1:], slots)
+        if not bool(good_B.all()):
             raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")
         at_K = torch.zeros(int(bound_B[-1]), dtype=torch.int32, device=device)
         step_K = torch.zeros(int(bound_B[-1]), dtype=UNSIGNED[of.width], device=device)

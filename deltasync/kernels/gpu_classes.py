@@ -818,21 +818,9 @@ def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return gap, class_K, to_step_K, first_B
 
 
-@dataclasses.dataclass(frozen=True)
-class Ranked:
-    """Decoded changes by block, class and rank, on the device.
-
-    Attributes:
-        rank_K: How many elements of its class come before each in the block, int32.
-        class_K: Classes, uint8.
-        step_K: Steps, unsigned.
-        good_B: Whether each block is well formed, int8. If one is not, nothing of this is to be used.
-    """
-
-    rank_K: torch.Tensor
-    class_K: torch.Tensor
-    step_K: torch.Tensor
-    good_B: torch.Tensor
+Ranked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Decoded changes by block, class and rank, on the device: how many elements of its class come before each in the block,
+int32; classes, uint8; steps, unsigned."""
 
 
 def decode(
@@ -841,7 +829,7 @@ def decode(
     word_B: torch.Tensor,
     end_B: torch.Tensor,
     slot_TL: torch.Tensor,
-) -> Ranked:
+) -> tuple[Ranked, torch.Tensor]:
     """Decode the changes of blocks.
 
     Args:
@@ -850,24 +838,24 @@ def decode(
         word_B: The first word of each block, int64.
         end_B: The one behind its last.
         slot_TL: The tables of all classes, as `gpu_coder.slots` returns them.
+
+    Returns:
+        The changes, and whether each block is well formed, int8. If one is not, they are not to be used.
     """
     device, changed, width = bits.device, int(bits.bound_B[-1]), bits.width
     for batch in bits.batches:
         bits.counts(batch)
-    found = Ranked(
-        torch.zeros(changed, dtype=torch.int32, device=device),
-        torch.zeros(changed, dtype=torch.uint8, device=device),
-        torch.zeros(changed, dtype=_TORCH[width], device=device),
-        torch.zeros(bits.count, dtype=torch.int8, device=device),
-    )
+    sizes = (changed, torch.int32), (changed, torch.uint8), (changed, _TORCH[width]), (bits.count, torch.int8)
+    *found, good_B = (torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes)
     number = tl.uint64 if width == 8 else tl.uint32
     with on(device):
         _decode[(triton.cdiv(bits.count, LANES),)](
             words.view(torch.uint32), word_B, end_B, bits.bound, bits.table_BF, bits.first_classes(), bits.size_P,
-            bits.classes.level_L, ratio(device), slot_TL.view(torch.uint32), found.rank_K, found.class_K, found.step_K,
-            found.good_B, bits.count, (1 << 8 * width) - 2, UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
+            bits.classes.level_L, ratio(device), slot_TL.view(torch.uint32), *found, good_B, bits.count,
+             (1 << 8 * width) - 2, UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
         )  # fmt: skip
-    return found
+    rank_K, class_K, step_K = found
+    return (rank_K, class_K, step_K), good_B
 
 
 def place(bits: Bits, found: Ranked, at_K: torch.Tensor, step_K: torch.Tensor) -> None:
@@ -879,6 +867,7 @@ def place(bits: Bits, found: Ranked, at_K: torch.Tensor, step_K: torch.Tensor) -
         at_K: Gets positions, int32 or int64, the low 32 bits or all; mutated.
         step_K: Gets steps, unsigned; mutated.
     """
+    rank_K, class_K, from_K = found
     at = tl.int32 if at_K.element_size() == 4 else tl.int64
     number_B = torch.arange(bits.count, dtype=torch.int32, device=at_K.device)
     change_B = torch.diff(bits.bound)
@@ -892,8 +881,8 @@ def place(bits: Bits, found: Ranked, at_K: torch.Tensor, step_K: torch.Tensor) -
         number_K = torch.repeat_interleave(number_B[low:high], change_B[low:high], output_size=end - begin)
         with on(at_K.device):
             _places[(triton.cdiv(end - begin, _RANKED),)](
-                bits.table_BF, bits.classes.low_L, bits.classes.high_L, count_N, number_K, found.rank_K[begin:end],
-                found.class_K[begin:end], key_K, int(bits.count_B[low]), end - begin, bits.shift,
+                bits.table_BF, bits.classes.low_L, bits.classes.high_L, count_N, number_K, rank_K[begin:end],
+                class_K[begin:end], key_K, int(bits.count_B[low]), end - begin, bits.shift,
                 UNSIGNED[bits.width], _RANKED, num_warps=8,
             )  # fmt: skip
         done = begin
@@ -902,7 +891,7 @@ def place(bits: Bits, found: Ranked, at_K: torch.Tensor, step_K: torch.Tensor) -
             marks, ends = _bitmap(key_K, start, size)
             with on(at_K.device):
                 _move_placed[(triton.cdiv(end - begin, _MOVED),)](
-                    key_K, marks, ends, found.step_K[begin:end], at_K[done:end], step_K[done:end], start, end - begin, size,
+                    key_K, marks, ends, from_K[begin:end], at_K[done:end], step_K[done:end], start, end - begin, size,
                     at, _MOVED,
                 )  # fmt: skip
             if start + size < batch.last:

@@ -18,7 +18,7 @@ import logging
 import os
 import platform
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -105,21 +105,9 @@ def take(key: int, bits_N: np.ndarray, out_N: np.ndarray) -> int:
     return fingerprint_runs(key, np.zeros(1, np.int64), bits_N.reshape(1, -1), out_N)
 
 
-class Compared(NamedTuple):
-    """The difference of two versions of a vector.
-
-    Attributes:
-        steps: The steps from the old bits to the new ones.
-        gain_T: The gain of each tensor's fingerprint, uint64.
-        above_T: How many new bit patterns of each tensor exceed its bound, int64.
-    """
-
-    steps: Sparse
-    gain_T: np.ndarray
-    above_T: np.ndarray
-
-
-def compare(row_RF: np.ndarray, vector: Vector, bound_T2: np.ndarray | None = None, expected: int = 0) -> Compared:
+def compare(
+    row_RF: np.ndarray, vector: Vector, bound_T2: np.ndarray | None = None, expected: int = 0
+) -> tuple[Sparse, np.ndarray, np.ndarray]:
     """Compare rows of old bits with new ones. Nothing is mutated.
 
     Args:
@@ -129,6 +117,10 @@ def compare(row_RF: np.ndarray, vector: Vector, bound_T2: np.ndarray | None = No
         bound_T2: Of each tensor a mask, and the largest masked bit pattern that is not counted; uint64[T, 2]. None counts
             nothing.
         expected: About how many elements differ; a good guess saves time.
+
+    Returns:
+        The steps from the old bits to the new ones; what each tensor's fingerprint gains, uint64[T]; and how many new bit
+        patterns of each exceed its bound, int64[T].
     """
     gain_T, above_T = np.zeros(vector.key_T.size, np.uint64), np.zeros(vector.key_T.size, np.int64)
     bound_T2 = np.full((vector.key_T.size, 2), (0, 0), np.uint64) if bound_T2 is None else np.ascontiguousarray(bound_T2)
@@ -145,8 +137,8 @@ def compare(row_RF: np.ndarray, vector: Vector, bound_T2: np.ndarray | None = No
         )
         low = high
     if len(parts) == 1:
-        return Compared(parts[0], gain_T, above_T)
-    return Compared(Sparse(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))), gain_T, above_T)
+        return parts[0], gain_T, above_T
+    return Sparse(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))), gain_T, above_T
 
 
 def _cut(row_RF: np.ndarray, width: int) -> np.ndarray:
@@ -202,7 +194,7 @@ def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     old_N, new_N = np.ascontiguousarray(old_N), np.ascontiguousarray(new_N)
     vector = Vector(old_N.itemsize, (TensorSpec("", f"int{8 * old_N.itemsize}", old_N.shape),), np.array([0, old_N.size]))
     row_RF = np.array([[0, 0, old_N.size, old_N.ctypes.data, new_N.ctypes.data]], np.int64)
-    return compare(row_RF, vector).steps
+    return compare(row_RF, vector)[0]
 
 
 def add(
@@ -218,7 +210,7 @@ def add(
         bound_T2: As in `compare`.
 
     Returns:
-        `Compared.gain_T` and `Compared.above_T`.
+        As `compare`, without the steps.
     """
     tensors = vector.key_T.size
     gain_T, above_T = np.zeros(tensors, np.uint64), np.zeros(tensors, np.int64)

@@ -76,18 +76,9 @@ class Classes(NamedTuple):
         return found
 
 
-class Costs(NamedTuple):
-    """The bits that a class costs beside its changes.
-
-    Attributes:
-        table: Cost of its table of gaps.
-        symbol: Cost of each symbol in its table of steps.
-        element: Cost of each element of its group, for the time that another class takes on both sides.
-    """
-
-    table: float
-    symbol: float
-    element: float
+Costs = tuple[float, float, float]
+"""The bits that a class costs beside its changes: its table of gaps; each symbol in its table of steps; and each element of
+its group, for the time that another class takes on both sides."""
 
 
 def ratios(level_C: np.ndarray) -> np.ndarray:

@@ -511,7 +511,7 @@ def _fit(
     bits_C = _class_bits(element_E[first], step_CS, costs)
     while first.size > 1:
         joined = _class_bits(below_E[last[1:] + 1] - below_E[first[:-1]], step_CS[:-1] + step_CS[1:], costs)
-        gain = bits_C[:-1] + bits_C[1:] - joined + costs.element * below_E[-1]
+        gain = bits_C[:-1] + bits_C[1:] - joined + costs[2] * below_E[-1]
         c = int(gain.argmax())
         if gain[c] <= 0:
             break
@@ -525,7 +525,7 @@ def _fit(
 def _class_bits(element_C: np.ndarray, step_CS: np.ndarray, costs: Costs) -> np.ndarray:
     """Estimate the bits that the changes of each class take, with their tables, but without the extra bits of steps."""
     changed_C = step_CS.sum(axis=-1).astype(np.float64)
-    bits_C = costs.table + (costs.symbol * (step_CS > 0) - _x_log_x(step_CS.astype(np.float64))).sum(axis=-1)
+    bits_C = costs[0] + (costs[1] * (step_CS > 0) - _x_log_x(step_CS.astype(np.float64))).sum(axis=-1)
     element_C = np.maximum(element_C, changed_C)
     found: np.ndarray = bits_C + _x_log_x(element_C) - _x_log_x(element_C - changed_C)
     return found

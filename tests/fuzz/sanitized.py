@@ -166,8 +166,8 @@ def _kernels(seconds: float) -> int:
         vector = Layout({"w": TensorSpec("w", f"int{8 * width}", (size,))}).vectors[width]
         places = [np.frombuffer(each, bits) if size else np.empty(0, bits) for each in (old, new)]
         row_RF = np.array([[0, 0, size, *(place.ctypes.data for place in places)]])
-        found = native.compare(row_RF, vector)
-        native.add(vector, np.array([places[0].ctypes.data]), found.steps)
+        steps, *_ = native.compare(row_RF, vector)
+        native.add(vector, np.array([places[0].ctypes.data]), steps)
         assert np.array_equal(*places)
         assert native.fingerprint(1, places[0]) == native.take(1, places[1], places[0])
         line_SC, dim_S2D3 = np.array([[places[0].ctypes.data, 0, 0, 0, size, seed % 2]]), np.zeros((1, 2, 8, 3), np.int64)

@@ -30,7 +30,6 @@ from deltasync.channel.documents import Delta, Reference, VersionId
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.kernels import native
-from deltasync.kernels.rans import Costs
 from deltasync.stores.object import ObstoreStore
 from deltasync.tensors import ITEM_BYTES, Layout, Sparse, TensorSpec
 from deltasync.tensors import Delta as TensorDelta
@@ -404,7 +403,7 @@ def main(folder: Path = GOLDEN) -> None:
         mock.patch("deltasync.channel.documents.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.codec.vector.BLOCK", BLOCK),
         mock.patch.multiple("deltasync.codec.tiles", TILE=TILE, SMALL=SMALL, LEAST=LEAST, FEW=FEW),
-        mock.patch("deltasync.codec.classes.COSTS", Costs(table=0.0, symbol=1.0, element=0.0)),
+        mock.patch("deltasync.codec.classes.COSTS", (0.0, 1.0, 0.0)),
     ):
         for codec_name in CODECS:
             by_codec(folder, codec_name)

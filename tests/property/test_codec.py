@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from deltasync import codec
-from deltasync.codec import classes, planes, tables, tiled, tiles, vector
+from deltasync.codec import tiled, tiles, vector
 from deltasync.codec.base import Encoded, body
 from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
 from deltasync.tensors import Delta, Layout, Region, Sparse, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
-from tests import coder_reference, deltas
+from tests import deltas
 from tests import strategies as our
 
 Model = tuple[dict[str, TensorSpec], dict[str, np.ndarray], dict[str, np.ndarray]]
@@ -134,101 +134,6 @@ def test_size_is_near_the_entropy(codec_name: str, density: float) -> None:
         _, count = np.unique(step_N, return_counts=True)  # unchanged elements are the step 0
         bound_bits -= float((count * np.log2(count / count.sum())).sum())
     assert 8 * len(_encode(codec_name, model)) < (1.02 if density < 0.5 else 1.04) * bound_bits + 8 * 1000
-
-
-@given(model=our.model_pairs())
-def test_a_block_of_packed_decodes_alone_by_the_reference(model: Model) -> None:
-    specs, old, new = model
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vector, "BLOCK", 100)
-        patch.setattr(tiled, "GROUP_CHANGED", 50)
-        payload = codec.open_payload(_encode("packed", model))
-    steps = deltas.between(Layout(specs), old, new).steps
-    rows = json.loads(payload.metadata["vectors"])
-    assert list(rows) == [str(width) for width in steps]
-    for width, (at_K, step_K) in steps.items():
-        row = rows[str(width)]
-        arrays = {key[3:]: payload.arrays[key] for key in payload.arrays if key[1] == str(width)}
-        held = Layout(specs).vectors[width]
-        row_B2 = _rows(payload.arrays, f".{width}.blocks", row["planes"], row["blocks"])
-        names = [held.names[t] for t in range(row["tensor"], row["tensor"] + row["tensors"])]
-        flags = np.unpackbits(arrays["tensors"], bitorder="little") if "tensors" in arrays else np.ones(len(names), np.uint8)
-        assert not flags[len(names) :].any()
-        flags = flags[: len(names)]
-        named = [name for name, flag in zip(names, flags, strict=True) if flag]
-        assert named == [name for name in held.names if (old[name] != new[name]).any()]
-        assert (names[0], names[-1]) == (named[0], named[-1])
-        digests = deltas.digests(new)
-        assert arrays["fingerprints"].view(np.uint64).tolist() == [digests[name] for name in named]
-        freq_TS, first = tables.read(arrays["tables"].tobytes(), 2 * len(row["groups"])), row["block"]
-        words, at = arrays["words"].view(np.uint32), 0
-        assert (first, first + row["blocks"]) == (at_K[0] // 100, at_K[-1] // 100 + 1)
-        assert row_B2.shape == (row["blocks"], 2)
-        for block, (count, size) in enumerate(row_B2.tolist()):
-            if block in row["groups"]:
-                both, freq_TS = freq_TS[:2], freq_TS[2:]
-            start = (first + block) * 100
-            low, high = np.searchsorted(at_K, (start, start + 100))
-            assert (count, size == 0) == (high - low, high == low)
-            stream, at = words[at : at + size], at + size
-            if count:
-                found = coder_reference.decode_packed(stream, count, held.bits_dtype, *both)
-                np.testing.assert_array_equal(found[0] + start, at_K[low:high])
-                np.testing.assert_array_equal(found[1], step_K[low:high])
-                np.testing.assert_array_equal(coder_reference.encode_packed(*found, *both), stream)
-        assert (at, freq_TS.size) == (words.size, 0)
-
-
-def _rows(arrays: Mapping[str, np.ndarray], key: str, sizes: list[int] | None, count: int) -> np.ndarray:
-    if sizes is None:
-        return arrays[key]
-    number_N = planes.decompress(arrays[key], sizes, "", 2 * count).astype(np.int64)
-    return np.cumsum(np.where(number_N % 2, -(number_N + 1) // 2, number_N // 2).reshape(2, -1), axis=1).T
-
-
-@pytest.mark.parametrize("tile", [4, 1 << 20])
-@given(model=our.model_pairs())
-def test_a_block_of_context_decodes_alone_by_the_reference(tile: int, model: Model) -> None:
-    specs, old, new = model
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vector, "BLOCK", 100)
-        patch.setattr(tiled, "GROUP_CHANGED", 50)
-        _small(patch, tile)
-        payload = codec.open_payload(_encode("context", model))
-    for width, (at_K, step_K) in deltas.between(Layout(specs), old, new).steps.items():
-        row, held = json.loads(payload.metadata["vectors"])[str(width)], Layout(specs).vectors[width]
-        assert "blocks" not in row  # all of it is in tiles or rows
-        cuts = {}
-        for t in np.flatnonzero(held.count(at_K)).tolist():
-            cuts[t] = tiles.cut(held.specs[t].shape, 0, held.specs[t].element_count, tile, 100)
-        count = sum(cut.count for cut in cuts.values())
-        row_B2 = _rows(payload.arrays, f".{width}.tiles", row["tiles"]["planes"], count)
-        words, word, block = payload.arrays[f".{width}.tile_words"].view(np.uint32), 0, 0
-        tables_ = payload.arrays[f".{width}.tile_tables"].tobytes()
-        models, freq_TS = classes.Model.read(tables_, len(row["tiles"]["groups"]))
-        for t, cut in cuts.items():
-            spec, (shift, mask) = held.specs[t], classes.field(held.specs[t].dtype)
-            field_N = (old[spec.name].astype(np.uint64) >> np.uint64(shift)) & np.uint64(mask)
-            for first, columns, stride, rows in cut.tables()[0].tolist():
-                if block in row["tiles"]["groups"]:
-                    model_ = models.pop(0)
-                    low_C, span_C = (each.tolist() for each in model_.classes)
-                    levels = sorted(model_._rows[:, 2].tolist(), reverse=True)
-                    coding = [*zip(low_C, np.add(low_C, span_C).tolist(), levels, strict=True)], freq_TS[: 2 * len(levels)]
-                    freq_TS = freq_TS[2 * len(levels) :]
-                here = (first + np.arange(rows)[:, None] * stride + np.arange(columns)).reshape(-1)
-                inside = np.isin(at_K, here + held.first_T[t])
-                changed, size = row_B2[block].tolist()
-                block += 1
-                assert (changed, size == 0) == (inside.sum(), changed == 0)
-                if changed:
-                    stream, word = words[word : word + size], word + size
-                    found = coder_reference.decode_context(stream, changed, held.bits_dtype, field_N[here], *coding)
-                    np.testing.assert_array_equal(here[found[0]] + held.first_T[t], at_K[inside])
-                    np.testing.assert_array_equal(found[1], step_K[inside])
-                    again = coder_reference.encode_context(field_N[here], *found, *coding)
-                    np.testing.assert_array_equal(again, stream)
-        assert (block, word, models, freq_TS.size) == (count, words.size, [], 0)
 
 
 @BLOCK_CODECS

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltasync.codec import classes as codec_classes
-from deltasync.codec import tables
+from deltasync.codec import tables, tiled, tiles, vector
 from deltasync.errors import CorruptDataError
 from deltasync.kernels import native, rans, reference
 from deltasync.tensors import TensorSpec
@@ -81,20 +84,45 @@ def _weights_by_context() -> bytes:
     return data
 
 
-def test_every_instruction_set_and_numpy_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_each_level(run: Callable[[], Any]) -> dict[str, Any]:
     found = {}
-    for level in LEVELS:
-        monkeypatch.setenv("DELTASYNC_SIMD", level)
-        native.extension.cache_clear()
-        assert (native.extension() is None) == (level == "none")
-        found[level] = _weights_by_context()
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        for level in LEVELS:
+            patch.setenv("DELTASYNC_SIMD", level)
+            native.extension.cache_clear()
+            assert (native.extension() is None) == (level == "none")
+            found[level] = run()
     native.extension.cache_clear()
+    return found
+
+
+def test_every_instruction_set_and_numpy_give_the_same_bytes() -> None:
+    found = _at_each_level(_weights_by_context)
     assert len(set(found.values())) == 1, {level: len(data) for level, data in found.items()}
 
 
+@settings(max_examples=30)
+@given(model=our.model_pairs(), codec_name=st.sampled_from(["packed", "context"]), tile=st.sampled_from([4, 1 << 20]))
+def test_every_instruction_set_and_numpy_code_any_blocks_alike(model: Any, codec_name: str, tile: int) -> None:
+    """Small blocks and groups, tiles or none; what each level wrote it reads again."""
+
+    def coded() -> tuple[bytes, list[Any]]:
+        data = deltas.encode(codec_name, *model).to_bytes()
+        delta, digests = deltas.decode(data, model[0], model[1])
+        return data, [digests, {name: bits.tobytes() for name, bits in deltas.applied(delta, model[1]).items()}]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vector, "BLOCK", 100)
+        patch.setattr(tiled, "GROUP_CHANGED", 50)
+        for name, value in {"TILE": tile, "SMALL": 0, "LEAST": 0, "FEW": 0}.items():
+            patch.setattr(tiles, name, value)
+        found = _at_each_level(coded)
+    assert all(each == found["none"] for each in found.values())
+    assert found["none"][1][1] == {name: bits.tobytes() for name, bits in model[2].items()}
+
+
 @pytest.mark.parametrize("runs", [0, 1, 40])
-def test_groups_of_many_payloads_are_the_references(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_many_payloads_are_the_references(runs: int) -> None:
     """Runs of two kinds, which do not share tables, and some without a change; a group ends where a payload does."""
     random = np.random.default_rng(runs)
     value_V = np.array([0, 3, 100, 101, 102, 110, 255])
@@ -103,14 +131,12 @@ def test_groups_of_many_payloads_are_the_references(runs: int, monkeypatch: pyte
     step_RVS[random.random(runs) < 0.1] = 0
     element_RE = random.random((runs, 256)) * 5000
     bound_P = np.unique([0, *random.integers(0, runs + 1, 3), runs])
-    found = {}
-    for level in LEVELS:
-        monkeypatch.setenv("DELTASYNC_SIMD", level)
-        native.extension.cache_clear()
+
+    def grouped() -> tuple[list[int], list[list[Any]]]:
         first_G, classes = native.groups(bound_P, element_RE, value_V, step_RVS, codec_classes.COSTS)
-        found[level] = first_G.tolist(), [[each.tolist() for each in of] for of in classes]
         assert {*bound_P[:-1]} <= {*first_G}
-    monkeypatch.undo()
-    native.extension.cache_clear()
+        return first_G.tolist(), [[each.tolist() for each in of] for of in classes]
+
+    found = _at_each_level(grouped)
     assert all(each == found["none"] for each in found.values())
     assert runs < 40 or 4 < len(found["none"][0]) < runs

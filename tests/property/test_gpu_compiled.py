@@ -137,7 +137,7 @@ def test_codecs(target: str, widths: tuple[int, ...]) -> None:
                 streams = Streams(bits.bound, long_S, int_S, first_B)
                 gpu_coder.count_classes(streams, Numbers(gap_K, step_K, class_K), 4)
                 gpu_coder.encode(streams, Numbers(gap_K, step_K, class_K), fitted, gap_bits)
-            ranked = gpu_classes.decode(bits, words, long_S, long_S, slots)
+            ranked, _ = gpu_classes.decode(bits, words, long_S, long_S, slots)
             for kind in kinds:
                 gpu_classes.place(bits, ranked, zeros(40, dtype=kind), zeros(40, dtype=unsigned))
     _check(found)

@@ -91,19 +91,6 @@ def test_cell_hash_is_splitmix64_for_indices_past_every_limit(key: int, cells: l
     assert [value & MASK for value in in_torch.tolist()] == found
 
 
-@given(keys, our.bit_pairs(), st.integers(0, 1 << 33))
-def test_steps_are_added_as_the_reference_scatters_them(key: int, pair: tuple[np.ndarray, np.ndarray], start: int) -> None:
-    old_N, new_N = pair
-    index_K, step_K = reference.diff(old_N, new_N)
-    after_N = old_N.copy()
-    mask, limit = (1 << (8 * old_N.itemsize - 1)) - 1, int(new_N[new_N.size // 2]) if new_N.size else 0
-    added, above = one_tensor.add(key, after_N, index_K, step_K, (mask, limit), start)
-    assert above == any(int(bits) & mask > limit for bits in new_N[index_K])
-    np.testing.assert_array_equal(after_N, new_N)
-    _, wanted, _ = reference.prepare(key, old_N, index_K, step_K, index_K + np.int64(start))
-    assert added == wanted
-
-
 @given(keys, our.bit_pairs(), st.integers(0, 1 << 30) | st.just(1 << 32))
 def test_to_compare_is_to_diff_and_only_reads(key: int, pair: tuple[np.ndarray, np.ndarray], start: int) -> None:
     old_N, new_N = pair
