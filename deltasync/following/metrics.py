@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, values
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from deltasync.channel.record import StoredRecord
@@ -103,7 +102,7 @@ class Metrics:
 
 def total(name: str) -> int:
     """Return the sum of one of the engine's metrics over its labels and processes; 0 if its statistics are turned off."""
-    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+    if values.ValueClass._multiprocess:
         metrics = MultiProcessCollector(None).collect()  # type: ignore[no-untyped-call]
     else:
         metrics = REGISTRY.restricted_registry([name]).collect()
