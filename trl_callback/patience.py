@@ -1,4 +1,4 @@
-"""Keep training through an outage of the store: a store that records its last error, and a bounded backlog of uploads."""
+"""Keep training through an outage of the store: its last error, and a bounded backlog of uploads."""
 
 from __future__ import annotations
 
@@ -25,12 +25,21 @@ _Result = TypeVar("_Result")
 
 
 class PatientStore(WrappedStore):
-    """A store wrapper that can be given up. `trouble` is the last request's transient error, None if it succeeded."""
+    """A store wrapper that can be given up, and knows which versions it has not stored yet.
+
+    One version uploads and one is queued. A further version is merged into the queued one, which is encoded again. The time
+    for that is limited to a fraction of the total, so that training is as fast with a dead store as with a fast one.
+
+    Attributes:
+        trouble: The last request's transient error; None if it succeeded.
+    """
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self._given_up = False
         self._deadline: float | None = None
+        self._receipts: list[tuple[Receipt, float]] = []  # at most two versions, with the times of their publication
+        self._warned = False
         self.trouble: TransientStoreError | None = None
 
     @contextlib.contextmanager
@@ -60,26 +69,13 @@ class PatientStore(WrappedStore):
         self.trouble = None
         return result
 
-
-class Backlog:
-    """The versions that are not stored yet. Decides whether to publish another one.
-
-    One version uploads and one is queued. A further version is merged into the queued one, which is encoded again. The time
-    for that is limited to a fraction of the total, so that training is as fast with a dead store as with a fast one.
-    """
-
-    def __init__(self, store: PatientStore) -> None:
-        self._store = store
-        self._receipts: list[tuple[Receipt, float]] = []  # at most two versions, with the times of their publication
-        self._warned = False
-
-    def add(self, receipt: Receipt) -> None:
+    def expect(self, receipt: Receipt) -> None:
         """Add a version that was just published."""
         self._drop_stored()
         kept = [entry for entry in self._receipts if entry[0].version != receipt.version]
         self._receipts = [*kept[-1:], (receipt, time.monotonic())]
 
-    def is_full(self) -> bool:
+    def is_behind(self) -> bool:
         """Whether to skip a version now, which a later one will cover. Warns once when the store stays behind."""
         self._drop_stored()
         if not self._receipts:
@@ -90,10 +86,10 @@ class Backlog:
             self._warned = True
             logger.warning(
                 "%s has not stored version %d for %.0f s (%s). Training goes on; its further versions are merged into one.",
-                self._store.url,
+                self.url,
                 oldest.version,
                 now - since,
-                self._store.trouble or "no error so far",
+                self.trouble or "no error so far",
             )
         return (len(self._receipts) == 2 or newest.done) and now - published < newest.held_s / _SHARE
 
@@ -103,4 +99,4 @@ class Backlog:
             del self._receipts[0]
         if self._warned and not self._receipts:
             self._warned = False
-            logger.warning("%s has stored all versions.", self._store.url)
+            logger.warning("%s has stored all versions.", self.url)

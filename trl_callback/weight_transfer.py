@@ -21,7 +21,7 @@ from deltasync.publish.stream import Stream
 from trl_callback import adapter, gather, ranks
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet import Fleet, Pace
-from trl_callback.patience import OPEN_S, RETRIES, Backlog, PatientStore
+from trl_callback.patience import OPEN_S, RETRIES, PatientStore
 from trl_callback.record import History, VersionRecord
 from trl_callback.tokens import TokenAges
 
@@ -57,7 +57,6 @@ class DeltaWeightTransfer:
         self.check_server: Callable[[], object] | None = None
         self.ages = TokenAges(config.max_token_lag, config.train_unversioned)
         self._store = PatientStore(open_store(config.channel))
-        self._backlog = Backlog(self._store)
         self._fleet = Fleet(self._store, config.replicas or ())
         self._model: torch.nn.Module | None = None
         self._processing_class: Any = None
@@ -275,7 +274,7 @@ class DeltaWeightTransfer:
     def is_behind(self) -> bool:
         """Whether the store is so far behind that the next version should be skipped. The same in all processes."""
         assert self.publisher is not None
-        return self.publisher.first(self._backlog.is_full)
+        return self.publisher.first(self._store.is_behind)
 
     def publish(self, named_tensors: Stream, *, if_changed: bool = False) -> bool:
         """Publish the weights of `step`; `resume` or `record` follows. Return False if `if_changed` and nothing changed."""
@@ -289,7 +288,7 @@ class DeltaWeightTransfer:
         self.published_step = self.step
         assert publisher.run_id is not None
         self.run_ids.add(publisher.run_id)
-        self._backlog.add(self._receipt)
+        self._store.expect(self._receipt)
         published = time.perf_counter()
         self._receipt.when_done(lambda: self._history.log(upload_s=time.perf_counter() - published))
         return True

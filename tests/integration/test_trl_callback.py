@@ -242,7 +242,7 @@ def test_every_step_is_published_bit_for_bit(
 def test_the_final_weights_are_in_the_logs_though_the_store_is_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trl_callback.patience.Backlog.is_full", lambda self: True)
+    monkeypatch.setattr("trl_callback.patience.PatientStore.is_behind", lambda self: True)
     url = f"file://{tmp_path}/channel"
     sync = DeltaSyncCallback(url)
     trainer = make_trainer(tiny_model(), tmp_path / "out", sync)

@@ -9,7 +9,7 @@ from deltasync import Publisher, open_store
 from deltasync.errors import PublishError, StoreError, TransientStoreError
 from tests.faults import FOREVER, FaultyStore
 from trl_callback import patience
-from trl_callback.patience import Backlog, PatientStore
+from trl_callback.patience import PatientStore
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def publish(publisher: Publisher, backlog: Backlog, value: float) -> float:
+def publish(publisher: Publisher, store: PatientStore, value: float) -> float:
     receipt = publisher.publish([("w", torch.full((8,), value))])
-    backlog.add(receipt)
+    store.expect(receipt)
     return receipt.held_s
 
 
@@ -38,31 +38,30 @@ def test_while_a_version_waits_encoding_takes_a_twentieth_of_the_time(
     faulty: FaultyStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = PatientStore(faulty)
-    backlog = Backlog(store)
     with Publisher(store) as publisher:
-        publish(publisher, backlog, 0.0)
+        publish(publisher, store, 0.0)
         publisher.flush()
-        assert not backlog.is_full()
+        assert not store.is_behind()
         gate = faulty.hold_at("create", "versions/")
-        publish(publisher, backlog, 1.0)
+        publish(publisher, store, 1.0)
         assert gate.entered.wait(60)
-        assert not backlog.is_full()  # nothing waits yet
+        assert not store.is_behind()  # nothing waits yet
         for value in (2.0, 3.0):
-            held_s = publish(publisher, backlog, value)
-            assert backlog.is_full()
+            held_s = publish(publisher, store, value)
+            assert store.is_behind()
             clock.now += 19.9 * held_s
-            assert backlog.is_full()
+            assert store.is_behind()
             clock.now += 0.2 * held_s
-            assert not backlog.is_full()
+            assert not store.is_behind()
         assert publisher.version == 3
 
         clock.now += 60.0
         with caplog.at_level(logging.WARNING, logger="trl_callback"):
-            backlog.is_full()
-            backlog.is_full()
+            store.is_behind()
+            store.is_behind()
             faulty.heal()
             publisher.flush()
-            assert not backlog.is_full()
+            assert not store.is_behind()
         first, second = (record.getMessage() for record in caplog.records if record.name.startswith("trl_callback"))
         assert "has not stored version 2 for" in first
         assert "has stored all versions" in second
@@ -70,19 +69,18 @@ def test_while_a_version_waits_encoding_takes_a_twentieth_of_the_time(
 
 def test_what_cannot_be_stored_is_not_encoded_anew_each_step(faulty: FaultyStore, clock: Clock) -> None:
     store = PatientStore(faulty)
-    backlog = Backlog(store)
     publisher = Publisher(store)
     faulty.fail_at("create", times=FOREVER, error=StoreError)
-    held_s = publish(publisher, backlog, 0.0)
+    held_s = publish(publisher, store, 0.0)
     with pytest.raises(PublishError):
         publisher.flush()
-    assert backlog.is_full()
+    assert store.is_behind()
     clock.now += 21 * held_s
-    assert not backlog.is_full()
+    assert not store.is_behind()
     faulty.heal()
-    publish(publisher, backlog, 1.0)
+    publish(publisher, store, 1.0)
     publisher.close()
-    assert not backlog.is_full()
+    assert not store.is_behind()
 
 
 def test_a_store_remembers_its_trouble_and_can_be_given_up(faulty: FaultyStore) -> None:
