@@ -21,7 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deltasync.errors import DeltaSyncError
+from deltasync.errors import AckTimeoutError
 from deltasync.following.engine import number_of
 from deltasync.following.replies import SPANS_HEADER, VERSIONS_HEADER, spans_text
 from deltasync.following.wanted import Wanted, demanded, reply_error
@@ -39,10 +39,6 @@ Choices = dict[tuple[int, str, int], list[tuple[int, int]] | None]
 """The finished choices of a reply. The keys sort them: the length of the request's id, the id, and the choice's index.
 
 Each has the versions that made its tokens, in order, with the number of tokens; None if vLLM does not know."""
-
-
-class _RefusedError(DeltaSyncError):
-    """No version has been served yet, or not the one that is demanded, so nothing is answered."""
 
 
 class _Reply:
@@ -79,13 +75,13 @@ class _Reply:
         self.check(live)
 
     def check(self, live: LiveVersions) -> None:
-        """Raise _RefusedError if another version than the demanded one was live since it began."""
+        """Raise AckTimeoutError if another version than the demanded one was live since it began."""
         if self.wanted is None:
             return
         least, greatest = (None if self.mark is None else live.since(self.mark)) or (None, None)
         if not self.wanted.allows(least, greatest):
             self.refused = 409, self.wanted.refusal(greatest, "The version changed meanwhile.")
-            raise _RefusedError(self.refused[1])
+            raise AckTimeoutError(self.refused[1])
 
     async def enter(self, undivided: Undivided) -> None:
         """Wait for a commit that is under way, and let no other begin before `leave`."""
@@ -128,7 +124,7 @@ def attend(
         if reason is not None:
             if reply is not None:
                 reply.refused = 503, reason
-            raise _RefusedError(reason)
+            raise AckTimeoutError(reason)
         return reply
 
     def attended_generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
@@ -241,7 +237,7 @@ def replies(app: ASGIApp, live: LiveVersions, undivided: Undivided) -> ASGIApp:
             nonlocal refused
             if message["type"] == "http.response.start":
                 if reply.wanted is not None and reply.called:  # a stream calls the engine, and computes after its headers
-                    with contextlib.suppress(_RefusedError):
+                    with contextlib.suppress(AckTimeoutError):
                         await reply.hold(live, undivided)
                 if reply.refused is not None:
                     refused = True
