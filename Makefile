@@ -154,7 +154,9 @@ test-sglang: setup .venv-sglang/.ready
 	$(@D)/bin/pip install --quiet $(TORCH) --editable . --requirement requirements/sglang.txt
 	$(@D)/bin/pip install --quiet --no-deps sglang==$(SGLANG) torchvision==0.28.0 torch_memory_saver xgrammar==0.2.7 $(TRITON)
 	site=$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])') && \
-	  : > "$$site/torchvision/_meta_registrations.py" && cp requirements/sgl_kernel.py "$$site/sgl_kernel.py"
+	  : > "$$site/torchvision/_meta_registrations.py" && cp requirements/sgl_kernel.py "$$site/sgl_kernel.py" && \
+	  mkdir -p "$$site/sgl_kernel-0.dist-info" && printf 'Name: sgl_kernel\nVersion: 0\n' > "$$site/sgl_kernel-0.dist-info/METADATA" && \
+	  printf '[sglang.srt.plugins]\nsgl_kernel = sgl_kernel:register\n' > "$$site/sgl_kernel-0.dist-info/entry_points.txt"
 	touch $(@D)/bin/sglang-ready $@
 
 # Real mlx and mlx-lm in an environment of their own; on Linux MLX computes on the CPU.

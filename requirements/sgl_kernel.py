@@ -2,10 +2,23 @@
 
 SGLang imports names from it that its other backends never call: every name is here, and calling one fails. The server then
 computes with torch alone (`--attention-backend torch_native --sampling-backend pytorch`).
+
+It is a plugin of SGLang's too: with torch's attention, prompts of a latent attention (MLA) fail on their usual path. So they
+take the path of later tokens, which computes with the products of `kv_b_proj`.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
+
+
+def register() -> None:
+    """Have prompts of latent attentions take the same path as later tokens, with torch's attention."""
+    if "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+
+    handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

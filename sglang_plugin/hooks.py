@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from deltasync.following.engine import around
-from deltasync.live import derived
 from sglang_plugin import logger
+from sglang_plugin.model import note_loads
 from sglang_plugin.scheduler import MARK
 from sglang_plugin.scheduler import DeltaSyncScheduler as _Ours
 
@@ -21,22 +21,14 @@ def install() -> None:
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
     from sglang.srt.mem_cache import common
-    from sglang.srt.model_loader.loader import DefaultModelLoader
 
     state = internal_state.SchedulerInternalStateController
-    load = DefaultModelLoader.load_weights_and_postprocess
 
     @around(Scheduler, "__init__")
     def initialized(initialize: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         global _ours
         initialize(self, *args, **kwargs)
         _ours = _Ours(self)
-
-    def noted(model: Any, *args: Any) -> Any:
-        derived.note_built(model)
-        done = load(model, *args)
-        derived.note_loaded(model)
-        return done
 
     def handlers(handlers: Any, ours: _Ours, self: Any) -> Any:
         def check(key: str, request: Any) -> None:
@@ -49,7 +41,7 @@ def install() -> None:
 
         return handlers(self) | {MARK: internal_state._UpdateHandler(check, ask)}
 
-    DefaultModelLoader.load_weights_and_postprocess = staticmethod(noted)
+    note_loads()
     _around(SchedulerRequestReceiver, "_pull_raw_reqs", _pull)
     _around(Scheduler, "process_input_requests", _process)
     _around(Scheduler, "run_batch", _step)

@@ -54,11 +54,7 @@ def check(server_args: Any) -> None:
                 )
 
 
-def check_model(model: Any, config: Any) -> None:
+def check_model(model: Any) -> None:
     """Raise ConfigError for a model, as SGLang has loaded it, whose weights are not where deltas reach them."""
-    from sglang.srt.configs.model_config import AttentionArch
-
-    if config.attention_arch == AttentionArch.MLA:
-        raise ConfigError("Latent attention (MLA) keeps products of its weights, which deltas do not reach.")
     if any(getattr(module, "use_intel_amx_backend", False) for module in model.modules()):
         raise ConfigError("SGLang has packed this model's weights for AMX, where deltas do not reach them.")

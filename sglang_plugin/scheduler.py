@@ -10,28 +10,25 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import torch
-
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ModelMismatchError, redacted
+from deltasync.errors import redacted
 from deltasync.following import Follow
 from deltasync.following.engine import limit_threads, open_reader
 from deltasync.following.requests import Requests
-from deltasync.following.shard import Done, Engine
+from deltasync.following.shard import Done
 from deltasync.following.shards import RankedShards, Ranks, ShardsTarget, serve_background
-from deltasync.live import plan
-from deltasync.tensors.bits import dtype_name
-from sglang_plugin import logger, refusals
+from sglang_plugin import logger
+from sglang_plugin.model import ModelEngine
 
 MARK = "deltasync"
 """The first item of our requests, and the key of our part of SGLang's internal state."""
 
 
-class DeltaSyncScheduler(Engine):
+class DeltaSyncScheduler(ModelEngine):
     """One scheduler's process as a rank that follows.
 
     Attributes:
@@ -41,22 +38,16 @@ class DeltaSyncScheduler(Engine):
         paused: Whether another client has paused generation.
     """
 
-    loader = plan.Loader("SGLang")
-
     def __init__(self, scheduler: Any) -> None:
         from sglang.srt.runtime_context import get_parallel, get_serving
 
+        super().__init__(scheduler.tp_worker.model_runner)
         settings, parallel = ReplicaSettings.from_env(), get_parallel()
         self.channel = redacted(settings.channel or "")
         self.salt, self.paused = "deltasync 0", False
         self.remote: Requests | None = None
         self._metrics: Any = None
         self._scheduler, self._settings, self._salts = scheduler, settings, 0
-        self._runner = scheduler.tp_worker.model_runner
-        self.model = self._runner.model
-        refusals.check_model(self.model, self._runner.model_config)
-        self.has_logits = self._runner.model_config.is_generation
-        self.dtype = dtype_name(self._runner.model_config.dtype)
         self._waiting, self._answers = deque[tuple[Any, ...]](), deque[Future[Any]]()
         ranks = Ranks(parallel.tp_group.cpu_group)
         reader = open_reader(settings, ranks.size)
@@ -66,7 +57,7 @@ class DeltaSyncScheduler(Engine):
         if ranks.number:
             serve_background(self.shards)
             return
-        settings = settings.at_port(get_serving().port, None)
+        settings = settings.at_port(get_serving().port, parallel.dp_rank if parallel.dp_size > 1 else None)
         from deltasync.following.metrics import Metrics  # in this process alone: SGLang sets up prometheus_client first
 
         target, self._metrics = ShardsTarget(self.shards, self._between_steps), Metrics()
@@ -74,18 +65,6 @@ class DeltaSyncScheduler(Engine):
         self.remote = Requests(follow, settings.http_token)
         logger.info("deltasync follows %s (%s) as %s", self.channel, follow.pin, settings.replica_id)
         follow.start()
-
-    def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `Engine.checkpoint`."""
-        from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
-
-        loader = get_model_loader(self._runner.load_config, self._runner.model_config)
-        if not isinstance(loader, DefaultModelLoader):
-            raise ModelMismatchError(
-                f"SGLang loaded its weights by {type(loader).__name__}, so it cannot be proven where they are: serve a "
-                "checkpoint, without --load-format."
-            )
-        yield from loader._get_all_weights(self._runner.model_config, self.model)
 
     def _between_steps(self, method: str, *arguments: Any) -> Any:
         answer: Future[Any] = Future()

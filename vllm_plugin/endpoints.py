@@ -57,12 +57,15 @@ class Reason(msgspec.Struct):
 
 
 class ServerStatus(Status, kw_only=True):
-    """Reply of `GET /deltasync/status` (docs/operations/replica.md). `adapters` are model names that requests may use."""
+    """Reply of `GET /deltasync/status` (docs/operations/replica.md). `adapters` are model names that requests may use, and
+    `draft` says what becomes of the model that drafts tokens.
+    """
 
     kv_cache: str | None = None
     patched_tensors: int | None = None
     reloaded_tensors: int | None = None
     reloaded: list[Reason] = msgspec.field(default_factory=list)
+    draft: str | None = None
     adapters: list[str] | msgspec.UnsetType = msgspec.UNSET
     logprobs_mode: str | None = None
 
@@ -329,7 +332,7 @@ class DeltaSyncEndpoints(LocalRoutes):
         elif target.workers.is_open:
             found.reloaded_tensors, reasons = len(target.workers.reloaded), target.workers.by_reason().items()
             found.reloaded = [Reason(printable(why), len(names), printable(names[0])) for why, names in reasons]
-            found.patched_tensors = target.workers.patched_count
+            found.patched_tensors, found.draft = target.workers.patched_count, target.workers.draft
         return found
 
     async def not_ready(self) -> str | None:

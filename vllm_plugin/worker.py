@@ -18,11 +18,11 @@ import torch
 
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError, NotPublishedError, SleepingError
+from deltasync.errors import ConfigError, ModelMismatchError, NotPublishedError, SleepingError
 from deltasync.following import engine
 from deltasync.following.shard import Engine, Shard
 from deltasync.kernels import segment_kernels
-from deltasync.live import Segment, derived, plan
+from deltasync.live import DRAFT, Segment, WithDraft, derived, plan
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import dtype_name, int_view
 from deltasync.threads import Workers
@@ -50,17 +50,45 @@ class WorkerEngine(Engine):
         self.is_complete = derived.is_complete(self.model)
         self.has_logits = runner.model_config.runner_type == "generate"
         self.dtype = dtype_name(runner.model_config.dtype)
-        self._mirror = fallback.Mirror(runner, {}, {})
+        self._mirror = fallback.Mirror(self.model, runner.model_config, {}, {})
+
+    def take(self, specs: Mapping[str, TensorSpec]) -> None:
+        """As `Engine.take`."""
+        draft, is_part = layers.draft(self._runner)
+        if draft is None:
+            super().take(specs)
+            return
+        derived.note_loaded(draft)
+        both = WithDraft(self.model, draft, is_part)
+        why = f"the channel has no tensor of it{'' if is_part else f', by names that begin with {DRAFT!r}'}"
+        carried = any(name.startswith(DRAFT) for name in specs)
+        if is_part:
+            try:
+                recorded = plan.record(both, specs, self.loader)
+                carried = any(of & both.drafting for of in recorded.layers.values())
+            except ModelMismatchError as error:
+                why = str(error)
+        if carried:
+            self.model, self.is_complete = both, derived.is_complete(both)
+            self.draft = f"{type(draft).__name__}, which drafts tokens, is followed as a part of the model."
+        else:
+            super().take(specs)
+            self.draft = f"{type(draft).__name__}, which drafts tokens, keeps the weights that it was loaded with: {why}."
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `Engine.checkpoint`."""
-        return layers.checkpoint(self._runner)
+        yield from layers.checkpoint(self._runner)
+        if isinstance(self.model, WithDraft) and self.model.draft is not None and not self.model.is_part:
+            for name, tensor in layers.draft_checkpoint(self._runner):
+                yield DRAFT + name, tensor
 
     def reloads(self, recorded: plan.LoadPlan, specs: Mapping[str, TensorSpec]) -> dict[str, list[Segment]]:
         """As `Engine.reloads`."""
         reasons = recorded.reasons
         tensors = fallback.mirrored(recorded, specs, self.checkpoint()) if reasons else {}
-        self._mirror = fallback.Mirror(self._runner, {name: recorded.layers[name] for name in tensors}, tensors, reasons)
+        self._mirror = fallback.Mirror(
+            self.model, self._runner.model_config, {name: recorded.layers[name] for name in tensors}, tensors, reasons
+        )
         return self._mirror.segments
 
     def prove(self, covered: Set[int], reloaded: Set[torch.nn.Module] = frozenset()) -> None:
@@ -223,7 +251,9 @@ def _note_loaded(worker: Any) -> None:
         @engine.around(worker, "load_model")
         def note(load_model: Any, *args: Any, **kwargs: Any) -> None:
             load_model(*args, **kwargs)
-            derived.note_loaded(worker.model_runner.get_model())
+            for model in (worker.model_runner.get_model(), layers.draft(worker.model_runner)[0]):
+                if model is not None:
+                    derived.note_loaded(model)
 
 
 def _hook_sleep(worker: Any) -> None:
@@ -254,7 +284,8 @@ _LOADS = ("load_model", "reload_weights", "reset_weights", "start_weight_update"
 def _guard(worker: Any, channel: str) -> None:
     """Make a worker refuse to load other weights than the channel's, and check where its weights are before each step."""
     runner = worker.model_runner
-    for owner, names in ((worker, _LOADS), (runner, _LOADS), (runner.get_model(), ("load_weights",))):
+    models = [(model, ("load_weights",)) for model in (runner.get_model(), layers.draft(runner)[0])]
+    for owner, names in ((worker, _LOADS), (runner, _LOADS), *models):
         for name in names:
             if hasattr(owner, name):
                 vars(owner)[name] = _refusing(name, channel)

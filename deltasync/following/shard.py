@@ -33,7 +33,7 @@ from deltasync.errors import (
 )
 from deltasync.following.engine import Places
 from deltasync.following.weights import LiveWeights, StagedVersion
-from deltasync.live import LiveMemory, Prints, Segment, derived, plan, proof
+from deltasync.live import DRAFT, LiveMemory, Prints, Segment, WithDraft, derived, plan, proof
 from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import bits_of
 
@@ -63,6 +63,7 @@ class Found(msgspec.Struct):
         is_complete: Whether the model has all its modules, so that a tensor that its loader ignores is not served.
         ties: The tensors without a place, each with the one that the model computes with instead.
         absent: The channel's tensors that the checkpoint lacks, or has in another shape.
+        draft: As `Engine.draft`.
     """
 
     regions: dict[str, list[Region]]
@@ -70,6 +71,7 @@ class Found(msgspec.Struct):
     is_complete: bool
     ties: dict[str, str]
     absent: set[str]
+    draft: str | None = None
 
 
 class Audit(msgspec.Struct):
@@ -103,6 +105,7 @@ class Engine(ABC):
         dtype: The dtype that it computes with, as the channel's table has it; None if that is not known.
         log: Where the shard logs.
         later: As `derived.find` takes it.
+        draft: A sentence on whether the model that drafts tokens is followed; None if there is none.
     """
 
     loader: plan.Loader
@@ -110,9 +113,15 @@ class Engine(ABC):
     is_complete = True
     has_logits = True
     dtype: str | None = None
+    draft: str | None = None
     log = logger
     later: Mapping[str, str | None] = MappingProxyType({})
     _copies: Sequence[derived.DerivedCopy] = ()
+
+    def take(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Make the draft whose tensors the channel has a part of `model`, before the load plan is recorded."""
+        if any(name.startswith(DRAFT) for name in specs):
+            self.model = WithDraft(self.model)
 
     @abstractmethod
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -230,8 +239,10 @@ class Shard:
                 self._unproven, self._others = proof.verify(recorded, memory, specs, loaded)
                 recorded.segments.update(self.engine.reloads(recorded, specs))
             regions, model = LiveMemory(specs, recorded.segments).regions, self.engine.loader.as_loaded(self.engine.model)[0]
+            if isinstance(model, WithDraft):
+                model = model.model
             ties = proof.ties(recorded, specs, model, has_logits=self.engine.has_logits)
-            self._found = Found(regions, recorded.reasons, self.engine.is_complete, ties, self._unproven)
+            self._found = Found(regions, recorded.reasons, self.engine.is_complete, ties, self._unproven, self.engine.draft)
         return self._found
 
     def audit(self, ignored: Sequence[str] | None = None, ties: Mapping[str, str] = MappingProxyType({})) -> Audit:
@@ -301,6 +312,7 @@ class Shard:
             return
         engine, specs = self.engine, self.reader.specs
         proof.check_dtype(specs, engine.loader.engine, engine.dtype)
+        engine.take(specs)
         try:
             recorded = plan.record(engine.model, specs, engine.loader)
         except ModelMismatchError as error:

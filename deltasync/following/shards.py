@@ -75,6 +75,7 @@ class Shards(ABC):
         reloaded: The tensors that the engine loads again after each change, and why.
         ignored: The tensors that no process computes with: they are in no proof.
         ties: As `LiveMemory.ties`.
+        draft: As `Engine.draft`.
     """
 
     def __init__(self, reader: ChannelReader, log: logging.Logger = logger) -> None:
@@ -82,6 +83,7 @@ class Shards(ABC):
         self.reloaded: dict[str, str] = {}
         self.ignored: list[str] = []
         self.ties: dict[str, str] = {}
+        self.draft: str | None = None
         self._regions: list[Any] = []  # the elements of each tensor that each shard holds
         self._union: Union | None = None
         self._found: Prints | None = None
@@ -109,7 +111,7 @@ class Shards(ABC):
             which = f"{len(ignored)} tensors, such as {specs[ignored[0]]},"
             raise ModelMismatchError(f"{which} cannot be updated by this release: the engine's loader copies them nowhere.")
         proof.check_ignored(ignored, specs, set().union(*(each.absent for each in found)))
-        self.reloaded, self.ignored, self.ties = reloaded, ignored, ties
+        self.reloaded, self.ignored, self.ties, self.draft = reloaded, ignored, ties, found[0].draft
 
     def prove(self) -> None:
         """Make sure that all engines make again what they derive from weights, and say what is not served.
@@ -128,6 +130,8 @@ class Shards(ABC):
             "deltasync load plan is proven: patched_in_place=%d reloaded=%d tied=%d ignored=%d",
             *(self.patched_count, len(self.reloaded), len(self.ties), len(self.ignored)),
         )
+        if self.draft is not None:
+            self._log.info("deltasync: %s", self.draft)
         for why, names in self.by_reason().items():
             self._warn(names, f"take the fallback, because {why}: a commit loads their layers again, which takes longer")
 

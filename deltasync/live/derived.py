@@ -7,15 +7,17 @@ copy, so the layer has to make it again, in place, because captured CUDA graphs 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from deltasync.errors import ModelMismatchError
-from deltasync.live.plan import held_tensors
+from deltasync.live.draft import WithDraft
+from deltasync.live.plan import held_tensors, writes
 from deltasync.tensors.bits import int_view
 
 _HEAD = 1024  # elements that are compared first
@@ -24,11 +26,11 @@ _PART = 16  # fewest elements in which a copy of another size is alike
 
 @dataclasses.dataclass(frozen=True)
 class DerivedCopy:
-    """A copy: `holder.name` is a tensor that was made from a parameter."""
+    """A copy: `holder.name` is a tensor that was made from a parameter, and `make` makes it again."""
 
     holder: Any
     name: str
-    dtype: torch.dtype
+    make: Callable[[], object]
 
     def __str__(self) -> str:
         return f"{type(self.holder).__name__}.{self.name}"
@@ -53,12 +55,17 @@ def note_loaded(model: torch.nn.Module) -> None:
 
 def is_complete(model: torch.nn.Module) -> bool:
     """Whether a model is known to have all modules with which it was built: its loader then ignores what it ignored."""
-    return model in _built and _built[model][0] <= {name for name, _ in model.named_modules()}
+    return all(each in _built and _built[each][0] <= {name for name, _ in each.named_modules()} for each in _parts(model))
 
 
 def is_made(model: torch.nn.Module, holder: Any, name: str) -> bool:
     """Whether loading weights is known to have changed `holder.name`, or to have made it."""
-    return (id(holder), name) in _made.get(model, ())
+    return any((id(holder), name) in _made.get(each, ()) for each in _parts(model))
+
+
+def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the models that were loaded by themselves."""
+    return [*model.children()] if isinstance(model, WithDraft) else [model]
 
 
 def _sums(model: torch.nn.Module) -> dict[tuple[int, str], int]:
@@ -132,17 +139,39 @@ def find(
             for name in later.keys() & vars(holder).keys():
                 asked = later[name]
                 if asked is None or getattr(holder, asked, True):
-                    raise _refusal(DerivedCopy(holder, name, dtype))
+                    raise _refusal(DerivedCopy(holder, name, lambda: None))
     for holder in _holders(model):
-        for name, tensor in held_tensors(holder).items() if holder not in reloaded else ():
-            if _storage(tensor) in loaded or not _may_be_made(tensor):
-                continue
-            if is_made(model, holder, name) or _is_copy(tensor, by_start):
-                copy = DerivedCopy(holder, name, dtype)
-                if not _refreshes(copy, tensor):
-                    raise _refusal(copy)
-                copies.append(copy)
+        found = [
+            name
+            for name, tensor in held_tensors(holder).items()
+            if holder not in reloaded and _storage(tensor) not in loaded and _may_be_made(tensor)
+            if is_made(model, holder, name) or _is_copy(tensor, by_start)
+        ]
+        make = _maker(model, holder, dtype, covered) if found else _nobody
+        copies += [DerivedCopy(holder, name, make) for name in found]
+    for make in dict.fromkeys(copy.make for copy in copies):
+        if stale := _stale([copy for copy in copies if copy.make == make]):
+            raise _refusal(stale[0])
     return copies
+
+
+def _nobody() -> None:
+    raise NotImplementedError("Nobody makes it again.")
+
+
+def _maker(model: torch.nn.Module, holder: Any, dtype: torch.dtype, covered: Set[int]) -> Callable[[], object]:
+    """Return what makes the tensors of a holder again: itself, as in vLLM, or the model around it, as in SGLang.
+
+    A model that writes to `covered` storages would change weights, so it is not asked.
+    """
+    make: Any = getattr(holder, "process_weights_after_loading", None)
+    if callable(make):
+        return functools.partial(make, dtype)
+    for owner in reversed([*model.modules()]):
+        if hasattr(owner, "post_load_weights") and holder in {*owner.modules()}:
+            make = owner.post_load_weights
+            return _nobody if writes(owner, make) & covered else make
+    return _nobody
 
 
 def _refusal(copy: DerivedCopy) -> ModelMismatchError:
@@ -175,31 +204,38 @@ def _equal(copy: torch.Tensor, source: torch.Tensor) -> bool:
     return torch.equal(copy.to(source.dtype), source)
 
 
-def _refreshes(copy: DerivedCopy, tensor: torch.Tensor) -> bool:
-    """Whether the holder makes a copy again in place. Its value is restored."""
-    if not callable(getattr(copy.holder, "process_weights_after_loading", None)):
-        return False
-    held = copy.holder._buffers if isinstance(copy.holder, torch.nn.Module) else {}
-    attributes, buffers, before = dict(vars(copy.holder)), dict(held), tensor.clone()
+def _stale(copies: Sequence[DerivedCopy]) -> Sequence[DerivedCopy]:
+    """Return those of the copies of one maker that it does not make again in place. Their values are restored."""
+    before = []
+    for copy in copies:
+        buffers = copy.holder._buffers if isinstance(copy.holder, torch.nn.Module) else {}
+        tensor = held_tensors(copy.holder)[copy.name]
+        before.append((copy, buffers, dict(vars(copy.holder)), dict(buffers), tensor, tensor.clone()))
     try:
         with torch.no_grad():
-            tensor.neg_().sub_(1)
-        refresh([copy])
-        return held_tensors(copy.holder)[copy.name] is tensor and torch.equal(tensor, before)
-    except Exception:  # noqa: BLE001 - whatever it is, this copy is not made again
-        return False
+            for *_, tensor, _ in before:
+                tensor.neg_().sub_(1)
+        refresh(copies)
+        return [
+            copy
+            for copy, *_, tensor, value in before
+            if held_tensors(copy.holder)[copy.name] is not tensor or not torch.equal(tensor, value)
+        ]
+    except Exception:  # noqa: BLE001 - whatever it is, these copies are not made again
+        return copies
     finally:
-        vars(copy.holder).update(attributes)
-        held.update(buffers)
-        with torch.no_grad():
-            tensor.copy_(before)
+        for copy, buffers, attributes, held, tensor, value in before:
+            vars(copy.holder).update(attributes)
+            buffers.update(held)
+            with torch.no_grad():
+                tensor.copy_(value)
 
 
 def refresh(copies: Sequence[DerivedCopy]) -> None:
-    """Have the holders make these copies again. Mutates live memory."""
+    """Have these copies made again. Mutates live memory."""
     with torch.no_grad():
-        for copy in copies:
-            copy.holder.process_weights_after_loading(copy.dtype)
+        for make in dict.fromkeys(copy.make for copy in copies):
+            make()
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ strided view of the parameter it goes to. Fused, stacked and sliced parameters n
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -28,16 +29,32 @@ class Loader:
 
     Attributes:
         engine: The engine's name, for messages.
-        as_loaded: Returns a loaded model as its `load_weights` expects it, and the originals of its modules.
+        restore: Changes a copy of a module, the first argument, to what the loader expects; the second is the module.
         computed: Returns the parameters of a module that the engine computed from others after loading.
     """
 
     engine: str
-    as_loaded: Callable[[torch.nn.Module], tuple[torch.nn.Module, dict[torch.nn.Module, torch.nn.Module]]] = lambda model: (
-        model,
-        {module: module for module in model.modules()},
-    )
+    restore: Callable[[torch.nn.Module, torch.nn.Module], object] = lambda twin, module: None
     computed: Callable[[torch.nn.Module], dict[str, torch.Tensor]] = lambda _: {}
+
+    def as_loaded(self, model: torch.nn.Module) -> tuple[torch.nn.Module, dict[torch.nn.Module, torch.nn.Module]]:
+        """Return a loaded model as its `load_weights` expects it, without LoRA's wrappers.
+
+        Its modules are copies that share all other tensors with `model`, which is not touched. Also returns their originals.
+        """
+        copies: dict[torch.nn.Module, torch.nn.Module] = {}
+
+        def copy_of(module: torch.nn.Module) -> torch.nn.Module:
+            if any(base.__name__ == "BaseLayerWithLoRA" for base in type(module).__mro__):
+                module = module.base_layer  # type: ignore[assignment]
+            if module not in copies:
+                twin = copies[module] = copy.copy(module)
+                twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
+                self.restore(twin, module)
+                twin._modules = {name: child and copy_of(child) for name, child in module._modules.items()}
+            return copies[module]
+
+        return copy_of(model), {twin: module for module, twin in copies.items()}
 
 
 _NOT_HELD = ("_parameters", "_buffers", "_modules", "kv_cache")
@@ -87,6 +104,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self.writes: list[_Write] = []
         self._owners = owners
         self._names = {_storage(tensor): {name} for name, tensor in sources.items()}
+        self._joined: dict[int, tuple[torch.Tensor, list[torch.Tensor], int]] = {}  # by storage: whole, parts, dimension
         self._made: dict[int, torch.Tensor] = {}  # by storage; kept, so that no new storage has the address of a freed one
 
     def names(self, tensor: torch.Tensor) -> set[str]:
@@ -106,6 +124,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if has_meta and not written:
             args, kwargs = tree_map(_on_meta, (args, kwargs))
         result = func(*args, **kwargs)
+        if func is torch.ops.aten.cat.default and has_meta:
+            self._joined[_storage(result)] = result, list(args[0]), args[1] if len(args) > 1 else 0
         names = set().union(*map(self.names, tensors))
         known = {_storage(each) for each in tensors}
         for each in _tensors(result):
@@ -122,17 +142,26 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._names[_storage(tensor)] = self.names(tensor) | names
 
     def _record(self, func: Any, written: list[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+        names = set().union(*(self.names(each) for each in tensors if each is not written[0]))
         if func is torch.ops.aten.copy_.default and tensors[1].is_meta:
-            names, source = self.names(tensors[1]), tensors[1]
+            self.writes += [_Write(self.names(source), live, source) for live, source in self._parts(*tensors[:2])]
         else:
-            names, source = set().union(*(self.names(each) for each in tensors if each is not written[0])), None
+            self.writes += [_Write(names, each, None) for each in written]
         for each in written:
-            self.writes.append(_Write(names, each, source))
             self._add(each, names)
         returned = len(func._schema.returns)
         if returned > len(written):
             raise ModelMismatchError(f"{self._engine}'s loader runs {func} on the weights.")
         return None if not returned else written[0] if returned == 1 else tuple(written[:returned])
+
+    def _parts(self, live: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield a copy's target and source, one by one for tensors that the loader has joined and copies together."""
+        whole, parts, dim = self._joined.get(_storage(source), (source, [], 0))
+        if not parts or _layout(whole) != _layout(source) or live.shape != source.shape:
+            yield live, source
+            return
+        for place, part in zip(torch.split(live, [each.shape[dim] for each in parts], dim), parts, strict=True):
+            yield from self._parts(place, part)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -211,6 +240,18 @@ def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec], loader: Load
                 f"{specs[name]} cannot be updated: {reason}, and no layer of {plan.engine} loads it again."
             )
     return plan
+
+
+def writes(model: torch.nn.Module, call: Callable[[], object]) -> set[int]:
+    """Return the addresses of the storages that a method of a model would write. Changes nothing.
+
+    Raises:
+        Exception: whatever the method raises.
+    """
+    recorder = _Recorder({}, {}, type(model).__name__)
+    with _put_back({module: module for module in model.modules()}), torch.no_grad(), recorder:
+        call()
+    return {write.live.untyped_storage().data_ptr() for write in recorder.writes}
 
 
 _Held = dict[torch.nn.Module, dict[str, torch.Tensor]]

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from deltasync.errors import ModelMismatchError
+from deltasync.live.draft import DRAFT
 from deltasync.live.memory import LiveMemory
 from deltasync.live.plan import LoadPlan
 from deltasync.live.segments import Segment
@@ -102,7 +103,7 @@ def ties(plan: LoadPlan, specs: Mapping[str, TensorSpec], model: torch.nn.Module
     has_head = any(held and name.endswith(_HEAD) for name, held in plan.segments.items())
     found = {}
     for name, spec in specs.items():
-        if plan.segments[name] or name in plan.reasons:
+        if plan.segments[name] or name in plan.reasons or name.startswith(DRAFT):
             continue
         at = {place for own, place in parameters if f".{own}".endswith(f".{name}") or f".{name}".endswith(f".{own}")}
         others = [other for place in at for other in lying.get(place, ())]
@@ -115,14 +116,16 @@ def ties(plan: LoadPlan, specs: Mapping[str, TensorSpec], model: torch.nn.Module
 
 
 def check_ignored(ignored: Iterable[str], specs: Mapping[str, TensorSpec], absent: Collection[str]) -> None:
-    """Make sure that the engine has a reason to load none of these tensors: its own checkpoint has them too.
+    """Make sure that the engine has a reason to load none of these tensors: its own checkpoint has them too, or they are
+    those of a draft that this server does not have.
 
     `absent` are those that this checkpoint lacks.
 
     Raises:
         ModelMismatchError: the trainer's model has tensors that the engine's has not.
     """
-    strange = [name for name in ignored if name in absent and not name.endswith(_CONSTANTS)]
+    known = [name for name in ignored if name.endswith(_CONSTANTS) or name.startswith(DRAFT)]
+    strange = [name for name in ignored if name in absent and name not in known]
     if strange:
         raise ModelMismatchError(
             f"{len(strange)} tensors of the channel, such as {specs[strange[0]]}, are neither in the model that is served "

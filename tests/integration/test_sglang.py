@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -19,11 +20,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from demo.processes import Child
 from demo.run import free_port
 from tests import sglang_server
+from tests.integration.layouts import CASES
 from tests.integration.vllm_server import PATIENCE_S, Server, digests, one_thread, save_model, tells_of_wrong_bits
 
 pytestmark = pytest.mark.skipif(sglang_server.missing() is not None, reason=str(sglang_server.missing()))
@@ -289,6 +291,38 @@ def test_pins(server: Server) -> None:
     assert refused(server, "/deltasync/sync", {"versoin": 1})[0] == 422
 
 
+LAID_OUT = "deepseek_v2", "deepseek_v3_lora", "llama", "qwen3_moe", "gemma3"
+"""Architectures of which each tensor changes alone; with those after them in `make test-sglang`."""
+MORE = (
+    *("mixtral", "qwen2_moe", "phi3", "phi", "opt", "cohere", "qwen2", "olmo2", "granite", "stablelm", "starcoder2"),
+    *("gptj", "arcee", "qwen3", "glm4"),
+)
+
+
+@pytest.fixture(scope="module")
+def laid_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What `sglang_layouts` says, in SGLang's environment."""
+    folder, cases = tmp_path_factory.mktemp("layouts"), [*LAID_OUT, *(MORE if "LONG_TESTS" in os.environ else ())]
+    for name in cases:
+        save_model(folder / name, CASES[name].config, **CASES[name].fields)
+    command = [sglang_server.PYTHON, "-W", "ignore", "-m", "tests.integration.sglang_layouts", folder, *cases]
+    environ = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=4 * START_S, check=False)
+    lines = [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+    assert [line["case"] for line in lines] == cases, done.stdout[-2000:] + done.stderr[-4000:]
+    return {line["case"]: line for line in lines}
+
+
+@pytest.mark.parametrize("case", [*LAID_OUT, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
+def test_each_tensor_alone_leads_where_a_fresh_load_does(case: str, laid_out: dict[str, dict[str, Any]]) -> None:
+    found = laid_out[case]
+    assert (found["first"]["version"], found["second"]["version"]) == (1, 2)
+    assert found["touched"] == found["differences"] == []
+    assert found["alone"] == {}
+    products = {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in ("w_kc", "w_vc")}
+    assert products <= {*found["changed"]} or not case.startswith("deepseek")
+
+
 @pytest.mark.slow
 def test_ten_versions_compute_as_sglang_computes_with_their_checkpoints(tmp_path: Path) -> None:
     """Tokens, log probabilities and SGLang's own checksums equal those of a server that loads each version from a disk."""
@@ -362,24 +396,6 @@ def test_two_ranks_commit_in_the_same_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_experts_are_written_in_place_through_sglangs_loaders(tmp_path: Path) -> None:
-    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
-    checkpoint = save_model(tmp_path, Qwen3MoeConfig, **fields, intermediate_size=128, mlp_only_layers=[])
-    replies, saved = [], []
-    with serving(checkpoint, f"file://{tmp_path}/channel") as (server, _):
-        for number in range(1, 4):
-            server.step(2e-4)
-            server.assert_serves(server.publish(step=number))
-            saved.append(save_version(checkpoint, server, tmp_path / str(number)))
-            replies.append(made(generate(server, 32)))
-        sums = checksums(server)
-    assert len({str(reply) for reply in replies}) == 3
-    with serving(saved[-1], None) as (fresh, _):
-        assert checksums(fresh) == sums
-        assert made(generate(fresh, 32)) == replies[-1]
-
-
-@pytest.mark.slow
 def test_grpo_rolls_out_on_a_server_that_serves_each_step(tmp_path: Path) -> None:
     checkpoint, channel, root = save_model(tmp_path), f"file://{tmp_path}/channel", Path(__file__).parents[2]
     options = ["--max_steps", "3", "--max_completion_length", "16", "--output_dir", str(tmp_path / "out")]
@@ -417,17 +433,14 @@ with mock.patch("sglang.srt.arg_groups.overrides.resolving_view", lambda options
         except ConfigError as error:
             assert str(error).startswith(f"--{name.replace('_', '-')} {other} {what}"), error
             print(name)
-    from types import SimpleNamespace
-    from sglang.srt.configs.model_config import AttentionArch
     import torch
     model = torch.nn.Linear(1, 1)
-    refusals.check_model(model, SimpleNamespace(attention_arch=AttentionArch.MHA))
+    refusals.check_model(model)
     model.use_intel_amx_backend = True
-    for arch in (AttentionArch.MLA, AttentionArch.MHA):
-        try:
-            refusals.check_model(model, SimpleNamespace(attention_arch=arch))
-        except ConfigError as error:
-            print(error)
+    try:
+        refusals.check_model(model)
+    except ConfigError as error:
+        print(error)
     with mock.patch("sglang.__version__", "0.5.22"):
         try:
             refusals.check(Options())
@@ -441,9 +454,9 @@ with mock.patch("sglang.srt.arg_groups.overrides.resolving_view", lambda options
     from sglang_plugin.refusals import OPTIONS
 
     expected = [name for options in OPTIONS.values() for name in options]
-    *names, latent, packed, version = done.stdout.strip().splitlines()[-len(expected) - 3 :]
+    *names, packed, version = done.stdout.strip().splitlines()[-len(expected) - 2 :]
     assert names == expected
-    assert latent.startswith("Latent attention (MLA)") and "for AMX" in packed
+    assert "for AMX" in packed
     assert version.startswith("deltasync was run with SGLang 0.5.23, not with 0.5.22")
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 ALIEN = "vLLM keeps it in a layout of its own"
 CHANGED = "vLLM holds its layer in another dtype or shape, quantized for example"
-IN_PLACE = ["llama", "gemma2", "gemma3", "phi3", "idefics3", "glm4_moe", "qwen3_moe_loaded"]
+IN_PLACE = ["llama", "gemma2", "gemma3", "phi3", "idefics3", "glm4_moe", "glm4_moe_mtp", "qwen3_moe_loaded"]
 # Of those that are not patched in place: how many tensors take the fallback, and why.
 RELOADED = {
     "qwen3_moe": {ALIEN: 24},
@@ -122,6 +122,14 @@ def test_a_router_in_float32_is_patched_beside_matrices_in_bfloat16(told: dict[s
     assert {"model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.e_score_correction_bias"} <= set(
         told["glm4_moe"]["changed"]
     )
+
+
+def test_a_layer_that_drafts_is_patched_with_the_model_but_for_what_it_shares(told: dict[str, dict[str, Any]]) -> None:
+    found = told["glm4_moe_mtp"]
+    assert found["second"]["draft"] == "Glm4MoeMTP, which drafts tokens, is followed as a part of the model."
+    assert {"1.model.layers.2.eh_proj.weight", "1.model.layers.2.mtp_block.self_attn.qkv_proj.weight"} <= {*found["changed"]}
+    shared = ["model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"]
+    assert sorted(found["second"]["ignored"]) == shared
 
 
 @pytest.mark.parametrize("case", marked(*IN_PLACE, *RELOADED))

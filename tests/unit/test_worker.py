@@ -226,6 +226,27 @@ class TestRecord:
             assert torch.equal(now, old), name
             assert now.data_ptr() == address
 
+    def test_tensors_that_the_loader_joins_are_patched_where_each_of_them_goes(self) -> None:
+        """As DeepSeek's q_a_proj and kv_a_proj_with_mqa; of a part of what was joined it is not known whose it is."""
+        held: dict[str, torch.Tensor] = {}
+
+        def joined(model: Loader, name: str, tensor: torch.Tensor) -> None:
+            held[name] = tensor
+            if len(held) == 3:
+                whole = torch.cat([torch.cat([held["a"], held["b"]], dim=1), held["c"]])
+                (model.w if keeps_all else model.w[1:]).copy_(whole if keeps_all else whole[1:])
+
+        specs = {name: TensorSpec(name, "float32", shape) for name, shape in {"a": (4, 1), "b": (4, 1), "c": (2, 2)}.items()}
+        for keeps_all in (True, False):
+            held.clear()
+            model = Loader(joined)
+            plan, places = record(model, specs), {"a": model.w[:4, :1], "b": model.w[:4, 1:], "c": model.w[4:]}
+            assert plan.reasons == ({} if keeps_all else dict.fromkeys(specs, COMPUTES))
+            for name, place in places.items() if keeps_all else ():
+                (segment,) = plan.segments[name]
+                assert (segment.live.data_ptr(), segment.live.stride()) == (place.data_ptr(), place.stride())
+                assert (segment.live.shape, segment.offset) == (place.shape, 0)
+
     def test_a_refusal_names_the_tensor_and_both_shapes(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         held = {name: tensor[:7] for name, tensor in checkpoint().items() if name == "experts"}
         monkeypatch.setattr(layers, "checkpoint", lambda _: iter(held.items()))
@@ -253,21 +274,73 @@ class Ignoring(Model):
         super().load_weights((name, tensor) for name, tensor in weights if name in ("plain", "experts"))
 
 
+class Drafting(torch.nn.Module):
+    """A draft, whose loader takes a matrix of its own by this name, and embeddings."""
+
+    def __init__(self, own: str) -> None:
+        super().__init__()
+        self.fc = torch.nn.Parameter(torch.randn(8, 6).to(torch.bfloat16), requires_grad=False)
+        self.embed = torch.nn.Linear(6, 8, bias=False, dtype=torch.bfloat16)
+        self.own = own
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == self.own:
+                self.fc.copy_(tensor)
+            elif name == self.own.replace("fc", "embed"):
+                self.embed.weight.copy_(tensor)
+
+
 class TestCoverage:
-    def follow(self, model: torch.nn.Module, url: str, versions: int) -> list[tuple[int, dict[str, str]]]:
+    def follow(self, model: torch.nn.Module, url: str, versions: int, **runner: Any) -> list[tuple[int, dict[str, str]]]:
         engine = tests_driving.Engine()
         engine.model = model
+        vars(engine.worker.model_runner).update(runner)
         reader = ChannelReader(open_store(url))
         workers = WorkerShards(Client(lambda method, *args: [getattr(engine.worker, method)(*args)]), reader)
         found = []
         workers.open(url, None)
         workers.identified(None)
+        self.draft = workers.draft
         for number in range(1, versions + 1):
             assert workers.stage(handed([reader.numbered(number)]))
             workers.commit()
             assert workers.settle() == reader.numbered(number).version
             found.append((number, workers.digest()))
         return found
+
+    @pytest.mark.parametrize(
+        ("own", "method", "followed"),
+        [("layers.2.fc", "mtp", True), ("draft.fc", "eagle", True), ("plain", "eagle", False), ("draft.fc", None, False)],
+    )
+    def test_a_draft_is_followed_if_the_channel_has_it_and_never_by_equal_names(
+        self, own: str, method: str | None, followed: bool, memory_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its embeddings are the model's, so the channel's copy of them goes nowhere."""
+        model, draft = Ignoring(), Drafting(own.removeprefix("draft."))
+        model.embed, before = draft.embed, [each.detach().clone() for each in draft.parameters()]
+        first = (
+            {own: before[0]}
+            | checkpoint()
+            | ({own.replace("fc", "embed"): torch.zeros(8, 6).bfloat16()} if followed else {})
+        )
+        held = {name: tensor for name, tensor in first.items() if not name.startswith("draft.")}
+        drafted = [(name.removeprefix("draft."), tensor) for name, tensor in first.items() if name not in held]
+        monkeypatch.setattr(layers, "checkpoint", lambda _: iter(held.items()))
+        monkeypatch.setattr(layers, "draft_checkpoint", lambda _: iter(drafted))
+        derived._built.update({each: (frozenset([""]), {}) for each in (model, draft)})
+        path, drafter = "/no/checkpoint" if method == "mtp" else "/a/draft", SimpleNamespace(model=draft) if method else None
+        config = SimpleNamespace(method=method, draft_model_config=SimpleNamespace(model=path))
+        channel = Made(open_store(memory_url))
+        channel.create(first)
+        channel.anchor(second := {name: tensor * 2 for name, tensor in first.items()})
+        ((_, digest),) = self.follow(model, memory_url, 1, drafter=drafter, speculative_config=config)
+        assert torch.equal(draft.fc, second[own] if followed else before[0])
+        assert torch.equal(draft.embed.weight, before[1])
+        assert torch.equal(model.experts, second["experts"])
+        assert digest.keys() == checkpoint().keys() | ({own} if followed else set())
+        words = {True: "followed as a part of the model", False: "keeps the weights that it was loaded with"}
+        assert self.draft is None if method is None else words[followed] in str(self.draft)
 
     @pytest.mark.parametrize("complete", [True, False])
     def test_what_the_loader_ignores_is_not_served(
@@ -445,6 +518,30 @@ class TestDerivedCopies:
         for model in models:
             with pytest.raises(ModelMismatchError, match=r"Model\.cached"):
                 derived.find(model, set(), set())
+
+    def test_what_the_model_around_it_makes_again_is_refreshed_unless_that_writes_weights(self) -> None:
+        """As SGLang's latent attention, which keeps products of `kv_b_proj`."""
+        model, others = torch.nn.Sequential(Model()), list[torch.Tensor]()
+        inner, held = model[0], model[0].plain.detach().T.contiguous()
+        inner.product = held
+
+        def post_load_weights() -> None:
+            inner.product.copy_(inner.plain.T)
+            for other in others:
+                other.zero_()
+
+        inner.post_load_weights = post_load_weights
+        derived._made[model] = {(id(inner), "product")}
+        covered = {each.untyped_storage().data_ptr() for each in inner.parameters()}
+        (copy,) = derived.find(model, covered)
+        inner.plain.data.add_(1)
+        derived.refresh([copy])
+        assert inner.product is held and torch.equal(held, inner.plain.T)
+        others.append(inner.experts)
+        before = inner.experts.detach().clone()
+        with pytest.raises(ModelMismatchError, match=r"Model\.product"):
+            derived.find(model, covered)
+        assert torch.equal(inner.experts, before)
 
     def test_weights_in_a_row_and_a_part_of_one_are_refused(self) -> None:
         model = Model()
@@ -640,14 +737,11 @@ class TestUnsettled:
         assert of.deltasync_call("stage", [])["error"]["kind"] == "SleepingError"
 
 
-RUNNER = tests_driving.runner_of(lambda model=torch.nn.Identity(): model)  # noqa: B008
-
-
 class TestMirror:
     def test_layers_are_proven_one_after_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
         layers = [torch.nn.Linear(3, 3, bias=False, dtype=torch.bfloat16) for _ in range(3)]
         tensors = {f"{number}": layer.weight.detach().clone() for number, layer in enumerate(layers)}
-        mirror = Mirror(RUNNER, {name: {layers[int(name)]} for name in tensors}, tensors)
+        mirror = Mirror(torch.nn.Identity(), None, {name: {layers[int(name)]} for name in tensors}, tensors)
         reloaded = []
 
         def reload(names: Any) -> float:
@@ -673,7 +767,7 @@ class TestMirror:
         layer = torch.nn.Linear(3, 3, bias=False, dtype=torch.bfloat16)
         tensors = {"weight": layer.weight.detach().clone()}
         layer.weight = freed = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
-        mirror = Mirror(RUNNER, {"weight": {layer}}, tensors)
+        mirror = Mirror(torch.nn.Identity(), None, {"weight": {layer}}, tensors)
 
         def reload(_: Any) -> float:
             layer.weight = torch.nn.Parameter(tensors["weight"].clone(), requires_grad=False)

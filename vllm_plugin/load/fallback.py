@@ -21,7 +21,7 @@ from deltasync.live.derived import is_made
 from deltasync.live.plan import LoadPlan, held_tensors
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import cast, int_view
-from vllm_plugin.load.layers import as_loaded, prepare_reload
+from vllm_plugin.load.layers import LOADER, prepare_reload
 
 Layers = Mapping[str, Set[torch.nn.Module]]
 Weights = Mapping[str, torch.Tensor]
@@ -57,14 +57,22 @@ def mirrored(
 class Mirror:
     """Host copies of tensors as in the checkpoint, which commits mutate, and vLLM's layerwise reload from them.
 
-    `layers` has the modules that each tensor is loaded into. `reasons` says why they are mirrored.
+    `config` is vLLM's of the model. `layers` has the modules that tensors are loaded into, `reasons` why they are mirrored.
 
     Attributes:
         dirty: Modules that hold unknown values, because reloading them failed.
     """
 
-    def __init__(self, runner: Any, layers: Layers, tensors: Weights, reasons: Mapping[str, str] | None = None) -> None:
-        self._runner, self._layers, self._tensors, self._reasons = runner, layers, tensors, reasons or {}
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: Any,
+        layers: Layers,
+        tensors: Weights,
+        reasons: Mapping[str, str] | None = None,
+    ) -> None:
+        self._model, self._config = model, config
+        self._layers, self._tensors, self._reasons = layers, tensors, reasons or {}
         self.dirty: set[torch.nn.Module] = set()
 
     @property
@@ -129,7 +137,7 @@ class Mirror:
 
     def _stale(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights], covered: Set[int]) -> list[str]:
         """Reload with all tensors changed. Returns the layers, and what loading made in them, that this does not change."""
-        model, found = self._runner.get_model(), []
+        model, found = self._model, list[str]()
         with self._changed(names):
             self.reload(names)
         for layer, held in before.items():
@@ -196,16 +204,15 @@ class Mirror:
 
         before = time.perf_counter()
         names = [name for name, of in self._layers.items() if of & layers]
-        model = self._runner.get_model()
         with torch.no_grad(), _kept_attributes(layers):
             for layer in layers:
                 prepare_reload(layer)
                 initialize_layerwise_reload(layer)
             try:
-                as_loaded(model)[0].load_weights((name, self._tensors[name]) for name in names)  # type: ignore[operator]
+                LOADER.as_loaded(self._model)[0].load_weights((name, self._tensors[name]) for name in names)  # type: ignore[operator]
             finally:
                 for layer in layers:
-                    finalize_layerwise_reload(layer, self._runner.model_config)
+                    finalize_layerwise_reload(layer, self._config)
         self.dirty = set()
         return time.perf_counter() - before
 

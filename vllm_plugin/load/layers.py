@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 from collections.abc import Iterator
@@ -16,26 +15,11 @@ from deltasync.live import derived, plan
 from vllm_plugin import logger
 
 
-def as_loaded(model: torch.nn.Module) -> tuple[torch.nn.Module, dict[torch.nn.Module, torch.nn.Module]]:
-    """Return a model for `load_weights`, without LoRA's wrappers, and with meta tensors for parameters that vLLM changed.
-
-    Its modules are copies that share all other tensors with `model`, which is not touched. Also returns their originals.
-    """
-    copies: dict[torch.nn.Module, torch.nn.Module] = {}
-
-    def copy_of(module: torch.nn.Module) -> torch.nn.Module:
-        if any(base.__name__ == "BaseLayerWithLoRA" for base in type(module).__mro__):
-            module = module.base_layer  # type: ignore[assignment]
-        if module not in copies:
-            twin = copies[module] = copy.copy(module)
-            if hasattr(vars(twin).get("load_weights"), "deltasync_refuses"):
-                del twin.load_weights
-            twin._parameters = {**module._parameters, **_before_changes(module)}  # type: ignore[dict-item]
-            twin._buffers = dict(module._buffers)
-            twin._modules = {name: child and copy_of(child) for name, child in module._modules.items()}
-        return copies[module]
-
-    return copy_of(model), {twin: module for module, twin in copies.items()}
+def restore(twin: torch.nn.Module, module: torch.nn.Module) -> None:
+    """Give a copy of a module meta tensors for parameters that vLLM changed after loading, and its own `load_weights`."""
+    if hasattr(vars(twin).get("load_weights"), "deltasync_refuses"):
+        del twin.load_weights
+    twin._parameters |= _before_changes(module)  # type: ignore[arg-type]
 
 
 def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -47,8 +31,18 @@ def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name in sorted(names) if (tensor := layer._parameters[name]) is not None}
 
 
-LOADER = plan.Loader("vLLM", as_loaded, computed_parameters)
+LOADER = plan.Loader("vLLM", restore, computed_parameters)
 """How vLLM loads models."""
+
+
+def draft(runner: Any) -> tuple[torch.nn.Module | None, bool]:
+    """Return the draft model of either of vLLM's model runners, and whether the model's own checkpoint has it."""
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    model = getattr(drafter, "model", None)
+    if not isinstance(model, torch.nn.Module):
+        return None, False
+    config = runner.speculative_config
+    return model, config.method == "mtp" and config.draft_model_config.model == runner.model_config.model
 
 
 def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -57,15 +51,25 @@ def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         ModelMismatchError: it was not loaded from a checkpoint that can be read again.
     """
+    yield from _checkpoint(runner.load_config, runner.model_config, runner.get_model())
+
+
+def draft_checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `checkpoint`, of the draft that has one of its own."""
+    config, (model, _) = runner.speculative_config, draft(runner)
+    yield from _checkpoint(config.draft_load_config or runner.load_config, config.draft_model_config, model)
+
+
+def _checkpoint(load_config: Any, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     from vllm.model_executor.model_loader import get_model_loader
 
-    loader = get_model_loader(runner.load_config)
+    loader = get_model_loader(load_config)
     if not hasattr(loader, "get_all_weights"):
         raise ModelMismatchError(
             f"vLLM loaded its weights by {type(loader).__name__}, so it cannot be proven where they are. "
             "Serve a checkpoint, without --load-format."
         )
-    yield from loader.get_all_weights(runner.model_config, runner.get_model())
+    yield from loader.get_all_weights(model_config, model)
 
 
 def _before_changes(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
