@@ -28,8 +28,9 @@ from deltasync.channel import adapter_base, anchors
 from deltasync.channel.adapter_base import AdapterBase
 from deltasync.config import AUTO
 from deltasync.errors import ConfigError
-from deltasync.publish.shards import TensorRange, is_range, part_of, range_of
+from deltasync.publish.shards import TensorRange, empty_like, is_range, part_of
 from deltasync.publish.stream import QUANTIZATION, by_rows, module_tensors, unwrapped
+from deltasync.tensors.bits import readable
 from trl_callback import adapter
 
 logger = logging.getLogger(__name__)
@@ -173,11 +174,11 @@ def _convert_shards(
         if wanted.get(name) == tensor.shape:
             yield name, tensor
             continue
-        ((_, tensor),) = by_rows([(name, tensor)])()
-        part = range_of(name, tensor, rank)
-        here = slice(part.start, part.stop)
-        whole = part.held.new_empty(part.shape)
-        whole.view(-1)[here] = part.held.flatten()
+        shard: Any = dict(by_rows([(name, tensor)])())[name]
+        part = part_of(name, shard) or TensorRange(shard if rank == 0 else empty_like(shard), 0, tuple(shard.shape))
+        here, local = slice(part.start, part.stop), readable(name, part.held)
+        whole = local.new_empty(part.shape)
+        whole.view(-1)[here] = local.flatten()
         known = torch.zeros(part.shape, dtype=torch.bool, device=whole.device)
         known.view(-1)[here] = True
         marks = as_saved(model, {name: known})

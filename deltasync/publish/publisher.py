@@ -103,7 +103,7 @@ class Publisher:
             settings, chosen, self.store, files = given
             if retention is None and self._ranks.rank == 0:
                 warn_of_growth(self.store, chosen)
-            self._begin_run(settings, chosen, files, initial, resume, alone=group is None)
+            self._begin_run(settings, chosen, files, initial, resume)
         except BaseException:
             self._ranks.close("could not open its publisher")
             raise
@@ -116,8 +116,6 @@ class Publisher:
         files: Mapping[str, bytes],
         initial: str | Path | None,
         resume: bool,
-        *,
-        alone: bool,
     ) -> None:
         def begin() -> tuple[ChannelState, str]:
             state, self._log = open_first(self.store, given, resume, files)
@@ -146,7 +144,7 @@ class Publisher:
             self._uploader = UploadQueue(self._log, compactor, self.settings, self._ranks)
         else:
             self._uploader = PartQueue(self.store, self.settings, self._ranks, compacts=retention.compact_every != 0)
-        if state.channel is not None and alone:
+        if state.channel is not None and self._ranks.size == 1:
             self._shadow = self._start.resumed(self._start.source.held[0])
             if self._start.steps is not None:
                 self._uploader.resume(self._start.steps)

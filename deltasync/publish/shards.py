@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deltasync.errors import ConfigError
-from deltasync.tensors.bits import address_of, is_wrapper, readable
+from deltasync.tensors.bits import address_of, is_wrapper
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,8 +20,7 @@ class TensorRange:
     """A range of a checkpoint tensor, for trainers that shard in another way than those that `part_of` knows.
 
     Attributes:
-        held: The elements, row-major; any shape, device and floating dtype, may be empty. May be a wrapper subclass, except
-            from `range_of`.
+        held: The elements, row-major; any shape, device and floating dtype, may be empty. May be a wrapper subclass.
         start: Flat index of the first of them in the whole tensor.
         shape: The whole tensor's shape.
     """
@@ -101,20 +100,6 @@ FSDP1_CURE = (
     "Use FSDP2 (fully_shard), or publish from one rank, without a group, what get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) gathers on all ranks."
 )
-
-
-def range_of(name: str, tensor: torch.Tensor | TensorRange, rank: int) -> TensorRange:
-    """Return the range of a tensor that a rank publishes, `readable`. A whole tensor is published by the first rank.
-
-    Raises:
-        ConfigError, ModelMismatchError: as `part_of` and `readable`.
-    """
-    part = part_of(name, tensor)
-    if part is None:
-        assert isinstance(tensor, torch.Tensor)
-        part = TensorRange(tensor if rank == 0 else empty_like(tensor), 0, tuple(tensor.shape))
-    held = readable(name, part.held)
-    return part if held is part.held else TensorRange(held, part.start, part.shape)
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:

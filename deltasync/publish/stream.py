@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from deltasync.errors import ConfigError, ModelMismatchError
-from deltasync.publish.shards import FSDP1_CURE, TensorRange, is_range, range_of
+from deltasync.publish.shards import FSDP1_CURE, TensorRange, is_range
 from deltasync.tensors.bits import address_of, cast, dtype_for, is_wrapper, readable
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "module_tensors",
     "pair_of",
     "plain_names",
-    "range_of",
     "stays",
     "tensors_of",
     "unwrapped",
