@@ -92,7 +92,7 @@ def compaction(base: int, version: int, author: str) -> str:
 
 
 def compaction_of(key: str) -> Slot | None:
-    """What a compaction's key names, None for any other key."""
+    """The slot that a compaction's key names, with its base; None for any other key."""
     match = _COMPACTION.fullmatch(key)
     return Slot(int(match[2]), match[3], int(match[1])) if match and int(match[1]) else None
 
@@ -103,7 +103,7 @@ def announcement(version: int, author: str) -> str:
 
 
 def shortcut_of(key: str) -> Slot | None:
-    """What the key of a compaction or an announcement names, None for any other key."""
+    """The slot that the key of a compaction or an announcement names, with its base; None for any other key."""
     match = _ANNOUNCEMENT.fullmatch(key)
     return Slot(int(match[1]), match[2], 0) if match else compaction_of(key)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import get_session
 
 from deltasync import limits
 from deltasync.channel import heartbeat
@@ -343,6 +344,17 @@ def test_no_token_goes_where_a_redirect_leads(monkeypatch: pytest.MonkeyPatch) -
             heartbeat.wake([server.url], 3)
     assert [asked.headers["authorization"] for asked in seen] == ["Bearer secret"] * 2
     assert seen[1].headers["content-type"] == "application/json" and not stolen
+
+
+def test_the_hubs_token_does_not_go_where_a_redirect_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    stolen, seen = list[Asked](), list[Asked]()
+    with Answers(lambda asked: (stolen.append(asked), (200, b""))[1]) as thief:
+        redirect = 302, b"", {"location": thief.url}
+        with Answers(lambda asked: (seen.append(asked), redirect)[1], "localhost") as server:
+            get_session().request("GET", server.url, headers={"authorization": "Bearer secret"}, follow_redirects=True)
+    assert seen[0].headers["authorization"] == "Bearer secret"
+    assert len(stolen) == 1 and "authorization" not in stolen[0].headers
 
 
 def test_a_server_that_hangs_is_not_waited_for(store: Store) -> None:
