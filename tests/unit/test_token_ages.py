@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import queue
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -227,3 +228,13 @@ def test_a_trainer_that_trains_again_counts_a_batch_once() -> None:
     for lag in (0, 1):
         trainer.compute_loss(torch.nn.Linear(1, 1), {"x": torch.ones(1)})
         assert ages.metrics()["delta_sync/token_lag_max"] == lag
+
+
+def test_a_trainer_that_trains_again_asks_its_queue_once() -> None:
+    source, asked = queue.Queue[Any](), list[Any]()
+    ages: Any = SimpleNamespace(admit=lambda given: asked.append(given) or given != "stale")
+    for _ in range(2):
+        compat._watch_queue(source, ages)
+    for each in ("stale", "fresh"):
+        source.put(each)
+    assert source.get(timeout=1) == "fresh" and asked == ["stale", "fresh"]
