@@ -253,7 +253,7 @@ class Shard:
                 on its host from now on, because the model's fingerprint counts them.
             ties: Given when the shard is opened, as `LiveMemory.ties`.
         """
-        if ignored is not None:
+        if ignored is not None and self._weights is None:  # not opened before, by an API server that has ended
             self._adopt(set(ignored), ties)
         memory = self.weights.memory
         with self._in_use:

@@ -195,9 +195,11 @@ def test_every_server_replies_alike_and_follows_when_the_first_has_ended(
             replies = [each.post("/deltasync/pin", json=body | {"timeout_s": 20}) for each in (one, other)]
             assert len({(reply.status_code, reply.json().get("error")) for reply in replies}) == 1
         boot = other.get("/deltasync/status").json()["boot"]
+        weights = engine.worker._deltasync_shard.shard.weights
         first.close()
         version = trainer.publish()
         assert other.post("/deltasync/sync", json={"version": version}).json()["version"] == version
         assert other.get("/deltasync/status").json()["boot"] != boot
         assert other.post("/v1/completions").headers["x-deltasync-versions"] == f"{version}..{version}"
+        assert engine.worker._deltasync_shard.shard.weights is weights, "what the first one made is kept"
         shared.deltasync_folder.cleanup()
