@@ -10,6 +10,7 @@ __all__ = [
     "keys",
     "payloads",
     "plan",
+    "ranges",
     "reading",
     "record",
     "signing",
