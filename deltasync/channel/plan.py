@@ -102,9 +102,9 @@ def payload_bytes(chain: Sequence[StoredRecord]) -> int:
 class _UnreadableError(MissingVersionError):
     """An edge from a listing cannot be used; without one, the version that the replica has is not on the chain."""
 
-    def __init__(self, message: str, edge: Edge | None = None) -> None:
+    def __init__(self, message: str, edge: Edge | None = None, *, forks: bool = False) -> None:
         super().__init__(message)
-        self.edge = edge
+        self.edge, self.forks = edge, forks  # whether it starts from another version of the replica's number
 
 
 class _Search:
@@ -123,7 +123,7 @@ class _Search:
     def by_listings(self, have: VersionId | None) -> list[StoredRecord]:
         """The cheapest chain of those that are listed and can be read."""
         target = self._target
-        edges, problem = self.listed(), ""
+        edges, problem, may_be_forked = self.listed(), "", False
         forked = have is not None and have.version >= target.version
         for _ in range(limits.DAMAGED_RECORDS + 1):
             if forked:
@@ -132,6 +132,9 @@ class _Search:
                 logger.warning(message, have, have.version)
                 have, forked = None, False
             found = cheapest(0 if have is None else have.version, target.version, edges)
+            if found is None and have is not None and may_be_forked:
+                edges, forked, may_be_forked = self.listed(), True, False
+                continue
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
                 message = f"Cannot reach version {target} from {begin}: objects are missing, damaged or not listed."
@@ -145,6 +148,7 @@ class _Search:
                     forked = True
                     continue
                 edges.remove(error.edge)
+                may_be_forked |= error.forks
                 is_known = str(error) in (problem, *self._avoid.values())  # then it was logged already
                 problem = str(error)
                 logger.log(logging.DEBUG if is_known else logging.WARNING, "%s Looking for another chain.", error)
@@ -194,7 +198,8 @@ class _Search:
                     return chain[::-1]
                 if have is not None and at is not None and at.version == have.version:
                     if found.is_compaction:
-                        raise _UnreadableError(f"{key} starts from another version {at.version} than {have}.", edge)
+                        text = f"{key} starts from another version {at.version} than {have}."
+                        raise _UnreadableError(text, edge, forks=True)
                     raise _UnreadableError(f"{have} is not on the chain to {target}.")
         raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 

@@ -145,6 +145,8 @@ class Pending:
     def renewed(self) -> Callable[[BaseException], None]:
         """Part from the receipts, because the job is tried again for later ones. Returns what tells them why."""
         receipts, self.encoded, self.uploaded = (self.encoded, self.uploaded), Future(), Future()
+        if self.full:  # whose size is known
+            self.encoded.set_result(receipts[0].result())
         return functools.partial(_tell, receipts)
 
 

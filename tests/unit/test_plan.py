@@ -10,12 +10,13 @@ import torch
 from deltasync import Replica, limits, open_store
 from deltasync.channel import keys, record
 from deltasync.channel.documents import VersionId
+from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import MissingVersionError
 from deltasync.following import Cursor
 from deltasync.stores import Store
 from tests.builders import trained
-from tests.channels import Made, made
+from tests.channels import Made, filled, made, states_of
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped
 
@@ -185,3 +186,13 @@ class TestBatches:
         assert replica.sync() == 9
         assert holds(replica, channel)
         assert torch.equal(replica.state_dict()["ids"], channel.bits[channel.tip.sha256]["ids"])
+
+
+def test_a_version_that_only_a_compaction_shows_to_be_anothers_is_left_for_full_weights(memory_url: str) -> None:
+    """The deltas from it are gone, so nothing else tells that it is not on the chain."""
+    store = open_store(memory_url)
+    _, versions = filled(store, states_of(500, 4), compactions=((2, 4),))
+    store.delete(versions[2].key)
+    other = dataclasses.replace(versions[1], sha256="f" * 64)
+    chain = find_chain(ChannelReader(store), other, versions[3])
+    assert [stored.record.version for stored in chain] == [1, 2, 4]
