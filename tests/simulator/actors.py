@@ -76,8 +76,9 @@ def trainer(world: World, process: Process) -> None:
                 interrupted = True
                 continue
             if isinstance(receipt, FencedError):
-                # Where listings decide who may write, a stale one hides an opening of before.
-                if not attempt.is_challenged and (world.kind.creates or not world.disk.met["stale"]):
+                # Where listings decide who may write, one that is behind hides an opening of before.
+                is_behind = world.kind.lag_s or world.disk.met["stale"]
+                if not attempt.is_challenged and (world.kind.creates or not is_behind):
                     raise Violation(f"the only publisher is fenced: {receipt}")
                 break
             if not isinstance(receipt, DeltaSyncError):

@@ -137,13 +137,6 @@ MUTANTS = {
     "a newer epoch fences nobody": Mutant(
         "deltasync.publish.log", "if newest > self.epoch and self._is_opening(newest):", "if False:", "hub rival"
     ),
-    "a suspended machine's lease does not age": Mutant(
-        "deltasync.publish.log",
-        "time.clock_gettime(time.CLOCK_BOOTTIME) if",
-        "time.monotonic() if",
-        "hub rival stalled",
-        at_night=True,
-    ),
     "a log is not sealed": Mutant(
         "deltasync.publish.acquire",
         "self._store.create(slot.key, data)",
