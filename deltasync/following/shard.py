@@ -141,7 +141,7 @@ class Engine(ABC):
             raise ModelMismatchError(
                 f"{len(recorded.reasons)} tensors cannot be updated in place, such as {specs[first]}: "
                 f"{recorded.reasons[first]}. Serve the model without quantization, with kernels that use weights as "
-                "they are in the checkpoint."
+                "they are in the checkpoint; or publish it in the dtype in which the engine holds it (DELTASYNC_DTYPE)."
             )
         return {}
 
