@@ -269,7 +269,7 @@ def follow_once(world: World, joined: Replica) -> None:
     world.counts["syncs"] += not isinstance(found, DeltaSyncError)
     world.compare(joined)
     after = joined.identity
-    may_go_back = world.harm == "restore" and not world.signed
+    may_go_back = world.harm in ("restore", "rot") and not world.signed  # then the store may have lost the version
     if before is not None and after is not None and after.slot.newness < before.slot.newness and not may_go_back:
         raise Violation(f"a replica went back from {before} to {after}")
 
