@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, log: Path) -> Iterator[Serv
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "16"]
     arguments += ["--api-server-count", str(SERVERS), "--data-parallel-size", str(ENGINES)]
     environ = {"DELTASYNC_CHANNEL": channel, "DELTASYNC_POLL_INTERVAL_S": "0.05", "DELTASYNC_REPLICA_ID": "test-server"}
-    environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /pause
+    environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}  # for /pause, and what each server logs
     with one_thread(), serve(checkpoint, log, *arguments, **environ) as child:
         said = "Application startup complete"
         child.wait_until(lambda: log.read_text().count(said) == SERVERS, 2 * PATIENCE_S, "to start")
