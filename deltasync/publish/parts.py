@@ -130,15 +130,17 @@ class PartQueue:
         with self._changed:
             del self._pending[serial]
         compacts, self._compaction = self._compaction, None
-        if error is None:
-            self._stored(job, *(compacts or (None, "")))
+        problem = None if error is None else error_of(*error, PublishError)
+        if problem is None or isinstance(problem, PublishPendingError):  # which the next version builds on all the same
+            self._stored(job, *(compacts or (None, "")) if problem is None else (None, ""))
+        if problem is None:
             job.succeed(digest, payload_bytes)
         else:
-            job.fail(error_of(*error, PublishError))
+            job.fail(problem)
         self._ranks.answer("seen", serial, None)
 
     def _stored(self, job: Pending, base: int | None, folder: str) -> None:
-        """Note a version that is visible, and compact the steps from a base to it."""
+        """Note a version that is visible or pending, and compact the steps from a base to it."""
         if not self._compacts:
             return
         if job.full or self._steps is None:

@@ -23,7 +23,15 @@ from deltasync import Publisher, Receipt, Retention, limits, open_store
 from deltasync.channel import keys, signing
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec import vector
-from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishError, PublishLostError, StoreError
+from deltasync.errors import (
+    ConfigError,
+    DeltaSyncError,
+    FencedError,
+    PublishError,
+    PublishLostError,
+    PublishPendingError,
+    StoreError,
+)
 from deltasync.publish import encode
 from deltasync.publish.stream import TensorRange
 from tests.faults import FaultyStore
@@ -83,6 +91,22 @@ class Scenario:
         self.note(receipt, TRAFFIC.moved_bytes - before)
         self.expect(receipt.version, weights)
         return receipt
+
+    def publish_pending(self, publisher: Publisher, weights: Weights, version: int) -> None:
+        """Publish a version whose record is stored, while the store does not say so."""
+        if dist.get_rank() == 0:
+            key = keys.slot(version, "").removesuffix(".safetensors")
+            self.store.fail_at("create", key, after=True)
+            self.store.fail_at("read", key)
+        receipt = publisher.publish(weights.items())
+        try:
+            receipt.wait(60)
+        except PublishPendingError:
+            self.note(receipt)
+        else:
+            raise AssertionError("published")
+        self.store.heal()
+        self.expect(version, weights)
 
     def end(self) -> None:
         (self.folder / f"told.{dist.get_rank()}.json").write_text(json.dumps(self.told))
@@ -334,7 +358,10 @@ def messages() -> None:
 
 
 def compacting() -> None:
-    """Each rank makes its parts of compactions. If a rank's store fails, only the compaction is lost."""
+    """Each rank makes its parts of compactions. If a rank's store fails, only the compaction is lost.
+
+    Version 3 is visible, but its publisher does not learn that before the next one.
+    """
     scenario = Scenario("compacted")
     model, step = trainer(world())
     weights = weights_of(model)
@@ -343,7 +370,10 @@ def compacting() -> None:
         dist.barrier()
         with scenario.publisher(resume=resumes, retries=0, retention=Retention(compact_every=3)) as publisher:
             for number in range(3 if resumes else 4):
-                scenario.publish(publisher, weights)
+                if not resumes and number == 2:
+                    scenario.publish_pending(publisher, weights, 3)
+                else:
+                    scenario.publish(publisher, weights)
                 weights = step()
                 if fails and number == 0 and dist.get_rank() == dist.get_world_size() - 1:
                     folder = keys.parts_folder(7, max(ChannelReader(scenario.store).epochs()), 0)
