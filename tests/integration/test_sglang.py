@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import urllib.error
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -323,10 +323,19 @@ def test_each_tensor_alone_leads_where_a_fresh_load_does(case: str, laid_out: di
     assert products <= {*found["changed"]} or not case.startswith("deepseek")
 
 
+def save_latent(folder: Path) -> Path:
+    """A checkpoint of a small DeepSeek: latent attention, of which SGLang keeps products, and experts."""
+    case = CASES["deepseek_v2"]
+    return save_model(folder, case.config, **case.fields | {"q_lora_rank": 64})
+
+
 @pytest.mark.slow
-def test_ten_versions_compute_as_sglang_computes_with_their_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("save", [save_model, save_latent])
+def test_ten_versions_compute_as_sglang_computes_with_their_checkpoints(
+    save: Callable[[Path], Path], tmp_path: Path
+) -> None:
     """Tokens, log probabilities and SGLang's own checksums equal those of a server that loads each version from a disk."""
-    checkpoint = save_model(tmp_path)
+    checkpoint = save(tmp_path)
     replies, sums, saved = [], [], []
     with serving(checkpoint, f"file://{tmp_path}/channel") as (server, _):
         for number in range(1, 11):
