@@ -352,7 +352,8 @@ class World:
                 number > 0 and self.harm is None and not (self.counts["forged"] or self.forgets or self.kind.edge_s)
             )
         publisher.close()
-        if self.copy.objects.get(keys.HEAD) is not None:
+        is_proven = self.signed or self.harm != "rot"  # otherwise the copy has whatever record could be read
+        if is_proven and self.copy.objects.get(keys.HEAD) is not None:
             copied = Replica(Line(self.copy, process), trusted_keys=self.trusted)
             if isinstance(found := self.call("sync with the copy", lambda: copied.sync(timeout_s=5.0)), DeltaSyncError):
                 raise Violation(f"the copy has a head and cannot be joined: {found}")
