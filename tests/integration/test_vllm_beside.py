@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import Qwen3Config
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, Qwen3Config
 
 from tests.integration.expected_tokens import greedy, shortfall
 from tests.integration.vllm_server import Server, Weights, digests, save_model, serving
@@ -93,10 +93,10 @@ def test_commits_reach_the_layers_beneath_an_adapter(server: Server, checkpoint:
         assert shortfall(checkpoint, adapted(old), with_adapter) > 2 * NEARLY
 
 
-def drafted_tokens(server: Server) -> float:
+def drafted_tokens(server: Server, what: str = "draft") -> float:
     with server.open("/metrics") as reply:
         lines = reply.read().decode().splitlines()
-    (drafted,) = [line for line in lines if line.startswith("vllm:spec_decode_num_draft_tokens_total{")]
+    (drafted,) = [line for line in lines if line.startswith(f"vllm:spec_decode_num_{what}_tokens_total{{")]
     return float(drafted.rpartition(" ")[2])
 
 
@@ -169,6 +169,42 @@ def test_a_draft_model_keeps_its_own_weights(tmp_path: Path) -> None:
             server.assert_serves(server.publish())
             assert shortfall(target, server.weights, greedy(server)) < NEARLY
         assert drafted_tokens(server) > 0
+
+
+def save_bigram(folder: Path, layers: int, *names: str) -> dict[str, torch.Tensor]:
+    """A Llama whose layers add nothing, so that each token follows from the last. Returns its tensors with such names."""
+    path = save_model(folder, LlamaConfig, intermediate_size=192, num_hidden_layers=layers) / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    return {name: tensor for name, tensor in tensors.items() if not names or any(part in name for part in names)}
+
+
+def test_an_eagle_head_that_is_trained_too_keeps_being_accepted(tmp_path: Path) -> None:
+    """Each version changes signs before the head, in the model and in its draft: with old ones the draft only guesses."""
+    own = save_bigram(tmp_path / "draft", 1, "self_attn", "mlp", "post_attention_layernorm")
+    head = {name.removeprefix("model."): tensor for name, tensor in own.items()}
+    head["fc.weight"] = torch.cat([torch.eye(128), torch.zeros(128, 128)], 1).to(torch.bfloat16)
+    save_file(head, tmp_path / "draft" / "model" / "model.safetensors", {"format": "pt"})
+    save_file(save_bigram(tmp_path, 2), tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    guess = {"method": "eagle", "model": str(tmp_path / "draft" / "model"), "num_speculative_tokens": 2}
+    rng, accepted = torch.Generator().manual_seed(0), []
+    with serving(tmp_path / "model", "--speculative-config", json.dumps(guess)) as server:
+        server.weights |= {f"draft.{name}": tensor.float() for name, tensor in head.items()}
+        for _ in range(20):
+            signs = torch.randint(2, (128,), generator=rng) * 2.0 - 1
+            server.weights["model.norm.weight"].copy_(signs)
+            server.weights["draft.fc.weight"][:, :128] = signs.diag()
+            server.assert_serves(server.publish())
+            before = [drafted_tokens(server, what) for what in ("accepted", "draft")]
+            greedy(server)
+            now = [drafted_tokens(server, what) for what in ("accepted", "draft")]
+            accepted.append((now[0] - before[0]) / (now[1] - before[1]))
+        status = server.status()
+    assert status["draft"] == "EagleLlamaForCausalLM, which drafts tokens, is followed as a part of the model."
+    assert (status["patched_tensors"], status["ignored_tensors"]) == (len(server.weights), 0)
+    assert min(accepted) > 0.9
 
 
 def test_quantized_layers_are_loaded_again(tmp_path: Path) -> None:
