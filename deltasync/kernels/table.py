@@ -146,7 +146,7 @@ class Room(Protocol):
 
     @property
     def kernels(self) -> SegmentKernels:
-        """What runs there."""
+        """The kernels of this memory: C on the host, Triton or torch's operations on a device."""
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Allocate bytes on the device."""
