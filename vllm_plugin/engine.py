@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing.util
 import tempfile
 import time
 from collections.abc import Sequence
@@ -91,6 +92,8 @@ def lead(core: Any, number: int | None = None, ended: int | None = None) -> tupl
     """
     if not hasattr(core, "deltasync_folder"):
         core.deltasync_folder, core.deltasync_leader = tempfile.TemporaryDirectory(prefix="deltasync-"), None
+        # The process ends as those of multiprocessing do: without the interpreter's own exit hooks.
+        multiprocessing.util.Finalize(None, core.deltasync_folder.cleanup, exitpriority=0)
     if number is not None and core.deltasync_leader == ended:
         core.deltasync_leader = number
     return core.deltasync_folder.name, core.deltasync_leader

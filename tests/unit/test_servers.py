@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,3 +206,17 @@ def test_every_server_replies_alike_and_follows_when_the_first_has_ended(
         assert other.post("/v1/completions").headers["x-deltasync-versions"] == f"{version}..{version}"
         assert engine.worker._deltasync_shard.shard.weights is weights, "what the first one made is kept"
         shared.deltasync_folder.cleanup()
+
+
+def _end_as_an_engine(folder: Connection) -> None:
+    folder.send(lead(SimpleNamespace(), 0)[0])
+    raise SystemExit
+
+
+def test_an_engines_process_leaves_no_folder() -> None:
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_end_as_an_engine, args=(there,))
+    process.start()
+    folder = Path(here.recv())
+    process.join(60)
+    assert not folder.exists()
