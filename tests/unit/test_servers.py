@@ -215,7 +215,7 @@ def _end_as_an_engine(folder: Connection) -> None:
 
 def test_an_engines_process_leaves_no_folder() -> None:
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_end_as_an_engine, args=(there,))
+    process = multiprocessing.get_context("fork").Process(target=_end_as_an_engine, args=(there,))
     process.start()
     folder = Path(here.recv())
     process.join(60)
