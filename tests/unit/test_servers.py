@@ -208,8 +208,11 @@ def test_every_server_replies_alike_and_follows_when_the_first_has_ended(
         shared.deltasync_folder.cleanup()
 
 
+_ENDING = SimpleNamespace()
+
+
 def _end_as_an_engine(folder: Connection) -> None:
-    folder.send(lead(SimpleNamespace(), 0)[0])
+    folder.send(lead(_ENDING, 0)[0])
     raise SystemExit
 
 
