@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from deltasync import limits
-from deltasync.channel.anchors import contents
 from deltasync.codec.base import MOST_HEADER_BYTES
 from deltasync.errors import CorruptDataError
 from deltasync.tensors import TensorSpec
@@ -93,6 +92,8 @@ def read_spans(file: RangedFile, wanted: Iterable[tuple[str, int, int, int, int]
 
 def read_weights(file: RangedFile, specs: Mapping[str, TensorSpec], ranges: Ranges) -> Iterator[str | Piece]:
     """Read ranges of a weight file: the name of each tensor that it holds, then the pieces."""
+    from deltasync.channel.anchors import contents  # imports torch, which commands that read headers do without
+
     wanted = list[tuple[str, int, int, int, int]]()
     for spec, first, _ in contents(file.header(), file.size, specs):
         wanted.append((spec.name, first, spec.item_bytes, *ranges[spec.name]))

@@ -19,7 +19,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -274,8 +274,15 @@ def _gating(module: torch.nn.Module, gate: Gate) -> Iterator[None]:
         yield
 
 
+class AnyModule(Protocol):
+    """A `torch.nn.Module` or an `mlx.nn.Module`, which need not be installed."""
+
+    def parameters(self) -> Any:
+        """Return its parameters."""
+
+
 def follow(
-    module: Any,
+    module: AnyModule,
     channel: str | os.PathLike[str] | Store,
     *,
     names: Names | Mapping[str, str | Sequence[str] | None] = plain_name,

@@ -257,7 +257,7 @@ class TestVllm(TargetContract):
         from deltasync.following.metrics import Metrics
         from tests import driving
         from vllm_plugin.pauses import OnLoop, Pauses
-        from vllm_plugin.target import EngineTarget
+        from vllm_plugin.target import EngineTarget, LiveVersions
 
         monkeypatch.setattr("vllm_plugin.load.layers.checkpoint", lambda _: iter(driving.Model().state_dict().items()))
 
@@ -268,7 +268,7 @@ class TestVllm(TargetContract):
                 self.engine = driving.Engine()  # a server restarts with its workers
                 monkeypatch.setattr("deltasync.following.engine.open_failover", lambda _: self.store)
                 pauses = Pauses(self.engine, OnLoop(self.loop))
-                return EngineTarget(pauses, self.reader, settings, Metrics(CollectorRegistry()))
+                return EngineTarget(pauses, self.reader, settings, Metrics(CollectorRegistry()), LiveVersions())
 
             def live(self) -> dict[str, torch.Tensor]:
                 return dict(self.engine.model.state_dict())

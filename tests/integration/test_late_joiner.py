@@ -57,6 +57,7 @@ def test_collecting_garbage_reads_each_document_once(memory_url: str) -> None:
     )
     assert len(reads) == len(set(reads)) + 1, "the newest twice: the listing is held against head"
     listed = [key for operation, key in store.calls if operation == "list"]
-    # Files twice: before the documents, and to see whether the announced anchors are complete.
+    # Files twice: before the documents, and to see whether the announced anchors are complete. Heartbeats twice: to find the
+    # stale ones, and after the documents to see what replicas serve by then.
     folders = {"probe/", "replicas/", "parts/", "anchors/", "versions/", "compactions/", "announcements/"}
-    assert {key.split("/")[0] + "/" for key in listed} == folders and len(listed) == len(folders) + 1
+    assert {key.split("/")[0] + "/" for key in listed} == folders and len(listed) == len(folders) + 2

@@ -16,7 +16,7 @@ import pytest
 
 import deltasync
 from deltasync.dashboard import Snapshot, page
-from deltasync.dashboard.costs import CostRow, Costs
+from deltasync.dashboard.costs import Costs
 from deltasync.dashboard.snapshot import CompactionRow, LagRow, ReplicaRow, VersionRow
 from tests.browser import browse, needs_browser
 
@@ -93,7 +93,7 @@ def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
     kinds = ("deltas, upload", "anchors, upload", "records and head, upload", "deltas, download", "polls for a record")
     costs = Costs(
         rows=[
-            CostRow(what=what, times=4998, requests=123_456, up_bytes=4_123_456_789, down_bytes=12_345_678_901, usd=0.0042)
+            dict(what=what, times=4998, requests=123_456, up_bytes=4_123_456_789, down_bytes=12_345_678_901, usd=0.0042)
             for what in kinds
         ],
         stored_bytes=98_765_432_100,

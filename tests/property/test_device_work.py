@@ -100,7 +100,7 @@ class Work:
 def _send(pairs: Iterable[tuple[np.ndarray, torch.Tensor]]) -> None:
     """Copy words without an array in between, as on a GPU."""
     for host, to in pairs:
-        to.copy_(torch.from_numpy(host.view(np.int32)))
+        np.copyto(to.numpy(), host.view(np.int32))
 
 
 Steps = dict[str, tuple[int, int, int]]
