@@ -51,6 +51,15 @@ class Case:
 
 
 _EXPERTS = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+_GLM = {
+    **_EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 32,
+}
 _GEMMA = {"intermediate_size": 192, "head_dim": 32, "tie_word_embeddings": True}
 _DEEPSEEK = {
     **_EXPERTS,
@@ -108,15 +117,7 @@ CASES = {
     # vLLM keeps the routers as float32, and the rest as bfloat16.
     "glm4_moe": Case(
         transformers.Glm4MoeConfig,
-        {
-            **_EXPERTS,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "head_dim": 32,
-        },
+        _GLM,
         {},
         "loaded",
         dtype="bfloat16,*.mlp.gate.*=float32",
@@ -153,17 +154,7 @@ CASES = {
     # Its third layer drafts tokens, with the embeddings and the head of the model.
     "glm4_moe_mtp": Case(
         transformers.Glm4MoeConfig,
-        {
-            **_EXPERTS,
-            "intermediate_size": 256,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "head_dim": 32,
-            "num_nextn_predict_layers": 1,
-        },
+        {**_GLM, "intermediate_size": 256, "num_nextn_predict_layers": 1},
         {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
         "loaded",
         dtype="bfloat16,*.mlp.gate.*=float32",
