@@ -30,4 +30,5 @@ if __name__ == "__main__":
     if publisher is not None:
         publisher.close()
         save_file(accelerator.unwrap_model(model).state_dict(), "model.safetensors")
+    accelerator.wait_for_everyone()  # none ends while another one still stores
     accelerator.end_training()

@@ -10,7 +10,9 @@ import pytest
 
 from tests.integration.test_sharded import torchrun
 
-_MOST_MB = 64
+_MOST_MB = 40
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
+"""glibc gives freed pieces back. Otherwise it keeps up to 35 MB more, which vary with the load of the machine."""
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the system does not say how much memory is anonymous"),
@@ -22,7 +24,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("codec", ["packed", "context"])
-def test_a_tensor_of_half_the_model_takes_64_megabytes_beside_shard_and_shadow(
+def test_a_tensor_of_half_the_model_takes_40_megabytes_beside_shard_and_shadow(
     tmp_path: Path, size: int, megabytes: int, codec: str
 ) -> None:
     assert worst_mb(tmp_path, size, megabytes, codec) <= _MOST_MB
@@ -30,7 +32,7 @@ def test_a_tensor_of_half_the_model_takes_64_megabytes_beside_shard_and_shadow(
 
 def worst_mb(folder: Path, size: int, megabytes: int, codec: str) -> float:
     """The highest peak of any rank."""
-    torchrun(size, folder, str(megabytes), codec, script="memory_ranks.py", timeout_s=900)
+    torchrun(size, folder, str(megabytes), codec, script="memory_ranks.py", timeout_s=900, **_ALLOCATOR)
     peaks = [
         peak
         for kind in ("bfloat16", "float32")
