@@ -130,12 +130,13 @@ class PartQueue:
         with self._changed:
             del self._pending[serial]
         compacts, self._compaction = self._compaction, None
-        problem = None if error is None else error_of(*error, PublishError)
-        if problem is None or isinstance(problem, PublishPendingError):  # which the next version builds on all the same
-            self._stored(job, *(compacts or (None, "")) if problem is None else (None, ""))
-        if problem is None:
+        if error is None:
+            self._stored(job, *(compacts or (None, "")))
             job.succeed(digest, payload_bytes)
         else:
+            problem = error_of(*error, PublishError)
+            if isinstance(problem, PublishPendingError):  # the next version builds on it all the same
+                self._stored(job, None, "")
             job.fail(problem)
         self._ranks.answer("seen", serial, None)
 
@@ -179,8 +180,7 @@ class PartQueue:
 
     def _give_up(self, error: Exception) -> None:
         with self._changed:
-            jobs = list(self._pending.values())
-            self._pending.clear()
+            jobs, self._pending = list(self._pending.values()), {}
         for job in jobs:
             lost = PublishPendingError(f"The first rank does not say what became of version {job.version}: {error}")
             logger.error("%s", lost)
