@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from deltasync import codec
 from deltasync.channel import payloads
@@ -14,12 +16,13 @@ from deltasync.channel.documents import Delta, File, Record, VersionId
 from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded, NewBits, RangeBits
 from deltasync.errors import CorruptDataError, get_logger
+from deltasync.live import accelerator
 from deltasync.publish.pending import Pending
 from deltasync.tensors import Delta as Changes
+from deltasync.tensors.device import DeviceDelta
 
 if TYPE_CHECKING:
-    from deltasync.publish.encode_device import DeviceCoder
-    from deltasync.tensors.device import DeviceDelta
+    from deltasync.codec.device import Piece
 
 logger = get_logger(__name__)
 
@@ -49,8 +52,6 @@ class GroupEncoder:
         Raises:
             CorruptDataError: a payload does not decode to what was encoded.
         """
-        import torch
-
         if (delta := job.on_device) is not None and self.codec_name != "raw":
             try:
                 return _stored(self._on_device(job, delta), put, inline=inline)
@@ -71,7 +72,6 @@ class GroupEncoder:
 
     def _on_device(self, job: Pending, delta: DeviceDelta) -> Iterator[tuple[Encoded, bytes]]:
         from deltasync.codec.device import split
-        from deltasync.publish.encode_device import DeviceCoder
 
         if self._device is None or self._device.layout is not delta.layout:
             self._device = DeviceCoder(delta)
@@ -140,3 +140,76 @@ def record_of(codec_name: str, version: int, base: int, changed: int) -> Record:
         base=VersionId(base, "-", "-"),
         delta=Delta(codec=codec_name, changed=changed),
     )
+
+
+class DeviceCoder:
+    """Encodes and proves deltas of a model on the device where the first one is, on a stream of its own. Needs triton.
+
+    Args:
+        delta: The first delta.
+
+    Attributes:
+        layout: The model.
+    """
+
+    def __init__(self, delta: DeviceDelta) -> None:
+        from deltasync.codec.device import Decoder, Encoder
+
+        self.layout = delta.layout
+        self._device = next(iter(delta.bits.values())).bits_N.device
+        self._encoder = Encoder(self.layout)
+        self._decoder = Decoder(self.layout, self._device, accelerator(self._device).send, self._encoder.tilings)
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no annotation
+
+    def encode(
+        self, codec_name: str, delta: DeviceDelta, digests: Mapping[int, np.ndarray], version: int, pieces: Sequence[Piece]
+    ) -> Iterator[Encoded]:
+        """Yield the payloads that lead to a version from the one before; see `Encoder.encode`."""
+        found = self._encoder.encode(codec_name, delta, digests, version, version - 1, pieces)
+        while True:
+            with self._after(delta):
+                encoded = next(found, None)
+            if encoded is None:
+                return
+            yield encoded
+
+    def prove(
+        self, record: Record, delta: DeviceDelta, digests: Mapping[int, np.ndarray], stored: Sequence[tuple[str, bytes]]
+    ) -> None:
+        """Decode payloads, with their names, as a reader of the record does, and compare them with what was encoded.
+
+        Raises:
+            CorruptDataError: they differ.
+        """
+        from deltasync.codec.device import Places
+
+        with self._after(delta):
+            places = {width: Places.of(self.layout.vectors[width], bits) for width, bits in delta.bits.items()}
+            found = payloads.decode_there(record, stored, self._decoder, places, delta)
+            right = found.keys() == delta.steps.keys()
+            for width, steps in delta.steps.items() if right else ():
+                of = found[width]
+                right = (
+                    right
+                    and np.array_equal(of.count_T, steps.count_T)
+                    and np.array_equal(of.digest_T.view(np.uint64), digests[width][of.number_T])
+                    and torch.equal(of.low_K, steps.low_K)
+                    and torch.equal(of.step_K.view(steps.step_K.dtype), steps.step_K)
+                )
+        if not right:
+            raise CorruptDataError(
+                f"The payloads to version {record.version} decode to other bits than were encoded; no record names them."
+            )
+
+    @contextlib.contextmanager
+    def _after(self, delta: DeviceDelta) -> Iterator[None]:
+        """Work on the stream, behind what has written the delta."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if delta.ready is not None:
+                self._stream.wait_event(delta.ready)
+            yield

@@ -28,7 +28,7 @@ from tests.interpreter import DEVICE, RUNS
 
 if RUNS:
     from deltasync.codec import device as on_device
-    from deltasync.publish.encode_device import DeviceCoder
+    from deltasync.publish.encode import DeviceCoder
 
 pytestmark = pytest.mark.skipif(not RUNS, reason="needs a GPU or Triton's interpreter")
 

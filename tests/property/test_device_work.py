@@ -28,7 +28,7 @@ if INTERPRETED:
     from triton.runtime.interpreter import GridExecutor
 
     from deltasync.codec import device as on_device
-    from deltasync.publish.encode_device import DeviceCoder
+    from deltasync.publish.encode import DeviceCoder
     from tests.property.test_device_codec import Case, case
 
 SIZES = {"TILE": 40, "SMALL": 60, "LEAST": 40, "FEW": 1}
