@@ -121,7 +121,6 @@ class DeltaSyncCallback(TrainerCallback):
         """Bind model and run before TRL opens the transfer, and publish the initial weights. If one process fails, all
         do.
         """
-        ranks.in_all_processes(lambda: self._prepare(args, state, model, kwargs))
         together = gather.is_sharded(model)
 
         def begin() -> None:
@@ -129,11 +128,13 @@ class DeltaSyncCallback(TrainerCallback):
             if self._publishes:
                 self._publish(model)
 
+        with ranks.processes() as peers:
+            peers.all(lambda: self._prepare(args, state, model, kwargs))
+            if not together:
+                ranks.check_replicas(peers, model)
+                peers.all(begin if state.is_world_process_zero else lambda: None)
         if together:
             begin()
-        else:
-            ranks.check_replicas(model)
-            ranks.in_all_processes(begin if state.is_world_process_zero else lambda: None)
 
     def _prepare(self, args: Any, state: TrainerState, model: Any, more: dict[str, Any]) -> None:
         """Prepare this process before the channel is opened."""

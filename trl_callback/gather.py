@@ -28,8 +28,7 @@ from deltasync.channel import adapter_base, anchors
 from deltasync.channel.adapter_base import AdapterBase
 from deltasync.config import AUTO
 from deltasync.errors import ConfigError
-from deltasync.publish.shards import TensorRange, empty_like, is_range, part_of
-from deltasync.publish.stream import QUANTIZATION, by_rows, module_tensors, unwrapped
+from deltasync.publish.stream import QUANTIZATION, TensorRange, by_rows, is_range, module_tensors, part_of, unwrapped
 from deltasync.tensors.bits import readable
 from trl_callback import adapter
 
@@ -175,7 +174,7 @@ def _convert_shards(
             yield name, tensor
             continue
         shard: Any = dict(by_rows([(name, tensor)])())[name]
-        part = part_of(name, shard) or TensorRange(shard if rank == 0 else empty_like(shard), 0, tuple(shard.shape))
+        part = part_of(name, shard) or TensorRange(shard if rank == 0 else shard.new_empty(0), 0, tuple(shard.shape))
         here, local = slice(part.start, part.stop), readable(name, part.held)
         whole = local.new_empty(part.shape)
         whole.view(-1)[here] = local.flatten()

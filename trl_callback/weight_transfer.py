@@ -108,6 +108,8 @@ class DeltaWeightTransfer:
         self._together, self.published_step = together, None
         config = self.config
         with self._store.within(min(OPEN_S, config.ack_timeout_s)):
+            with ranks.processes(together) as peers:
+                arguments = peers.all(self._arguments)
             self.publisher = Publisher(
                 self._store,
                 codec=config.codec,
@@ -115,7 +117,7 @@ class DeltaWeightTransfer:
                 retries=RETRIES,
                 signing_key=config.signing_key,
                 group=dist.group.WORLD if together else None,
-                **(ranks.in_all_processes(self._arguments) if together else self._arguments()),
+                **arguments,
             )
         asked = TrainerSettings.from_env(max_behind=config.max_behind).max_behind
         self._pace = Pace(self._wait_for, (0 if self.on_policy else 1) if asked is None else asked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +19,8 @@ from deltasync.channel.anchors import INDEX
 from deltasync.channel.documents import Reference
 from deltasync.codec.base import LIBRARY_ERRORS, entries
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError, describe
-from deltasync.kernels import native
-from deltasync.tensors import SAFETENSORS_DTYPES, Delta, Layout, TensorSpec, fingerprint
+from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
 from deltasync.tensors.bits import bits_of, cast
-from deltasync.tensors.delta import of_tensor
 
 _WEIGHTS = "model.safetensors"
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -92,7 +90,7 @@ class Checkpoint:
     def _source(self, name: str) -> str:
         return name if name in self.files else self.reference.tied.get(name, name)
 
-    def alike(self, specs: Mapping[str, TensorSpec], bits: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
+    def alike(self, specs: Mapping[str, TensorSpec], bits: Callable[[str], np.ndarray]) -> dict[str, list[str]]:
         """For each tensor that the checkpoint lacks: the tensors it has that are the same bits in the model."""
         return {
             name: [
@@ -100,7 +98,7 @@ class Checkpoint:
                 for other in specs
                 if other in self.files
                 and (specs[other].dtype, specs[other].shape) == (spec.dtype, spec.shape)
-                and np.array_equal(bits[other], bits[name])
+                and np.array_equal(bits(other), bits(name))
             ]
             for name, spec in specs.items()
             if name not in self.files
@@ -170,23 +168,6 @@ def stamp(reference: Reference) -> tuple[tuple[str, int, int, int], ...] | None:
 def small_files(reference: Reference, limit_bytes: int | None = None, *, with_token: bool = True) -> Path:
     """A directory with the config, tokenizer and templates of a checkpoint. Arguments and errors as of `load`."""
     return _directory(reference, _SMALL, limit_bytes, with_token)
-
-
-def compare(
-    checkpoint: Checkpoint, layout: Layout, held: ranges.Ranges, bits: Mapping[str, np.ndarray]
-) -> tuple[dict[str, int], list[Delta]]:
-    """Compare ranges of a checkpoint's tensors with a model's bits, which are flat and unsigned.
-
-    Returns the fingerprint of each range in the checkpoint, and the steps that lead to the model, in pieces.
-    """
-    parts, changes = dict.fromkeys(layout.specs, 0), []
-    for name, at, old_N in checkpoint.ranges(layout.specs, held):
-        first = at - held[name][0]
-        parts[name] = (parts[name] + native.fingerprint(fingerprint.tensor_key(name), old_N, at)) & fingerprint.MASK
-        at_K, step_K = native.diff(old_N, bits[name][first : first + old_N.size])
-        if at_K.size:
-            changes.append(of_tensor(layout, name, at_K, step_K, start=at))
-    return parts, changes
 
 
 def _directory(

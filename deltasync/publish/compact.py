@@ -30,11 +30,11 @@ from deltasync.codec.base import Encoded
 from deltasync.config import Retention
 from deltasync.errors import DeltaSyncError, FormatError, MissingVersionError, get_logger
 from deltasync.maintenance import KeepPolicy, exists
-from deltasync.publish.collect import Weights
+from deltasync.publish.detect import HostShadow
 from deltasync.publish.encode import encode
-from deltasync.publish.host_shadow import HostShadow
 from deltasync.publish.log import Log
 from deltasync.publish.pending import Pending
+from deltasync.publish.shadow import Weights, held_bytes
 from deltasync.ranks.ranks import Range, Ranks
 from deltasync.stores.retries import retried
 from deltasync.tensors import Delta, Layout
@@ -88,7 +88,7 @@ class Steps:
     def __init__(self, layout: Layout, ranges: Mapping[str, Range], base: int) -> None:
         self.base = base
         self._layout, self._ranges = layout, ranges
-        self._held_bytes = sum((stop - start) * layout.specs[name].item_bytes for name, (start, stop) in ranges.items())
+        self._held_bytes = held_bytes(layout, ranges)
         self._lock = threading.Lock()
         self._deltas: list[Delta] = []
         self._sum: HostShadow | None = None  # of earlier ones
@@ -96,9 +96,14 @@ class Steps:
         self._marked: tuple[int, list[Delta]] | None = None  # a version whose full weights are being stored, and steps since
 
     @classmethod
-    def of(cls, job: Pending) -> Self:
-        """Return no steps yet, from the full weights of a job."""
-        return cls(job.shadow.layout, job.shadow.ranges, job.version)
+    def after(cls, before: Self | None, job: Pending) -> Self:
+        """Return the steps to the version of a job: those before it with its own, or none yet, from its full weights on."""
+        if job.full or before is None:
+            return cls(job.shadow.layout, job.shadow.ranges, job.version)
+        before.add(job.delta)
+        if job.collected:
+            before.mark(job.version)
+        return before
 
     def add(self, delta: Delta) -> None:
         """Add the steps of the next version."""
@@ -285,12 +290,11 @@ class Compactor:
         """Note the next version, of a job: full weights, or a delta."""
         if job.full:
             self.begin(stored)
-            self.resume(Steps.of(job))
-            return
-        with self._lock:
-            self._left += SHARE * _bytes_of(stored)
-        if self.steps is not None:
-            self.steps.add(job.delta)
+        else:
+            with self._lock:
+                self._left += SHARE * _bytes_of(stored)
+        if job.full or self.steps is not None:
+            self.resume(Steps.after(self.steps, job))
 
     def is_due(self, version: int) -> bool:
         """Whether an anchor is to be stored beside a version, whatever it costs."""
@@ -353,8 +357,6 @@ class Compactor:
     def announce(self, stored: StoredRecord, weights: Weights) -> None:
         """Store the weights of the newest version as an anchor and announce it. Returns at once."""
         self.storing, paid, self.affords = True, self.affords, False
-        if self.steps is not None:
-            self.steps.mark(stored.record.version)
         self._workers.submit(self._announce, stored, weights, paid)
 
     def compact(self, stored: StoredRecord, folder: str, job: Pending) -> None:
@@ -376,7 +378,8 @@ class Compactor:
         due = max(_LEAST_BETWEEN, (keep_last or 0) // 2)
         if keep_last is not None and version >= self._collected + due:
             self._collected = version
-            self._workers.submit(self._guarded, self._collect_garbage)
+            kept, grace_s = KeepPolicy(last=keep_last), self.retention.grace_s
+            self._workers.submit(self._guarded, lambda: maintenance.gc(self.reader, kept, grace_s=grace_s))
 
     @property
     def busy(self) -> bool:
@@ -499,9 +502,6 @@ class Compactor:
         if chain[0].key != base.key:
             self.begin(dataclasses.replace(chain[0], data=None))
         return True
-
-    def _collect_garbage(self) -> None:
-        maintenance.gc(self.reader, KeepPolicy(last=self.retention.keep_last), grace_s=self.retention.grace_s)
 
     @staticmethod
     def _guarded(action: Callable[[], object]) -> bool:

@@ -78,11 +78,6 @@ class DeviceShadow:
         self._comparisons: dict[int, tuple[Comparison, np.ndarray, list[Cut]]] = {}
         self._names: list[str] = []
 
-    @property
-    def size_bytes(self) -> int:
-        """Memory of the bits."""
-        return sum(of.bits_N.nbytes for of in self.there.values())
-
     def view(self, name: str) -> torch.Tensor:
         """Return the bits of a tensor's range, as signed integers, flat, on the device."""
         width, number = self._layout.places[name]

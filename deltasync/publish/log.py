@@ -17,7 +17,7 @@ from typing import Any
 
 from deltasync import limits
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Anchor, Channel, File, Head, Record, VersionId
+from deltasync.channel.documents import Anchor, Channel, File, Head, Record, VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Bounds, StoredRecord
 from deltasync.channel.signing import Signer
@@ -35,14 +35,30 @@ from deltasync.errors import (
     TransientStoreError,
     get_logger,
 )
-from deltasync.publish import writes
-from deltasync.stores.base import REQUEST_S
+from deltasync.stores.base import REQUEST_S, Store
 from deltasync.stores.retries import RetryStore, holds
 from deltasync.threads import Workers
 
 logger = get_logger(__name__)
 
 _MOST_PUBLISHED = 1 << 16
+
+_LARGE_BYTES = 4 << 20
+"""Files from this size on are hashed while they are stored."""
+
+
+def put_file(store: Store, key: str, data: bytes | memoryview) -> File:
+    """Store a file that a record will name. No other content was ever put there.
+
+    Raises:
+        StoreError: the file may be stored, or may be later; whoever gives it up takes another key.
+    """
+    if len(data) < _LARGE_BYTES:
+        store.put(key, data)
+        return File(key=key, bytes=len(data), sha256=sha256_hex(data))
+    digest = Workers(1, "upload").submit(sha256_hex, data)
+    store.put(key, data)
+    return File(key=key, bytes=len(data), sha256=digest.result())
 
 
 def boot_s() -> float:
@@ -134,7 +150,6 @@ class Log:
         self._fenced: FencedError | None = None
         self._foreign = set[str]()  # epochs that nobody opened
         self._attempts: dict[int, int] = {}
-        self._compactions: dict[str, StoredRecord] = {}
         self._anchor: tuple[int, str] | None = None
         self._lock = threading.Lock()
         self._head_waits = self._had_head = False
@@ -162,7 +177,7 @@ class Log:
             StoreError: it may be stored, or may be later. A caller that does not put the same bytes again calls `give_up`.
         """
         self._check()
-        file = writes.put_file(self.store, f"{folder}/{name}", data)
+        file = put_file(self.store, f"{folder}/{name}", data)
         self.stored_s = time.monotonic()
         return file
 
@@ -230,9 +245,7 @@ class Log:
         self._follow_with_head()
 
     def announce(self, version: VersionId, fingerprint: str, anchor: Anchor) -> StoredRecord:
-        """Announce an anchor of a stored version of any epoch. The anchor's files are stored.
-
-        If this gets no answer, the next call for it puts the same bytes again.
+        """Announce an anchor of a stored version of any epoch, once. The anchor's files are stored.
 
         Raises:
             FencedError, StoreError, ConfigError, CorruptDataError: as `append`.
@@ -244,7 +257,7 @@ class Log:
         return stored
 
     def compaction(self, version: VersionId, fingerprint: str, payload: Encoded | None, **fields: Any) -> StoredRecord:
-        """Store a compaction to a version; its `base` and `delta` are fields of its record. Raises as `announce`."""
+        """Store a compaction to a version, once; its `base` and `delta` are fields of its record. Raises as `announce`."""
         self._check()
         document = Record(
             run_id=self.run_id,
@@ -260,15 +273,10 @@ class Log:
             key = keys.announcement(version.version, self.epoch)
         else:
             key = keys.compaction(document.base.version, version.version, self.epoch)
-        with self._lock:
-            stored = self._compactions.get(key)
-            if stored is None:
-                stored = self._compactions[key] = self._encoded(document, key, payload)
-        data = stored.data
-        if data is not None:
-            self.store.put(key, data)
-            stored = self._compactions[key] = dataclasses.replace(stored, data=None)
-        return stored
+        stored = self._encoded(document, key, payload)
+        assert stored.data is not None
+        self.store.put(key, stored.data)
+        return dataclasses.replace(stored, data=None)
 
     @property
     def busy(self) -> bool:

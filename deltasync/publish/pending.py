@@ -15,8 +15,7 @@ import msgspec
 from deltasync.channel import documents
 from deltasync.channel.documents import Anchor, Channel, Record, Reference, TokenLag
 from deltasync.errors import PublishTimeoutError
-from deltasync.publish.collect import Weights
-from deltasync.publish.shadow import Shadow
+from deltasync.publish.shadow import Shadow, Weights
 from deltasync.tensors import Delta, Fingerprints, Layout, fingerprint
 from deltasync.tensors.delta import joined
 from deltasync.tensors.device import DeviceDelta
@@ -46,8 +45,8 @@ class Pending:
             job waits.
         fingerprints: Those of the whole tensors at this version; None if the uploader has to compute them.
         reference: The checkpoint that it refers to instead of holding weights.
-        weights: A sharded trainer's full weights, for the version's record or for an anchor beside it.
-        collected: Whether these are collected.
+        weights: Full weights, for the version's record or for an anchor beside it; at the first rank only.
+        collected: Whether the first rank has such weights, or stores them.
         ended_s: When the job was made, after its stream had been read, by `time.perf_counter`.
         released: Set once it does not need the shadow any more.
         encoded: Bytes of its payloads, and the seconds since `ended_s`.
@@ -82,11 +81,6 @@ class Pending:
     def delta(self) -> Delta:
         """All steps, on the host."""
         return host_delta(self.shadow.layout, self.pieces)
-
-    @property
-    def changed_here(self) -> int:
-        """Elements that this rank changes."""
-        return sum(piece.changed for piece in self.pieces)
 
     @property
     def on_device(self) -> DeviceDelta | None:
@@ -151,19 +145,17 @@ class Pending:
 
 
 def _tell(futures: Iterable[Future[Any]], error: BaseException) -> None:
-    """Raise an error from futures that have no result; of full weights the size is known before they are stored."""
-    for future in futures:
-        if not future.done():
-            future.set_exception(without_frames(error))
+    """Raise an error from futures that have no result; of full weights the size is known before they are stored.
 
-
-def without_frames(error: BaseException) -> BaseException:
-    """Drop the tracebacks of an error that receipts keep, perhaps for long: their frames hold payloads."""
+    Receipts keep it, perhaps for long, so it loses its tracebacks, whose frames hold payloads.
+    """
     cause: BaseException | None = error
     while cause is not None:
         cause.__traceback__ = None
         cause = cause.__cause__ or cause.__context__
-    return error
+    for future in futures:
+        if not future.done():
+            future.set_exception(error)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,16 +25,14 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
 from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
 from deltasync.errors import ConfigError, get_logger
-from deltasync.publish.collect import collect_weights
 from deltasync.publish.compact import Compactor
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
-from deltasync.publish.parts import PartQueue
 from deltasync.publish.pending import Pending, Receipt, host_delta
-from deltasync.publish.shadow import Shadow
+from deltasync.publish.shadow import Shadow, collect_weights
 from deltasync.publish.start import ChannelState, Start, check_arguments, open_first, prove_writes, warn_of_growth
 from deltasync.publish.stream import Stream
-from deltasync.publish.upload import UploadQueue
+from deltasync.publish.upload import PartQueue, UploadQueue
 from deltasync.ranks.ranks import Ranks, attempt
 from deltasync.stores import Store
 from deltasync.tensors import Fingerprints
@@ -107,7 +105,7 @@ class Publisher:
         except BaseException:
             self._ranks.close("could not open its publisher")
             raise
-        self._ranks.leave()
+        self._ranks.enter(False)
 
     def _begin_run(
         self,
@@ -129,7 +127,6 @@ class Publisher:
         self._shadow: Shadow | None = None
         self._agreed: Fingerprints | None = None  # of the whole tensors, as the shadows of all ranks have them
         self._last: Receipt | None = None
-        self._joined: Pending | None = None  # the waiting job that a publish joins
         # Whether a publish was interrupted; whether the shadow may have any bits; whether the next version has full weights.
         self._is_interrupted = self._is_torn = self._starts_over = False
         self._is_new = False  # whether the shadow has the bits of a first stream, and no version has them yet
@@ -231,22 +228,23 @@ class Publisher:
         problem: BaseException | None,
         if_changed: bool,
     ) -> Receipt:
-        before_s, ranks, uploader = time.perf_counter(), self._ranks, self._uploader
+        before_s, ranks, uploader, shadow = time.perf_counter(), self._ranks, self._uploader, self._shadow
         uploader.pause()
         found: Difference | None = None
         with torch.no_grad():
-            if self._shadow is None or (ranks.size == 1 and self._start.initial is not None and uploader.is_first):
+            if shadow is None or (ranks.size == 1 and self._start.initial is not None and uploader.is_first):
                 ranks.agree(problem)
                 found = self._begin(named_tensors)
             elif problem is None:
-                found, problem = attempt(lambda: self._compare(named_tensors))
+                uploader.warm_up()
+                found, problem = attempt(lambda: self._start.source.compare(shadow, named_tensors))
         # The first rank decides: it knows what became of the versions before.
         version, full, collects, joins = ranks.first(
             self._decide, tuple[int, bool, bool, bool], problem=problem, same=f"step {step}"
         )
         assert self._shadow is not None and found is not None
-        if ranks.rank and joins:
-            self._joined = uploader.base()[2]
+        if joins and isinstance(uploader, PartQueue):
+            uploader.join()
         jobs = self._jobs(version, found, full=full, collects=collects)
         if if_changed and self._last is not None and not joins and not full and not jobs[-1].changed:
             jobs[-1].drop_weights()
@@ -259,7 +257,7 @@ class Publisher:
         # Before the uploader has the job: one that it keeps for the next publish gets other futures, which nobody waits for.
         receipt = Receipt.of(jobs[-1], time.perf_counter() - before_s)
         uploader.submit(*jobs)
-        self._version, self._joined, self._last = jobs[-1].version, None, receipt
+        self._version, self._last = jobs[-1].version, receipt
         self._starts_over = self._is_torn = self._is_new = False
         self._shadow.warn_of_nan(self._version)
         return receipt
@@ -327,10 +325,10 @@ class Publisher:
         """
         uploader = self._uploader
         assert isinstance(uploader, UploadQueue)
-        number, full, self._joined = uploader.base(joins=not self._starts_over)
+        number, full = uploader.base(joins=not self._starts_over)
         full = full or self._starts_over
         collects = self._ranks.size > 1 and (full or uploader.compactor.is_due(number))
-        return number, full, collects, self._joined is not None
+        return number, full, collects, uploader.joined is not None
 
     def _begin(self, named_tensors: Stream) -> Difference:
         """Compare the first stream with the version before, or with the reference that this is."""
@@ -342,11 +340,6 @@ class Publisher:
         self._shadow, self._agreed, self._is_new = start.shadow, None, start.steps is None
         return found
 
-    def _compare(self, named_tensors: Stream) -> Difference:
-        assert self._shadow is not None
-        self._uploader.warm_up()
-        return self._start.source.compare(self._shadow, named_tensors)
-
     def _jobs(self, version: int, found: Difference, *, full: bool, collects: bool) -> list[Pending]:
         """Agree with all ranks on the fingerprints, and apply the difference.
 
@@ -356,11 +349,11 @@ class Publisher:
             PublishError: a rank is lost.
             OSError: the disk is full, with the full weights of a sharded trainer.
         """
-        shadow, waiting, channel = self._shadow, self._joined, self._start.channel
+        shadow, waiting, channel = self._shadow, self._uploader.joined, self._start.channel
         reference, self._start.reference = self._start.reference, None
         assert shadow is not None and channel is not None
         pieces = found.pieces
-        if waiting is not None and not full and waiting.changed_here and pieces:
+        if waiting is not None and not full and waiting.pieces and pieces:
             pieces = [merge([waiting.delta, host_delta(shadow.layout, pieces)])]
         elif waiting is not None and not full:
             pieces = [*waiting.pieces, *pieces]
@@ -370,7 +363,7 @@ class Publisher:
             changed, fingerprints = self._agree(changed, found)
         elif not full or reference is not None:  # else the uploader computes them, so that the trainer does not wait
             fingerprints = shadow.fingerprints.with_gains(found.gains)
-        if found.pieces and reference is None:
+        if found.pieces:
             self._uploader.wait_released()
             self._is_torn = True
             shadow.apply(found)  # before weights are collected, which are the new ones
@@ -426,11 +419,11 @@ class Publisher:
         if self._shadow is not None:
             let_go(self._shadow.lock)
         if self._is_torn or self._ranks.rank:
-            self._uploader.drop(self._joined)  # which would be encoded from other bits than its own
+            self._uploader.drop()  # which would be encoded from other bits than its own
         if self._is_torn:
             self._starts_over, self._agreed = True, None
         if self._is_new or (self._is_torn and self._ranks.size == 1):
             self._shadow = None
-        self._joined, self._is_torn, self._is_new = None, False, False
+        self._is_torn = self._is_new = False
         self._uploader.unpause()
         self._is_interrupted = False

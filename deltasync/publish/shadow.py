@@ -1,4 +1,4 @@
-"""The shadow: the bits that were published last, of the ranges that this rank holds, and snapshots of it.
+"""The shadow: the bits that were published last, of the ranges that this rank holds, and full weights as files of it.
 
 It is in one place: on the accelerator where the tensors are, if that has room, or on the host. Publishing compares a stream
 with it, which only reads, and applies the difference once all ranks have agreed on the version.
@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import functools
 import itertools
+import mmap
+import tempfile
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 
-from deltasync import kernels
+from deltasync import kernels, limits
+from deltasync.channel import anchors
 from deltasync.errors import CorruptDataError, get_logger
 from deltasync.kernels import native
-from deltasync.publish.detect import Difference, Looks, copied, looks_of
+from deltasync.publish.detect import Difference, HostShadow, Looks, copied, looks_of
 from deltasync.publish.device_shadow import DeviceShadow, needed_bytes, room_bytes
-from deltasync.publish.host_shadow import HostShadow
-from deltasync.publish.shards import TensorRange
+from deltasync.publish.stream import TensorRange
+from deltasync.ranks.ranks import Range, Ranks
 from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, signed_view
 from deltasync.tensors.delta import merge
 from deltasync.tensors.device import DeviceDelta
-
-if TYPE_CHECKING:
-    from deltasync.ranks.ranks import Range
 
 logger = get_logger(__name__)
 
@@ -49,7 +50,7 @@ class Shadow:
         layout: The whole tensors.
         ranges: The range that is held of each.
         lock: Held while the bits change.
-        with_nan: Tensors with a NaN in what was taken last, until `warn_of_nan`.
+        with_nan: Tensors with a NaN in what was taken, until `warn_of_nan`.
     """
 
     def __init__(
@@ -105,14 +106,14 @@ class Shadow:
     ) -> Shadow:
         """Return a shadow with the bits of these parts of the tensors of `specs`, in its place if these are on `devices`.
 
-        With `keep` the parts are on the host, in the served dtype, and their memory becomes the shadow's.
+        With `keep` the parts are on the host, in the served dtype, and their memory may become the shadow's.
         """
         layout, ranges = Layout(specs), {name: (part.start, part.stop) for name, part in parts.items()}
-        device = None if keep else choose(place, layout, ranges, devices)
+        device = choose(place, layout, ranges, devices)
         if device is None:
             bits = {n: bits_of(part.held if keep else copied(part.held, specs[n].dtype)) for n, part in parts.items()}
             shadow = cls(specs, ranges, bits, place)
-            shadow._is_settled = not keep
+            shadow._is_settled = True
             return shadow
         memory = DeviceShadow(layout, ranges, device)
         for name, part in parts.items():
@@ -166,11 +167,12 @@ class Shadow:
             difference.apply()
             self.fingerprints = before.with_gains(difference.gains)
             vectors = self.layout.vectors
-            self.with_nan = [
+            found = (
                 vectors[width].names[t]
                 for width, above_T in difference.aboves.items()
                 for t in np.flatnonzero(above_T).tolist()
-            ]
+            )
+            self.with_nan = [*dict.fromkeys([*self.with_nan, *found])]
             for snapshot in self._snapshots:
                 for delta in deltas:
                     snapshot.note(delta)
@@ -185,9 +187,8 @@ class Shadow:
     @property
     def size_bytes(self) -> dict[str, int]:
         """Memory of the bits, on the `host` and on the `device`; one of them is 0."""
-        sizes = {"host": 0, "device": 0}
-        sizes["host" if self._memory.device is None else "device"] = self._memory.size_bytes
-        return sizes
+        place = "host" if self._memory.device is None else "device"
+        return {"host": 0, "device": 0, place: held_bytes(self.layout, self.ranges)}
 
     def settle(self, devices: Collection[torch.device]) -> None:
         """Move the bits to where the tensors of a first stream are, if they are to go there; once."""
@@ -214,27 +215,26 @@ class Shadow:
             self._memory = memory
 
 
+def held_bytes(layout: Layout, ranges: Mapping[str, Range]) -> int:
+    """Return the bytes of these ranges."""
+    return sum(layout.specs[name].item_bytes * (stop - start) for name, (start, stop) in ranges.items())
+
+
 def choose(
-    place: str, layout: Layout, ranges: Mapping[str, Range], devices: Collection[torch.device]
+    wanted: str, layout: Layout, ranges: Mapping[str, Range], devices: Collection[torch.device]
 ) -> torch.device | None:
     """Return the device where the shadow of tensors on `devices` goes, None for the host; and say so in the log."""
     device, why = None, "it was chosen"
-    if place != "host":
+    if wanted != "host":
         why = f"the tensors are on {', '.join(map(str, devices)) or 'no device'}"
         if len(devices) == 1 and kernels.compares(of := next(iter(devices))):
             room, needed = room_bytes(of), needed_bytes(layout, ranges)
-            if place == "device" or needed <= room:
+            if wanted == "device" or needed <= room:
                 device = of
             else:
                 why = f"{of} has room for {room} bytes, and it needs {needed}"
-    logger.info(
-        "shadow place=%s why=%r bytes=%d",
-        *(
-            "host" if device is None else device,
-            why,
-            sum(layout.specs[n].item_bytes * (b - a) for n, (a, b) in ranges.items()),
-        ),
-    )
+    place = "host" if device is None else device
+    logger.info("shadow place=%s why=%r bytes=%d", place, why, held_bytes(layout, ranges))
     return device
 
 
@@ -291,3 +291,64 @@ class Snapshot:
             with shadow.lock:
                 shadow._snapshots = [other for other in shadow._snapshots if other is not self]
                 self._left, self._later, self._shadow = set(), [], None
+
+
+class Weights(NamedTuple):
+    """The weight files of one version, made one at a time."""
+
+    files: Iterator[tuple[str, bytes | memoryview]]  # name and content of each, made when it is asked for
+    close: Callable[[], None]  # frees what they are made from
+
+    @classmethod
+    def of(cls, shadow: Shadow) -> Self:
+        """Return the weights that a shadow with the whole model holds now; it may advance meanwhile."""
+        snapshot = shadow.snapshot()
+        return cls(anchors.taken_files(shadow.specs, snapshot.take, limits.WEIGHT_FILE_BYTES), snapshot.close)
+
+
+def collect_weights(
+    ranks: Ranks,
+    shadow: Shadow,
+    specs: Mapping[str, TensorSpec],
+    held: Sequence[Mapping[str, Range]],
+    fingerprints: Mapping[str, int],
+) -> Weights | None:
+    """Collect the weight files of a sharded trainer in a temporary directory of the first rank; return None at the others.
+
+    All ranks call this. `specs` and `fingerprints` are of the whole tensors, in the same order on all ranks; `held` has the
+    ranges of each rank.
+
+    Raises:
+        OSError: the first rank's disk is full; then all ranks raise.
+        PublishError: a rank did not answer.
+    """
+
+    def take(name: str, out_N: np.ndarray | None) -> int:
+        ranks.collect(shadow.bits[name], [ranges[name] for ranges in held], out_N)
+        return fingerprints[name]
+
+    if ranks.rank:
+        for name in specs:
+            take(name, None)
+        ranks.agree(None)
+        return None
+    folder = tempfile.TemporaryDirectory(prefix="deltasync-")
+    paths, problem = list[Path](), None
+    try:
+        for name, data in anchors.taken_files(specs, take, limits.WEIGHT_FILE_BYTES):
+            paths.append(Path(folder.name, name))
+            try:
+                paths[-1].write_bytes(b"" if problem else data)
+            except OSError as error:
+                problem = error  # the others go on sending
+        ranks.agree(problem)
+    except BaseException:
+        folder.cleanup()
+        raise
+    return Weights(((path.name, _read(path)) for path in paths), folder.cleanup)
+
+
+def _read(path: Path) -> memoryview:
+    """Return the bytes of a file, which are read as they are used."""
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -20,18 +20,23 @@ from deltasync.errors import ConfigError, ModelMismatchError, get_logger
 from deltasync.kernels import native
 from deltasync.publish.detect import Difference, Looks, copied, looks_of
 from deltasync.publish.shadow import Shadow
-from deltasync.publish.shards import (
+from deltasync.publish.stream import (
     MARKS,
+    Stream,
     TensorRange,
+    Tensors,
     check_alike,
     check_ignored,
     empty_like,
+    fp8_blocks,
     gathered_places,
+    pair_of,
     part_of,
     pieces,
     places,
+    stays,
+    tensors_of,
 )
-from deltasync.publish.stream import Stream, Tensors, fp8_blocks, pair_of, stays, tensors_of
 from deltasync.ranks.ranks import Range, Ranks
 from deltasync.tensors import TensorSpec, check_specs, fingerprint
 from deltasync.tensors.bits import bits_of, readable, served_name
@@ -103,7 +108,7 @@ class Source:
             given = dict[str, torch.dtype]()
             for name, part, is_whole in self._parts(pairs):
                 held = part.held
-                digest = None if not is_whole else _digest(name, held) if self._ranks.size > 1 else 0
+                digest = None if not is_whole else digest_of(name, held) if self._ranks.size > 1 else 0
                 given[name], dtype = held.dtype, served_name(name, held.dtype, self._rule)
                 table[name] = _Held(dtype, part.shape, part.start, part.stop, digest)
                 if held.numel():
@@ -290,7 +295,8 @@ class Source:
         self.held = held
 
 
-def _digest(name: str, held: torch.Tensor) -> int:
+def digest_of(name: str, held: torch.Tensor) -> int:
+    """Return the fingerprint of a whole tensor, on any device."""
     key = fingerprint.tensor_key(name)
     return sum(native.fingerprint(key, bits_of(piece), start) for start, piece in pieces(held)) & fingerprint.MASK
 
@@ -312,39 +318,6 @@ _LOCAL = (
     "if all ranks should have the same, such as a buffer, broadcast it from one."
 )
 _TOGETHER = "Publish the module from all ranks, each with Publisher(..., group=torch.distributed.group.WORLD)."
-
-
-def check_equal(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that all ranks hold the same whole tensors, so that the first one may publish alone. All ranks call this.
-
-    Raises:
-        ConfigError: a tensor differs, or a rank lacks it; at all ranks.
-    """
-
-    def read() -> _Table:
-        table: _Table = {}
-        for name, tensor in tensors.items():
-            held = readable(name, tensor)
-            dtype = served_name(name, held.dtype, "keep")
-            table[name] = _Held(dtype, tuple(held.shape), 0, held.numel(), _digest(name, held))
-        return table
-
-    if ranks.size == 1:
-        return
-    tables = ranks.share(read, _Table)
-    for rank, other in enumerate(tables):
-        for name in sorted(tables[0].keys() ^ other.keys()):
-            with_it, without = (0, rank) if name in tables[0] else (rank, 0)
-            raise ConfigError(f"Rank {with_it} holds {name}, and rank {without} does not. {_ALONE_CURE}")
-        for name, held in other.items():
-            if held != tables[0][name]:
-                raise ConfigError(f"{name} differs between ranks 0 and {rank}, and rank 0 publishes alone. {_ALONE_CURE}")
-
-
-_ALONE_CURE = (
-    "If each rank trains experts or layers of its own, publish from a loop of your own on all ranks, each with "
-    "Publisher(..., group=group), by the names of the checkpoint; otherwise broadcast the parameter from one rank."
-)
 
 
 def _warn_of_rounding(given: Mapping[str, torch.dtype], table: _Table, rule: str) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 from deltasync.channel import adapter_base, anchors, checkpoint, documents, keys, payloads, plan, signing
 from deltasync.channel.checkpoint import Checkpoint
 from deltasync.channel.documents import Channel, Reference, VersionId
+from deltasync.channel.ranges import Piece
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.codec.base import Bits, RangeBits
@@ -40,7 +41,7 @@ from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
 from deltasync.stores.retries import READS, RetryStore, holds, retried
 from deltasync.tensors import Delta, Sparse, TensorSpec, fingerprint
-from deltasync.tensors.bits import signed_view
+from deltasync.tensors.bits import bits_of, signed_view
 from deltasync.threads import each
 
 logger = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ class Start:
     Attributes:
         channel: The channel's description, once a stream was compared.
         source: Reads the streams.
-        shadow: The bits of the stream, of this rank's ranges; those of the version that is resumed, if one is.
+        shadow: The bits of this rank's ranges: those of the version that is resumed, or of the reference, or of the stream.
         steps: The steps to that version, None if none is resumed.
         reference: The reference to the checkpoint that the first version is, if it is one.
 
@@ -216,7 +217,7 @@ class Start:
     def compare(self, named_tensors: Stream, *, may_refer: bool) -> Difference:
         """Compare the first stream, and set the attributes. With `may_refer` its version may be a reference.
 
-        Returns the difference from the resumed version, or from the reference, which the shadow has already.
+        Returns the difference from the resumed version, or from the reference.
 
         Raises:
             ModelMismatchError, ConfigError: at all ranks; nothing was set.
@@ -231,22 +232,19 @@ class Start:
                 "not. Publish the module itself, publisher.publish(model)."
             )
         self.channel = self.channel or _new_channel(specs, self._state.settings.dtype)
-        if (shadow := self.resumed(ranges)) is not None:
-            shadow.settle(source.devices)
-            held = [part.held for part in parts.values()]
-            return ranks.all(lambda: shadow.compare([*parts], held))
-        refers = self.initial is not None and may_refer
-        if refers and not source.are_copies:  # compared with the checkpoint on the host
-            parts = {n: TensorRange(copied(of.held, specs[n].dtype), of.start, of.shape) for n, of in parts.items()}
-        keep, changes = refers or source.are_copies, list[Delta]()
-        self.shadow = first = ranks.all(lambda: Shadow.of(specs, parts, place, source.devices, keep=keep))
-        if self.initial is not None and may_refer:
-            self.reference, changes = _refer(ranks, self.initial, first)
-        first.settle(source.devices)
-        if changes:
-            differing = sum(len(delta.counts()) for delta in changes)
+        shadow = self.resumed(ranges)
+        if shadow is None and self.initial is not None and may_refer:
+            self.reference, shadow = _referred(ranks, self.initial, specs, parts, place)
+        if shadow is None:
+            self.shadow = ranks.all(lambda: Shadow.of(specs, parts, place, source.devices, keep=source.are_copies))
+            return Difference()
+        self.shadow = known = shadow
+        known.settle(source.devices)
+        found = ranks.all(lambda: known.compare([*parts], [part.held for part in parts.values()]))
+        if self.reference is not None and found.pieces:
+            differing = len({name for piece in found.pieces for name in piece.counts()})
             logger.warning("%d tensors are not as in %s; they follow as a delta.", differing, self.reference)
-        return Difference(changes)
+        return found
 
     def resumed(self, ranges: Mapping[str, Range]) -> Shadow | None:
         """Read these ranges of the version to resume, once; set `shadow` and `steps`. Return the shadow, or None if there is
@@ -294,7 +292,7 @@ def _replayed(
         StoreError, ChainError, FormatError, ApplyError: the last one cannot be read.
     """
     specs = reader.specs
-    bits = {name: np.empty(stop - start, specs[name].bits_dtype) for name, (start, stop) in ranges.items()}
+    bits = _empty(specs, ranges)
     segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in bits.items()}
     live = LiveMemory(specs, segments)
     is_whole = all(ranges[name] == (0, spec.element_count) for name, spec in specs.items())
@@ -308,14 +306,8 @@ def _replayed(
     for stored in chain:
         read.append(stored)
         if stored.use_anchor:
-            pieces: Iterator[tuple[str, int, np.ndarray]]
-            if is_whole:
-                pieces = ((name, 0, bits_N) for name, bits_N, _ in payloads.weights(reader, stored))
-            else:
-                pieces = payloads.ranges_of_weights(reader, stored, ranges)
-            for name, at, piece_N in pieces:
-                first = at - ranges[name][0]
-                bits[name][first : first + piece_N.size] = piece_N
+            whole = ((name, 0, bits_N) for name, bits_N, _ in payloads.weights(reader, stored))
+            _fill(bits, ranges, whole if is_whole else payloads.ranges_of_weights(reader, stored, ranges))
             live.audit()
         else:
             changed = payloads.delta(reader, stored, old, live.wanted)
@@ -353,22 +345,44 @@ def _new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:
     )
 
 
-def _refer(ranks: Ranks, initial: Checkpoint, shadow: Shadow) -> tuple[Reference, list[Delta]]:
-    """Return a reference to a checkpoint in the place of a model, and the steps from there to this rank's ranges.
+def _referred(
+    ranks: Ranks, initial: Checkpoint, specs: Mapping[str, TensorSpec], parts: Mapping[str, TensorRange], place: str
+) -> tuple[Reference, Shadow]:
+    """Return a reference to a checkpoint of a model, of which this rank has these parts, and a shadow with its bits.
 
     Raises:
-        ModelMismatchError, CorruptDataError: as `Checkpoint.read`; then all ranks raise.
+        ModelMismatchError, CorruptDataError: as `Checkpoint.ranges`; then all ranks raise.
     """
-    alike = ranks.share(lambda: initial.alike(shadow.specs, shadow.bits), dict[str, list[str]])
+
+    def bits(name: str) -> np.ndarray:
+        return bits_of(copied(parts[name].held, specs[name].dtype))
+
+    alike = ranks.share(lambda: initial.alike(specs, bits), dict[str, list[str]])
     tied = {}
     for name, others in alike[0].items():
         on_all_ranks = [other for other in others if all(other in found.get(name, ()) for found in alike)]
         if on_all_ranks:
             tied[name] = on_all_ranks[0]
     reference = dataclasses.replace(initial.reference, tied=tied)
-    source = Checkpoint(reference, initial.files)
-    compared, problem = attempt(lambda: checkpoint.compare(source, shadow.layout, shadow.ranges, shadow.bits))
-    parts, changes = compared or ({}, [])
-    digests = ranks.agree(problem, *(parts.get(name, 0) for name in shadow.specs))
-    named = {name: fingerprint.to_hex(digest) for name, digest in zip(shadow.specs, digests, strict=True)}
-    return dataclasses.replace(reference, fingerprints=named), changes
+    ranges = {name: (part.start, part.stop) for name, part in parts.items()}
+
+    def read() -> Shadow:
+        held = _empty(specs, ranges)
+        _fill(held, ranges, Checkpoint(reference, initial.files).ranges(specs, ranges))
+        return Shadow(specs, ranges, held, place)
+
+    shadow = ranks.all(read)
+    digests = ranks.agree(None, *shadow.fingerprints.values())
+    named = {name: fingerprint.to_hex(digest) for name, digest in zip(specs, digests, strict=True)}
+    return dataclasses.replace(reference, fingerprints=named), shadow
+
+
+def _empty(specs: Mapping[str, TensorSpec], ranges: Mapping[str, Range]) -> dict[str, np.ndarray]:
+    return {name: np.empty(stop - start, specs[name].bits_dtype) for name, (start, stop) in ranges.items()}
+
+
+def _fill(bits: Mapping[str, np.ndarray], ranges: Mapping[str, Range], pieces: Iterable[Piece]) -> None:
+    """Write pieces of tensors to the bits of their ranges."""
+    for name, at, piece_N in pieces:
+        first = at - ranges[name][0]
+        bits[name][first : first + piece_N.size] = piece_N

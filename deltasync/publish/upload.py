@@ -1,7 +1,7 @@
 """PUBLISH: encode versions and make them visible, in order, in one background thread.
 
 The first rank alone decides what becomes of a version (`UploadQueue`). A thread of each other rank follows its log, and
-stores the rank's parts of a version once the first rank begins it (`parts`).
+stores the rank's parts of a version, and of a compaction, once the first rank begins it (`PartQueue`).
 """
 
 from __future__ import annotations
@@ -9,26 +9,30 @@ from __future__ import annotations
 import re
 import threading
 import time
+from concurrent.futures import Future
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Delta, File
 from deltasync.channel.record import StoredRecord
 from deltasync.config import PublisherSettings
 from deltasync.errors import (
+    ChainError,
     DeltaSyncError,
     FencedError,
     PublishError,
     PublishLostError,
     PublishPendingError,
+    error_of,
     get_logger,
 )
-from deltasync.publish.collect import Weights
 from deltasync.publish.compact import Compactor, Steps
 from deltasync.publish.encode import GroupEncoder
-from deltasync.publish.log import Log
+from deltasync.publish.log import Log, put_file
 from deltasync.publish.pending import Pending
-from deltasync.ranks.ranks import Ranks
-from deltasync.threads import Workers, finish_at_exit, let_go
+from deltasync.publish.shadow import Weights
+from deltasync.ranks.ranks import Ranks, attempt
+from deltasync.stores import Store
+from deltasync.threads import Workers, daemon, finish_at_exit, let_go
 
 logger = get_logger(__name__)
 
@@ -49,11 +53,13 @@ class UploadQueue:
 
     Attributes:
         full: Whether the next version needs full weights, because there is no base whose bits are known.
+        joined: Of the waiting jobs, that which a publish joins.
         compactor: Compactions, anchors and garbage collection.
     """
 
     def __init__(self, log: Log, compactor: Compactor, settings: PublisherSettings, ranks: Ranks) -> None:
         self.full = True
+        self.joined: Pending | None = None
         self.settings = settings
         self._log = log
         self.compactor = compactor
@@ -67,7 +73,6 @@ class UploadQueue:
         self._refusal: PublishLostError | None = None  # what the next publish raises
         self._used_s = time.monotonic()
         self._is_paused = False
-        self._joined: Pending | None = None  # of the waiting ones, that which a publish joins
         self._puts = Workers(PUTS, "upload")
         self._worker = Workers(1, "upload")
         finish_at_exit(self)
@@ -86,11 +91,11 @@ class UploadQueue:
     def unpause(self) -> None:
         """Let the waiting job go on as it is."""
         with self._lock:
-            self._is_paused, self._joined = False, None
+            self._is_paused, self.joined = False, None
         self._worker.submit(self._run)
 
-    def base(self, *, joins: bool = True) -> tuple[int, bool, Pending | None]:
-        """Return the number of the next version, whether it has full weights, and the waiting job in whose place it comes.
+    def base(self, *, joins: bool = True) -> tuple[int, bool]:
+        """Return the number of the next version, and whether it has full weights. Set the job that it joins.
 
         Raises:
             FencedError: another publisher has opened the channel; every later call raises it too.
@@ -102,14 +107,14 @@ class UploadQueue:
                 raise refusal
             newest = self._waiting[-1] if self._waiting else self._running
             if joins and self._waiting and self._waiting[-1].reference is None:
-                self._joined = self._waiting[-1]
-                return self._joined.version, self._joined.full, self._joined
-            return (self._log.next_version, self.full, None) if newest is None else (newest.version + 1, False, None)
+                self.joined = self._waiting[-1]
+                return self.joined.version, self.joined.full
+            return (self._log.next_version, self.full) if newest is None else (newest.version + 1, False)
 
-    def drop(self, job: Pending | None) -> None:
-        """Fail a waiting job: the bits that it would be encoded from are not there any more."""
+    def drop(self) -> None:
+        """Fail the joined job: the bits that it would be encoded from are not there any more."""
         with self._lock:
-            self._joined = None
+            job, self.joined = self.joined, None
             if job is None or job not in self._waiting:
                 return
             self._waiting.remove(job)
@@ -130,8 +135,8 @@ class UploadQueue:
     def submit(self, *jobs: Pending) -> None:
         """Upload jobs after the others, in the place of the joined one."""
         with self._lock:
-            self._waiting = [*(job for job in self._waiting if job is not self._joined), *jobs]
-            self._is_paused, self._joined = False, None
+            self._waiting = [*(job for job in self._waiting if job is not self.joined), *jobs]
+            self._is_paused, self.joined = False, None
         self._worker.submit(self._run)
 
     def warm_up(self) -> None:
@@ -263,7 +268,7 @@ class UploadQueue:
                 self._fenced = error
                 lost = self._drop_waiting()
         elif pending is not None and pending.version.version == version:
-            self.full = False
+            self.full = job.collected = False  # its weights are given up
             self.compactor.stored(pending, job)
             if not isinstance(error, PublishError):
                 error = PublishPendingError(f"Version {version} is not visible yet; the next publish puts it again. {error}")
@@ -292,8 +297,8 @@ class UploadQueue:
 
     def _drop_waiting(self) -> list[Pending]:
         """Forget and return the waiting jobs. A joined one stays, and is found lost when it is its turn."""
-        lost = [job for job in self._waiting if job is not self._joined]
-        self._waiting = [job for job in self._waiting if job is self._joined]
+        lost = [job for job in self._waiting if job is not self.joined]
+        self._waiting = [job for job in self._waiting if job is self.joined]
         return lost
 
     def _store_delta(self, job: Pending) -> StoredRecord:
@@ -304,8 +309,7 @@ class UploadQueue:
         """
         log, compactor = self._log, self.compactor
         folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))
-        collected, full_bytes = job.weights is not None, job.shadow.layout.nbytes
-        wanted = "anchor" if collected else compactor.wanted(job.version, full_bytes)
+        wanted = "anchor" if job.collected else compactor.wanted(job.version, job.shadow.layout.nbytes)
         if self._ranks is not None:
             base = compactor.base if wanted == "compaction" else None
             self._ranks.say(serial=job.serial, folder=folder, base=None if base is None else base.record.version)
@@ -322,7 +326,7 @@ class UploadQueue:
         job.end_encoding(payload_bytes)
         delta = Delta(codec=self.settings.codec, changed=job.changed, parts=parts)
         record = log.append(job.record(log.run_id, log.epoch, delta=delta), inline)
-        self.full = False
+        self.full, job.collected = False, job.weights is not None
         compactor.stored(record, job)
         if job.weights is not None:
             weights, job.weights = job.weights, None
@@ -347,3 +351,163 @@ class UploadQueue:
         self.full = False
         self.compactor.stored(stored, job)
         return stored
+
+
+class PartQueue:
+    """As `UploadQueue`, for the parts of a rank that is not the first one."""
+
+    def __init__(self, store: Store, settings: PublisherSettings, ranks: Ranks, *, compacts: bool) -> None:
+        self._store, self._compacts = store, compacts
+        self.joined: Pending | None = None
+        self.settings = settings
+        self._ranks = ranks
+        self._encoder = GroupEncoder(settings.codec)
+        self._pending: dict[int, Pending] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._puts = Workers(PUTS, "upload")
+        self._steps: Steps | None = None
+        self._compaction: tuple[int, str] | None = None  # of the running job: base and folder
+        self._compactions = Workers(1, "maintenance")
+        # A daemon, since nothing would end it if the first rank died.
+        self._thread = daemon("upload", self._run)
+        self._thread.start()
+
+    is_first = False
+
+    def pause(self) -> None:
+        """Do nothing: the first rank decides which jobs begin."""
+
+    warm_up = unpause = let_go = pause
+
+    def join(self) -> None:
+        """Set the newest job as that which the first rank joins."""
+        with self._changed:
+            self.joined = self._pending.popitem()[1]
+
+    def wait_released(self) -> None:
+        """As `UploadQueue.wait_released`. If the first rank is lost, the jobs fail, which releases them."""
+        with self._changed:
+            jobs = list(self._pending.values())
+        for job in jobs:
+            job.released.wait()
+
+    def drop(self) -> None:
+        """As `UploadQueue.drop`."""
+        if self.joined is not None:
+            self.joined.fail(PublishLostError(f"Version {self.joined.version} was lost: the next one could not join it."))
+            self.joined = None
+
+    def resume(self, steps: Steps) -> None:
+        """Note the steps that lead to the newest version; the first rank decides what the next version builds on."""
+        self._steps = steps
+
+    def submit(self, *jobs: Pending) -> None:
+        """Upload this rank's parts of jobs when the first rank begins them."""
+        for job in jobs:
+            if job.full:
+                job.released.set()  # its weights were collected
+        with self._changed:
+            self.joined, self._pending = None, self._pending | {job.serial: job for job in jobs}
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wait until all submitted jobs have ended, but not for a first rank that says nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._puts.close()
+        self._compactions.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closing)
+                if not self._pending:
+                    return
+            try:
+                line = self._ranks.next_line()
+                if "error" in line:
+                    self._end(**line)
+                else:
+                    self._upload(**line)
+            except PublishError as error:
+                self._give_up(error)
+
+    def _upload(self, serial: int, folder: str, base: int | None) -> None:
+        """Store this rank's parts of a job; with a `base`, those of a compaction follow once the job has ended well."""
+        files: list[File] = []
+        problem = None
+
+        def store(number: int, data: bytes) -> Future[File]:
+            key = f"{folder}/{keys.part(self._ranks.rank, number)}"
+            return self._puts.submit(put_file, self._store, key, data)
+
+        try:
+            job = self._submitted(serial)
+            if job is None:
+                raise PublishError("This rank has given the version up.")
+            stored, _, _ = self._encoder.encode(job, store, inline=False)
+            self._compaction = None if base is None else (base, folder)
+            job.released.set()
+            files = [future.result() for future in stored]
+        except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it
+            problem = error
+            logger.error("A part was not stored: %s", error)
+        self._ranks.answer("part", serial, files, problem)
+
+    def _end(self, serial: int, error: tuple[str, str] | None, digest: str, payload_bytes: int) -> None:
+        job = self._submitted(serial)
+        with self._changed:
+            self._pending.pop(serial, None)
+        compacts, self._compaction = self._compaction, None
+        if job is None:
+            logger.error("This rank had given up a version that has ended: %s", error or digest)
+        elif error is None:
+            self._stored(job, *(compacts or (None, "")))
+            job.succeed(digest, payload_bytes)
+        else:
+            problem = error_of(*error, PublishError)
+            if isinstance(problem, PublishPendingError):  # the next version builds on it all the same
+                self._stored(job, None, "")
+            job.fail(problem)
+        self._ranks.answer("seen", serial, None)
+
+    def _stored(self, job: Pending, base: int | None, folder: str) -> None:
+        """Note a version that is visible or pending, and compact the steps from a base to it."""
+        if not self._compacts:
+            return
+        if base is not None and self._steps is not None:
+            self._steps.start(base)  # if these weights were stored since
+        self._steps = Steps.after(self._steps, job)
+        if base is not None:
+            self._compactions.submit(self._compact, job, base, folder, self._steps, self._steps.frozen())
+
+    def _compact(self, job: Pending, base: int, folder: str, steps: Steps, frozen: Steps) -> None:
+        def put(name: str, data: bytes) -> File:
+            return put_file(self._store, f"{folder}/{name}", data)
+
+        def store() -> tuple[list[File], int]:
+            assert job.fingerprints is not None
+            if frozen.base != base:
+                raise ChainError(f"it has the steps since version {frozen.base}, not {base}.")
+            return frozen.store(job.version, job.fingerprints, put, rank=self._ranks.rank)[:2]
+
+        parts, problem = attempt(store)
+        steps.thaw()
+        self._ranks.answer("compaction", job.serial, parts, problem)
+
+    def _submitted(self, serial: int) -> Pending | None:
+        """Wait for a job, which the first rank may have submitted earlier than this one; None if this one gave it up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or any(job >= serial for job in self._pending))
+            return self._pending.get(serial)
+
+    def _give_up(self, error: Exception) -> None:
+        with self._changed:
+            jobs, self._pending = list(self._pending.values()), {}
+        for job in jobs:
+            lost = PublishPendingError(f"The first rank does not say what became of version {job.version}: {error}")
+            logger.error("%s", lost)
+            job.fail(lost)

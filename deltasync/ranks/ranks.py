@@ -124,15 +124,17 @@ class Ranks:
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Tell the others meanwhile that this rank is in a method of its publisher, however long that takes."""
-        self._enter(True)
+        self.enter(True)
         try:
             yield
         finally:
-            self.leave()
+            self.enter(False)
 
-    def leave(self) -> None:
-        """Tell the others that this rank trains."""
-        self._enter(False)
+    def enter(self, is_inside: bool) -> None:
+        """Tell the others whether this rank is in a method of its publisher, or trains."""
+        self._is_inside = is_inside
+        if self._store is not None:
+            self._beat()
 
     def first(
         self, action: Callable[[], _Value], kind: Any = Any, *, problem: BaseException | None = None, same: str | None = None
@@ -145,20 +147,21 @@ class Ranks:
             BaseException: what the action raises, or `problem`; a `DeltaSyncError` with the same message at the others.
             PublishError: `same` differs.
         """
-        value: _Value | None = None
-        if self.rank == 0 and problem is None:
-            value, problem = attempt(action)
 
-        def choose(said: list[bytes]) -> bytes:
-            found = [msgspec.msgpack.decode(each, type=tuple[str | None, msgspec.Raw]) for each in said]
-            for rank, (other, _) in enumerate(found):
-                if other != found[0][0]:
-                    message = f"Rank {rank} publishes {other}, and rank 0 publishes {found[0][0]}. Nothing was published."
-                    raise PublishError(message)
-            return bytes(found[0][1])
+        def given() -> tuple[str | None, _Value | None]:
+            if problem is not None:
+                raise problem
+            return same, None if self.rank else action()
 
-        answer = self._agreed((same, value), problem, choose)
-        return msgspec.msgpack.decode(answer, type=kind) if self.rank else value  # type: ignore[return-value]
+        if self.size == 1:
+            return given()[1]  # type: ignore[return-value]
+        found = self.share(given, tuple[str | None, kind | None])
+        for rank, (other, _) in enumerate(found):
+            if other != found[0][0]:
+                raise PublishError(
+                    f"Rank {rank} publishes {other}, and rank 0 publishes {found[0][0]}. Nothing was published."
+                )
+        return found[0][1]  # type: ignore[return-value]
 
     def share(self, action: Callable[[], _Value], kind: Any) -> list[_Value]:
         """Run an action on each rank and return the results of all of them, by rank. Raises as `agree`."""
@@ -286,10 +289,7 @@ class Ranks:
             for rank, (failure, _) in enumerate(found):
                 if failure is not None:
                     return _encoded(((failure[0], f"Rank {rank} failed: {failure[1]}"), b""))
-            try:
-                return _encoded((None, combine([each for _, each in found])))
-            except PublishError as error:
-                return _encoded((_described(error), b""))
+            return _encoded((None, combine([each for _, each in found])))
 
         if self.size > 1:
             said = _encoded((None if problem is None else _described(problem), encoded))
@@ -416,11 +416,6 @@ class Ranks:
         elif (silent_s := time.monotonic() - seen[rank][1]) > min(SILENCE_S, self._timeout_s):
             return f"has said nothing for {silent_s:.0f} s, so its process died or hangs"
         return ""
-
-    def _enter(self, is_inside: bool) -> None:
-        self._is_inside = is_inside
-        if self._store is not None:
-            self._beat()
 
     def _run(self) -> None:
         while not self._ending.wait(BEAT_S):

@@ -16,7 +16,7 @@ from deltasync.maintenance.checks import check
 from deltasync.maintenance.relay import Relay
 from deltasync.maintenance.repairs import repair, source_of
 from deltasync.maintenance.retention import KeepPolicy
-from deltasync.publish.shards import TensorRange
+from deltasync.publish.stream import TensorRange
 from tests.simulator.forgeries import forged
 from tests.simulator.group import Group, KeyStore
 from tests.simulator.scheduler import Process, Thread

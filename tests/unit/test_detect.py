@@ -178,7 +178,7 @@ def test_as_many_calls_for_many_tensors_as_for_few() -> None:
 
 def test_wide_tensors_are_copied_a_few_at_a_time() -> None:
     weights = {str(n): torch.full((300,), float(n)) for n in range(20)}
-    with mock.patch("deltasync.publish.host_shadow._COPIED", 1000):
+    with mock.patch("deltasync.publish.detect._COPIES_BYTES", 1500):
         known = _known(weights)
         for tensor in weights.values():
             tensor += 1

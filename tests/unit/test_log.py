@@ -314,23 +314,6 @@ class TestFolds:
             assert (read.record, read.version, read.record.base) == (each.record, version, base)
         assert {info.key for _, info in reader.shortcuts()} == {compaction.key, announced.key}
 
-    @pytest.mark.parametrize("after", [True, False])
-    def test_one_that_got_no_answer_is_put_again_with_the_same_bytes(self, quick: Place, after: bool) -> None:
-        store = quick.writer()
-        a = Script(store, lease=quick.lease, retries=0)
-        first = a.publish()
-        anchor = first.record.anchor
-        assert anchor is not None
-        store.fail_at("put", keys.ANNOUNCEMENTS, after=after)
-        with pytest.raises(TransientStoreError):
-            a.log.announce(first.version, "0" * 16, anchor)
-        folder = keys.anchor_folder(1, a.log.epoch, 1)
-        file = a.log.put_file(folder, "model.safetensors", b"other bytes")
-        other = Anchor(directory=folder, files=[file])
-        compaction = a.log.announce(first.version, "0" * 16, other)
-        assert compaction.record.anchor == anchor  # the journal finds two contents otherwise
-        assert a.log.announce(first.version, "0" * 16, other).sha256 == compaction.sha256
-
 
 class TestBounds:
     def document(self, a: Script, **changes: object) -> Record:

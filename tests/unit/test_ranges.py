@@ -13,7 +13,7 @@ from deltasync import limits
 from deltasync.channel import anchors, checkpoint, ranges
 from deltasync.channel.ranges import RangedFile
 from deltasync.errors import CorruptDataError, ModelMismatchError
-from deltasync.tensors import Layout, TensorSpec, fingerprint
+from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import bits_of, spec_of
 
 TENSORS = {
@@ -105,27 +105,3 @@ def test_ranges_of_a_checkpoint_are_rounded_as_the_whole_is(tmp_path: Path) -> N
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(CorruptDataError):
         list(found.ranges(specs, wanted))
-
-
-def test_a_checkpoint_is_compared_in_ranges(tmp_path: Path) -> None:
-    wide = torch.randn(40, 7)
-    save_file({"w": wide}, tmp_path / "model.safetensors")
-    layout = Layout({"w": TensorSpec("w", "bfloat16", (40, 7))})
-    trained = wide.bfloat16()
-    trained.view(-1)[[20, 100, 170]] += 1
-    start, stop = 13, 171
-    parts, changes = checkpoint.compare(
-        checkpoint.load(checkpoint.find(tmp_path)), layout, {"w": (start, stop)}, {"w": bits_of(trained)[start:stop]}
-    )
-    old = bits_of(wide.bfloat16())
-    assert parts["w"] == fingerprint_of(old[start:stop], start)
-    for delta in changes:
-        delta.apply("w", old)
-    assert np.array_equal(old[start:stop], bits_of(trained)[start:stop])
-    assert sum(delta.changed for delta in changes) == 3
-
-
-def fingerprint_of(bits_N: np.ndarray, start: int) -> int:
-    from deltasync.kernels import native
-
-    return native.fingerprint(fingerprint.tensor_key("w"), bits_N, start)
