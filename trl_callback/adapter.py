@@ -218,7 +218,6 @@ def _adapted_layers(base: torch.nn.Module) -> dict[str, Any]:
 
 
 def _layer_of(name: str, layers: Mapping[str, Any]) -> str | None:
-    """Return the name of the layer that contains a tensor or module."""
     parts = name.split(".")
     return next((prefix for end in range(1, len(parts)) if (prefix := ".".join(parts[:end])) in layers), None)
 

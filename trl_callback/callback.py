@@ -137,7 +137,6 @@ class DeltaSyncCallback(TrainerCallback):
             begin()
 
     def _prepare(self, args: Any, state: TrainerState, model: Any, more: dict[str, Any]) -> None:
-        """Prepare this process before the channel is opened."""
         if state.is_hyper_param_search:
             raise ConfigError(
                 "A hyperparameter search trains several models, but a channel is one run. Search without the callback "
@@ -185,7 +184,6 @@ class DeltaSyncCallback(TrainerCallback):
             known += [] if transfer.publisher.run_id in known else [transfer.publisher.run_id]
 
     def _add_metrics(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add new metrics to the logs."""
         # Logs without a loss are results of `evaluate` and `train`, which choose the best model.
         if logs is not None and "loss" in logs and state.is_world_process_zero:
             found = self._transfer.metrics().items()

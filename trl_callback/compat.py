@@ -280,7 +280,6 @@ def _parameters(function: Any) -> list[str]:
 
 
 def _in_trl(thing: object) -> list[type]:
-    """Return the classes of TRL among an object's bases."""
     return [base for base in type(thing).__mro__ if base.__module__.startswith("trl.")]
 
 

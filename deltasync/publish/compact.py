@@ -517,7 +517,6 @@ class Compactor:
 
 
 def _is_whole(reader: ChannelReader, file: File) -> bool:
-    """Whether a file is in the store with its size."""
     return any((info.key, info.bytes) == (file.key, file.bytes) for info in reader.store.list(file.key))
 
 

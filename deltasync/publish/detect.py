@@ -230,7 +230,6 @@ class HostShadow:
             self._flush()
 
     def _flush(self) -> None:
-        """Compare what was added."""
         for width, given in self._waiting.items():
             row_R4 = np.array(sorted(given), np.int64)
             tensor_R = row_R4[:, 0]
