@@ -153,11 +153,7 @@ class Driver(Follow):
         await asyncio.to_thread(self.catch_up, pin)
 
     async def reach(self, version: int | None = None) -> int:
-        reached = self.request(version)
-        await until(lambda: reached() is not None)
-        served = reached()
-        assert served is not None
-        return served
+        return await asyncio.wrap_future(self.request(version))
 
 
 class Trainer:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
 
 import msgspec
 
@@ -45,9 +46,6 @@ from deltasync.stores.base import ObjectInfo
 from deltasync.threads import Home, daemon
 
 logger = get_logger(__name__)
-
-Reached = Callable[[], int | None]
-"""Returns the number of the version served once that ends a wait, else None. Raises PinnedError."""
 
 AUDIT_S = 3600.0
 """Time between two comparisons of all bits in memory with the version's fingerprints. A waiting version comes first."""
@@ -223,20 +221,20 @@ class Follow:
         self._asked = True
         self._wake.set()
 
-    def request(self, version: int | None = None, step: int | None = None) -> Reached:
-        """Refresh now, and return a check: it gives the number of the version served once that version is reached.
+    def request(self, version: int | None = None, step: int | None = None) -> Future[int]:
+        """Refresh now, and return a future of the version served once that version is reached. Cancel it after use.
 
         Args:
             version: This version or a later one; while the replica is pinned to a number exactly this one.
             step: A version of the newest epoch, of this step of the trainer or a later one.
 
-        With neither, the check waits for the version that the pin points to now. It raises PinnedError if a pin, now or
+        With neither, it waits for the version that the pin points to now. The future raises PinnedError if a pin, now or
         after a change, keeps the replica from there.
 
         Raises:
             ConfigError: as `poke`.
         """
-        begun, pins = self._begun, self._pins
+        begun, pins, future = self._begun, self._pins, Future[int]()
 
         def reached() -> int | None:
             pin, served = self._pin, self.identity
@@ -257,8 +255,19 @@ class Follow:
             is_newest = of == served and served.epoch == self.cursor.epoch
             return served.version if is_newest and at is not None and at >= step else None
 
+        def look() -> None:
+            with contextlib.suppress(InvalidStateError):  # nobody waits any more
+                try:
+                    if (served := reached()) is not None:
+                        future.set_result(served)
+                except PinnedError as error:
+                    future.set_exception(error)
+
         self.poke()
-        return reached
+        self.on_step.append(look)
+        future.add_done_callback(lambda _: self.on_step.remove(look))
+        look()
+        return future
 
     def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
         """Wait until this version or a later one is live; by default any. Pinned to a number, exactly that version.
@@ -270,20 +279,15 @@ class Follow:
         wanted = 1 if version is None else version
         if version is None and self.version is not None:
             return self.version
-        reached = self.request(wanted if version is not None or self._pin is None else self._pin)
-        deadline, stepped = time.monotonic() + timeout_s, threading.Event()
-        self.on_step.append(stepped.set)
+        future = self.request(wanted if version is not None or self._pin is None else self._pin)
         try:
-            while (served := reached()) is None and (left_s := deadline - time.monotonic()) > 0:
-                stepped.wait(left_s)
-                stepped.clear()
-        finally:
-            self.on_step.remove(stepped.set)
-        if served is None:
+            return future.result(timeout_s)
+        except TimeoutError:
             raise AckTimeoutError(
                 f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}. {self.why}".rstrip()
-            )
-        return served
+            ) from None
+        finally:
+            future.cancel()
 
     # Steps
 

@@ -172,20 +172,8 @@ async def wait(follow: Follow, timeout_s: float, version: int | None = None, ste
     Raises:
         PinnedError: as `Follow.request`.
     """
-    loop, stepped, reached = asyncio.get_running_loop(), asyncio.Event(), follow.request(version, step)
-
-    def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is about to end
-            loop.call_soon_threadsafe(stepped.set)
-
-    follow.on_step.append(wake)
     try:
         async with asyncio.timeout(timeout_s):
-            while (served := reached()) is None:
-                await stepped.wait()
-                stepped.clear()
-            return served
+            return await asyncio.wrap_future(follow.request(version, step))
     except TimeoutError:
         return None
-    finally:
-        follow.on_step.remove(wake)
