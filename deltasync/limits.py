@@ -82,8 +82,6 @@ BODY_BYTES = 4 << 20
 """Bytes of a request's body. PipelineRL's trainer names every tensor in it."""
 WAITING_REQUESTS = 64
 """Requests that wait for a version at once."""
-KEPT_ANSWERS = 64
-"""Answers that a follow loop keeps for routes in another process."""
 REPLY_THREADS = 4
 """Threads that do for requests what a store may hold up."""
 ANSWER_BYTES = 1 << 20

@@ -19,6 +19,9 @@ __all__ = ["register"]
 
 logger = get_logger("sglang.deltasync")
 
+SOCKET = "SGLANG_DELTASYNC_SOCKET"
+"""Variable of the environment that names the socket at which the first scheduler's process answers the server's."""
+
 
 def register() -> None:
     """Prepare this process for following, before anything is configured. Options that are refused end the start later."""

@@ -17,29 +17,15 @@ _ours: _Ours | None = None  # of the scheduler in this process
 def install() -> None:
     """Add the hooks to SGLang's classes in this process. Until there is a scheduler they do nothing."""
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.scheduler_components import internal_state
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
     from sglang.srt.mem_cache import common
-
-    state = internal_state.SchedulerInternalStateController
 
     @around(Scheduler, "__init__")
     def initialized(initialize: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         global _ours
         initialize(self, *args, **kwargs)
         _ours = _Ours(self)
-
-    def handlers(handlers: Any, ours: _Ours, self: Any) -> Any:
-        def check(key: str, request: Any) -> None:
-            if ours.remote is not None and not ours.remote.takes(request):
-                raise internal_state.UpdateRejected("This is for deltasync's own routes.")
-
-        def ask(key: str, request: Any) -> None:
-            if ours.remote is not None:
-                ours.remote.ask(request)
-
-        return handlers(self) | {MARK: internal_state._UpdateHandler(check, ask)}
 
     note_loads()
     _around(SchedulerRequestReceiver, "_pull_raw_reqs", _pull)
@@ -52,8 +38,6 @@ def install() -> None:
     _around(Updater, "release_memory_occupation", _release)
     _around(Updater, "resume_memory_occupation", _resume)
     _around(Updater, "check_weights", _check)
-    _around(state, "get_internal_state", _state)
-    _around(state, "_update_handlers", handlers)
     sources = (f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
     for name in (*sources, "begin_weight_update", "end_weight_update"):
         _around(Updater, name, _refuse)
@@ -81,7 +65,7 @@ def _process(process: Any, ours: _Ours, self: Any, requests: Any) -> Any:
 
 
 def _step(step: Any, ours: _Ours, *args: Any, **kwargs: Any) -> Any:
-    ours.shards.shard.put_back()
+    ours.shard.put_back()
     return step(*args, **kwargs)
 
 
@@ -104,14 +88,14 @@ def _continue(resume: Any, ours: _Ours, self: Any, request: Any) -> Any:
 
 def _release(release: Any, ours: _Ours, self: Any, request: Any) -> Any:
     if not request.tags or "weights" in request.tags:
-        ours.shards.shard.fall_asleep()
+        ours.shard.fall_asleep()
     return release(self, request)
 
 
 def _resume(resume: Any, ours: _Ours, self: Any, request: Any) -> Any:
     done = resume(self, request)
     if not request.tags or "weights" in request.tags:
-        ours.shards.wake_up()
+        ours.wake_up()
         ours.hold()
     return done
 
@@ -134,10 +118,3 @@ def _rename(rename: Any, ours: _Ours, self: Any, request: Any) -> Any:
 
     logger.error("deltasync: the channel names the weights of this server; they are not %.40r", request.new_version)
     return UpdateWeightVersionReqOutput()
-
-
-def _state(state: Any, ours: _Ours, self: Any, request: Any) -> Any:
-    reply = state(self, request)
-    if ours.remote is not None:
-        reply.internal_state[MARK] = ours.remote.state(ours.shards.held)
-    return reply

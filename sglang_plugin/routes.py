@@ -2,42 +2,71 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import os
+import tempfile
 import types
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import HTTPException
+from fastapi import FastAPI, HTTPException
 
+from deltasync.following import calls
 from deltasync.following.engine import number_of
 from deltasync.following.requests import until_ready
-from deltasync.following.routes import RemoteRoutes
+from deltasync.following.routes import Routes
 from deltasync.following.wanted import Wanted, demanded, demanding
-from sglang_plugin.scheduler import MARK
+from sglang_plugin import SOCKET
+
+_TICK_S = 0.5
+
+
+class SchedulerRoutes(Routes):
+    """Routes to the follow loop in the first scheduler's process.
+
+    Attributes:
+        last_not_ready: Why requests should not be answered, as of a moment ago.
+    """
+
+    def __init__(self, server: Any, path: str) -> None:
+        super().__init__(ask=functools.partial(calls.call, path))
+        self.last_not_ready: str | None = "This server serves no version yet."
+        self._server = server
+
+    async def call(self, method: str, *args: Any, **named: Any) -> Any:
+        """As `Routes.call`; then SGLang's own routes show the version that is served."""
+        found = await super().call(method, *args, **named)
+        status, self.last_not_ready = await super().call("status", 0), await super().call("not_ready")
+        if status["version"] is not None:
+            self._server._global_state.tokenizer_manager._update_weight_version_if_provided(str(status["version"]))
+        return found
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """Note each version that is served."""
+
+        async def tick() -> None:
+            while True:
+                with contextlib.suppress(Exception):  # asked again soon
+                    await self.call("not_ready")
+                await asyncio.sleep(_TICK_S)
+
+        task = asyncio.create_task(tick(), name="deltasync-tick")
+        yield
+        task.cancel()
 
 
 def install(server: Any) -> None:
-    """Add routes to SGLang's application, in its module `server`; they ask the schedulers through its internal state."""
-
-    async def states() -> list[dict[str, Any]]:
-        manager = server._global_state.tokenizer_manager
-        found = [state[MARK] for state in await manager.get_internal_state()]
-        version = found[0]["version"]
-        if version is not None:
-            manager._update_weight_version_if_provided(str(version))  # shown by SGLang's own routes
-        return found
-
-    async def ask(request: dict[str, Any]) -> None:
-        from sglang.srt.managers.io_struct import SetInternalStateReq
-
-        asked = SetInternalStateReq(server_args={MARK: request | {"token": routes.settings.http_token}})
-        await server._global_state.tokenizer_manager.set_internal_state(asked)
-
-    routes = RemoteRoutes(states, ask)
+    """Add routes to SGLang's application, in its module `server`, before its schedulers start."""
+    folder = tempfile.TemporaryDirectory(prefix="deltasync-")
+    os.environ[SOCKET] = f"{folder.name}/follow"
+    routes = SchedulerRoutes(server, os.environ[SOCKET])
     routes.attach(server.app)
-    server.app.add_middleware(demanding, reach=routes.reach)
+    server.app.add_middleware(demanding, reach=routes.demand)
+    server.app.state.deltasync_folder = folder  # as long as the server
     _hook_requests(server, routes)
 
 
@@ -54,7 +83,7 @@ def _check(wanted: Wanted, output: Any, streams: bool) -> None:
             raise _WrongVersion(sentence) if streams else HTTPException(409, sentence)
 
 
-def _hook_requests(server: Any, routes: RemoteRoutes) -> None:
+def _hook_requests(server: Any, routes: SchedulerRoutes) -> None:
     """Hold replies to the versions that their requests demand.
 
     With `DELTASYNC_WAIT_READY` answer no request before the server was ready once, but its own: to warm itself up, and for

@@ -1,7 +1,7 @@
 """A scheduler of SGLang's as one rank of a replica: its model, its group, and what becomes of a new version.
 
-The follow loop runs in a thread of the first rank. Calls between two steps are queued with SGLang's own requests, so that
-all ranks run them in the same iteration.
+The follow loop runs in a thread of the first rank. Its calls are queued with SGLang's own requests, so that all ranks run
+them in the same iteration, between two steps.
 """
 
 from __future__ import annotations
@@ -10,30 +10,32 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+
 from deltasync.config import ReplicaSettings
 from deltasync.errors import redacted
-from deltasync.following import Follow
-from deltasync.following.engine import limit_threads, open_reader
-from deltasync.following.requests import Requests
-from deltasync.following.shard import Done
-from deltasync.following.shards import RankedShards, Ranks, ShardsTarget, serve_background
-from sglang_plugin import logger
+from deltasync.following import Follow, calls
+from deltasync.following.engine import Answer, answer, is_safe, limit_threads, open_reader
+from deltasync.following.routes import Routes
+from deltasync.following.shard import Shard
+from deltasync.following.shards import Client, ShardsTarget
+from sglang_plugin import SOCKET, logger
 from sglang_plugin.model import ModelEngine
 
 MARK = "deltasync"
-"""The first item of our requests, and the key of our part of SGLang's internal state."""
+"""The first item of our requests."""
 
 
-class DeltaSyncScheduler(ModelEngine):
-    """One scheduler's process as a rank that follows.
+class DeltaSyncScheduler(ModelEngine, Client):
+    """One scheduler's process as a rank that follows. In the first rank it is the target's `Client`, too.
 
     Attributes:
-        shards: The shards of all schedulers, of which it has one.
-        remote: Requests of the routes, which are in another process, to the follow loop; in the first rank only.
+        shard: The shard of this rank.
+        held: As `Client.held`. The same on all ranks.
         salt: The key of everything that is cached under the live version.
         paused: Whether another client has paused generation.
     """
@@ -45,33 +47,69 @@ class DeltaSyncScheduler(ModelEngine):
         settings, parallel = ReplicaSettings.from_env(), get_parallel()
         self.channel = redacted(settings.channel or "")
         self.salt, self.paused = "deltasync 0", False
-        self.remote: Requests | None = None
-        self._metrics: Any = None
         self._scheduler, self._settings, self._salts = scheduler, settings, 0
+        self._began_s: float | None = None  # when the pause for a commit began
         self._waiting, self._answers = deque[tuple[Any, ...]](), deque[Future[Any]]()
-        ranks = Ranks(parallel.tp_group.cpu_group)
-        reader = open_reader(settings, ranks.size)
-        limit_threads(os.environ.get("OMP_NUM_THREADS", ""), ranks.size)
-        self.shards = RankedShards(reader, self, ranks)
+        self._group = parallel.tp_group.cpu_group
+        rank, self._size = self._group.rank(), self._group.size()
+        reader = open_reader(settings, self._size)
+        limit_threads(os.environ.get("OMP_NUM_THREADS", ""), self._size)
+        self.shard = Shard(reader, self, rank)
         self._wake, self._woken = _waker(scheduler.idle_sleeper)
-        if ranks.number:
-            serve_background(self.shards)
+        if rank:
             return
-        settings = settings.at_port(get_serving().port, parallel.dp_rank if parallel.dp_size > 1 else None)
+        settings = settings.at_port(get_serving().port, None)
         from deltasync.following.metrics import Metrics  # in this process alone: SGLang sets up prometheus_client first
 
-        target, self._metrics = ShardsTarget(self.shards, self._between_steps), Metrics()
-        follow = Follow(reader, target, settings, observer=self._metrics, prefetch=ranks.size == 1, log=logger)
-        self.remote = Requests(follow, settings.http_token)
+        metrics = Metrics()
+        target = ShardsTarget(self, reader, settings, metrics, logger)
+        follow = Follow(reader, target, settings, observer=metrics, prefetch=self._size == 1, log=logger)
+        if SOCKET in os.environ:  # there is an HTTP server, whose process asks this one
+            calls.listen_in_thread(os.environ[SOCKET], Routes(follow).answer)
         logger.info("deltasync follows %s (%s) as %s", self.channel, follow.pin, settings.replica_id)
         follow.start()
 
-    def _between_steps(self, method: str, *arguments: Any) -> Any:
-        answer: Future[Any] = Future()
-        self._answers.append(answer)
-        self._waiting.append((MARK, method, *arguments))
+    # In the follow loop's thread
+
+    def call(self, method: str, *args: Any) -> list[Answer]:
+        """As `Client.call`."""
+        return self._between_steps(self._called, method, *args)
+
+    def announce(self, name: str) -> None:
+        """As `Client.announce`."""
+        self._between_steps(self._announced, name)
+
+    @contextlib.contextmanager
+    def committing(self) -> Iterator[None]:
+        """As `Client.committing`: in a pause of SGLang's, in place, or one that has requests compute their keys again."""
+        was_held = self.held
+        try:
+            yield
+        except BaseException as error:
+            self._between_steps(self._end, was_held or not is_safe(error))
+            raise
+
+    def exchange(self, call: Sequence[Any], name: str | None) -> list[Answer]:
+        """As `Client.exchange`."""
+        return self._between_steps(self._exchanged, call, name)
+
+    def release(self) -> None:
+        """As `Client.release`."""
+        self._between_steps(self._end, False)
+
+    def running_requests(self) -> int:
+        """As `Client.running_requests`."""
+        return len(self._scheduler.running_batch.reqs)
+
+    def _between_steps(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a method of this class on all ranks, in the same iteration of theirs, and return what it returns here."""
+        done: Future[Any] = Future()
+        self._answers.append(done)
+        self._waiting.append((MARK, method.__name__, *arguments))
         self._wake()
-        return answer.result()
+        return done.result()
+
+    # In the scheduler's thread
 
     def requests(self) -> list[tuple[Any, ...]]:
         """Return what waits to be run between two steps, in the first rank; SGLang hands it to all ranks."""
@@ -80,34 +118,58 @@ class DeltaSyncScheduler(ModelEngine):
 
     def run(self, method: str, *arguments: Any) -> None:
         """Run a method between two steps; the first rank's follow loop gets what it returns or raises."""
-        answer = self._answers.popleft() if self._answers else Future()
+        done = self._answers.popleft() if self._answers else Future()
         try:
-            answer.set_result(self._commit() if method == "commit" else getattr(self.shards, method)(*arguments))
+            done.set_result(getattr(self, method)(*arguments))
         except BaseException as error:  # noqa: BLE001 - the follow loop raises it
-            answer.set_exception(error)
+            done.set_exception(error)
         self.hold()
 
-    def _commit(self) -> tuple[float, int, Done]:
-        """Commit in a pause of SGLang's: in place, or one that has requests compute their keys again."""
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+    def _called(self, method: str, *args: Any) -> list[Answer]:
+        """Call this rank's shard, and return the answers of all."""
+        mine = answer(self.shard.record if method == "deltasync_open" else lambda: self.shard.call(*args))
+        if self._size == 1:
+            return [mine]
+        answers: list[Any] = [None] * self._size
+        torch.distributed.all_gather_object(answers, mine, group=self._group)
+        return answers
 
-        scheduler, began, running = self._scheduler, time.perf_counter(), len(self._scheduler.running_batch.reqs)
-        paused, mode = self.paused, "retract" if self._settings.kv_cache == "recompute" else "in_place"
-        with contextlib.ExitStack() as stack:
-            if self._metrics is not None:
-                stack.enter_context(self._metrics.attempt(lambda: time.perf_counter() - began))
-            scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
-            if not paused:
-                stack.callback(scheduler.continue_generation, ContinueGenerationReqInput(torch_empty_cache=False))
-            done = self.shards.commit()
-        return time.perf_counter() - began, running, done
+    def _exchanged(self, call: Sequence[Any], name: str | None) -> list[Answer]:
+        """Pause, and call all shards. The last call of a commit has the version's name; if all succeed, go on with it."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        if self._began_s is None:
+            self._began_s, paused = time.perf_counter(), self.paused
+            mode = "retract" if self._settings.kv_cache == "recompute" else "in_place"
+            self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
+            self.held, self.paused = True, paused
+        answers = self._called("deltasync_call", *call)
+        if name is not None and not any("error" in each for each in answers):
+            self._announced(name)
+            self._end(False)
+        return answers
+
+    def _end(self, held: bool) -> None:
+        """End the pause for a commit, if there is one, and hold the engine or not."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self.held = held
+        if self._began_s is not None:
+            if not self.paused:
+                self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+            self.last_s, self._began_s = time.perf_counter() - self._began_s, None
+
+    def wake_up(self) -> None:
+        """Hold the engine, whose weights are in memory again, until an audit has found their version."""
+        self.shard.wake_up()
+        self.held = self.held or self.shard.is_open
 
     def hold(self) -> None:
         """Pause the engine while the weights are unverified; otherwise leave the pause to other clients."""
-        self._scheduler._engine_paused = self.shards.held or self.paused
+        self._scheduler._engine_paused = self.held or self.paused
 
-    def announce(self, name: str) -> None:
-        """As `Engine.announce`."""
+    def _announced(self, name: str) -> None:
+        """Label tokens with the name of a version from now on, and keep caches apart."""
         from sglang.srt.managers import mm_schedule
         from sglang.srt.runtime_context import get_serving
 

@@ -20,15 +20,18 @@ from starlette.testclient import TestClient
 
 from deltasync import open_store
 from deltasync.channel.documents import Delta
+from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
 from deltasync.config import ReplicaSettings
 from deltasync.following import Follow
+from deltasync.following.engine import open_reader
 from deltasync.following.metrics import Metrics
+from deltasync.following.shards import Client, ShardsTarget
 from deltasync.stores import Store
 from tests.channels import Made
 from vllm_plugin.endpoints import DeltaSyncEndpoints
 from vllm_plugin.pauses import OnLoop, Pauses
-from vllm_plugin.target import EngineTarget, LiveVersions, open_reader
+from vllm_plugin.versions import LiveVersions
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 
 PATIENCE_S = 60.0
@@ -127,16 +130,22 @@ class Engine:
             self.events.append((what, int(announced) if announced.isdecimal() else None))
 
 
+def target_of(call: Callable[..., list[Any]], reader: ChannelReader) -> ShardsTarget:
+    """The target of workers that this calls."""
+    return ShardsTarget(Client(call), reader, ReplicaSettings(channel=reader.store.url), Metrics(CollectorRegistry()))
+
+
 class Driver(Follow):
     """The follow loop over an engine, whose steps are taken one by one, in another thread than the event loop's."""
 
-    target: EngineTarget
+    target: ShardsTarget
 
     def __init__(self, engine: Any, settings: ReplicaSettings, metrics: Metrics) -> None:
         reader = open_reader(settings)
         run, recomputes = OnLoop(asyncio.get_running_loop()), settings.kv_cache == "recompute"
-        self.pauses = Pauses(engine, run, recomputes=recomputes)
-        target = EngineTarget(self.pauses, reader, settings, metrics, LiveVersions())
+        self.live = LiveVersions()
+        self.pauses = Pauses(engine, run, self.live, recomputes=recomputes)
+        target = ShardsTarget(self.pauses, reader, settings, metrics)
         super().__init__(reader, target, settings, observer=metrics, prefetch=False)
 
     @property

@@ -43,8 +43,7 @@ from deltasync.kernels import native
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger
-from vllm_plugin.pauses import OnLoop
-from vllm_plugin.target import generated_tokens, running_requests
+from vllm_plugin.pauses import OnLoop, generated_tokens, running_requests
 
 KEPT = 2
 """How many of the newest versions can be requested by name."""

@@ -66,7 +66,7 @@ USES = (
     Use("vllm.v1.core.sched.scheduler", "Scheduler._update_waiting_for_remote_kv", ("request",)),
     Use(f"{_OFFLOADING}.scheduler", "RequestOffloadState.update_offload_keys", ()),
     Use("vllm.v1.request", "Request.update_block_hashes", ()),
-    # target.py, pauses.py, engine.py, servers.py: the engine client, public but for the two that follow it
+    # pauses.py, engine.py, servers.py: the engine client, public but for the two that follow it
     Use(_CLIENT, "AsyncMPClient.__init__", (*_MODEL, "client_addresses", "client_count", "client_index")),
     Use(_ASYNC, "AsyncLLM.collective_rpc", ("method", "timeout", "args", "kwargs")),
     Use(_ASYNC, "AsyncLLM.pause_generation", ("mode",)),

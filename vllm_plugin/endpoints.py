@@ -27,18 +27,17 @@ from fastapi.responses import HTMLResponse, Response
 
 from deltasync.errors import AckTimeoutError, DeltaSyncError, describe, printable, redacted
 from deltasync.following import Follow, Status
-from deltasync.following.engine import Failure, open_reader
+from deltasync.following.engine import open_reader
 from deltasync.following.metrics import Metrics
-from deltasync.following.requests import Refused, is_loopback, until_ready
-from deltasync.following.routes import LocalRoutes, as_json
-from deltasync.following.wanted import Wanted, demanding, reach
+from deltasync.following.requests import is_loopback, until_ready
+from deltasync.following.routes import Routes, as_json
+from deltasync.following.shards import ShardsTarget
+from deltasync.following.wanted import Wanted, demanding
 from vllm_plugin import compat, logger
 from vllm_plugin.engine import is_pushed, is_salted
-from vllm_plugin.pauses import SWITCHED, OnLoop, Pauses
+from vllm_plugin.pauses import SWITCHED, OnLoop, Pauses, open_follow
 from vllm_plugin.servers import Servers
-from vllm_plugin.target import EngineTarget, LiveVersions, open_follow
-from vllm_plugin.versions import attend, replies
-from vllm_plugin.workers import parse
+from vllm_plugin.versions import LiveVersions, attend, replies
 
 _TICK_S = 1.0
 _PAGE_HEADERS = {
@@ -87,7 +86,7 @@ def _several(engine: Any) -> bool:
     return getattr(engine.engine_core, "client_count", 1) > 1
 
 
-class DeltaSyncEndpoints(LocalRoutes):
+class DeltaSyncEndpoints(Routes):
     """Implements `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
 
     name = "deltasync"
@@ -95,13 +94,11 @@ class DeltaSyncEndpoints(LocalRoutes):
 
     def __init__(self) -> None:
         super().__init__()
-        self._follow: Follow | None = None
         self._pauses: Pauses | None = None
         self._servers: Servers | None = None
         self._live = LiveVersions()
         self._closed = until_ready(lambda: None if self._live.was_ready else self._not_ready())
         self._ticking: asyncio.Task[None] | None = None
-        self._refused = "deltasync follows nothing: set DELTASYNC_CHANNEL."
         self._unready: str | None = "This server serves no version yet."  # of the server that leads, if that is another
         self._engine: Any = None
         self._models: Any = None
@@ -123,7 +120,7 @@ class DeltaSyncEndpoints(LocalRoutes):
         ]
         self.attach(app, own)
         app.add_middleware(replies, live=self._live, undivided=self._undivided)
-        app.add_middleware(demanding, reach=self._reach)
+        app.add_middleware(demanding, reach=self.demand)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -155,10 +152,11 @@ class DeltaSyncEndpoints(LocalRoutes):
             self._note_address(args)
             self._refused = await self._refusal(engine_client, args) or ""
             if not self._refused and _several(engine_client):
-                self._servers = Servers(engine_client.engine_core, self._answer, self._lead)
+                self._servers = Servers(engine_client.engine_core, self.answer, self._lead)
                 self._live.share(await self._servers.listen())
-                for name in SWITCHED:  # until this server leads
-                    setattr(engine_client, name, functools.partial(self._ask, name))
+                self._ask = self._servers.call  # until this server leads, as the following
+                for name in SWITCHED:
+                    setattr(engine_client, name, functools.partial(self.call, name))
         if not self._refused:
             await (self._lead() if self._servers is None else self._servers.elect(None))
             self._ticking = asyncio.create_task(self._tick(), name="deltasync-tick")
@@ -226,8 +224,8 @@ class DeltaSyncEndpoints(LocalRoutes):
             else:
                 for name in SWITCHED if self._servers is not None else ():
                     delattr(engine, name)
-                pauses = self._pauses = Pauses(engine, run, recomputes=self.settings.kv_cache == "recompute")
-                follow = open_follow(pauses, self.settings, self._metrics, self._live)
+                pauses = self._pauses = Pauses(engine, run, self._live, recomputes=self.settings.kv_cache == "recompute")
+                follow = open_follow(pauses, self.settings, self._metrics)
                 pauses.on_use = follow.poke
                 await pauses.guard()
             self._follow = follow
@@ -237,6 +235,7 @@ class DeltaSyncEndpoints(LocalRoutes):
                 *(follow.reader.store.url, follow.pin, self.settings.replica_id, follow.reader.store.url),
             )
             follow.start()
+        self._ask = None
 
     async def _tick(self) -> None:
         """Keep the metrics true while a step hangs; or see whether the server that leads is ready, and is there."""
@@ -244,79 +243,51 @@ class DeltaSyncEndpoints(LocalRoutes):
             with contextlib.suppress(Exception):  # asked again soon
                 if self._follow is not None:
                     self._metrics.followed(self._follow)
-                elif self._asks:
-                    self._unready = await self._ask("not_ready")
+                elif self._ask is not None:
+                    self._unready = await self.call("not_ready")
             await asyncio.sleep(_TICK_S)
 
     # Between API servers
 
-    @property
-    def _asks(self) -> bool:
-        """Whether another API server leads, so that this one asks it."""
-        return self._servers is not None and not self._servers.leads
-
-    async def call(self, method: str, *args: Any, **named: Any) -> Any:
-        """As `Routes.call`, where the follow loop is."""
-        return await (self._ask if self._asks else super().call)(method, *args, **named)
-
-    async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the API server that leads, or of its engine client if it is one of `SWITCHED`."""
-        assert self._servers is not None
-        async with self._servers.call(method, *args, **kwargs) as answer:
-            if "refused" in answer:
-                raise Refused(answer["refused"], answer["body"].pop("error"), **answer["body"])
-            found = parse(answer, Any)
-            if isinstance(found, Failure):
-                raise found.error()
-            return found
-
     @contextlib.asynccontextmanager
-    async def _answer(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[dict[str, Any]]:
-        """Answer another API server's `_ask`, or hold its `_undivided`."""
+    async def answer(self, method: str, *args: Any, **named: Any) -> AsyncIterator[dict[str, Any]]:
+        """As `Routes.answer`; or hold another API server's `_undivided`."""
         if method == "undivided":
             async with self._undivided():
                 yield {"result": None}
             return
-        try:
-            owner = self._engine if method in SWITCHED else self
-            answer = {"result": msgspec.to_builtins(await getattr(owner, method)(*args, **kwargs))}
-        except Refused as refused:
-            answer = {"refused": refused.status_code, "body": refused.body}
-        except Exception as error:  # noqa: BLE001 - raised where the call came from
-            answer = {"error": msgspec.to_builtins(Failure.of(error))}
-        yield answer
+        async with super().answer(method, *args, **named) as answer:
+            yield answer
 
     @contextlib.asynccontextmanager
     async def _undivided(self) -> AsyncIterator[None]:
         """Return a context in which no commit begins, as `Pauses.undivided`."""
         async with contextlib.AsyncExitStack() as stack:
-            if self._asks and self._servers is not None:
-                await stack.enter_async_context(self._servers.call("undivided"))
+            if self._ask is not None:
+                await stack.enter_async_context(self._ask("undivided"))
             elif self._pauses is not None:
                 await stack.enter_async_context(self._pauses.undivided())
             yield
 
-    async def _reach(self, wanted: Wanted) -> Wanted:
-        """Wait for a version that a request demands. Raises AckTimeoutError."""
+    async def call_here(self, method: str, *args: Any, **named: Any) -> Any:
+        """As `Routes.call_here`; also a method of the engine client."""
+        return await getattr(self._engine if method in SWITCHED else self, method)(*args, **named)
+
+    async def demand(self, wanted: Wanted) -> Wanted:
+        """As `Routes.demand`."""
         if wanted.version is not None and wanted.allows(self._live.now, self._live.now):
             return wanted
-        return msgspec.structs.replace(wanted, version=await self.call("reach", *msgspec.structs.astuple(wanted)))
+        return await super().demand(wanted)
 
     async def reach(self, version: int | None, exact: bool, timeout_s: float) -> int | None:
-        """Wait for a version, as `wanted.reach`. Returns its number."""
-        wanted = Wanted(version, exact, timeout_s)
+        """As `Routes.reach`."""
         if self._follow is None or self._pauses is None:
             adapter = "A request of an adapter names its version as its model, such as NAME-v7."
-            raise AckTimeoutError(wanted.refusal(None, adapter if self._follow is not None else self._refused))
-        return (await reach(self._follow, wanted)).version
+            why = adapter if self._follow is not None else self._refused
+            raise AckTimeoutError(Wanted(version, exact, timeout_s).refusal(None, why))
+        return await super().reach(version, exact, timeout_s)
 
     # Routes
-
-    def follow(self) -> Follow:
-        """As `LocalRoutes.follow`."""
-        if self._follow is None:
-            raise Refused(503, self._refused)
-        return self._follow
 
     async def status(self, commits: int) -> ServerStatus:
         """As `Routes.status`."""
@@ -327,12 +298,12 @@ class DeltaSyncEndpoints(LocalRoutes):
         follow, target = self.follow(), self.follow().target
         found = ServerStatus(**msgspec.structs.asdict(follow.status(commits)), kv_cache=settings.kv_cache)
         found.logprobs_mode = self._engine.vllm_config.model_config.logprobs_mode
-        if not isinstance(target, EngineTarget):
+        if not isinstance(target, ShardsTarget):
             found.adapters = getattr(target, "models", [])
-        elif target.workers.is_open:
-            found.reloaded_tensors, reasons = len(target.workers.reloaded), target.workers.by_reason().items()
+        elif target.is_open:
+            found.reloaded_tensors, reasons = len(target.reloaded), target.by_reason().items()
             found.reloaded = [Reason(printable(why), len(names), printable(names[0])) for why, names in reasons]
-            found.patched_tensors, found.draft = target.workers.patched_count, target.workers.draft
+            found.patched_tensors, found.draft = target.patched_count, target.draft
         return found
 
     async def not_ready(self) -> str | None:
@@ -340,10 +311,8 @@ class DeltaSyncEndpoints(LocalRoutes):
         return self._not_ready()
 
     def _not_ready(self) -> str | None:
-        if self._asks:
+        if self._ask is not None:
             return self._unready
-        if self._pauses is not None and self._pauses.held:
-            return f"This server does not generate now. {self.follow().error or ''}".rstrip()
         reason = self._refused if self._follow is None else self._follow.not_ready
         if reason is None:
             self._live.ready()

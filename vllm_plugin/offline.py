@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry
 from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ApplyError, CommitError, ConfigError, DeltaSyncError
 from deltasync.following.metrics import Metrics
+from deltasync.following.shards import Client
 from vllm_plugin import compat
 from vllm_plugin.engine import check_salted
-from vllm_plugin.target import open_follow
-from vllm_plugin.workers import Client
+from vllm_plugin.pauses import open_follow
 
 _POLL_S = 0.05
 

@@ -20,11 +20,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
-from deltasync.following.engine import around, is_safe, succeeded
+from deltasync.following import Follow
+from deltasync.following.engine import Answer, around, is_safe, number_of, open_reader, parse, succeeded
+from deltasync.following.metrics import Metrics, total
+from deltasync.following.shards import Client, ShardsTarget
+from deltasync.stores.cache import CachedStore
 from vllm_plugin import logger
 from vllm_plugin.engine import Exchanged, call_engines
-from vllm_plugin.workers import Answer, Client, parse
+from vllm_plugin.versions import LiveVersions
 
 SWITCHED = ("pause_generation", "resume_generation", "sleep", "collective_rpc", "wake_up", "update_weight_version")
 """Methods of vLLM's engine client that `Pauses.guard` wraps."""
@@ -34,6 +39,24 @@ _DRAIN_S = 60.0  # how long a commit waits for replies that one version makes
 Call = Callable[..., Awaitable[Any]]
 
 _Result = TypeVar("_Result")
+
+
+def generated_tokens() -> int:
+    """Return the tokens that vLLM has generated since the server started, by its own metric."""
+    return total("vllm:generation_tokens_total")
+
+
+def running_requests() -> int:
+    """Return the requests in flight at the last engine step, by vLLM's own metric."""
+    return total("vllm:num_requests_running")
+
+
+def open_follow(client: Client, settings: ReplicaSettings, metrics: Metrics) -> Follow:
+    """Make the follow loop of one server's workers, which follows `settings.channel` once it is started."""
+    reader = open_reader(settings)
+    target = ShardsTarget(client, reader, settings, metrics, logger)
+    prefetch = isinstance(reader.store, CachedStore)  # workers only have the cache in common
+    return Follow(reader, target, settings, observer=metrics, prefetch=prefetch, log=logger)
 
 
 class OnLoop:
@@ -63,11 +86,13 @@ class Pauses(Client):
         on_use: Called when the follow loop should see whether the workers know their bits.
 
     Args:
+        live: The versions that were live, where this notes others.
         recomputes: Whether requests drop what older weights have computed, in each commit.
     """
 
-    def __init__(self, engine: Any, run: OnLoop, *, recomputes: bool = False) -> None:
+    def __init__(self, engine: Any, run: OnLoop, live: LiveVersions, *, recomputes: bool = False) -> None:
         self._engine, self._core, self._run, self._recomputes = engine, engine.engine_core, run, recomputes
+        self._live = live
         # As they are before `guard` wraps them for other callers.
         self._call_first, self._resume_all, self._announce = (
             engine.collective_rpc,
@@ -92,6 +117,7 @@ class Pauses(Client):
     def announce(self, name: str) -> None:
         """As `Client.announce`."""
         self._run(self._announce(name))
+        self._live.note(number_of(name))
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
@@ -107,7 +133,13 @@ class Pauses(Client):
 
     def exchange(self, call: Sequence[Any], name: str | None) -> list[Answer]:
         """As `Client.exchange`."""
-        return self._run(self.exchange_all(call, name))
+        number = None if name is None else number_of(name)
+        if number is not None:
+            self._live.expect(number)
+        answers = self._run(self.exchange_all(call, name))
+        if number is not None and not any("error" in answer for answer in answers):
+            self._live.note(number)
+        return answers
 
     def release(self) -> None:
         """As `Client.release`: generation resumes."""
@@ -116,6 +148,14 @@ class Pauses(Client):
     def cancel(self) -> None:
         """As `Client.cancel`."""
         self._run.cancel()
+
+    def running_requests(self) -> int:
+        """As `Client.running_requests`."""
+        return running_requests()
+
+    def generated_tokens(self) -> int:
+        """As `Client.generated_tokens`."""
+        return generated_tokens()
 
     # On the event loop
 

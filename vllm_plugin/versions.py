@@ -15,21 +15,20 @@ import contextlib
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deltasync import limits
 from deltasync.errors import AckTimeoutError
 from deltasync.following.engine import number_of
 from deltasync.following.replies import SPANS_HEADER, VERSIONS_HEADER, spans_text
 from deltasync.following.wanted import Wanted, demanded, reply_error
 from vllm_plugin import logger
 from vllm_plugin.salt import SESSION
-
-if TYPE_CHECKING:
-    from vllm_plugin.target import LiveVersions
 
 SESSION_HEADER = "x-deltasync-session"
 
@@ -39,6 +38,65 @@ Choices = dict[tuple[int, str, int], list[tuple[int, int]] | None]
 """The finished choices of a reply. The keys sort them: the length of the request's id, the id, and the choice's index.
 
 Each has the versions that made its tokens, in order, with the number of tokens; None if vLLM does not know."""
+
+
+class LiveVersions:
+    """The numbers of the versions that were live, in order: which of them were while a request ran.
+
+    Several API servers share them in a file. One of them writes.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = np.zeros(2 + 2 * limits.HISTORY, np.int64)  # how many were noted, `was_ready`, a ring; 0: no version
+
+    def share(self, path: str) -> None:
+        """Keep the numbers in this file from now on, which may have some."""
+        with open(path, "a+b") as file:
+            file.truncate(self._numbers.nbytes)
+        self._numbers = np.memmap(path, np.int64)
+
+    def expect(self, number: int) -> None:
+        """Note that a version may be live before `note` says so: replies that begin or end until then may have it."""
+        self._add(number, int(self._numbers[self._place(self.mark)]))
+
+    def note(self, number: int | None) -> None:
+        """Note that another version is live; None for no version of the channel."""
+        self._add(number or 0)
+
+    def _add(self, *numbers: int) -> None:
+        for at, number in enumerate(numbers, self.mark + 1):
+            self._numbers[self._place(at)] = number
+        self._numbers[0] = self.mark + len(numbers)
+
+    def _place(self, mark: int) -> int:
+        return 2 + mark % (len(self._numbers) - 2)
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether requests may be answered, because the server was ready once; `ready` sets it."""
+        return bool(self._numbers[1])
+
+    def ready(self) -> None:
+        """Set `was_ready`, for ever."""
+        self._numbers[1] = 1
+
+    @property
+    def now(self) -> int | None:
+        """The number of the version that is live."""
+        return int(self._numbers[self._place(self.mark)]) or None
+
+    @property
+    def mark(self) -> int:
+        """What `since` takes, to tell which versions were live from now on."""
+        return int(self._numbers[0])
+
+    def since(self, mark: int) -> tuple[int, int] | None:
+        """Return the least and the greatest version that were live since a mark; None if none was."""
+        last = self.mark
+        marks = np.arange(max(mark, last + 3 - len(self._numbers)), last + 1)
+        numbers = self._numbers[2 + marks % (len(self._numbers) - 2)]
+        live = numbers[numbers > 0]
+        return (int(live.min()), int(live.max())) if len(live) else None
 
 
 class _Reply:

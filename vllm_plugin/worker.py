@@ -11,12 +11,10 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from concurrent.futures import Future, wait
 from typing import Any, Self
 
 import torch
 
-from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, ModelMismatchError, NotPublishedError, SleepingError
 from deltasync.following import engine
@@ -25,16 +23,8 @@ from deltasync.kernels import segment_kernels
 from deltasync.live import DRAFT, Segment, WithDraft, derived, plan
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import dtype_name, int_view
-from deltasync.threads import Workers
 from vllm_plugin import logger
 from vllm_plugin.load import fallback, layers
-from vllm_plugin.workers import Answer, Working, answer
-
-BACKGROUND = frozenset({"verify", "audit", "stage"})
-"""Long methods of `Shard`, which run in the background."""
-
-CALLS = BACKGROUND | {"poll", "prove", "settled", "settle", "identified", "complete", "commit", "confirm", "undo", "read"}
-"""Methods of `Shard` that may be called, and `poll`."""
 
 _followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # models, and their channels
 
@@ -101,76 +91,34 @@ class WorkerEngine(Engine):
         return self._mirror.reload(changed) + super().refresh(changed)
 
 
-class WorkerShard:
-    """The shard of one worker, and a thread for its long calls.
+def open_shard(runner: Any, channel: str, trusted_keys: str | None = None) -> Shard:
+    """Make the shard of one worker, and record its load plan.
 
     Raises:
         NotPublishedError: the channel has no version yet.
         ModelMismatchError: the model does not match the channel.
-        ConfigError: something else changes this model's weights; or see `limit_threads`.
+        ConfigError: something else changes this model's weights.
     """
-
-    def __init__(self, runner: Any, channel: str, trusted_keys: str | None = None) -> None:
-        model = runner.get_model()
-        if model in _followed:
-            raise ConfigError(
-                f"Something else in this server follows {_followed[model]} with the same weights; choose one: "
-                "the follow loop, the worker extension alone, or vLLM's weight-transfer routes."
-            )
-        settings, rank, count = ReplicaSettings.from_env(channel=channel, trusted_keys=trusted_keys), 0, None
-        if torch.distributed.is_initialized():
-            rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        engine.limit_threads(os.environ.get("OMP_NUM_THREADS", ""), count)
-        reader: ChannelReader = engine.open_reader(settings, count or 1)
-        before = time.perf_counter()
-        self.shard = Shard(reader, WorkerEngine(runner), rank)
-        self.shard.record()
-        logger.info("deltasync load plan: tensors=%d record_s=%.3f", len(reader.specs), time.perf_counter() - before)
-        self._thread = Workers(1, "follow")
-        self._work: Future[Any] | None = None
-        self._begun_s = 0.0  # when the long call began
-        _followed[model] = channel
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Call one of `CALLS`. Returns `Working` while a long call goes on.
-
-        Raises:
-            ConfigError: the method is not in the list.
-            SleepingError: vLLM sleeps; nothing was touched.
-        """
-        if method not in CALLS:
-            raise ConfigError(f"deltasync_call takes {', '.join(sorted(CALLS))}, not {method!r}.")
-        if self.shard.asleep and method not in ("undo", "settle", "identified"):
-            raise SleepingError("vLLM sleeps. Its weights are left alone until it wakes up.")
-        if method in BACKGROUND:
-            self._begun_s = time.monotonic()
-            self._work = self._thread.submit(self._in_background, method, *args)
-        elif method != "poll":
-            return getattr(self.shard, method)(*args)
-        return self._poll()
-
-    def _in_background(self, method: str, *args: Any) -> Any:
-        self.shard.use_device()
-        return getattr(self.shard, method)(*args)
-
-    def _poll(self) -> Any:
-        """Return what the long call has returned, once; None if there is none."""
-        work = self._work
-        if work is not None and not work.done():
-            return Working(time.monotonic() - max(self._begun_s, self.shard.progressed_s))
-        self._work = None
-        return None if work is None else work.result()
-
-    def fall_asleep(self) -> None:
-        """Touch the weights no more, once the long call has ended."""
-        if self._work is not None:
-            wait([self._work])
-        self._work = None
-        self.shard.fall_asleep()
+    model = runner.get_model()
+    if model in _followed:
+        raise ConfigError(
+            f"Something else in this server follows {_followed[model]} with the same weights; choose one: "
+            "the follow loop, the worker extension alone, or vLLM's weight-transfer routes."
+        )
+    settings, rank, count = ReplicaSettings.from_env(channel=channel, trusted_keys=trusted_keys), 0, None
+    if torch.distributed.is_initialized():
+        rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    engine.limit_threads(os.environ.get("OMP_NUM_THREADS", ""), count)
+    reader, before = engine.open_reader(settings, count or 1), time.perf_counter()
+    shard = Shard(reader, WorkerEngine(runner), rank)
+    shard.record()
+    logger.info("deltasync load plan: tensors=%d record_s=%.3f", len(reader.specs), time.perf_counter() - before)
+    _followed[model] = channel
+    return shard
 
 
 class DeltaSyncWorkerExtension:
-    """Mixed into vLLM's worker. RPCs return plain data, see `vllm_plugin.workers.answer`."""
+    """Mixed into vLLM's worker. RPCs return plain data, see `deltasync.following.engine.answer`."""
 
     model_runner: Any
 
@@ -188,7 +136,7 @@ class DeltaSyncWorkerExtension:
             _hook_sleep(worker)
         return worker
 
-    def deltasync_open(self, channel: str, trusted_keys: str | None = None) -> Answer:
+    def deltasync_open(self, channel: str, trusted_keys: str | None = None) -> engine.Answer:
         """Record the load plan for the channel's tensors. A second call changes nothing.
 
         Records are refused unless a key in the file `trusted_keys` has signed them; by default the environment names it.
@@ -199,21 +147,21 @@ class DeltaSyncWorkerExtension:
             if not hasattr(self, "_deltasync_shard"):
                 if getattr(self, "_deltasync_asleep", False):
                     raise SleepingError("vLLM sleeps. Its weights are left alone until it wakes up.")
-                self._deltasync_shard = WorkerShard(self.model_runner, channel, trusted_keys)
+                self._deltasync_shard = open_shard(self.model_runner, channel, trusted_keys)
                 _hook_sleep(self)
                 _guard(self, channel)
 
-        return answer(body)
+        return engine.answer(body)
 
-    def deltasync_call(self, method: str, *args: Any) -> Answer:
-        """Call a method of the opened shard, one of `CALLS`."""
+    def deltasync_call(self, method: str, *args: Any) -> engine.Answer:
+        """Call a method of the opened shard, one of `deltasync.following.shard.CALLS`."""
 
         def body() -> Any:
             if not hasattr(self, "_deltasync_shard"):
                 raise NotPublishedError("nothing is followed yet.")
             return self._deltasync_shard.call(method, *args)
 
-        return answer(body)
+        return engine.answer(body)
 
 
 def _check(channel: str) -> None:
@@ -275,7 +223,7 @@ def _hook_sleep(worker: Any) -> None:
         if tags is None or "weights" in tags:
             worker._deltasync_asleep = False
             if opened := getattr(worker, "_deltasync_shard", None):
-                opened.shard.wake_up()
+                opened.wake_up()
 
 
 _LOADS = ("load_model", "reload_weights", "reset_weights", "start_weight_update", "update_weights")
@@ -293,7 +241,7 @@ def _guard(worker: Any, channel: str) -> None:
 
         @engine.around(worker, "execute_model")
         def put_back(execute_model: Any, *args: Any, **kwargs: Any) -> Any:
-            worker._deltasync_shard.shard.put_back()
+            worker._deltasync_shard.put_back()
             return execute_model(*args, **kwargs)
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "StagedVersion",
     "Status",
     "Target",
+    "calls",
     "engine",
     "follow",
     "gated_calls",

@@ -1,4 +1,4 @@
-"""Parts that targets inside an engine's process need, in addition to the follow loop; and errors sent between processes."""
+"""Parts that targets inside an engine's process need, in addition to the follow loop; and what its processes send others."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from deltasync import limits
 from deltasync.channel.documents import VersionId
 from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     ApplyError,
@@ -116,6 +117,21 @@ class Places:
         return replaced
 
 
+Handed = tuple[str, str, bytes | None]
+"""A record that the follow loop has read: its key, its sha256, and its bytes unless too many."""
+
+
+def handed(chain: Sequence[StoredRecord]) -> list[Handed]:
+    """Return records for shards, with their bytes up to a limit: a shard reads the others by itself."""
+    found: list[Handed] = []
+    left = limits.HANDED_BYTES
+    for stored in chain:
+        data = stored.data if stored.size <= left else None
+        left -= 0 if data is None else stored.size
+        found.append((stored.key, stored.sha256, data))
+    return found
+
+
 class Failure(msgspec.Struct, frozen=True):
     """An error, as it is sent to another process.
 
@@ -149,7 +165,32 @@ class Failure(msgspec.Struct, frozen=True):
         return error
 
 
-describe(Failure)
+class Working(msgspec.Struct):
+    """A long call goes on. `idle_s` is the number of seconds since it last came a step further."""
+
+    idle_s: float
+
+
+describe(Failure, Working)
+
+Answer = dict[str, Any]
+"""The reply to a call from another process, in plain data: `{"result": ...}`, `{"error": ...}` or `{"working": ...}`."""
+
+
+def answer(body: Callable[[], Any]) -> Answer:
+    """Run a call's body and return the reply. An exception becomes part of it, because it could end the engine."""
+    try:
+        result = body()
+    except Exception as error:  # noqa: BLE001 - the server goes on with the weights it has, and says why
+        return {"error": msgspec.to_builtins(Failure.of(error))}
+    return {"working" if isinstance(result, Working) else "result": msgspec.to_builtins(result, builtin_types=(bytes,))}
+
+
+def parse(answer: Answer, kind: Any) -> Any:
+    """Decode what `answer` returned in another process: a result of this kind, or a Failure."""
+    if "error" in answer:
+        return msgspec.convert(answer["error"], Failure)
+    return msgspec.convert(answer["result"], kind)
 
 
 def is_safe(error: BaseException) -> bool:

@@ -155,10 +155,10 @@ class Follow:
     def not_ready(self) -> str | None:
         """Why this replica should get no requests, in one sentence; None if it serves a version that is new enough."""
         served, newest = self.version, self.newest
+        if self.target.held or (self._state == "sleeping" and served is not None):
+            return f"This server does not generate now. {self._error or ''}".rstrip()
         if served is None or newest is None:
             return f"This server serves no version of {self.reader.store.url} yet. {self._error or ''}".rstrip()
-        if self._state == "sleeping":
-            return f"This server does not generate now. {self._error or ''}".rstrip()
         pin, most = self.pin, max(1, self.settings.ready_behind)
         if not 0 <= newest - served <= most if pin is None else served != pin:
             where = f"{newest - served} behind" if pin is None else f"and is pinned ({pin}); the newest is"

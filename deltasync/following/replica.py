@@ -40,6 +40,7 @@ class MemoryTarget:
     """
 
     ignored: Sequence[str] = ()
+    held = False
 
     def __init__(self, reader: ChannelReader) -> None:
         self.reader = reader

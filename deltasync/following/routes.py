@@ -10,17 +10,16 @@ GET  /deltasync/digest         sha256 of every live tensor, read between two eng
 If DELTASYNC_HTTP_TOKEN is set, all but `ready` require it; without it, status replies with the state and the versions only.
 Requests from other sites' pages are refused (`deltasync.following.requests`), and so are bodies not declared as JSON.
 
-`LocalRoutes` are for a follow loop in the server's process, `RemoteRoutes` for loops in other processes. This module is the
-only one of its room that needs FastAPI, which engines bring along.
+The follow loop may be in another process of the server than the routes: they are a `Routes` each, and one asks the other
+(`deltasync.following.calls`). This module is the only one of its room that needs FastAPI, which engines bring along.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -28,9 +27,10 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
 from deltasync import limits
-from deltasync.config import ReplicaSettings
-from deltasync.errors import AckTimeoutError, ConfigError, DeltaSyncError
-from deltasync.following import requests
+from deltasync.config import ReplicaSettings, parse_pin, pin_text
+from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError
+from deltasync.following import calls
+from deltasync.following.engine import Failure, parse
 from deltasync.following.loop import Follow
 from deltasync.following.requests import (
     PinTo,
@@ -38,17 +38,13 @@ from deltasync.following.requests import (
     Sync,
     WeightUpdate,
     body_of,
-    in_short,
     stranger,
     token_matches,
 )
-from deltasync.following.wanted import Wanted
+from deltasync.following.wanted import Wanted, reach, wait
+from deltasync.threads import Workers
 
-_Body = TypeVar("_Body")
-
-_TICK_S = 0.5
-_ASK_S = 0.01
-_STATUS_S = 10.0
+_T = TypeVar("_T")
 
 
 def as_json(document: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -56,16 +52,22 @@ def as_json(document: Any, status_code: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(document), status_code, headers, "application/json")
 
 
-class Routes(ABC):
-    """The routes, and who may use them.
+class Routes:
+    """The routes, and who may use them. An engine with more to say overrides the methods that routes call.
 
     Attributes:
         only_loopback: Whether only this machine reaches the server: it then answers to IP addresses and `localhost` alone.
+
+    Args:
+        follow: The loop, if it is in this process.
+        ask: Otherwise how to reach the process that has it, as `calls.call` after the path.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, follow: Follow | None = None, ask: calls.Answering | None = None) -> None:
         self.settings = ReplicaSettings.from_env()
         self.only_loopback = False
+        self._follow, self._ask = follow, ask
+        self._refused = "deltasync follows nothing: set DELTASYNC_CHANNEL."
         self._slots = asyncio.Semaphore(limits.WAITING_REQUESTS)
 
     def attach(self, app: FastAPI, also: Iterable[tuple[str, str, Callable[..., Any]]] = ()) -> None:
@@ -98,28 +100,105 @@ class Routes(ABC):
         yield
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
-        """Call one of the methods below."""
+        """Call one of the methods below, where the follow loop is."""
+        if self._ask is None:
+            return await self.call_here(method, *args, **named)
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                answer = await stack.enter_async_context(self._ask(method, *args, **named))
+            except (OSError, EOFError):
+                raise Refused(503, "The process that follows the channel does not answer.") from None
+            if "refused" in answer:
+                raise Refused(answer["refused"], answer["body"].pop("error"), **answer["body"])
+            found = parse(answer, Any)
+            if isinstance(found, Failure):
+                raise found.error()
+            return found
+
+    @contextlib.asynccontextmanager
+    async def answer(self, method: str, *args: Any, **named: Any) -> AsyncIterator[dict[str, Any]]:
+        """Answer another process's `call`."""
+        try:
+            answer = {"result": msgspec.to_builtins(await self.call_here(method, *args, **named))}
+        except Refused as refused:
+            answer = {"refused": refused.status_code, "body": refused.body}
+        except Exception as error:  # noqa: BLE001 - raised where the call came from
+            answer = {"error": msgspec.to_builtins(Failure.of(error))}
+        yield answer
+
+    async def call_here(self, method: str, *args: Any, **named: Any) -> Any:
+        """As `call`, where the follow loop is in this process."""
         return await getattr(self, method)(*args, **named)
 
-    @abstractmethod
+    def follow(self) -> Follow:
+        """Return the loop. Raises Refused if nothing is followed."""
+        if self._follow is None:
+            raise Refused(503, self._refused)
+        return self._follow
+
     async def status(self, commits: int) -> Any:
         """Return the status with the last `commits`."""
+        return self.follow().status(commits)
 
-    @abstractmethod
     async def not_ready(self) -> str | None:
         """Return why the server should get no requests; None if it serves a version that is new enough."""
+        return self.follow().not_ready
 
-    @abstractmethod
     async def digest(self) -> Any:
-        """Return the version served, and the sha256 of every tensor."""
+        """Return the version served, and the sha256 of every live tensor, read between two steps of the loop."""
 
-    @abstractmethod
+        def read() -> dict[str, Any]:
+            with self.follow().between_steps() as target:
+                number = None if target.version is None else target.version.version
+                return {"version": number, "sha256": target.digest()}  # type: ignore[attr-defined]
+
+        return await _in_thread(read)
+
     async def sync(self, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
         """Reply once what `Follow.request` takes is served, or with 504 after `timeout_s`."""
+        follow, before = self.follow(), time.monotonic()
+        try:
+            served = await wait(follow, timeout_s, version, step)
+        except PinnedError as error:
+            raise Refused(409, str(error)) from None
+        if served is None:
+            status = follow.status(0)
+            wanted = "The newest version" if version is None else f"Version {version}"
+            raise Refused(
+                504,
+                f"{wanted if step is None else f'Step {step}'} is not served after {timeout_s:g} s: this replica serves "
+                f"version {status.version}, the newest is version {status.newest_version}, and it is {status.state}"
+                f"{'' if status.pin is None else f', pinned: {status.pin}'}.",
+                cause=status.error,
+                **_in_short(status),
+            )
+        return {"version": served, "waited_s": time.monotonic() - before}
 
-    @abstractmethod
     async def pin(self, timeout_s: float, pin: str) -> Any:
         """Pin, and reply once what the pin points to is served; 409 if it is not there, or the pin was changed meanwhile."""
+        follow = self.follow()
+        try:
+            wanted = parse_pin(pin)
+            async with asyncio.timeout(timeout_s):
+                await _in_thread(follow.check_pin, wanted)
+        except ConfigError as error:
+            raise Refused(422, str(error)) from None
+        except MissingVersionError as error:
+            raise Refused(409, f"{error} The pin stays: {pin_text(follow.pin)}.") from None
+        except TimeoutError:
+            raise Refused(
+                504, f"The store does not say whether it is there. The pin stays: {pin_text(follow.pin)}."
+            ) from None
+        follow.set_pin(wanted, checked=True)
+        return await self.sync(timeout_s)
+
+    async def reach(self, version: int | None, exact: bool, timeout_s: float) -> int | None:
+        """Wait for a version, as `wanted.reach`. Returns its number."""
+        return (await reach(self.follow(), Wanted(version, exact, timeout_s))).version
+
+    async def demand(self, wanted: Wanted) -> Wanted:
+        """Wait for a version that a request demands, as `wanted.demanding` has it. Raises AckTimeoutError."""
+        return msgspec.structs.replace(wanted, version=await self.call("reach", *msgspec.structs.astuple(wanted)))
 
     async def authorize(self, request: Request) -> None:
         """Refuse requests without the token, and those of other sites' pages."""
@@ -140,7 +219,7 @@ class Routes(ABC):
         if is_full:
             await self.authorize(request)
         found = await self.call("status", commits)
-        return as_json(found if is_full else in_short(found))
+        return as_json(found if is_full else _in_short(found))
 
     async def _ready_asked(self) -> Response:
         reason = await self.call("not_ready")
@@ -183,126 +262,21 @@ class Routes(ABC):
                 await asyncio.wait({reply, gone})
 
 
-class LocalRoutes(Routes):
-    """Routes to a follow loop of this process. A subclass has `follow`, the status and what else the engine says."""
-
-    @abstractmethod
-    def follow(self) -> Follow:
-        """Return the loop. Raises Refused if nothing is followed."""
-
-    async def digest(self) -> Any:
-        """As `Routes.digest`."""
-        return await requests.digest(self.follow())
-
-    async def pin(self, timeout_s: float, pin: str) -> Any:
-        """As `Routes.pin`."""
-        return await requests.pin(self.follow(), pin, timeout_s)
-
-    async def sync(self, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
-        """As `Routes.sync`."""
-        return await requests.sync(self.follow(), timeout_s, version, step)
+def _in_short(status: Any) -> dict[str, Any]:
+    """Return what may be read of a status without the token."""
+    found = msgspec.to_builtins(status)
+    return {name: found[name] for name in ("state", "version", "newest_version")}
 
 
-class RemoteRoutes(Routes):
-    """Routes to follow loops in other processes.
-
-    `states` returns the `Requests.state` of each loop, and `ask` puts a request to all of them.
-
-    Attributes:
-        last_not_ready: Why requests should not be answered, as of a moment ago.
-        last_version: The version served then; of several groups, by the one furthest behind.
-    """
-
-    def __init__(
-        self, states: Callable[[], Awaitable[list[dict[str, Any]]]], ask: Callable[[dict[str, Any]], Awaitable[object]]
-    ) -> None:
-        super().__init__()
-        self.last_not_ready: str | None = "This server serves no version yet."
-        self.last_version: int | None = None
-        self._refresh, self._put = states, ask
-
-    async def _states(self) -> list[dict[str, Any]]:
-        states = await self._refresh()
-        self.last_not_ready = next((state["not_ready"] for state in states if state["not_ready"]), None)
-        self.last_version = min((state["version"] for state in states), key=lambda version: version or 0)
-        return states
-
-    async def not_ready(self) -> str | None:
-        """As `Routes.not_ready`."""
-        await self._states()
-        return self.last_not_ready
-
-    async def status(self, commits: int) -> Any:
-        """Return the status; of several groups, that of the one furthest behind, and all of them in `groups`."""
-        found = await self._answers(_STATUS_S, commits=commits)
-        last = min(found, key=lambda status: status["version"] or 0)
-        return last if len(found) == 1 else last | {"groups": found}
-
-    async def digest(self) -> Any:
-        """As `Routes.digest`."""
-        return (await self._answers(600.0, digest=True))[0]
-
-    async def sync(self, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
-        """As `Routes.sync`."""
-        return (await self._answers(timeout_s, version=version, step=step))[0]
-
-    async def pin(self, timeout_s: float, pin: str) -> Any:
-        """As `Routes.pin`."""
-        return (await self._answers(timeout_s, pin=pin))[0]
-
-    async def reach(self, wanted: Wanted) -> Wanted:
-        """As `wanted.reach`, of all loops."""
-        if wanted.version is not None and wanted.allows(self.last_version, self.last_version):
-            return wanted
-        try:
-            found = [
-                answer["version"] for answer in await self._answers(wanted.timeout_s, version=wanted.version, step=None)
-            ]
-        except Refused as refused:
-            raise AckTimeoutError(wanted.refusal(self.last_version, str(refused))) from None
-        if not wanted.allows(min(found), max(found)):
-            raise AckTimeoutError(wanted.refusal(max(found)))
-        return wanted if wanted.version is not None else msgspec.structs.replace(wanted, version=min(found))
-
-    async def _answers(self, timeout_s: float, **request: Any) -> list[dict[str, Any]]:
-        """Return what each loop answers. Raises Refused with an error of one, or if one does not answer in time.
-
-        A request that nobody waits for any more is withdrawn.
-        """
-        number, answers = uuid.uuid4().hex, list[Any]()
-        await self._put({**request, "id": number, "timeout_s": timeout_s})
-        try:
-            async with asyncio.timeout(timeout_s + 5):
-                while not answers or not all(answers):
-                    await asyncio.sleep(_ASK_S)
-                    answers = [state["answers"].get(number) for state in await self._states()]
-        except TimeoutError:
-            pass
-        finally:
-            if not answers or not all(answers):
-                await self._put({"id": number, "timeout_s": 0.0, "withdrawn": True})
-        for answer in answers or [None]:
-            fields = dict(answer or {"refused": 504, "error": "The schedulers do not answer."})
-            if "refused" in fields:
-                raise Refused(fields.pop("refused"), fields.pop("error"), **fields)
-        return answers
-
-    @contextlib.asynccontextmanager
-    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        """Update the states of the schedulers."""
-
-        async def tick() -> None:
-            while True:
-                with contextlib.suppress(Exception):  # asked again soon
-                    await self._states()
-                await asyncio.sleep(_TICK_S)
-
-        task = asyncio.create_task(tick(), name="deltasync-tick")
-        yield
-        task.cancel()
+_threads = Workers(limits.REPLY_THREADS, "reply")
 
 
-async def _body(request: Request, kind: type[_Body]) -> _Body:
+async def _in_thread(call: Callable[..., _T], *args: Any) -> _T:
+    """Run a call in a thread that keeps neither the event loop nor the end of the process, should the store hang."""
+    return await asyncio.shield(asyncio.wrap_future(_threads.submit(call, *args)))
+
+
+async def _body(request: Request, kind: type[_T]) -> _T:
     if request.query_params:
         raise Refused(422, f"This route takes its fields in a JSON body, not in the address: {request.url.query[:80]!r}.")
     data = bytearray()

@@ -1,27 +1,30 @@
 """One process's shard of a model: the load plan, its proof, and the live parameters.
 
-A `Shard` asks no other process. `deltasync.following.shards` puts the shards of all processes together. Some methods read or
-write what the engine computes with, so they are called between two steps of the engine, in its thread; the others may run
-in another thread while the engine computes.
+A `Shard` asks no other process. `deltasync.following.shards` puts the shards of all processes together, by `Shard.call`
+between two steps of the engine, in its thread. Long methods, which write nothing that the engine computes with, then run in
+another thread while the engine computes, and are polled.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, wait
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from deltasync import limits
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import (
     CommitError,
+    ConfigError,
     CorruptDataError,
     FingerprintMismatchError,
     MissingVersionError,
@@ -31,27 +34,22 @@ from deltasync.errors import (
     TiedError,
     get_logger,
 )
-from deltasync.following.engine import Places
+from deltasync.following.engine import Handed, Places, Working
 from deltasync.following.weights import LiveWeights, StagedVersion
 from deltasync.live import DRAFT, LiveMemory, Prints, Segment, WithDraft, derived, plan, proof
 from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import bits_of
+from deltasync.threads import Workers
 
 logger = get_logger(__name__)
 
-Handed = tuple[str, str, bytes | None]
-"""A record that the follow loop has read: its key, its sha256, and its bytes unless too many."""
+BACKGROUND = frozenset({"verify", "audit", "stage"})
+"""Long methods of `Shard`, which run in the background."""
 
+CALLS = BACKGROUND | {"poll", "prove", "settled", "settle", "identified", "complete", "commit", "confirm", "undo", "read"}
+"""Methods of `Shard` that may be called, and `poll`."""
 
-def handed(chain: Sequence[StoredRecord]) -> list[Handed]:
-    """Return records for shards, with their bytes up to a limit: a shard reads the others by itself."""
-    found: list[Handed] = []
-    left = limits.HANDED_BYTES
-    for stored in chain:
-        data = stored.data if stored.size <= left else None
-        left -= 0 if data is None else stored.size
-        found.append((stored.key, stored.sha256, data))
-    return found
+_ASLEEP_TOO = frozenset({"undo", "settle", "identified"})  # these touch no weights then
 
 
 class Found(msgspec.Struct):
@@ -127,9 +125,6 @@ class Engine(ABC):
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that the model was loaded from. Raises ModelMismatchError if they cannot be read again."""
 
-    def announce(self, name: str) -> None:  # noqa: B027 - most engines do something
-        """Note that other weights are live, between two steps: label tokens with their name, and keep caches apart."""
-
     def reloads(self, recorded: plan.LoadPlan, specs: Mapping[str, TensorSpec]) -> dict[str, list[Segment]]:
         """Return host copies of the tensors that have a reason in the plan: `refresh` loads their layers again from there.
 
@@ -191,6 +186,9 @@ class Shard:
         self._coming = torch.empty(0)  # a tensor that is handed over whole
         self._is_stale = False  # whether `Engine.refresh` has failed
         self._is_known = True  # whether the weights are as they were loaded, before `audit`
+        self._thread = Workers(1, "follow")
+        self._work: Future[Any] | None = None
+        self._begun_s = 0.0  # when the long call began
 
     @property
     def weights(self) -> LiveWeights:
@@ -199,31 +197,56 @@ class Shard:
         return self._weights
 
     @property
-    def progressed_s(self) -> float:
-        """As `Target.progressed_s`."""
-        return 0.0 if self._weights is None else self._weights.progressed_s
+    def is_open(self) -> bool:
+        """Whether `weights` are there."""
+        return self._weights is not None
 
     @property
     def _recorded(self) -> plan.LoadPlan:
         assert self._plan is not None
         return self._plan
 
-    def use_device(self) -> None:
+    def call(self, method: str, *args: Any) -> Any:
+        """Call one of `CALLS`. Returns `Working` while a long call goes on.
+
+        Raises:
+            ConfigError: the method is not in the list.
+            SleepingError: the weights are not in memory; nothing was touched.
+        """
+        if method not in CALLS:
+            raise ConfigError(f"deltasync_call takes {', '.join(sorted(CALLS))}, not {method!r}.")
+        if method not in _ASLEEP_TOO:
+            self._check_awake()
+        if method in BACKGROUND:
+            self._begun_s = time.monotonic()
+            self._work = self._thread.submit(self._in_background, method, *args)
+        elif method != "poll":
+            return getattr(self, method)(*args)
+        return self._poll()
+
+    def _in_background(self, method: str, *args: Any) -> Any:
+        self._use_device()
+        return getattr(self, method)(*args)
+
+    def _poll(self) -> Any:
+        """Return what the long call has returned, once; None if there is none."""
+        work = self._work
+        if work is not None and not work.done():
+            progressed_s = 0.0 if self._weights is None else self._weights.progressed_s
+            return Working(time.monotonic() - max(self._begun_s, progressed_s))
+        self._work = None
+        return None if work is None else work.result()
+
+    def _use_device(self) -> None:
         """Make the model's device this thread's current one."""
         if self._device.type != "cpu":
             torch.accelerator.set_device_index(self._device)
 
     def _check_awake(self) -> None:
         if self.asleep:
-            raise SleepingError(
-                f"{self.engine.loader.engine} has released its weights. They are left alone until it wakes up."
-            )
+            raise SleepingError(f"{self.engine.loader.engine} sleeps. Its weights are left alone until it wakes up.")
 
     # In the background, while the engine computes
-
-    def prepare(self) -> None:
-        """Read the channel's tensors. Raises NotPublishedError if it has no version yet."""
-        _ = self.reader.specs
 
     def verify(self) -> Found:
         """Compare the weights with the checkpoint through the load plan, bit by bit.
@@ -328,7 +351,6 @@ class Shard:
         Raises:
             ModelMismatchError: it does not, or it cannot be seen where the engine loads those tensors.
         """
-        self._check_awake()
         model, segments = self.engine.model, [each for held in self._recorded.segments.values() for each in held]
         self.engine.prove({each.live.untyped_storage().data_ptr() for each in segments})
         try:
@@ -397,7 +419,6 @@ class Shard:
             StageError, SleepingError, FingerprintMismatchError, TiedError: the bits are as before.
             CommitError: they are uncertain.
         """
-        self._check_awake()
         staged, self._staged = self._staged, None
         if staged is None:
             raise StageError("The staged version is gone, because the engine slept.")
@@ -452,8 +473,10 @@ class Shard:
             )
 
     def fall_asleep(self) -> None:
-        """Touch the weights no more, which the engine is about to take out of memory."""
-        self.asleep = True
+        """Touch the weights no more, which the engine is about to take out of memory; a long call ends first."""
+        if self._work is not None:
+            wait([self._work])
+        self._work, self.asleep = None, True
         with self._in_use:
             self._staged = None
             if self._committed is not None:

@@ -1,108 +1,205 @@
 """A target for engines whose processes each hold a shard of the weights.
 
-    stage (while the engine computes) -> commit (between two of its steps, on all shards at once) -> announce
+    stage -> (poll) -> pause, commit, announce, resume      in one call of all processes, or two
 
-`Shards` puts the shards together: it calls a method of each, adds up what they found, and raises the gravest error that one
-of them met. There are two ways to reach them. `RankedShards` is for processes that run the same program: each has one, they
-exchange what each shard has found, and all end in the same way; `ShardsTarget` is their target, in the first rank. vLLM's
-workers are reached by calls from another process (`vllm_plugin.workers`).
+`ShardsTarget` puts the shards together: it calls a method of each, adds up what they found, and raises the gravest error
+that one of them met. An engine brings a `Client`, which reaches its processes, and a `Shard` in each of them
+(`deltasync.following.shard`). The shards get the records that the follow loop has read, so all of them take the same chain,
+and a small version costs one request. They stage while the engine computes; the pause covers the commit only. If a commit
+leaves unknown bits, the engine is held until an audit identifies them or full weights replace them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
-import threading
-from abc import ABC, abstractmethod
+import math
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
-import torch
 
 from deltasync import limits
+from deltasync.channel import payloads
 from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
+from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     ApplyError,
     CommitError,
-    FingerprintMismatchError,
+    DeltaSyncError,
     ModelMismatchError,
     ShareError,
-    TiedError,
+    StageError,
     describe,
     get_logger,
     printable,
 )
-from deltasync.following.engine import Failure, is_safe, succeeded, unique_name
-from deltasync.following.shard import Audit, Done, Engine, Found, Handed, Shard, handed
+from deltasync.following.engine import Answer, Failure, handed, is_safe, parse, succeeded, unique_name
+from deltasync.following.shard import Audit, Done, Found
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
-from deltasync.following.weights import LiveWeights
 from deltasync.live import Prints, Union, assemble, proof
-from deltasync.threads import daemon
+
+if TYPE_CHECKING:
+    from deltasync.following.metrics import Metrics
 
 logger = get_logger(__name__)
 
 _NOTHING = type(None)
+_POLL_S = (0.002, 0.05)  # shortest and longest time between polls of long calls, which come between the engine's steps
+_SURE_S = 10.0  # between calls of idle shards: with several, vLLM keeps a core of each busy for a second after a call
 
 
 describe(Found, Audit, Done)
 
 
-def commit_of(chain: Sequence[StoredRecord], done: Done, **measured: Any) -> Commit:
-    """Return the commit of a chain, with what the engine has measured."""
-    version = chain[-1].version
-    return Commit(
-        version=version.version,
-        sha256=version.sha256,
-        anchor=chain[0].use_anchor,
-        changed=done.changed,
-        stage_s=done.stage_s,
-        scatter_s=done.scatter_s,
-        reload_s=done.reload_s,
-        **measured,
-    )
-
-
-class Shards(ABC):
-    """The shards of all processes together. A subclass reaches them.
+class Client:
+    """Calls the processes of an engine. This one is for an engine that computes nothing while the follow loop steps.
 
     Attributes:
+        held: Whether nothing may be computed, because the weights are uncertain.
+        used: Whether another caller may have changed the weights. The target resets it.
+        last_s: Seconds that the last pause for a commit took.
+
+    Args:
+        call: Calls `deltasync_open` or `deltasync_call` in every process: the first makes its `Shard`, the second has it
+            take a call. Returns the answers in the order of ranks.
+        announce: Labels tokens with the name of a version, and keeps caches apart.
+    """
+
+    held = used = False
+    last_s = 0.0
+
+    def __init__(self, call: Callable[..., list[Answer]], announce: Callable[[str], object] = lambda name: None) -> None:
+        self.call, self.announce = call, announce
+
+    @contextlib.contextmanager
+    def committing(self) -> Iterator[None]:
+        """Return a context for a commit, which calls `exchange`. `held` after an error that is not safe (`is_safe`)."""
+        try:
+            yield
+            self.held = False
+        except BaseException as error:
+            self.held = self.held or not is_safe(error)
+            raise
+
+    def exchange(self, call: Sequence[Any], name: str | None) -> list[Answer]:
+        """Make a call of all processes in a pause. The last one of a commit has the version's name, to announce."""
+        answers = self.call("deltasync_call", *call)
+        if name is not None and not any("error" in answer for answer in answers):
+            self.announce(name)
+        return answers
+
+    def release(self) -> None:
+        """Hold no more: it is known again which version the weights are."""
+        self.held = False
+
+    def cancel(self) -> None:
+        """Give up the call that is under way."""
+
+    def running_requests(self) -> int:
+        """Return the number of requests in flight, 0 where that is not known."""
+        return 0
+
+    def generated_tokens(self) -> int:
+        """Return the tokens generated since the engine started, 0 where that is not known."""
+        return 0
+
+
+class ShardsTarget:
+    """The shards of all processes together, as a `Target`.
+
+    Attributes:
+        version: The version that the engine computes with. Changes only while it is paused.
+        client: How they are reached.
+        progressed_s: When the slowest shard's long call last came a step further, by `time.monotonic`.
         reloaded: The tensors that the engine loads again after each change, and why.
         ignored: The tensors that no process computes with: they are in no proof.
         ties: As `LiveMemory.ties`.
         draft: As `Engine.draft`.
     """
 
-    def __init__(self, reader: ChannelReader, log: logging.Logger = logger) -> None:
-        self.reader, self._log = reader, log
+    def __init__(
+        self,
+        client: Client,
+        reader: ChannelReader,
+        settings: ReplicaSettings,
+        metrics: Metrics,
+        log: logging.Logger = logger,
+    ) -> None:
+        self.version: VersionId | None = None
+        self.client, self.reader = client, reader
+        self.progressed_s = 0.0
         self.reloaded: dict[str, str] = {}
         self.ignored: list[str] = []
         self.ties: dict[str, str] = {}
         self.draft: str | None = None
+        self._settings, self._metrics, self._log = settings, metrics, log
+        self._names: OrderedDict[int, str] = OrderedDict()  # the first digest that was served of each number
         self._regions: list[Any] = []  # the elements of each tensor that each shard holds
         self._union: Union | None = None
         self._found: Prints | None = None
+        self._is_committing = self._is_asleep = self._is_closed = False
+        self._tokens_before = 0  # tokens that were generated before staging began
+        self._sure_s = -math.inf  # when the shards last knew their bits
 
-    @abstractmethod
-    def replies(self, kind: Any, method: str, *args: Any) -> list[Any]:
-        """Call a method of every `Shard`. Returns what each returns, of this kind, or its `Failure`."""
+    @property
+    def held(self) -> bool:
+        """As `Client.held`."""
+        return self.client.held
 
-    def every(self, kind: Any, method: str, *args: Any) -> list[Any]:
+    # Calls of all shards
+
+    def _replies(self, kind: Any, method: str, *args: Any) -> list[Any]:
+        """Call a method of every `Shard`. Returns what each returns, of this kind, or its `Failure`.
+
+        The engine computes meanwhile, if the call takes long.
+        """
+        (wait_s, longest_s), client = _POLL_S, self.client
+        replies = client.call("deltasync_call", method, *args)
+        self.progressed_s = time.monotonic()
+        while any("working" in reply for reply in replies):
+            if self._is_closed:
+                raise StageError("This server stops following.")
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, longest_s)
+            later = client.call("deltasync_call", "poll")
+            idle_s = [reply["working"]["idle_s"] for reply in later if "working" in reply]
+            self.progressed_s = max(self.progressed_s, time.monotonic() - max(idle_s, default=0.0))
+            replies = [new if "working" in old else old for old, new in zip(replies, later, strict=True)]
+        return [parse(reply, kind) for reply in replies]
+
+    def _every(self, kind: Any, method: str, *args: Any) -> list[Any]:
         """Call a method of every `Shard`, and return what each returns. Raises as `succeeded`."""
-        return succeeded(self.replies(kind, method, *args))
+        return succeeded(self._replies(kind, method, *args))
 
-    def verify(self) -> None:
+    # Opening
+
+    def open(self, identify: Identify) -> None:
+        """Record the load plans, prove them, and find the version (`Target.open`)."""
+        channel, keys = self._settings.channel, self._settings.trusted_keys
+        opened = self.client.call("deltasync_open", channel, None if keys is None else str(keys))
+        succeeded([parse(each, _NOTHING) for each in opened])
+        self._verify()
+        self._prove()
+        found = identify(self._total(self._every(Audit, "audit", self.ignored, self.ties)))
+        self._every(_NOTHING, "identified", None if found is None else handed([found])[0])
+        if found is not None:
+            self._announce(found.version)
+            self._log.info("deltasync serves version=%d, which is what the engine has loaded", found.version.version)
+
+    def _verify(self) -> None:
         """Compare all weights with the checkpoint through the load plans.
 
         Raises:
             ModelMismatchError: the shards do not hold every tensor in places that can be updated.
         """
-        found, specs = self.every(Found, "verify"), self.reader.specs
+        found, specs = self._every(Found, "verify"), self.reader.specs
         reloaded = {name: why for each in found for name, why in each.reloaded.items()}
         nowhere = proof.check_coverage(specs, [each.regions for each in found], reloaded)
         ties = {name: other for each in found for name, other in each.ties.items() if name in nowhere}
@@ -113,13 +210,13 @@ class Shards(ABC):
         proof.check_ignored(ignored, specs, set().union(*(each.absent for each in found)))
         self.reloaded, self.ignored, self.ties, self.draft = reloaded, ignored, ties, found[0].draft
 
-    def prove(self) -> None:
+    def _prove(self) -> None:
         """Make sure that all engines make again what they derive from weights, and say what is not served.
 
         Raises:
             ModelMismatchError: an engine does not, or the model has tensors that the channel lacks.
         """
-        missing = sorted({name for names in self.every(list[str], "prove") for name in names})
+        missing = sorted({name for names in self._every(list[str], "prove") for name in names})
         if missing:
             raise ModelMismatchError(
                 f"{len(missing)} tensors of the model, such as {missing[0]}, are not in the channel, so they would stay as "
@@ -152,23 +249,6 @@ class Shards(ABC):
             shown = ", ".join(map(printable, names[:5]))
             self._log.warning("deltasync: %d tensors (%s, ...) %s", len(names), shown, printable(what))
 
-    def adopt(self) -> int:
-        """Audit the shards for the first time. Returns the model's fingerprint."""
-        return self._total(self.every(Audit, "audit", self.ignored, self.ties))
-
-    def identified(self, record: Handed | None) -> None:
-        """Tell the shards which version they hold, None for no version of the channel."""
-        self.every(_NOTHING, "identified", record)
-
-    def settle(self) -> VersionId | None:
-        """Audit the shards. Returns the version that they hold, or None if the bits are not what they were taken for."""
-        total = self._total(self.every(Audit, "audit"))
-        named = {*self.every(VersionId | None, "settle", total)}
-        if len(named) > 1:
-            raise ApplyError(f"The shards hold different versions: {', '.join(sorted(map(str, named)))}.")
-        (version,) = named
-        return version
-
     def _total(self, audits: Sequence[Audit]) -> int:
         self._regions = [audit.regions for audit in audits]
         self._union = Union([*self.reader.specs], self._regions)
@@ -181,24 +261,73 @@ class Shards(ABC):
         return self._found
 
     @property
-    def fingerprints(self) -> dict[str, int]:
+    def _fingerprints(self) -> dict[str, int]:
         """Each tensor's fingerprint over all shards, as of the last audit, or commit of several shards."""
         return {} if self._found is None else self._found.by_name(self.reader.specs)
 
-    def stage(self, chain: Sequence[Handed]) -> bool:
-        """Have all shards stage a chain. Returns whether all know their bits, so that it can be committed.
+    @property
+    def is_open(self) -> bool:
+        """Whether it is known what the shards hold."""
+        return bool(self._regions)
+
+    # Which version the weights are
+
+    def is_settled(self, asked: bool) -> bool:
+        """Whether the shards know which bits they hold: asked after what may change that, and else every `_SURE_S`."""
+        if self.client.held:
+            return False
+        now_s, is_idle = time.monotonic(), not (asked or self.client.used or self._is_asleep)
+        if is_idle and now_s - self._sure_s < _SURE_S:
+            return True
+        self._sure_s, self.client.used, self._is_asleep = -math.inf, False, True  # until the shards have answered
+        settled = all(self._every(bool, "settled"))
+        self._is_asleep = False
+        if settled:
+            self._sure_s = now_s
+        return settled
+
+    def settle(self) -> None:
+        """Audit the live bits, and announce which version they are."""
+        total = self._total(self._every(Audit, "audit"))
+        named = {*self._every(VersionId | None, "settle", total)}
+        if len(named) > 1:
+            raise ApplyError(f"The shards hold different versions: {', '.join(sorted(map(str, named)))}.")
+        (identity,) = named
+        if identity != self.version:
+            self._announce(identity)
+        if identity is not None:
+            self.client.release()
+
+    def _announce(self, version: VersionId | None) -> None:
+        """Tell the engine which version is live, which labels tokens and keeps caches apart."""
+        self.client.announce("unknown" if version is None else unique_name(self._names, version))
+        self.version = version  # at last, because requests wait for it
+
+    # A version
+
+    def stage(self, chain: Sequence[StoredRecord]) -> Sequence[StoredRecord] | None:
+        """Have all shards stage a chain (`Target.stage`). Returns None if one does not know its bits.
 
         A tensor of which a shard holds too little to decode it is handed to all shards that hold a part of it, once.
 
         Raises:
             ApplyError: a shard lacks a tensor that it was handed.
         """
-        completed: set[str] = set()
+        self._sure_s = -math.inf
+        self._tokens_before = self.client.generated_tokens()
+        completed, records = set[str](), handed(chain)
         while True:
             try:
-                return all(self.every(bool, "stage", chain))
+                return chain if all(self._every(bool, "stage", records)) else None
             except ShareError as error:
                 lacking = {*error.tensors}
+            except DeltaSyncError as error:
+                reference = chain[0].record.reference
+                if reference is None or self.version is not None:
+                    raise
+                unlike = payloads.unlike(self.reader, reference, self._fingerprints)
+                said = Failure.of(error)
+                raise msgspec.structs.replace(said, message=f"{said.message} {unlike}").error() from error
             if lacking & completed:
                 raise ApplyError(f"A shard was handed {min(lacking & completed)}, and lacks it.")
             for name in sorted(lacking):
@@ -213,37 +342,54 @@ class Shards(ABC):
     def _complete(self, name: str) -> None:
         data = self._assembled(name).data.cast("B")
         for at in range(0, len(data), limits.HANDED_BYTES):
-            self.every(_NOTHING, "complete", name, at, bytes(data[at : at + limits.HANDED_BYTES]))
+            self._every(_NOTHING, "complete", name, at, bytes(data[at : at + limits.HANDED_BYTES]))
 
-    def commit(self) -> Done:
-        """Commit what is staged, on all shards or on none. Call between two steps of the engine.
+    def commit(self, staged: Sequence[StoredRecord]) -> Commit:
+        """Pause, commit on all shards or on none, compare with the published fingerprints, announce, resume.
 
-        Returns the longest times, and the sum of the changed elements.
+        The commit has the longest times, and the sum of the changed elements.
 
         Raises:
             DeltaSyncError: the commit failed; `is_safe` says whether the old bits are live again.
         """
+        version, client, running = staged[-1].version, self.client, self.client.running_requests()
+        self._is_committing = True
+        try:
+            with self._metrics.attempt(lambda: client.last_s), client.committing():
+                done = self._exchanged(unique_name(self._names, version))
+                self.version = version
+        finally:
+            self._is_committing = False
+        self._sure_s = time.monotonic()
+        return Commit(
+            version=version.version,
+            sha256=version.sha256,
+            anchor=staged[0].use_anchor,
+            changed=sum(each.changed for each in done),
+            stage_s=max(each.stage_s for each in done),
+            pause_s=client.last_s,
+            scatter_s=max(each.scatter_s for each in done),
+            reload_s=max(each.reload_s for each in done),
+            tokens_during_sync=client.generated_tokens() - self._tokens_before,
+            running_requests=running,
+        )
+
+    def _exchanged(self, name: str) -> list[Done]:
+        """Commit what is staged, in the pause, and announce it by this name."""
         alone = len(self._regions) == 1
-        replies = self.replies(Done, "commit", alone)
+        answers = self.client.exchange(("commit", alone), name if alone else None)
+        replies = [parse(each, Done) for each in answers]
         if not alone and any(isinstance(reply, Failure) for reply in replies):
-            _check_undone(self.replies(_NOTHING, "undo"))
+            _check_undone(self._replies(_NOTHING, "undo"))
         done = succeeded(replies)
         if not alone:
             value_T, same_T = self._prints(done)
-            self._compared((value_T.tobytes(), same_T.tobytes()))
-        return Done(
-            changed=sum(each.changed for each in done),
-            stage_s=max(each.stage_s for each in done),
-            scatter_s=max(each.scatter_s for each in done),
-            reload_s=max(each.reload_s for each in done),
-        )
-
-    def _compared(self, found: tuple[bytes, bytes]) -> None:
-        """Have all shards compare the fingerprints over all of them with the published ones."""
-        confirmed = self.replies(_NOTHING, "confirm", found)
-        if None in confirmed:
-            _check_undone(confirmed)
-        succeeded(confirmed)
+            answers = self.client.exchange(("confirm", (value_T.tobytes(), same_T.tobytes())), name)
+            confirmed = [parse(each, _NOTHING) for each in answers]
+            if None in confirmed:
+                _check_undone(confirmed)
+            succeeded(confirmed)
+        return done
 
     def digest(self) -> dict[str, str]:
         """Return the sha256 of every tensor that is computed with, in live memory, put together from all shards.
@@ -255,8 +401,14 @@ class Shards(ABC):
 
     def _assembled(self, name: str) -> np.ndarray:
         return assemble(
-            self.reader.specs[name], [held[name] for held in self._regions], self.every(list[bytes], "read", name)
+            self.reader.specs[name], [held[name] for held in self._regions], self._every(list[bytes], "read", name)
         )
+
+    def close(self) -> None:
+        """Give up what is being staged; a commit goes on to its end."""
+        if not self._is_committing:
+            self._is_closed = True
+            self.client.cancel()
 
 
 def _check_undone(replies: Iterable[Any]) -> None:
@@ -264,182 +416,3 @@ def _check_undone(replies: Iterable[Any]) -> None:
     for reply in replies:
         if isinstance(reply, Failure):
             raise CommitError(f"A shard's weights are uncertain. {reply.error()}")
-
-
-class Ranks:
-    """The ranks that share a model: a process group of torch's with gloo. Make it in the engine's thread, on all at once.
-
-    Attributes:
-        size: The number of ranks.
-        number: This rank.
-    """
-
-    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
-        self.size, self.number = group.size(), group.rank()
-        self._engines, self._thread = group, threading.get_ident()
-        for_ever = datetime.timedelta(days=3650)  # a thread waits for the next version
-        members = torch.distributed.get_process_group_ranks(group)
-        self._ours = torch.distributed.new_group(members, for_ever, "gloo") if self.size > 1 else group
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Return the argument of each rank, in order: in the engine's thread by its group, in others by one of ours."""
-        found: list[Any] = [None] * self.size
-        group = self._engines if threading.get_ident() == self._thread else self._ours
-        torch.distributed.all_gather_object(found, mine, group=group)
-        return found
-
-    def broadcast(self, call: Any = None) -> Any:
-        """Send a call from the first rank's thread to the others', which receive it by calling this without one."""
-        box = [call]
-        torch.distributed.broadcast_object_list(box, group=self._ours, group_src=0)
-        return box[0]
-
-
-class RankedShards(Shards):
-    """The shards of ranks that run the same program: each rank has one of these, and calls its methods with the others.
-
-    Attributes:
-        shard: The shard of this rank.
-        ranks: All ranks.
-        held: Whether nothing may be computed, because the version of the weights is unknown. The same on all ranks.
-    """
-
-    def __init__(self, reader: ChannelReader, engine: Engine, ranks: Ranks) -> None:
-        super().__init__(reader)
-        self.shard, self.ranks, self.held = Shard(reader, engine, ranks.number), ranks, False
-        self._names: OrderedDict[int, str] = OrderedDict()
-
-    @property
-    def weights(self) -> LiveWeights:
-        """The weights of this rank; there after `adopt`."""
-        return self.shard.weights
-
-    def replies(self, kind: Any, method: str, *args: Any) -> list[Any]:
-        """As `Shards.replies`, on all ranks."""
-        mine: Any
-        try:
-            self.shard.use_device()  # in whichever thread this is
-            mine = getattr(self.shard, method)(*args)
-        except Exception as error:  # noqa: BLE001 - all ranks raise it
-            mine = Failure.of(error)
-        return [mine] if self.ranks.size == 1 else self.ranks.gather(mine)
-
-    def prepare(self) -> None:
-        """Read the channel's tensors. Raises NotPublishedError if it has no version yet."""
-        self.every(_NOTHING, "prepare")
-
-    def record(self) -> None:
-        """Record the load plans. Call between two steps."""
-        self.every(_NOTHING, "record")
-
-    def settled(self) -> None:
-        """Announce what the weights are, between two steps; from here on they may be computed with."""
-        version = self.weights.version
-        if version is None and self.held:
-            return  # full weights follow
-        self.shard.engine.announce("unknown" if version is None else unique_name(self._names, version))
-        self.held = False
-
-    def commit(self) -> Done:
-        """As `Shards.commit`, and announce the version."""
-        try:
-            done = super().commit()
-        except BaseException as error:
-            self.held = self.held or not is_safe(error)
-            raise
-        self.settled()
-        return done
-
-    def _compared(self, found: tuple[bytes, bytes]) -> None:
-        # All ranks compare the same numbers, so the bits are right on all or on none; only what undoes them may differ.
-        try:
-            self.shard.confirm(found)
-        except (FingerprintMismatchError, TiedError, CommitError) as error:
-            succeeded(self.ranks.gather(Failure.of(error)))
-
-    def wake_up(self) -> None:
-        """Hold the engine until an audit has found the version of the weights."""
-        self.shard.wake_up()
-        self.held = bool(self._regions)
-
-
-class ShardsTarget:
-    """The weights of all ranks, as a `Target` in the first one.
-
-    `between_steps` runs a method of every rank's `RankedShards` between two steps of the engine, in the same one on all
-    ranks: `record`, `prove`, `settled`, and `commit`, of which it returns the pause and the number of running requests too.
-    """
-
-    def __init__(self, shards: RankedShards, between_steps: Callable[..., Any]) -> None:
-        self.version: VersionId | None = None
-        self._shards, self._between_steps = shards, between_steps
-        self._is_sure = False  # whether all ranks were settled when they were asked last
-
-    @property
-    def progressed_s(self) -> float:
-        """When staging last advanced (`Target.progressed_s`)."""
-        return self._shards.shard.progressed_s
-
-    @property
-    def ignored(self) -> Sequence[str]:
-        """As `Target.ignored`."""
-        return self._shards.ignored
-
-    def _in_background(self, method: str, *arguments: Any) -> Any:
-        if self._shards.ranks.size > 1:
-            self._shards.ranks.broadcast((method, arguments))
-        return getattr(self._shards, method)(*arguments)
-
-    def open(self, identify: Identify) -> None:
-        """Prove the load plan and find the live version (`Target.open`)."""
-        self._in_background("prepare")
-        self._between_steps("record")
-        self._in_background("verify")
-        self._between_steps("prove")
-        found = identify(self._in_background("adopt"))
-        self._in_background("identified", None if found is None else handed([found])[0])
-        self._settled()
-
-    def _settled(self) -> None:
-        self._between_steps("settled")
-        self.version, self._is_sure = self._shards.weights.version, True
-
-    def is_settled(self, asked: bool) -> bool:
-        """Whether the live bits are known (`Target.is_settled`)."""
-        return self._is_sure and self._shards.shard.settled()
-
-    def settle(self) -> None:
-        """Audit the live bits on all ranks (`Target.settle`)."""
-        self._in_background("settle")
-        self._settled()
-
-    def stage(self, chain: Sequence[StoredRecord]) -> Sequence[StoredRecord] | None:
-        """Stage a chain on all ranks (`Target.stage`)."""
-        self._is_sure = bool(self._in_background("stage", handed(chain)))
-        return chain if self._is_sure else None
-
-    def commit(self, staged: Sequence[StoredRecord]) -> Commit:
-        """Commit on all ranks at once (`Target.commit`)."""
-        pause_s, running, done = self._between_steps("commit")
-        self.version = staged[-1].version
-        return commit_of(staged, done, pause_s=pause_s, running_requests=running)
-
-    def digest(self) -> dict[str, str]:
-        """Return the sha256 of every tensor in live memory."""
-        found: dict[str, str] = self._in_background("digest")
-        return found
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def serve_background(shards: RankedShards) -> None:
-    """Run in a thread of this process what the first rank runs in the background."""
-
-    def serve() -> None:
-        while True:
-            method, arguments = shards.ranks.broadcast()
-            with contextlib.suppress(Exception):  # the first rank has met it too, and reports it
-                getattr(shards, method)(*arguments)
-
-    daemon("follow", serve).start()

@@ -34,6 +34,11 @@ class Target(Protocol):
         """The channel's tensors that the engine does not compute with, so that no proof covers them."""
         ...
 
+    @property
+    def held(self) -> bool:
+        """Whether nothing may be computed, because it is not known what the weights are. May be read from any thread."""
+        ...
+
     def open(self, identify: Identify) -> None:
         """Prove where in memory the channel's tensors are, and find the version of the live bits.
 

@@ -34,6 +34,7 @@ class Relay:
     """
 
     progressed_s = 0.0
+    held = False
     ignored: Sequence[str] = ()
 
     def __init__(self, source: ChannelReader, targets: Sequence[Store], observer: Observer | None = None) -> None:

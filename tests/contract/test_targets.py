@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import types
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from deltasync import Replica, open_store
 from deltasync.channel import keys
@@ -21,10 +21,12 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import StageError, StoreError
 from deltasync.following import Gate, MemoryTarget, Target
+from deltasync.following.engine import answer
 from deltasync.following.gate import plain_name
+from deltasync.following.metrics import Metrics
 from deltasync.following.module import ModuleTarget
-from deltasync.following.shard import Engine
-from deltasync.following.shards import RankedShards, ShardsTarget
+from deltasync.following.shard import Engine, Shard
+from deltasync.following.shards import Client, ShardsTarget
 from deltasync.live import LiveMemory, plan
 from deltasync.maintenance import Relay
 from tests.contract.array_target import ArrayTarget
@@ -84,25 +86,6 @@ class Module(InMemory):
         return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
 
 
-class Together:
-    """Ranks that are threads of one process."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self._turn = size, threading.Barrier(size, timeout=60)
-        self._found: list[Any] = [None] * size
-        self._calls: list[Any] = []
-
-    def of(self, number: int) -> Any:
-        def gather(mine: Any) -> list[Any]:
-            self._found[number] = mine
-            self._turn.wait()
-            found = list(self._found)
-            self._turn.wait()
-            return found
-
-        return types.SimpleNamespace(size=self.size, number=number, gather=gather)
-
-
 class Rows(torch.nn.Module):
     """A rank's rows of the model, and how its loader cuts them out."""
 
@@ -123,47 +106,33 @@ class Half(Engine):
 
     def __init__(self, number: int, size: int) -> None:
         self.model = self.rows = Rows(number, size)
-        self.announced: list[str] = []
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield NAME, torch.zeros(SHAPE, dtype=torch.bfloat16)
 
-    def announce(self, name: str) -> None:
-        self.announced.append(name)
-
 
 class Shards(InMemory):
-    """An engine of ranks that run the same program, in threads."""
+    """An engine of ranks."""
 
     size = 1
     halves: list[Half] | None = None
 
     def target(self, settings: ReplicaSettings) -> Target:
         self.halves = [Half(number, self.size) for number in range(self.size)]  # it restarts with the loop
-        together = Together(self.size)
-        ranks = [together.of(number) for number in range(self.size)]
-        readers = [self.reader, *(ChannelReader(self.store) for _ in ranks[1:])]
-        shards = [RankedShards(*each) for each in zip(readers, self.halves, ranks, strict=True)]
+        readers = [self.reader, *(ChannelReader(self.store) for _ in self.halves[1:])]
+        shards = [Shard(reader, half, rank) for rank, (reader, half) in enumerate(zip(readers, self.halves, strict=True))]
+        self.announced: list[str] = []
 
-        def on_all(method: str, *arguments: Any) -> Any:
-            with ThreadPoolExecutor(self.size) as pool:
-                results = [pool.submit(getattr(shard, method), *arguments) for shard in shards]
-            errors = {type(result.exception()) for result in results}
-            assert len(errors) == 1, "all ranks end in the same way"
-            return results[0].result()
+        def call(method: str, *arguments: Any) -> list[Any]:
+            calls = [each.record if method == "deltasync_open" else partial(each.call, *arguments) for each in shards]
+            return [answer(each) for each in calls]
 
-        def between_steps(method: str, *arguments: Any) -> Any:
-            done = on_all(method, *arguments)
-            assert len({shard.held for shard in shards}) == 1
-            return (0.0, 0, done) if method == "commit" else done
-
-        target = ShardsTarget(shards[0], between_steps)
-        target._in_background = on_all  # type: ignore[method-assign]
-        return target
+        client = Client(call, self.announced.append)
+        return ShardsTarget(client, self.reader, settings, Metrics(CollectorRegistry()))
 
     def live(self) -> dict[str, torch.Tensor]:
         assert self.halves is not None
-        assert len({half.announced[-1] for half in self.halves}) == 1
+        assert self.announced[-1] == str(self.follow.version)
         return {NAME: torch.cat([half.rows.part for half in self.halves])}
 
 
@@ -252,12 +221,9 @@ class TestVllm(TargetContract):
     @pytest.fixture
     def bench(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         pytest.importorskip("vllm")
-        from prometheus_client import CollectorRegistry
-
-        from deltasync.following.metrics import Metrics
         from tests import driving
         from vllm_plugin.pauses import OnLoop, Pauses
-        from vllm_plugin.target import EngineTarget, LiveVersions
+        from vllm_plugin.versions import LiveVersions
 
         monkeypatch.setattr("vllm_plugin.load.layers.checkpoint", lambda _: iter(driving.Model().state_dict().items()))
 
@@ -267,8 +233,8 @@ class TestVllm(TargetContract):
             def target(self, settings: ReplicaSettings) -> Target:
                 self.engine = driving.Engine()  # a server restarts with its workers
                 monkeypatch.setattr("deltasync.following.engine.open_failover", lambda _: self.store)
-                pauses = Pauses(self.engine, OnLoop(self.loop))
-                return EngineTarget(pauses, self.reader, settings, Metrics(CollectorRegistry()), LiveVersions())
+                pauses = Pauses(self.engine, OnLoop(self.loop), LiveVersions())
+                return ShardsTarget(pauses, self.reader, settings, Metrics(CollectorRegistry()))
 
             def live(self) -> dict[str, torch.Tensor]:
                 return dict(self.engine.model.state_dict())

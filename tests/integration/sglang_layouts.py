@@ -19,20 +19,23 @@ from typing import Any
 
 import msgspec
 import torch
+from prometheus_client import CollectorRegistry
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import bootstrap
 from sglang.srt.layers.moe import initialize_moe_config
 from sglang.srt.model_loader import get_model
-from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
+from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.following import Follow
-from deltasync.following.engine import open_reader
-from deltasync.following.shards import RankedShards, Ranks, ShardsTarget
+from deltasync.following.engine import answer, open_reader
+from deltasync.following.metrics import Metrics
+from deltasync.following.shard import Shard
+from deltasync.following.shards import Client, ShardsTarget
 from sglang_plugin.model import ModelEngine, note_loads
 from tests.integration.layouts import CASES, follow
 
@@ -62,16 +65,16 @@ def engine(
     if settings is None:
         return runner.model, dict
     try:
-        shards = RankedShards(open_reader(settings), ModelEngine(runner), Ranks(get_parallel().tp_group.cpu_group))
+        shard = Shard(open_reader(settings), ModelEngine(runner))
     except ConfigError as error:
         said = {"state": "refused", "version": None, "error": str(error)}
         return runner.model, lambda: said
 
-    def between_steps(method: str, *arguments: Any) -> Any:
-        done = getattr(shards, method)(*arguments)
-        return (0.0, 0, done) if method == "commit" else done
+    def call(method: str, *arguments: Any) -> list[Any]:
+        return [answer(shard.record if method == "deltasync_open" else lambda: shard.call(*arguments))]
 
-    following = Follow(shards.reader, ShardsTarget(shards, between_steps), settings)
+    target = ShardsTarget(Client(call), shard.reader, settings, Metrics(CollectorRegistry()))
+    following = Follow(shard.reader, target, settings)
 
     def caught_up() -> dict[str, Any]:
         with contextlib.suppress(DeltaSyncError):

@@ -264,12 +264,6 @@ def test_a_request_is_made_by_the_version_that_it_demands(server: Server) -> Non
     assert code == 409
 
 
-def test_requests_past_the_routes_are_refused(server: Server) -> None:
-    for question in (None, {}, {"id": "1"}, {"id": 1, "timeout_s": 1.0}, {"id": "1", "timeout_s": 1.0, "token": "guessed"}):
-        assert refused(server, "/set_internal_state", {"server_args": {"deltasync": question}})[0] == 400
-    assert server.json("/deltasync/sync", {})["version"] == server.status()["version"]
-
-
 def test_metrics_are_beside_sglangs(server: Server) -> None:
     served = server.status()["version"]
     with server.open("/metrics/") as reply:

@@ -40,8 +40,8 @@ from tests.integration.vllm_server import save_model
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 from vllm_plugin.load.layers import keep_weights_addressable, note_models
 from deltasync.following.metrics import Metrics
-from vllm_plugin.target import EngineTarget, open_follow
-from vllm_plugin.workers import Client
+from deltasync.following.shards import Client, ShardsTarget
+from vllm_plugin.pauses import open_follow
 
 
 def load(path: Path, arguments: dict[str, Any]) -> tuple[VllmConfig, torch.nn.Module, EagleProposer | None]:
@@ -87,13 +87,13 @@ def caught_up(following: Follow) -> dict[str, Any]:
     with contextlib.suppress(DeltaSyncError):
         following.catch_up()
     target = following.target
-    assert isinstance(target, EngineTarget)
+    assert isinstance(target, ShardsTarget)
     told: dict[str, Any] = msgspec.to_builtins(following.status())
-    reloaded, reasons = len(target.workers.reloaded), target.workers.by_reason().items()
-    patched = target.workers.patched_count if target.workers.is_open else 0
+    reloaded, reasons = len(target.reloaded), target.by_reason().items()
+    patched = target.patched_count if target.is_open else 0
     shown = [{"reason": why, "tensors": len(names), "first": names[0]} for why, names in reasons]
     return told | {
-        "draft": target.workers.draft,
+        "draft": target.draft,
         "patched_tensors": patched,
         "reloaded_tensors": reloaded,
         "reloaded": shown,

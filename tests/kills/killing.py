@@ -28,9 +28,9 @@ def reach(step: str) -> None:
 
 def _patch_driver() -> None:
     """Once vLLM has loaded the plugin."""
-    while (workers := getattr(sys.modules.get("vllm_plugin.workers"), "WorkerShards", None)) is None:
+    while (target := getattr(sys.modules.get("deltasync.following.shards"), "ShardsTarget", None)) is None:
         time.sleep(0.01)
-    commit = workers.commit
+    commit = target._exchanged
 
     def commit_and_reach(self: Any, name: str) -> Any:
         reach(DRIVER_STEPS[0])
@@ -38,7 +38,7 @@ def _patch_driver() -> None:
         reach(DRIVER_STEPS[1])
         return done
 
-    workers.commit = commit_and_reach
+    target._exchanged = commit_and_reach
 
 
 if __name__ == "__main__":

@@ -17,13 +17,11 @@ from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import MissingVersionError
-from deltasync.following.shard import handed
 from deltasync.tensors.bits import bits_of
 from tests import strategies
 from tests.channels import Made
-from tests.driving import runner_of
+from tests.driving import runner_of, target_of
 from vllm_plugin.worker import DeltaSyncWorkerExtension
-from vllm_plugin.workers import Client, WorkerShards
 
 SHAPES = {"embed": (64, 64), "experts": (4, 16, 64), "mlp.down": (64, 128), "norm": (64,), "scale": ()}
 Piece = tuple[int, int, int]  # dimension, number, count
@@ -52,7 +50,7 @@ class Shard(torch.nn.Module):
 
 
 class Engine:
-    """All that `WorkerShards` calls, with all workers on this thread."""
+    """All that a target calls, with all workers on this thread."""
 
     def __init__(self, layouts: list[Layout], weights: dict[str, torch.Tensor]) -> None:
         self.workers = [DeltaSyncWorkerExtension() for _ in layouts]
@@ -112,22 +110,22 @@ def chain(data: st.DataObject, reader: ChannelReader, have: VersionId | None, ta
 
 
 def follow(data: st.DataObject, channel: Made, versions: list[VersionId], held: list[Layout]) -> None:
-    reader, url = ChannelReader(channel.store), channel.store.url
+    reader = ChannelReader(channel.store)
     start = data.draw(st.sampled_from(versions))
-    found = [WorkerShards(Client(Engine(each, channel.bits[start.sha256]).call), reader) for each in ([WHOLE], held)]
+    found = [target_of(Engine(each, channel.bits[start.sha256]).call, reader) for each in ([WHOLE], held)]
     for workers in found:
-        workers.open(url, None)
-        workers.identified(handed([reader.record(start)])[0])
+        workers.open(lambda _: reader.record(start))
     live = start
     for target in data.draw(st.lists(st.sampled_from(versions), min_size=1, max_size=4)):
         way = chain(data, reader, live, target)
         for workers in found if way else ():
-            assert workers.stage(handed(way))
-            workers.commit()
+            assert workers.stage(way) == way
+            workers.commit(way)
             live = target
             bits = {name: sha256_hex(bits_of(tensor).tobytes()) for name, tensor in channel.bits[live.sha256].items()}
             assert workers.digest() == bits
-            assert workers.settle() == live
+            workers.settle()
+            assert workers.version == live
 
 
 @settings(max_examples=40)

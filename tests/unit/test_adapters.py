@@ -17,10 +17,10 @@ from deltasync.channel.adapter_base import FILE, AdapterBase
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.following import Follow, Status
+from deltasync.following.engine import open_reader
 from tests.conftest import assert_same_bits
 from vllm_plugin import adapters
 from vllm_plugin.adapters import AdapterTarget
-from vllm_plugin.target import open_reader
 
 CONFIG = {"adapter_config.json": b'{"r": 2}'}
 

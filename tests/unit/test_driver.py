@@ -213,7 +213,7 @@ def test_to_catch_up_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str
             assert driver.status().state == "sleeping"
             time.sleep(0.01)
             await driver.refresh()
-            engine.worker._deltasync_shard.shard.wake_up()
+            engine.worker._deltasync_shard.wake_up()
             await driver.reach(4)
             return driver.status().commits
 
@@ -256,7 +256,7 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
             engine.worker._deltasync_shard.fall_asleep()
         assert await looks() == [("settled",)] * 3
         assert driver.status().state == "sleeping"
-        engine.worker._deltasync_shard.shard.wake_up()
+        engine.worker._deltasync_shard.wake_up()
         assert ("audit",) in await looks()
         assert await looks() == []
         trainer.publish()
@@ -266,7 +266,7 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
             patch.setattr(driver.cursor, "next", Mock(side_effect=StoreError("The store does not answer.")))
             assert await looks() == []
             assert driver.status().state == "failed"
-        monkeypatch.setattr("vllm_plugin.target._SURE_S", 0.0)
+        monkeypatch.setattr("deltasync.following.shards._SURE_S", 0.0)
         assert await looks() == [("settled",)] * 3
 
     asyncio.run(body())
@@ -663,7 +663,7 @@ def test_generation_stays_paused_after_a_commit_that_could_not_be_undone(
         while driver.version != 1:
             await driver.refresh()
         trainer.publish()
-        memory = engine.worker._deltasync_shard.shard.weights.memory
+        memory = engine.worker._deltasync_shard.weights.memory
         with monkeypatch.context() as patch:
 
             def fail(staged: Any) -> Any:

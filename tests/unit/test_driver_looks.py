@@ -152,7 +152,7 @@ def test_a_fault_of_the_memory_is_not_taken_for_one_of_the_version(
     async def scene(driver: Driver) -> None:
         await follow(driver)
         engine.model.w.view(torch.int16)[30, 5] ^= 1
-        engine.worker._deltasync_shard.shard.weights.memory.audit()  # as if it had flipped after the fingerprint was taken
+        engine.worker._deltasync_shard.weights.memory.audit()  # as if it had flipped after the fingerprint was taken
         trainer.publish()
         await driver.refresh()
         assert "FingerprintMismatchError" in driver.status(0).error

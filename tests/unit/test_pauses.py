@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
+from deltasync.following.engine import answer
 from vllm_plugin.engine import exchange_here
 from vllm_plugin.pauses import OnLoop, Pauses
-from vllm_plugin.workers import answer
+from vllm_plugin.versions import LiveVersions
 
 
 class Engine:
@@ -108,7 +109,7 @@ class Engine:
 
 
 def pauses_of(engine: Engine, *, recomputes: bool = False) -> Pauses:
-    return Pauses(engine, OnLoop(asyncio.get_running_loop()), recomputes=recomputes)
+    return Pauses(engine, OnLoop(asyncio.get_running_loop()), LiveVersions(), recomputes=recomputes)
 
 
 @pytest.mark.parametrize("calls", [["commit"], ["commit", "confirm"]])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +19,9 @@ from fastapi.testclient import TestClient
 from deltasync import Publisher, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
-from deltasync.following import Follow, MemoryTarget
-from deltasync.following.requests import Requests
-from deltasync.following.routes import LocalRoutes, RemoteRoutes
-from deltasync.following.wanted import Wanted, demanded, demanding, reach
+from deltasync.following import Follow, MemoryTarget, calls
+from deltasync.following.routes import Routes
+from deltasync.following.wanted import Wanted, demanded, demanding
 from tests.faults import FaultyStore
 
 TOKEN = "secret"
@@ -46,50 +48,23 @@ class Target(MemoryTarget):
         return {"w": "digest"}
 
 
-@pytest.fixture
-def requests(loop: tuple[Publisher, Follow]) -> Requests:
-    return Requests(loop[1], TOKEN)
-
-
-class Local(LocalRoutes):
-    """Routes in the loop's own process."""
-
-    def __init__(self, follow: Follow) -> None:
-        super().__init__()
-        self._follow = follow
-
-    def follow(self) -> Follow:
-        return self._follow
-
-    async def status(self, commits: int) -> Any:
-        return self._follow.status(commits)
-
-    async def not_ready(self) -> str | None:
-        return self._follow.not_ready
-
-    async def reach(self, wanted: Wanted) -> Wanted:
-        return await reach(self._follow, wanted)
-
-
 @pytest.fixture(params=["local", "remote"])
-def client(
-    loop: tuple[Publisher, Follow], requests: Requests, monkeypatch: pytest.MonkeyPatch, request: Any
-) -> Iterator[TestClient]:
+def client(loop: tuple[Publisher, Follow], monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[TestClient]:
+    """Routes in the loop's own process, or as in another one."""
     monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", TOKEN)
-
-    async def states() -> list[dict[str, Any]]:
-        return [requests.state(False)]
-
-    async def ask(request: dict[str, Any]) -> None:
-        assert requests.takes(request | {"token": TOKEN})
-        requests.ask(request)
-
-    app, routes = FastAPI(), Local(loop[1]) if request.param == "local" else RemoteRoutes(states, ask)
-    routes.attach(app)
-    app.add_middleware(demanding, reach=routes.reach)
-    app.post("/generate")(lambda: {"wanted": str(demanded.get())})
-    with TestClient(app, headers={"authorization": f"Bearer {TOKEN}"}) as client:
-        yield client
+    app, routes = FastAPI(), Routes(loop[1])
+    with tempfile.TemporaryDirectory() as folder:
+        if request.param == "remote":
+            path = Path(folder, "follow")
+            calls.listen_in_thread(str(path), routes.answer)
+            while not path.exists():
+                time.sleep(0.01)
+            routes = Routes(ask=partial(calls.call, str(path)))
+        routes.attach(app)
+        app.add_middleware(demanding, reach=routes.demand)
+        app.post("/generate")(lambda: {"wanted": str(demanded.get())})
+        with TestClient(app, headers={"authorization": f"Bearer {TOKEN}"}) as client:
+            yield client
 
 
 def served(client: Any, path: str, body: object = None) -> int:
@@ -200,9 +175,7 @@ def test_a_long_wait_is_answered_though_many_others_ask_meanwhile(loop: tuple[Pu
         assert waiting.result(30).json()["version"] == 2
 
 
-def test_clients_that_left_free_their_slots_and_their_requests(
-    loop: tuple[Publisher, Follow], requests: Requests, client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_that_left_free_their_slots_and_their_requests(loop: tuple[Publisher, Follow], client: Any) -> None:
     publish(loop[0], 1, 1)
     assert served(client, "/deltasync/sync") == 1
     body = b'{"version": 999, "timeout_s": 90}'
@@ -228,7 +201,6 @@ def test_clients_that_left_free_their_slots_and_their_requests(
         }
         client.portal.call(client.app, scope, receive, send)
     assert codes == [499] * 70
-    assert all(requests.state(False)["answers"].values())
     deadline = time.monotonic() + 30
     while loop[1].on_step and time.monotonic() < deadline:
         time.sleep(0.01)  # nobody waits for a step any more
@@ -283,22 +255,16 @@ def test_without_the_token_only_readiness_is_told(loop: tuple[Publisher, Follow]
     assert client.post("/deltasync/sync", json={}).status_code == 403
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [None, [], {}, {"id": "1"}, {"id": 1, "timeout_s": 1.0, "token": TOKEN}, {"id": "1", "timeout_s": 1.0}],
-)
-def test_other_requests_are_not_taken(loop: tuple[Publisher, Follow], asked: Any) -> None:
-    requests = Requests(loop[1], TOKEN)
-    assert not requests.takes(asked)
-    assert requests.takes({"id": "1", "timeout_s": 1.0, "token": TOKEN})
+def test_a_process_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
+    app = FastAPI()
+    Routes(ask=partial(calls.call, str(tmp_path / "nobody"))).attach(app)
+    with TestClient(app) as client:
+        reply = client.get("/deltasync/ready")
+    assert (reply.status_code, reply.json()["error"]) == (503, "The process that follows the channel does not answer.")
 
 
-def test_only_the_last_answers_are_kept(loop: tuple[Publisher, Follow]) -> None:
-    requests = Requests(loop[1])
-    for numbers in (range(69), [69]):  # the last one alone: threads may answer the others in any order
-        for number in numbers:
-            requests.ask({"id": str(number), "timeout_s": 5.0, "digest": True})
-        while not all((answers := requests.state(True)["answers"]).values()):
-            time.sleep(0.01)
-    assert len(answers) == 64 and "69" in answers
-    assert requests.state(True)["not_ready"].startswith("This server does not generate now.")
+def test_weights_that_are_held_are_not_ready(loop: tuple[Publisher, Follow], monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(loop[0], 1, 1)
+    assert loop[1].wait(1) == 1 and loop[1].not_ready is None
+    monkeypatch.setattr(Target, "held", True)
+    assert loop[1].not_ready == "This server does not generate now."

@@ -18,7 +18,7 @@ from tests import driving
 from tests.driving import Engine, Trainer, serving
 from vllm_plugin.engine import lead
 from vllm_plugin.servers import Servers
-from vllm_plugin.target import LiveVersions
+from vllm_plugin.versions import LiveVersions
 
 engine, trainer = driving.engine, driving.trainer  # fixtures
 
@@ -191,20 +191,20 @@ def test_every_server_replies_alike_and_follows_when_the_first_has_ended(
                 assert each.get("/deltasync/ready").json() == {"ready": True, "reason": None}
                 assert each.post("/v1/completions").headers["x-deltasync-versions"] == f"{number}..{number}"
                 for wanted, code in ((str(number), 200), (">=latest", 200), (f">={number + 1}", 409), ("new", 400)):
-                    headers = {"x-deltasync-version": wanted, "x-deltasync-timeout": "0.1"}
+                    headers = {"x-deltasync-version": wanted, "x-deltasync-timeout": "0.1" if code == 409 else "20"}
                     assert each.post("/v1/completions", headers=headers).status_code == code
             trainer.publish()
         for body in ({"pin": "99"}, {"pin": "no"}, {"pin": "2"}, {"pin": "latest"}):
             replies = [each.post("/deltasync/pin", json=body | {"timeout_s": 20}) for each in (one, other)]
             assert len({(reply.status_code, reply.json().get("error")) for reply in replies}) == 1
         boot = other.get("/deltasync/status").json()["boot"]
-        weights = engine.worker._deltasync_shard.shard.weights
+        weights = engine.worker._deltasync_shard.weights
         first.close()
         version = trainer.publish()
         assert other.post("/deltasync/sync", json={"version": version}).json()["version"] == version
         assert other.get("/deltasync/status").json()["boot"] != boot
         assert other.post("/v1/completions").headers["x-deltasync-versions"] == f"{version}..{version}"
-        assert engine.worker._deltasync_shard.shard.weights is weights, "what the first one made is kept"
+        assert engine.worker._deltasync_shard.weights is weights, "what the first one made is kept"
         shared.deltasync_folder.cleanup()
 
 

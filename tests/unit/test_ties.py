@@ -9,17 +9,15 @@ import pytest
 import torch
 
 from deltasync import open_store
-from deltasync.channel.documents import sha256_hex
+from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import TiedError
-from deltasync.following.shard import handed
 from deltasync.live import derived
 from deltasync.tensors.bits import bits_of
 from tests.channels import Made
-from tests.driving import runner_of
+from tests.driving import runner_of, target_of
 from vllm_plugin.load import layers
 from vllm_plugin.worker import DeltaSyncWorkerExtension
-from vllm_plugin.workers import Client, WorkerShards
 
 ROWS, COLUMNS = 64, 48
 HEAD, EMBEDDINGS, BODY = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
@@ -72,16 +70,19 @@ class Server:
         size = ROWS // workers
         self.models = [Part(slice(at * size, (at + 1) * size), has_head) for at in range(workers)]
         self.reader, self.engine = ChannelReader(open_store(url)), Engine(self.models)
-        self.workers = WorkerShards(Client(self.engine.call), self.reader)
+        self.target = target_of(self.engine.call, self.reader)
 
-    def open(self, url: str) -> int:
-        total = self.workers.open(url, None)
-        self.workers.identified(None)
-        return total
+    def open(self) -> None:
+        self.target.open(lambda _: None)
 
     def take(self, *versions: int) -> None:
-        assert self.workers.stage(handed([self.reader.numbered(version) for version in versions]))
-        self.workers.commit()
+        staged = self.target.stage([self.reader.numbered(version) for version in versions])
+        assert staged is not None
+        self.target.commit(staged)
+
+    def settled(self) -> VersionId | None:
+        self.target.settle()
+        return self.target.version
 
     def live(self) -> torch.Tensor:
         return torch.cat([model.model.embed_tokens.weight for model in self.models])
@@ -119,14 +120,14 @@ def test_a_head_that_stays_equal_is_served_and_proven_in_the_place_of_the_embedd
         channel.delta(weights)
     weights = changed(weights, HEAD, EMBEDDINGS, at=3)
     channel.anchor(weights)
-    server.open(memory_url)
-    assert (server.workers.ignored, server.workers.ties) == ([], {HEAD: EMBEDDINGS})
-    assert server.workers.patched_count == 2
+    server.open()
+    assert (server.target.ignored, server.target.ties) == ([], {HEAD: EMBEDDINGS})
+    assert server.target.patched_count == 2
     for chain in ((1,), (2,), (3,), (4,)):
         server.take(*chain)
     assert torch.equal(server.live(), weights[HEAD])
-    assert server.workers.digest() == {name: sha256_hex(bits_of(tensor).data) for name, tensor in weights.items()}
-    assert server.workers.settle() == server.reader.numbered(4).version
+    assert server.target.digest() == {name: sha256_hex(bits_of(tensor).data) for name, tensor in weights.items()}
+    assert server.settled() == server.reader.numbered(4).version
 
 
 @pytest.mark.parametrize("as_anchor", [False, True], ids=["delta", "anchor"])
@@ -141,17 +142,17 @@ def test_a_version_in_which_they_differ_is_refused_and_the_one_before_stays(
     (channel.anchor if as_anchor else channel.delta)(unequal)
     equal = changed(unequal, *{HEAD, EMBEDDINGS} - {*names})
     channel.delta(equal)
-    server.open(memory_url)
+    server.open()
     server.take(1)
     for _ in range(2):
         with pytest.raises(TiedError, match=f"{HEAD} and {EMBEDDINGS} are one tensor in the model, and differ in version 2"):
             server.take(2)
         assert torch.equal(server.live(), weights[EMBEDDINGS])
-        assert server.workers.settle() == server.reader.numbered(1).version
+        assert server.settled() == server.reader.numbered(1).version
     assert server.engine.calls.count("commit") == 2, "generation is paused for it once"
     server.take(2, 3)
     assert torch.equal(server.live(), equal[HEAD])
-    assert server.workers.settle() == server.reader.numbered(3).version
+    assert server.settled() == server.reader.numbered(3).version
 
 
 def test_a_trainer_that_begins_with_another_head_is_refused_at_its_first_version(
@@ -160,7 +161,7 @@ def test_a_trainer_that_begins_with_another_head_is_refused_at_its_first_version
     weights = changed(trained(), HEAD)
     channel.create(weights)
     channel.anchor(weights)
-    server.open(memory_url)
+    server.open()
     with pytest.raises(TiedError, match="differ in version 1"):
         server.take(1)
     assert torch.equal(server.live(), trained()[EMBEDDINGS])

@@ -18,8 +18,7 @@ from tests.unit.test_pauses import Engine as Switch
 from tests.unit.test_pauses import pauses_of
 from vllm_plugin import versions
 from vllm_plugin.pauses import Pauses
-from vllm_plugin.target import LiveVersions
-from vllm_plugin.versions import attend, replies
+from vllm_plugin.versions import LiveVersions, attend, replies
 
 Span = tuple[str, int]
 

@@ -19,8 +19,8 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CommitError, ConfigError, DeltaSyncError, ModelMismatchError
 from deltasync.following import Cursor, engine
 from deltasync.following.cursor import identify
-from deltasync.following.engine import Failure
-from deltasync.following.shard import Shard, handed
+from deltasync.following.engine import Failure, handed
+from deltasync.following.shard import Shard
 from deltasync.kernels import native
 from deltasync.live import derived, model_fingerprint
 from deltasync.live import plan as plans
@@ -33,8 +33,6 @@ from vllm_plugin import logger
 from vllm_plugin import worker as extension
 from vllm_plugin.load import layers
 from vllm_plugin.load.fallback import Mirror, _together, mirrored
-from vllm_plugin.worker import WorkerShard
-from vllm_plugin.workers import Client, WorkerShards
 
 PATIENCE_S = 60.0
 
@@ -66,7 +64,7 @@ def checkpoint() -> Weights:
 
 
 def replica(model: torch.nn.Module, url: str) -> Shard:
-    return WorkerShard(tests_driving.runner_of(lambda: model), url).shard
+    return extension.open_shard(tests_driving.runner_of(lambda: model), url)
 
 
 def proven(of: Shard, url: str) -> int | None:
@@ -297,16 +295,17 @@ class TestCoverage:
         engine.model = model
         vars(engine.worker.model_runner).update(runner)
         reader = ChannelReader(open_store(url))
-        workers = WorkerShards(Client(lambda method, *args: [getattr(engine.worker, method)(*args)]), reader)
+        target = tests_driving.target_of(lambda method, *args: [getattr(engine.worker, method)(*args)], reader)
         found = []
-        workers.open(url, None)
-        workers.identified(None)
-        self.draft = workers.draft
+        target.open(lambda _: None)
+        self.draft = target.draft
         for number in range(1, versions + 1):
-            assert workers.stage(handed([reader.numbered(number)]))
-            workers.commit()
-            assert workers.settle() == reader.numbered(number).version
-            found.append((number, workers.digest()))
+            staged = target.stage([reader.numbered(number)])
+            assert staged is not None
+            target.commit(staged)
+            target.settle()
+            assert target.version == reader.numbered(number).version
+            found.append((number, target.digest()))
         return found
 
     @pytest.mark.parametrize(
@@ -389,7 +388,7 @@ class TestCoverage:
         runner.model_config.dtype = torch.float16
         told = "weights are bfloat16, and vLLM computes with float16, .* --dtype bfloat16, or publish with dtype='float16'"
         with pytest.raises(ModelMismatchError, match=told):
-            WorkerShard(runner, memory_url)
+            extension.open_shard(runner, memory_url)
 
     def test_what_the_channel_lacks_is_refused(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         held = checkpoint() | {"inv_freq": torch.zeros(3)}  # which the loader ignores
@@ -697,7 +696,7 @@ class TestUnsettled:
         vllm_worker.model_runner = tests_driving.runner_of(lambda: model, reload_weights=lambda: steps.append("reloaded"))
         vllm_worker.execute_model = lambda: steps.append(model.plain.sum().item())
         assert vllm_worker.deltasync_open(url) == {"result": None}
-        of = vllm_worker._deltasync_shard.shard
+        of = vllm_worker._deltasync_shard
         proven(of, url)
         wanted = model.plain.sum().item()
         for replace in (
@@ -853,8 +852,8 @@ class TestWarmUp:
         used = []
         monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
         of = replica(Model(), url)
-        of.use_device()
+        of._use_device()
         assert used == []  # the host needs none
         of._device = torch.device("cuda", 3)
-        of.use_device()
+        of._use_device()
         assert used == [torch.device("cuda", 3)]

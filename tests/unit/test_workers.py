@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deltasync import limits
+from deltasync.channel.documents import VersionId
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     ApplyError,
@@ -20,15 +21,15 @@ from deltasync.errors import (
     SleepingError,
     StageError,
 )
-from deltasync.following.engine import Failure, is_safe
-from deltasync.following.shard import Done, Shard
+from deltasync.following import Commit
+from deltasync.following.engine import Failure, answer, is_safe
+from deltasync.following.shard import BACKGROUND, CALLS, Done, Shard
+from deltasync.following.shards import ShardsTarget
 from deltasync.live import Union
 from deltasync.tensors import TensorSpec
 from tests import driving
-from tests.driving import Engine, Trainer
+from tests.driving import Engine, Trainer, target_of
 from vllm_plugin.offline import OfflineReplica
-from vllm_plugin.worker import BACKGROUND, CALLS
-from vllm_plugin.workers import Client, WorkerShards, answer
 
 engine, trainer = driving.engine, driving.trainer  # fixtures
 
@@ -55,11 +56,12 @@ class Two:
         return [answer(lambda: body(error)) for error in self.failing.get(called, [None, None])]  # noqa: B023
 
 
-def commit(two: Two) -> Done:
-    workers = WorkerShards(Client(two.call), SimpleNamespace(specs={}))  # type: ignore[arg-type]
-    workers._regions = [{}, {}]
-    workers._union = Union([], workers._regions)
-    return workers.commit()
+def commit(two: Two) -> Commit:
+    target = target_of(two.call, SimpleNamespace(specs={}, store=SimpleNamespace(url="memory://none")))  # type: ignore[arg-type]
+    target._regions = [{}, {}]
+    target._union = Union([], target._regions)
+    record = SimpleNamespace(version=VersionId(2, "0" * 16, "0" * 64), use_anchor=False)
+    return target.commit([record])  # type: ignore[list-item]
 
 
 UNCERTAIN, STAGE, MISMATCH = CommitError("half-way"), StageError("untouched"), FingerprintMismatchError("rolled back")
@@ -90,7 +92,8 @@ def test_the_gravest_failure_of_a_commit_is_the_one_that_counts(
 
 
 def test_times_are_the_longest_and_changes_add_up() -> None:
-    assert commit(Two()) == msgspec.structs.replace(DONE, changed=2)
+    found = commit(Two())
+    assert (found.changed, found.stage_s, found.scatter_s, found.reload_s) == (2, 0.5, 0.25, 0.125)
 
 
 class Halves:
@@ -115,8 +118,9 @@ class Halves:
         return [first, {"result": True}, {"result": True}]
 
 
-def halves(engine: Halves) -> WorkerShards:
-    workers = WorkerShards(Client(engine.call), SimpleNamespace(specs={"w": TensorSpec("w", "bfloat16", (2, 3))}))  # type: ignore[arg-type]
+def halves(engine: Halves) -> ShardsTarget:
+    specs, store = {"w": TensorSpec("w", "bfloat16", (2, 3))}, SimpleNamespace(url="memory://none")
+    workers = target_of(engine.call, SimpleNamespace(specs=specs, store=store))  # type: ignore[arg-type]
     workers._regions = [{"w": [(start, ((3, 1),))]} for start in (0, 3)] + [{"w": []}]
     return workers
 
@@ -124,7 +128,7 @@ def halves(engine: Halves) -> WorkerShards:
 def test_a_tensor_that_a_worker_lacks_is_handed_to_it_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HANDED_BYTES", 5)
     engine = Halves()
-    assert halves(engine).stage([])
+    assert halves(engine).stage([]) == []
     assert engine.came == bytes([1] * 6 + [2] * 6)
 
 
@@ -166,7 +170,7 @@ def test_a_worker_that_sleeps_touches_nothing(engine: Engine, trainer: Trainer, 
     for method in ("settled", "poll", "audit", "stage", "commit", "confirm", "read", "prove"):
         with pytest.raises(SleepingError):
             opened.call(method)
-    opened.shard.wake_up()
+    opened.wake_up()
     assert opened.call("settled") is False
 
 
@@ -189,7 +193,7 @@ def test_an_offline_model_is_audited_after_a_commit_that_could_not_be_undone(
     trainer.publish()
     assert replica.sync() == 1
     trainer.publish()
-    memory = engine.worker._deltasync_shard.shard.weights.memory
+    memory = engine.worker._deltasync_shard.weights.memory
     with monkeypatch.context() as patch:
 
         def fail(staged: Any) -> Any:
