@@ -21,7 +21,6 @@ from benchmarks import common
 from deltasync import Publisher, Receipt, Replica, open_store
 from deltasync.channel import heartbeat
 from deltasync.channel.heartbeat import Heartbeat
-from deltasync.dashboard.costs import RATES, Exchange
 from tests.http_faults import FaultProxy
 from tests.hub import fixtures as hub
 from tests.servers import reverse_proxy
@@ -31,6 +30,29 @@ VERSIONS, POLLS = 10, 20
 HEAD_S = 0.5  # wait after each version for head.json, which is written behind it
 ELEMENTS = 4_000_000
 PART = os.urandom(100_000)
+
+Exchange = tuple[int, int, int]
+"""Requests, bytes up and bytes down of one action: whole HTTP messages, without the payload."""
+
+STATED: dict[str, dict[str, Exchange]] = {
+    "s3": {
+        "publish": (3, 2_300, 1_430),  # a version whose payload is in its record; then head is read and replaced
+        "put": (1, 470, 345),  # storing one more object: a part, a file of an anchor, a compaction
+        "follow": (1, 500, 1_050),  # reading a version whose payload is in its record
+        "get": (1, 450, 455),  # reading one more object
+        "poll": (1, 497, 643),  # requesting a record that does not exist yet
+        "heartbeat": (1, 660, 345),  # replacing a replica's heartbeat
+    },
+    "hf": {
+        "publish": (10, 4_800, 3_400),
+        "put": (3, 1_500, 640),
+        "follow": (3, 920, 1_900),
+        "get": (3, 840, 1_330),
+        "poll": (1, 358, 229),
+        "heartbeat": (3, 1_680, 660),
+    },
+}
+"""What docs/operations/cost.md says of each action at a store, by the scheme of its URL."""
 
 
 @contextlib.contextmanager
@@ -54,7 +76,7 @@ def hugging_face() -> Iterator[tuple[str, FaultProxy]]:
 
 
 def row(exchanges: list[reverse_proxy.Exchange], times: int, stated: Exchange) -> dict[str, Any]:
-    """Return the mean requests and bytes of one action, and what the dashboard states for it."""
+    """Return the mean requests and bytes of one action, and what docs/operations/cost.md says of it."""
     return {
         "requests": len(exchanges) / times,
         "to_hub": sum(exchange.path.startswith(("/api/", "/buckets/")) for exchange in exchanges) / times,
@@ -101,7 +123,7 @@ def measure(url: str, proxy: FaultProxy) -> dict[str, Any]:
         beaten = taken(lambda: [heartbeat.write(store, beat) for _ in range(POLLS)])
         put = taken(lambda: [store.put(f"parts/{number}", PART) for number in range(POLLS)])
         got = taken(lambda: [store.read(f"parts/{number}", 1 << 30) for number in range(POLLS)])
-    rates = RATES[url.partition(":")[0]]
+    rates = STATED[url.partition(":")[0]]
     rows = {
         "publish": row(published, VERSIONS, rates["publish"]),
         "follow": row(followed, VERSIONS, rates["follow"]),
@@ -125,7 +147,7 @@ TEXTS = {
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
     """Yield the result as lines of text."""
-    columns = ("requests", "bytes up", "bytes down", "in deltasync.dashboard.costs, without the payload")
+    columns = ("requests", "bytes up", "bytes down", "in docs/operations/cost.md, without the payload")
     for name, found in result.items():
         rows = []
         for key, text in TEXTS.items():

@@ -56,7 +56,7 @@ def watch(
     heat: int,
     as_json: bool,
 ) -> None:
-    """Watch CHANNEL live: its versions, compactions, replicas and cost so far, in the terminal or as a web page.
+    """Watch CHANNEL live: its versions, compactions, replicas and size, in the terminal or as a web page.
 
     If the output is not a terminal, each change is printed as one line. Documents and heartbeats are read, for a page also
     the headers of deltas. Nothing is written to the channel. Ends with Ctrl-C, --once or --timeout.
@@ -192,7 +192,7 @@ def screen(snapshot: Snapshot) -> RenderableType:
     if snapshot.newest_version is None:
         parts.append(cell("Waiting for the first version.", "yellow"))
     else:
-        parts += [cell(_summary(snapshot)), _versions(snapshot), _replicas(snapshot), cell(_cost(snapshot), "dim")]
+        parts += [cell(_summary(snapshot)), _versions(snapshot), _replicas(snapshot)]
     parts += [cell(problem, "yellow") for problem in snapshot.problems[-3:]]
     if snapshot.error is not None:
         parts.append(cell(snapshot.error, "red"))
@@ -208,7 +208,7 @@ def _summary(snapshot: Snapshot) -> str:
     versions, compactions = count(len(snapshot.versions), "version"), count(len(snapshot.compactions), "compaction")
     counts = f"{versions}, {anchors} with full weights, {compactions}"
     gone = f", {snapshot.forgotten} forgotten" if snapshot.forgotten else ""
-    return f"{newest}; {counts}{gone}; model {size_of(snapshot.full_bytes)}"
+    return f"{newest}; {counts}{gone}; model {size_of(snapshot.full_bytes)}, {size_of(snapshot.stored_bytes)} stored"
 
 
 def _versions(snapshot: Snapshot) -> RenderableType:
@@ -249,18 +249,6 @@ def _replicas(snapshot: Snapshot) -> RenderableType:
             cell(text_of(row.error)),
         )
     return shown
-
-
-def _cost(snapshot: Snapshot) -> str:
-    costs = snapshot.costs
-    if costs is None:
-        return ""
-    up, down, requests = (sum(row[name] for row in costs.rows) for name in ("up_bytes", "down_bytes", "requests"))
-    asked = f", {requests:,} requests" if requests else ""
-    dollars = (
-        "" if costs.usd is None else f", ${costs.usd:.2f} and ${costs.traffic_usd:.2f} for traffic if it leaves the region"
-    )
-    return f"so far about {size_of(up)} up, {size_of(down)} down{asked}; {size_of(costs.stored_bytes)} stored{dollars}"
 
 
 def sparkline(numbers: list[int]) -> str:

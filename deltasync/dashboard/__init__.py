@@ -9,4 +9,4 @@ from deltasync.dashboard.observe import Observer
 from deltasync.dashboard.serve import PageServer, page
 from deltasync.dashboard.snapshot import Snapshot
 
-__all__ = ["Observer", "PageServer", "Snapshot", "costs", "page"]
+__all__ = ["Observer", "PageServer", "Snapshot", "page"]

@@ -8,11 +8,9 @@ const many = number => number.toLocaleString("en");
 const bytes = n => n < 1e3 ? `${many(n)} B` : n < 999.5e3 ? `${short(n / 1e3)} kB` : n < 999.5e6 ? `${short(n / 1e6)} MB` : `${short(n / 1e9)} GB`;
 const percent = fraction => fraction === 0 ? "0 %" : `${short(100 * fraction)} %`;
 const span = s => s < 10 ? `${s.toFixed(1)} s` : s < 120 ? `${Math.round(s)} s` : s < 7200 ? `${Math.round(s / 60)} min` : s < 172800 ? `${(s / 3600).toFixed(1)} h` : `${Math.round(s / 86400)} d`;
-const dollars = usd => usd === null ? "" : usd > 0 && usd < 0.01 ? "< $0.01" : `$${usd.toFixed(2)}`;
 const clock = time => new Date(1000 * time).toLocaleTimeString("en-GB");
 const date = time => new Date(1000 * time).toLocaleString("sv-SE");
 const plural = (n, what) => `${many(n)} ${what}${n === 1 ? "" : "s"}`;
-const sum = numbers => numbers.reduce((a, b) => a + b, 0);
 let data = null, drawn = "", charts = [], byTime = false, left = 104; // pixels for labels at the left
 
 function add(parent, name, attributes, text) {

@@ -14,7 +14,6 @@ from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
-from deltasync.dashboard.costs import estimate
 from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, compaction_row, version_row
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
 from deltasync.maintenance import digests, in_parallel, result_or_error
@@ -154,12 +153,11 @@ class Observer:
         shown = list(self._lineage.values())[-self._last :]
         rows = [version_row(slot, self._documents[slot.key], named.get(slot), announced.get(slot)) for slot in shown]
         newest = rows[-1]
-        created_s = _epoch_s(channel.created_at)
         return Snapshot(
             url=self._reader.store.url,
             time_s=now_s,
             run_id=channel.run_id,
-            created_s=created_s,
+            created_s=_epoch_s(channel.created_at),
             newest_version=newest.version,
             head_sha256=newest.sha256,
             element_count=weight_elements(specs),
@@ -174,15 +172,7 @@ class Observer:
             layers=list(self._layers) if self._heat_last else [],
             heat={row.version: self._heat[row.version] for row in rows if row.version in self._heat},
             heat_unread=len(self._waiting_for_headers()),
-            costs=estimate(
-                self._reader.store.url,
-                self._documents.values(),
-                self._held.values(),
-                self._beats,
-                newest=newest.version,
-                created_s=created_s,
-                now_s=now_s,
-            ),
+            stored_bytes=sum(info.bytes for info in self._held.values()),
             problems=list(self._problems.values()),
             error=error,
         )

@@ -1,7 +1,7 @@
 const POLL_MS = 2000, LATE_S = 20, ROWS = 200;
 const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#ef4444", "#84cc16"];
 
-function table(id, heads, rows, foot) {
+function table(id, heads, rows) {
   const target = byId(id);
   target.replaceChildren();
   const line = (parent, cells, cell) => {
@@ -21,7 +21,6 @@ function table(id, heads, rows, foot) {
       below.colSpan = heads.length;
     }
   });
-  if (foot) line(element(target, "tfoot"), foot, "td");
 }
 
 function drawLags(lags, colour) {
@@ -58,20 +57,6 @@ function showReplicas(found) {
   drawLags(found.lags, colour);
 }
 
-function showCosts(costs) {
-  const asked = costs.rows.some(row => row.requests), priced = costs.storage_usd !== null;
-  const pick = cells => cells.filter((_, i) => (asked || i !== 2) && (priced || i !== 5));
-  const total = key => sum(costs.rows.map(row => row[key]));
-  const requests_usd = total("usd"), rows = costs.rows.map(r => pick([r.what, many(r.times), r.requests ? many(r.requests) : "", r.up_bytes ? bytes(r.up_bytes) : "", r.down_bytes ? bytes(r.down_bytes) : "", dollars(r.usd)]));
-  rows.push(pick([`stored now: ${bytes(costs.stored_bytes)}`, "", "", "", "", dollars(costs.storage_usd)]));
-  table("costs", pick([["", ""], ["times", "n"], ["requests", "n"], ["up", "n"], ["down", "n"], ["US$", "n"]]), rows,
-    pick(["together", "", many(total("requests")), bytes(total("up_bytes")), bytes(total("down_bytes")), dollars(requests_usd + costs.storage_usd)]));
-  byId("notes").replaceChildren();
-  if (priced) element(byId("notes"), "li", `Traffic: ${dollars(costs.traffic_usd) || "$0.00"} more if the replicas are outside the bucket's region, nothing inside it.`);
-  costs.notes.forEach(note => element(byId("notes"), "li", note));
-  return priced ? dollars(requests_usd + costs.storage_usd) : null;
-}
-
 function showVersions(found) {
   const rows = [...found.versions.map(row => ({ ...row, order: row.version })), ...found.compactions.map(compaction => ({ ...compaction, kind: "compaction", order: compaction.version + 0.5 }))];
   rows.sort((a, b) => b.order - a.order);
@@ -84,7 +69,7 @@ function showVersions(found) {
   }));
 }
 
-function showTiles(found, cost) {
+function showTiles(found) {
   const last = found.versions.at(-1), delta = found.versions.findLast(row => row.delta_bytes !== null);
   say("head", many(found.newest_version));
   byId("head").title = found.head_sha256 ?? "";
@@ -104,8 +89,8 @@ function showTiles(found, cost) {
   say("fleet", found.replicas.length ? live.length ? `${there.length} of ${live.length}` : "none live" : "none");
   const silent = found.replicas.filter(row => !row.live && row.state !== "stopped").length, failed = live.filter(row => row.state === "failed").length, stale = live.filter(row => row.state === "stale").length;
   say("lagging", [failed && `${failed} failed`, stale && `${stale} stale`, silent && `${silent} silent`, pinned && `${pinned} pinned`].filter(Boolean).join(", "));
-  if (found.costs) say("stored", bytes(found.costs.stored_bytes));
-  say("cost", cost ? `${cost} so far, without traffic` : `${plural(found.versions.length + found.unread, "version")}, ${plural(found.compactions.length, "compaction")}`);
+  say("stored", bytes(found.stored_bytes));
+  say("objects", `${plural(found.versions.length + found.unread, "version")}, ${plural(found.compactions.length, "compaction")}`);
 }
 
 // Show the version that `#v42` in the address names.
@@ -146,8 +131,7 @@ function draw() {
   show("main", found && found.newest_version !== null);
   show("waiting", !found || found.newest_version === null);
   if (!found || found.newest_version === null) { say("waiting", found ? "Waiting for the first version." : "Reading the channel …"); return; }
-  const cost = found.costs ? showCosts(found.costs) : null;
-  showTiles(found, cost);
+  showTiles(found);
   showReplicas(found);
   showVersion();
   show("problems", found.problems.length); say("problems", found.problems.slice(-5).join("\n"));

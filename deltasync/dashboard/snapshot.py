@@ -8,7 +8,6 @@ import msgspec
 
 from deltasync.channel.documents import Record, TokenLag
 from deltasync.channel.keys import Slot
-from deltasync.dashboard.costs import Costs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +92,7 @@ class Snapshot:
     layers: list[str] = dataclasses.field(default_factory=list)
     heat: dict[int, list[float]] = dataclasses.field(default_factory=dict)  # version -> changed fraction of each layer
     heat_unread: int = 0  # number of versions whose payload headers are unread
-    costs: Costs | None = None
+    stored_bytes: int = 0  # size of all records, compactions, parts and anchors in the last listing
     problems: list[str] = dataclasses.field(default_factory=list)  # damages, in sentences
     error: str | None = None  # error of the last refresh, None if it succeeded
 

@@ -16,7 +16,6 @@ import pytest
 
 import deltasync
 from deltasync.dashboard import Snapshot, page
-from deltasync.dashboard.costs import Costs
 from deltasync.dashboard.snapshot import CompactionRow, LagRow, ReplicaRow, VersionRow
 from tests.browser import browse, needs_browser
 
@@ -90,17 +89,6 @@ def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
         LagRow(time_s=NOW_S - 200 + i, replica_id=f"gpu-{i % 5}", version=newest, lag_s=0.1 * (i % 13))
         for i in range(replicas)
     ]
-    kinds = ("deltas, upload", "anchors, upload", "records and head, upload", "deltas, download", "polls for a record")
-    costs = Costs(
-        rows=[
-            dict(what=what, times=4998, requests=123_456, up_bytes=4_123_456_789, down_bytes=12_345_678_901, usd=0.0042)
-            for what in kinds
-        ],
-        stored_bytes=98_765_432_100,
-        storage_usd=2.5,
-        traffic_usd=12.3,
-        notes=["Each replica is assumed to have fetched every delta up to its version once, and nothing else."],
-    )
     return Snapshot(
         url="s3://a-bucket-with-a-long-name/and/a/prefix/run-2026-11-23",
         time_s=NOW_S + 3,
@@ -123,7 +111,7 @@ def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
         lags=lags,
         layers=["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(LAYERS - 2)), "lm_head"],
         heat=heat,
-        costs=costs,
+        stored_bytes=98_765_432_100,
         problems=[f"versions/0000000/{ERROR}"] if replicas else [],
         error=ERROR if replicas > 10 else None,
     )
