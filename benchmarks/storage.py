@@ -20,8 +20,7 @@ from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.stores import Store
-from deltasync.stores.base import ObjectInfo
-from deltasync.stores.wrapper import WrappedStore
+from deltasync.stores.base import ObjectInfo, WrappedStore
 from deltasync.tensors.bits import bits_of
 
 Weights = dict[str, torch.Tensor]

@@ -27,8 +27,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.following import Replica
 from deltasync.publish import Publisher
 from deltasync.stores import Store, open_store
-from deltasync.stores.base import check_key
-from deltasync.stores.wrapper import WrappedStore
+from deltasync.stores.base import WrappedStore, check_key
 
 _ROUNDS = 9
 _SMALL_BYTES = 1024

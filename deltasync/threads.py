@@ -5,6 +5,7 @@ docs/reference/threads.md says which thread does what.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -13,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from types import FrameType
 from typing import Any, Literal, Protocol, TypeVar, get_args
@@ -184,6 +185,19 @@ def each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: f
     if failed := [error for future in futures if future.done() and (error := future.exception()) is not None]:
         raise failed[0]
     return [future.result() if future.done() else None for future in futures]
+
+
+@contextlib.contextmanager
+def watched(after_s: float, report: Callable[[], object]) -> Iterator[None]:
+    """Call `report`, in a thread, if the block takes longer than `after_s`."""
+    timer = threading.Timer(after_s, report)
+    timer.daemon, timer.name = True, "deltasync-watch"
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending, and starts no more threads
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Finishing(Protocol):

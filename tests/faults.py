@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from deltasync.errors import CorruptDataError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import ObjectInfo, Store, check_size
-from deltasync.stores.wrapper import WrappedStore
+from deltasync.stores.base import ObjectInfo, Store, WrappedStore, check_size
 
 FOREVER = 1 << 30
 

@@ -15,8 +15,7 @@ from deltasync.channel.documents import Head
 from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, FormatError, ObjectMissingError, StoreError, get_logger
 from deltasync.stores import open_store
-from deltasync.stores.base import ObjectInfo, Store, Watch
-from deltasync.stores.wrapper import WrappedStore
+from deltasync.stores.base import ObjectInfo, Store, Watch, WrappedStore
 from deltasync.threads import daemon, each
 
 logger = get_logger(__name__)

@@ -15,9 +15,8 @@ import click
 import msgspec
 
 from deltasync.errors import printable
-from deltasync.stores.base import Store
-from deltasync.stores.slow import watched
-from deltasync.stores.wrapper import WrappedStore
+from deltasync.stores.base import Store, WrappedStore
+from deltasync.threads import watched
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -5,8 +5,7 @@ An observer reads documents, heartbeats and the headers of delta payloads, and w
 
 from __future__ import annotations
 
-from deltasync.dashboard.observe import Observer
+from deltasync.dashboard.observe import Observer, Snapshot
 from deltasync.dashboard.serve import PageServer, page
-from deltasync.dashboard.snapshot import Snapshot
 
 __all__ = ["Observer", "PageServer", "Snapshot", "page"]

@@ -9,8 +9,7 @@ from typing import Self
 
 import msgspec
 
-from deltasync.dashboard.observe import Observer
-from deltasync.dashboard.snapshot import Snapshot
+from deltasync.dashboard.observe import Observer, Snapshot
 from deltasync.errors import ConfigError, DeltaSyncError, get_logger, printable_in
 from deltasync.threads import daemon
 

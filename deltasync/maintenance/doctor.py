@@ -19,7 +19,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError, NotPublishedError, StoreError
 from deltasync.maintenance.scan import exists
 from deltasync.stores.base import Store
-from deltasync.stores.probe import decides
+from deltasync.stores.retries import decides
 
 CHANGED_FRACTION = 0.01
 BITS_PER_CHANGED = 9.93  # bits per changed element of `packed` at 1 % changed, see docs/benchmarks/sizes.md

@@ -42,8 +42,7 @@ from deltasync.errors import (
 )
 from deltasync.publish.log import Lease, Log, boot_s
 from deltasync.stores.base import ObjectInfo
-from deltasync.stores.probe import decides
-from deltasync.stores.retries import READS, retried
+from deltasync.stores.retries import READS, decides, retried
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from deltasync.errors import ConfigError, CorruptDataError
 
@@ -19,6 +19,8 @@ REQUEST_S = 20.0  # time limit for the final request of a guarded `Store.put`
 # No part may start with a dot: this excludes `.` and `..`, and LocalStore gives such names to unfinished files.
 _PART = r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*"
 _KEY = re.compile(rf"{_PART}(/{_PART})*")
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Store(Protocol):
 
     @property
     def can_create(self) -> bool:
-        """Whether the store claims that only one of two writers can `create` a key. `probe.decides` tests the claim."""
+        """Whether the store claims that only one of two writers can `create` a key. `retries.decides` tests the claim."""
         ...
 
     @property
@@ -131,6 +133,51 @@ class Store(Protocol):
             None if the store cannot watch; the caller must poll.
         """
         ...
+
+
+class WrappedStore:
+    """A store that forwards every call to another store through `ask`. See `Store`."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
+        """Run the call `action`. `verb` is the method's name, `key` its first key or the prefix of a listing."""
+        return action()
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    @property
+    def can_create(self) -> bool:
+        return self.inner.can_create
+
+    @property
+    def is_scarce(self) -> bool:
+        return self.inner.is_scarce
+
+    def create(self, key: str, data: bytes) -> None:
+        self.ask("create", key, lambda: self.inner.create(key, data))
+
+    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
+        self.ask("put", key, lambda: self.inner.put(key, data, guard=guard))
+
+    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
+        return self.ask("read", key, lambda: self.inner.read(key, most_bytes, known))
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        return self.ask("read_range", key, lambda: self.inner.read_range(key, start, end))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter(self.ask("list", prefix, lambda: [*self.inner.list(prefix)]))
+
+    def delete(self, *keys: str) -> None:
+        if keys:
+            self.ask("delete", keys[0], lambda: self.inner.delete(*keys))
+
+    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
+        return self.inner.watch(prefix, on_change)
 
 
 def check_key(key: str) -> str:

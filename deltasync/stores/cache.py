@@ -25,8 +25,7 @@ from pathlib import Path
 
 from deltasync import limits
 from deltasync.errors import ConfigError, FormatError
-from deltasync.stores.base import Store, read_file
-from deltasync.stores.wrapper import WrappedStore
+from deltasync.stores.base import Store, WrappedStore, read_file
 
 try:
     import fcntl

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import logging
 import random
 import threading
@@ -9,9 +12,15 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from deltasync.errors import CorruptDataError, DeltaSyncError, ObjectExistsError, ObjectMissingError, TransientStoreError
-from deltasync.stores.base import Store
-from deltasync.stores.wrapper import WrappedStore
+from deltasync.errors import (
+    CorruptDataError,
+    DeltaSyncError,
+    ObjectExistsError,
+    ObjectMissingError,
+    StoreError,
+    TransientStoreError,
+)
+from deltasync.stores.base import Store, WrappedStore
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +28,7 @@ READS = 3
 """How often bytes that look damaged are read: they may be so on the way only."""
 
 _LONGEST_DELAY_S = 30.0
+_CHANGE_S = 2.0  # Google allows one change of an object per second; at least half of this is waited
 _TRUSTED_FAILURES = 3
 _RESERVE = 0.25  # fraction of a quota
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
@@ -108,6 +118,41 @@ def holds(store: Store, key: str, data: bytes) -> bool | None:
             return None
         except CorruptDataError:
             continue  # larger
+    return False
+
+
+def decides(store: Store, key: str) -> bool:
+    """Whether the store refuses to `create` an object that exists; some accept `If-None-Match` and ignore it.
+
+    The test creates an object at `key`, which nobody else may use, and deletes it again. A failed test is repeated with the
+    same key after a wait, because stores limit how often an object may change.
+
+    Raises:
+        StoreError: the test failed.
+    """
+    if not store.can_create:
+        return False
+    first, second = (hashlib.sha256(f"{key} {which}".encode()).digest()[:16] for which in ("first", "second"))
+    try:
+        # If the first one is refused too, an earlier request may have succeeded and its reply got lost: read it back.
+        refused = [retried(functools.partial(_is_refused, store, key, data), 1, _CHANGE_S) for data in (first, second)]
+    except TransientStoreError:
+        raise
+    except StoreError:  # the store refuses every create
+        store.put(key, second)  # raises if the store refuses this as well, for another reason
+        return False
+    else:
+        return refused[1] and holds(store, key, first) is True
+    finally:
+        with contextlib.suppress(StoreError):  # a trainer may lack the right to delete
+            retried(lambda: store.delete(key), 1, _CHANGE_S)
+
+
+def _is_refused(store: Store, key: str, data: bytes) -> bool:
+    try:
+        store.create(key, data)
+    except ObjectExistsError:
+        return True
     return False
 
 

@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +20,7 @@ from deltasync.stores.base import ObjectInfo
 from deltasync.stores.environment import check_xet_cache, import_quietly
 from deltasync.stores.replies import is_panic
 from deltasync.stores.retries import Pause
-from deltasync.threads import daemon
+from deltasync.threads import Workers
 
 hf_xet = import_quietly("hf_xet")
 
@@ -128,7 +127,9 @@ class Xet:
         pause.check()
         for is_last in (False, True):
             try:
-                result = _interruptible(transfer)
+                # hf_xet does not check for signals: from another thread, Ctrl-C ends the wait for it.
+                is_main = threading.current_thread() is threading.main_thread()
+                result = Workers(1, "fetch").submit(transfer).result() if is_main else transfer()
             except BaseException as error:
                 if isinstance(error, DeltaSyncError) or not (isinstance(error, _ERRORS) or is_panic(error)):
                     raise
@@ -177,25 +178,6 @@ class Xet:
     def forget_token(self, scope: str) -> None:
         """Drop the token, so that the next transfer fetches another one."""
         self._tokens.pop(scope, None)
-
-
-def _interruptible(action: Callable[[], _Result]) -> _Result:
-    """Run an action so that Ctrl-C ends the wait for it. hf_xet does not check for signals."""
-    if threading.current_thread() is not threading.main_thread():
-        return action()
-    future: Future[_Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:  # noqa: BLE001 - raised below
-            future.set_exception(error)
-
-    try:
-        daemon("fetch", run).start()
-    except RuntimeError:  # Python 3.12 and newer start no thread while the interpreter exits
-        run()
-    return future.result()
 
 
 def request_headers() -> dict[str, str]:

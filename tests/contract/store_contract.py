@@ -26,7 +26,7 @@ from deltasync.errors import (
     TransientStoreError,
 )
 from deltasync.stores import ObjectInfo, Store
-from deltasync.stores.probe import decides
+from deltasync.stores.retries import decides
 
 BAD_KEYS = ["", "/a", "a/", "a//b", "../a", "a/../b", ".", ".a", "a/.b", "a b", "a#b", "ä", "a\n", "a\\b", "a" * 901]
 

@@ -11,7 +11,7 @@ import pytest
 from deltasync import open_store
 from deltasync.errors import ObjectMissingError, StoreError
 from deltasync.stores import Store
-from deltasync.stores.probe import decides
+from deltasync.stores.retries import decides
 from tests.contract.store_contract import DecidingSharedContract, RefusingContract, StoreContract
 from tests.http_faults import FaultProxy, ignored
 from tests.servers.s3 import KEYS, RGW_VARIABLE, S3Server

@@ -28,7 +28,7 @@ from deltasync.errors import (
     TransientStoreError,
 )
 from deltasync.stores import Store, cloud, object
-from deltasync.stores.probe import decides
+from deltasync.stores.retries import decides
 from tests.contract.store_contract import DecidingSharedContract, RefusingContract, StoreContract
 from tests.http_faults import FaultProxy, empty, flipped, ignored, late, reset, s3_error, shortened, slow, status, truncated
 from tests.servers.endless import Endless
@@ -614,7 +614,7 @@ class TestProbe:
     def test_a_limit_of_one_change_in_a_second_is_waited_out(
         self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("deltasync.stores.probe._CHANGE_S", 0.01)
+        monkeypatch.setattr("deltasync.stores.retries._CHANGE_S", 0.01)
         limited = proxy.strike(status(429), "PUT", header=("If-None-Match", "."), times=3)  # with the client's own attempts
         assert decides(proxied, self.KEY)
         assert limited.hits == 3

@@ -26,7 +26,7 @@ from deltasync.maintenance.doctor import examine
 from deltasync.stores import Store
 from deltasync.stores.base import check_key
 from deltasync.stores.object import PortableStore
-from deltasync.stores.probe import decides
+from deltasync.stores.retries import decides
 from tests.contract.store_contract import BAD_KEYS, DecidingContract, DecidingSharedContract, StoreContract
 
 

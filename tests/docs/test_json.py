@@ -19,7 +19,7 @@ from deltasync.channel import heartbeat
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
-from deltasync.dashboard.snapshot import CompactionRow, ReplicaRow, VersionRow
+from deltasync.dashboard.observe import CompactionRow, ReplicaRow, VersionRow
 
 PAGE = Path(__file__).parents[2] / "docs/reference/cli.md"
 CALLS = {

@@ -125,7 +125,7 @@ import sys, time
 from deltasync import open_store
 from deltasync.errors import TransientStoreError
 from deltasync.publish import upload
-from deltasync.stores.wrapper import WrappedStore
+from deltasync.stores.base import WrappedStore
 class Away(WrappedStore):
     away = False
     def ask(self, verb, key, action):

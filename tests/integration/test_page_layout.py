@@ -16,7 +16,7 @@ import pytest
 
 import deltasync
 from deltasync.dashboard import Snapshot, page
-from deltasync.dashboard.snapshot import CompactionRow, LagRow, ReplicaRow, VersionRow
+from deltasync.dashboard.observe import CompactionRow, LagRow, ReplicaRow, VersionRow
 from tests.browser import browse, needs_browser
 
 pytestmark = needs_browser

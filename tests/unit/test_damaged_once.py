@@ -18,8 +18,7 @@ from deltasync.errors import DeltaSyncError
 from deltasync.following import cursor
 from deltasync.maintenance import check, copy
 from deltasync.stores import open_store
-from deltasync.stores.base import Store
-from deltasync.stores.wrapper import WrappedStore
+from deltasync.stores.base import Store, WrappedStore
 from tests.faults import FaultyStore
 
 _Result = TypeVar("_Result")

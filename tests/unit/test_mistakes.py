@@ -25,7 +25,7 @@ from deltasync.channel import heartbeat, keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main, output
 from deltasync.errors import ConfigError, ModelMismatchError, TransientStoreError
-from deltasync.stores.wrapper import WrappedStore
+from deltasync.stores.base import WrappedStore
 from tests.channels import EPOCH
 from tests.unit.test_trainers_server import DEFAULTS, MODEL, Status
 from trl_callback import DeltaSyncCallback, server

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from deltasync import limits, threads
-from deltasync.stores import xet
 from deltasync.threads import NAMES, Workers, each
 
 IMPORT_ALL = """
@@ -62,7 +61,6 @@ def test_workers_do_their_actions_themselves_where_no_thread_starts(monkeypatch:
     assert not workers.busy
     workers.close()
     assert each(["7", "8"], int, None) == [7, 8]
-    assert xet._interruptible(lambda: 7) == 7
 
 
 def test_workers_that_stay_take_the_next_action() -> None:
