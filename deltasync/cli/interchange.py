@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from deltasync.cli.options import DIRECTORIES
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
 
 _POLL_S = 1.0
+_ANY = (DeltaSyncError,)
+_LASTING = (ConfigError, ChannelInUseError, PublishError)
 
 
 def published(source: str, base: str | None) -> str:
@@ -25,16 +27,9 @@ def published(source: str, base: str | None) -> str:
 
     target = f"memory://{uuid.uuid4().hex}"
     directories = Import(open_store(source.removeprefix(DIRECTORIES)), target, base)
-    if not directories.step():
+    if not [*directories.versions()]:
         raise NotPublishedError(f"{source} holds no version directory yet.")
-
-    def run() -> None:
-        said = ""
-        while True:
-            time.sleep(_POLL_S)
-            said = _tried(directories.step, said)
-
-    daemon("follow", run).start()
+    daemon("follow", lambda: _loop(directories.versions, lambda number, version: None)).start()
     return target
 
 
@@ -52,7 +47,7 @@ def relay_from(source: str, target: str, base: str | None, *, once: bool, as_jso
             echo(f"version {version}: directory {number}")
 
     try:
-        _loop(lambda: directories.step(show), once)
+        _loop(directories.versions, show, *(_ANY if once else _LASTING), once=once)
     finally:
         directories.close()
 
@@ -66,7 +61,7 @@ def write(
     as_json: bool,
     once: bool = True,
 ) -> None:
-    """Write versions of a channel as directories; see `interchange.Export.step`."""
+    """Write versions of a channel as directories; see `interchange.Export.versions`."""
     from deltasync.interchange import Export
 
     directories = Export(reader, target.removeprefix(DIRECTORIES))
@@ -77,25 +72,28 @@ def write(
         else:
             echo(f"version {number}: {size:,} bytes")
 
-    _loop(lambda: directories.step(newest, first, show), once)
+    _loop(lambda: directories.versions(newest, first), show, *(_ANY if once else _LASTING), once=once)
 
 
-def _loop(step: Callable[[], int], once: bool) -> None:
-    ending, said = (DeltaSyncError,) if once else (ConfigError, ChannelInUseError, PublishError), ""
-    said = _tried(step, said, *ending)
-    while not once:
+def _loop(
+    versions: Callable[[], Iterable[tuple[int, int]]],
+    show: Callable[[int, int], None],
+    *ending: type[Exception],
+    once: bool = False,
+) -> None:
+    """Show new versions as they appear. Errors of the `ending` kinds are raised, others said once and tried again."""
+    said = ""
+    while True:
+        try:
+            for number, result in versions():
+                show(number, result)
+            said = ""
+        except ending:
+            raise
+        except DeltaSyncError as error:
+            if str(error) != said:
+                echo(f"deltasync: {error} Trying again.", err=True)
+            said = str(error)
+        if once:
+            return
         time.sleep(_POLL_S)
-        said = _tried(step, said, *ending)
-
-
-def _tried(step: Callable[[], int], said: str, *ending: type[Exception]) -> str:
-    """Try a step. Raise an error of the `ending` kinds; say and return any other, unless `said` is what it says."""
-    try:
-        step()
-    except ending:
-        raise
-    except DeltaSyncError as error:
-        if str(error) != said:
-            echo(f"deltasync: {error} Trying again.", err=True)
-        return str(error)
-    return ""

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,6 @@ from deltasync.publish import Publisher
 from deltasync.stores import Store, open_store
 
 _SOURCE = "source.json"  # beside the channel that `Import` writes: where it comes from
-OnVersion = Callable[[int, int], object]
-
-
-def _nothing(number: int, size: int) -> None:
-    """Do nothing."""
 
 
 class Import:
@@ -71,10 +66,9 @@ class Import:
         self._weights = Weights()
         self._publisher: Publisher | None = None
 
-    def step(self, on_version: OnVersion = _nothing) -> int:
-        """Publish the versions that the channel lacks, in order, and return how many.
-
-        `on_version` is called with the number of each version and that in the channel, once it is visible there.
+    def versions(self) -> Iterator[tuple[int, int]]:
+        """Publish the versions that the channel lacks, in order: yield the number of each, and that in the channel, when it
+        is visible there.
 
         Raises:
             ChainError: a version is missing, or no full version precedes the first delta.
@@ -83,7 +77,6 @@ class Import:
         """
         if self.number < 0:
             self._resume()
-        published = 0
         found = self.dirs.complete(self.number)
         if self.number < 0:
             fulls = [n for n, version in enumerate(found) if version.base is None]
@@ -97,15 +90,12 @@ class Import:
             elif found and self._base is not None:
                 self._open(initial=self._base)
                 base = checkpoint.load(checkpoint.find(self._base))
-                self._publish(0, dict(base.tensors(sorted(base.files))), on_version)
-                published += 1
+                yield self._publish(0, dict(base.tensors(sorted(base.files))))
         for version in found:
             weights = self._next(version)
             if self._publisher is None:
                 self._open(model_files=self.dirs.small_files(version), resume=self.number >= 0)
-            self._publish(version.number, weights, on_version)
-            published += 1
-        return published
+            yield self._publish(version.number, weights)
 
     def _open(self, **options: Any) -> None:
         self._publisher = Publisher(self._target, dtype="keep", **options, **self._options)
@@ -126,12 +116,12 @@ class Import:
             )
         return self._weights | self.dirs.delta(version, self._weights)
 
-    def _publish(self, number: int, weights: Weights, on_version: OnVersion) -> None:
+    def _publish(self, number: int, weights: Weights) -> tuple[int, int]:
         assert self._publisher is not None
         receipt = self._publisher.publish(weights, step=number)
         receipt.wait()
         self.number, self._weights = number, weights
-        on_version(number, receipt.version)
+        return number, receipt.version
 
     def _resume(self) -> None:
         """Find out which version the channel has."""
@@ -185,13 +175,12 @@ class Export:
         self.number = -1
         """The newest version that was written; -1 before the first."""
 
-    def step(self, newest: int | None = None, first: int | None = None, on_version: OnVersion = _nothing) -> int:
-        """Write the versions of the channel that are not there. Return how many.
+    def versions(self, newest: int | None = None, first: int | None = None) -> Iterator[tuple[int, int]]:
+        """Write the versions of the channel that are not there: yield the number of each, and the bytes of its weights.
 
         Args:
             newest: The last version to write; by default the newest.
             first: The version to begin with in an empty target; by default the last one.
-            on_version: Called with the number of each version and the bytes of its weights.
 
         Raises:
             NotPublishedError: the channel has no version yet.
@@ -199,17 +188,12 @@ class Export:
             ChannelInUseError: the target has version directories of something else.
         """
         newest = self._reader.numbered(newest).version.version if newest is not None else self._newest()
-        written = 0
         if self._weights is None and not self._resumes(newest):
             number = newest if first is None else first
-            size = self._full(number)
-            on_version(number, size)
-            written = 1
+            yield number, self._full(number)
         assert self._weights is not None
         for number in range(self.number + 1, newest + 1):
-            on_version(number, self._delta(number, self._weights))
-            written += 1
-        return written
+            yield number, self._delta(number, self._weights)
 
     def _newest(self) -> int:
         found = self._reader.newest_version()

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import blake3
@@ -138,9 +138,13 @@ class Followed:
     def __init__(self, target: str) -> None:
         self.replica, self.seen = Replica(target), dict[int, State]()
 
-    def __call__(self, number: int, version: int) -> None:
-        assert self.replica.sync() == version
-        self.seen[number] = {name: tensor.clone() for name, tensor in self.replica.state_dict().items()}
+    def take(self, versions: Iterable[tuple[int, int]]) -> int:
+        """Sync after each version, and return how many there were."""
+        before = len(self.seen)
+        for number, version in versions:
+            assert self.replica.sync() == version
+            self.seen[number] = {name: tensor.clone() for name, tensor in self.replica.state_dict().items()}
+        return len(self.seen) - before
 
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
@@ -164,8 +168,8 @@ def test_fifty_versions_become_a_channel_with_equal_bits(tmp_path: Path, encodin
             bridge.close()
             bridge = Import(source, target)
         if number < 10 or number % 5 == 0 or number == 49:
-            bridge.step(followed)
-            assert bridge.step(followed) == 0
+            followed.take(bridge.versions())
+            assert followed.take(bridge.versions()) == 0
     bridge.close()
     seen = followed.seen
     assert sorted(seen) == list(range(50))
@@ -178,10 +182,10 @@ def test_deltas_alone_begin_with_the_named_checkpoint(tmp_path: Path) -> None:
     write_full(tmp_path / "base", old)
     write_delta(source / "weight_v000001", 1, old, new)
     with pytest.raises(ChainError, match="--base"):
-        Import(source, target).step()
+        list(Import(source, target).versions())
     followed = Followed(target)
     bridge = Import(source, target, base=tmp_path / "base")
-    assert bridge.step(followed) == 2
+    assert followed.take(bridge.versions()) == 2
     bridge.close()
     assert same(followed.seen[0], old) and same(followed.seen[1], new)
 
@@ -193,7 +197,7 @@ def test_versions_that_are_being_written_are_waited_for(tmp_path: Path) -> None:
     write_delta(source / "weight_v000001", 1, old, new)
     whole = {path: path.read_bytes() for path in (source / "weight_v000001").iterdir()}
     bridge = Import(source, "memory://being-written")
-    assert bridge.step() == 2
+    assert len([*bridge.versions()]) == 2
     bridge.close()
     for cut in whole:
         for size in (0, 7, len(whole[cut]) // 2, len(whole[cut]) - 1):
@@ -203,9 +207,9 @@ def test_versions_that_are_being_written_are_waited_for(tmp_path: Path) -> None:
                 path.write_bytes(data)
             cut.unlink() if cut.suffix == ".json" else cut.write_bytes(whole[cut][:size])
             bridge = Import(source, f"memory://cut-{cut.name}-{size}")
-            assert bridge.step() == 1 and bridge.number == 0
+            assert len([*bridge.versions()]) == 1 and bridge.number == 0
             cut.write_bytes(whole[cut])
-            assert bridge.step() == 1 and bridge.number == 1
+            assert len([*bridge.versions()]) == 1 and bridge.number == 1
             bridge.close()
 
 
@@ -266,14 +270,14 @@ def test_a_damaged_version_is_refused_and_the_channel_stays_at_the_one_before(
     followed = Followed(target)
     bridge = Import(source, target)
     with pytest.raises(error, match=words):
-        bridge.step(followed)
+        followed.take(bridge.versions())
     if damage in ("path", "json", "encoding", "compression", "version"):  # seen before anything is published
         (folder / "model.safetensors.index.json").unlink()
-        bridge.step(followed)
+        followed.take(bridge.versions())
     assert sorted(followed.seen) == [4] and same(followed.seen[4], old)
     write_full(source / "weight_v000006", new)
     shutil.rmtree(folder)
-    bridge.step(followed)
+    followed.take(bridge.versions())
     bridge.close()
     assert sorted(followed.seen) == [4, 6] and same(followed.seen[6], new)
 
@@ -284,10 +288,10 @@ def test_another_channel_is_not_continued(tmp_path: Path) -> None:
         publisher.publish(model().items(), step=3).wait()
     write_full(tmp_path / "dirs" / "v7", model(1))
     with pytest.raises(ChannelInUseError, match="was not made from"):
-        Import(tmp_path / "dirs", target).step()
+        list(Import(tmp_path / "dirs", target).versions())
     write_full(tmp_path / "dirs" / "weight_v000007", model(1))
     with pytest.raises(ConfigError, match="both"):
-        Import(tmp_path / "dirs", f"file://{tmp_path}/other").step()
+        list(Import(tmp_path / "dirs", f"file://{tmp_path}/other").versions())
 
 
 @pytest.mark.parametrize(("encoding", "algorithm"), [("xor", "adler32"), ("overwrite", "xxh3-128"), ("xor", "blake3")])
@@ -305,14 +309,14 @@ def test_fifty_versions_of_a_channel_become_directories_with_equal_bits(
             if step == 25:
                 export = Export(ChannelReader(open_store(url)), root, encoding, algorithm)
             if step % 4 == 0 or step == 49:
-                export.step(first=1)
+                list(export.versions(first=1))
     assert export.number == 50 and len(list(root.iterdir())) == 50
     assert (root / "weight_v000001" / "config.json").read_bytes() == b"{}"
     found = dict(read_dirs(root))
     assert sorted(found) == list(range(1, 51))
     assert all(same(state, states[number - 1]) for number, state in found.items())
     back, followed = Import(root, f"file://{tmp_path}/back"), Followed(f"file://{tmp_path}/back")
-    back.step(followed)
+    followed.take(back.versions())
     back.close()
     assert same(followed.seen[50], states[49])
 
@@ -322,7 +326,7 @@ def test_directories_of_another_run_are_not_continued(tmp_path: Path) -> None:
     with Publisher(f"file://{tmp_path}/channel") as publisher:
         publisher.publish(model().items()).wait()
     with pytest.raises(ChannelInUseError, match="choose another target"):
-        Export(ChannelReader(open_store(f"file://{tmp_path}/channel")), tmp_path / "dirs").step()
+        list(Export(ChannelReader(open_store(f"file://{tmp_path}/channel")), tmp_path / "dirs").versions())
 
 
 def command(*arguments: object) -> list[dict[str, object]]:
@@ -400,7 +404,7 @@ def test_modelexpress_reads_what_a_channel_becomes(tmp_path: Path) -> None:
         for step in range(1, 12):
             states.append(train(states[-1], step))
             publisher.publish(states[-1].items()).wait()
-    Export(ChannelReader(open_store(url)), root).step(first=1)
+    list(Export(ChannelReader(open_store(url)), root).versions(first=1))
     versions = tuple(
         receiver._S3Version(
             version_id=f"{number:06d}",
@@ -446,6 +450,6 @@ def test_what_modelexpress_encodes_becomes_a_channel(tmp_path: Path) -> None:
     (source / "v1" / "model.safetensors.index.json").write_text(json.dumps(index))
     followed = Followed(f"file://{tmp_path}/channel")
     bridge = Import(source, f"file://{tmp_path}/channel")
-    bridge.step(followed)
+    followed.take(bridge.versions())
     bridge.close()
     assert same(followed.seen[1], new)
