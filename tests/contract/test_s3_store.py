@@ -123,39 +123,40 @@ def proxied(proxy: FaultProxy, s3_server: MotoServer, s3_bucket: str) -> Store:
 
 class TestUrl:
     @pytest.mark.parametrize(
-        ("url", "place"),
+        ("url", "bucket", "prefix", "config"),
         [
-            ("s3://bkt", cloud.Place(scheme="s3", bucket="bkt", prefix="")),
-            ("s3://bkt/", cloud.Place(scheme="s3", bucket="bkt", prefix="")),
-            ("s3://My.bkt_1/a/b/", cloud.Place(scheme="s3", bucket="My.bkt_1", prefix="a/b")),
+            ("s3://bkt", "bkt", "", {}),
+            ("s3://bkt/", "bkt", "", {}),
+            ("s3://My.bkt_1/a/b/", "My.bkt_1", "a/b", {}),
             (
                 "s3://name/prefix?endpoint=https://s3.hf.co/namespace&region=us-east-1",
-                cloud.Place(
-                    scheme="s3",
-                    bucket="name",
-                    prefix="prefix",
-                    endpoint="https://s3.hf.co/namespace",
-                    region="us-east-1",
-                ),
+                "name",
+                "prefix",
+                {
+                    "endpoint": "https://s3.hf.co/namespace",
+                    "aws_endpoint_url_s3": "https://s3.hf.co/namespace",
+                    "region": "us-east-1",
+                },
             ),
             (
                 "s3://bkt/a?endpoint=http%3A%2F%2Fminio.local%3A7480/&virtual_hosted=1&profile=work&anonymous=0",
-                cloud.Place(
-                    scheme="s3",
-                    bucket="bkt",
-                    prefix="a",
-                    endpoint="http://minio.local:7480",
-                    virtual_hosted=True,
-                    profile="work",
-                ),
+                "bkt",
+                "a",
+                {
+                    "endpoint": "http://bkt.minio.local:7480",
+                    "aws_endpoint_url_s3": "http://bkt.minio.local:7480",
+                    "virtual_hosted_style_request": True,
+                },
             ),
-            ("gs://bkt/a", cloud.Place(scheme="gs", bucket="bkt", prefix="a")),
-            ("az://container/a", cloud.Place(scheme="az", bucket="container", prefix="a")),
+            ("s3://bkt?anonymous=1", "bkt", "", {"skip_signature": True}),
+            ("gs://bkt/a", "bkt", "a", {}),
+            ("az://container/a", "container", "a", {}),
         ],
     )
-    def test_its_parts(self, url: str, place: cloud.Place) -> None:
+    def test_its_parts(self, url: str, bucket: str, prefix: str, config: dict[str, object]) -> None:
         store = open_store(url)
-        assert cloud.parse(url) == place
+        assert isinstance(store, cloud.CloudStore)
+        assert (store._bucket, store._prefix, store._s3_config()) == (bucket, prefix, config)
         assert store.url == url
         assert store.can_create
 
@@ -190,8 +191,8 @@ class TestUrl:
 
     def test_virtual_hosted_puts_the_bucket_before_the_host_once(self) -> None:
         for endpoint in ("https://host:9000", "https://bkt.host:9000"):
-            place = cloud.parse(f"s3://bkt/a?virtual_hosted=1&endpoint={endpoint}")
-            assert cloud._s3_config(place)["endpoint"] == "https://bkt.host:9000"
+            store = cloud.CloudStore(f"s3://bkt/a?virtual_hosted=1&endpoint={endpoint}")
+            assert store._s3_config()["endpoint"] == "https://bkt.host:9000"
 
 
 class TestCredentials:
