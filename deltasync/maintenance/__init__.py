@@ -10,8 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from deltasync.maintenance.checks import Report, check
-from deltasync.maintenance.garbage import Collected, gc
-from deltasync.maintenance.retention import KeepPolicy, RetentionPlan, lineage
+from deltasync.maintenance.retention import Collected, KeepPolicy, RetentionPlan, gc, lineage
 from deltasync.maintenance.scan import (
     digests,
     exists,

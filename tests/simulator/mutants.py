@@ -217,7 +217,7 @@ MUTANTS = {
         "forgets keeper",
     ),
     "files that records name are deleted": Mutant(
-        "deltasync.maintenance.garbage", "if info.key not in references]", "]", "forgets keeper parts"
+        "deltasync.maintenance.retention", "if info.key not in references]", "]", "forgets keeper parts"
     ),
     "a relay copies records without files": Mutant(
         "deltasync.maintenance.relay",
