@@ -12,13 +12,13 @@ import dataclasses
 import hashlib
 import struct
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 from deltasync.channel import documents, keys, signing
 from deltasync.channel.documents import Record, VersionId
 from deltasync.channel.signing import Signer, Trusted
 from deltasync.codec.base import Encoded, body
-from deltasync.errors import CorruptDataError
+from deltasync.errors import ConfigError, CorruptDataError
 from deltasync.tensors import TensorSpec, weight_elements
 
 INLINE_BYTES = 4 << 20  # largest payload that is stored inside its record, in bytes
@@ -87,6 +87,46 @@ def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | N
 def _sealed(record: Record, key: str, signer: Signer | None) -> bytes:
     document = documents.encode(record)
     return document if signer is None else signer.seal(key, document)
+
+
+def encode_checked(
+    record: Record, key: str, payload: Encoded | None, signer: Signer | None, bounds: Bounds, trusted: Trusted | None
+) -> StoredRecord:
+    """Make the object of a record as `encode` does, hold it to its bounds, and read its document back from its bytes.
+
+    Raises:
+        ConfigError: the record, or the files that it names, are larger than readers allow.
+        CorruptDataError: readers would refuse the document.
+    """
+    stored = encode(record, key, payload, signer)
+    assert stored.data is not None
+    for what, size, most in (
+        (f"{key} has", stored.size, bounds.most_bytes(key)),
+        (f"Files named by {key} total", stored.record.payload_bytes - stored.record.body_bytes, bounds.most_payload_bytes),
+    ):
+        if size > most:
+            raise ConfigError(f"{what} {size:,} bytes; this channel allows {most:,}.")
+    return dataclasses.replace(stored, record=decode_document(stored.data, stored.size, key, trusted))
+
+
+def shortcut(run_id: str, version: VersionId, author: str, fingerprint: str, **fields: Any) -> tuple[Record, str]:
+    """Return the document of a shortcut to a version, and its key.
+
+    `fields` are the `base` and `delta` of a compaction, or the announced `anchor`. `fingerprint` is the version's.
+    """
+    document = Record(
+        run_id=run_id,
+        kind="announcement" if "anchor" in fields else "compaction",
+        version=version.version,
+        epoch=version.epoch,
+        sha256=version.sha256,
+        created_at=documents.now(),
+        fingerprint=fingerprint,
+        **fields,
+    )
+    if document.base is None:
+        return document, keys.announcement(version.version, author)
+    return document, keys.compaction(document.base.version, version.version, author)
 
 
 def decode(data: bytes, key: str, trusted: Trusted | None) -> StoredRecord:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 from collections.abc import Mapping
@@ -12,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from deltasync import codec
-from deltasync.channel import anchors, documents, keys, payloads, record, signing
-from deltasync.channel.documents import Anchor, Delta, File, Record, VersionId, sha256_hex
+from deltasync.channel import anchors, keys, payloads, record, signing
+from deltasync.channel.documents import Anchor, Delta, File, VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer
@@ -79,7 +78,7 @@ def write_compaction(
     if changes is not None:
         payload = chosen.encode(changes, lambda name: (new[name], 0), replica.fingerprints, version, base)
     delta = Delta(codec=codec_name, changed=0 if changes is None else changes.changed)
-    stored = encode_shortcut(reader, start, end, payload, replica.fingerprints, signer, keys.new_author(), delta=delta)
+    stored = encode_shortcut(reader, end, payload, replica.fingerprints, signer, keys.new_author(), base=start, delta=delta)
     decoded, _ = payloads.delta(reader, stored, lambda name: old[name].copy())  # decode like a replica
     for name in decoded.counts():
         decoded.apply(name, old[name])
@@ -88,48 +87,27 @@ def write_compaction(
     return put_shortcut(reader, stored)
 
 
-def encode_shortcut(
-    reader: ChannelReader,
-    base: VersionId | None,
-    version: VersionId,
-    payload: Encoded | None,
-    fingerprints: Mapping[str, int],
-    signer: Signer | None,
-    author: str,
-    **content: Any,
-) -> StoredRecord:
-    """Encode a compaction from `base` to `version`, or without a base the announcement of an anchor of `version`.
-
-    `content` is the compaction's `delta`, with a `payload` unless nothing changes, or the announced `anchor`. `fingerprints`
-    belong to the version's tensors. The result is decoded again like a reader does.
-    """
-    number = version.version
-    key = keys.announcement(number, author) if base is None else keys.compaction(base.version, number, author)
-    document = Record(
-        kind="announcement" if base is None else "compaction",
-        run_id=reader.channel().run_id,
-        version=version.version,
-        epoch=version.epoch,
-        created_at=documents.now(),
-        base=base,
-        fingerprint=fingerprint.to_hex(model_fingerprint(fingerprints)),
-        sha256=version.sha256,
-        **content,
-    )
-    stored = record.encode(document, key, payload, signer)
-    assert stored.data is not None
-    if stored.size > reader.bounds.most_bytes(key):
-        raise CorruptDataError(f"{key} would have {stored.size:,} bytes, more than a compaction may have.")
-    found = record.decode_document(stored.data, stored.size, key, reader.trusted)
-    return dataclasses.replace(stored, record=found)
-
-
 def put_shortcut(reader: ChannelReader, stored: StoredRecord) -> StoredRecord:
     """Store a compaction or announcement. If this raises, it may have been stored, which does no harm."""
     assert stored.data is not None
     reader.store.put(stored.key, stored.data)
     logger.info("stored key=%s bytes=%d", stored.key, stored.size)
     return stored
+
+
+def encode_shortcut(
+    reader: ChannelReader,
+    version: VersionId,
+    payload: Encoded | None,
+    fingerprints: Mapping[str, int],
+    signer: Signer | None,
+    author: str,
+    **fields: Any,
+) -> StoredRecord:
+    """Encode a shortcut with these `fields` (`record.shortcut`). `fingerprints` belong to the version's tensors."""
+    total = fingerprint.to_hex(model_fingerprint(fingerprints))
+    document, key = record.shortcut(reader.channel().run_id, version, author, total, **fields)
+    return record.encode_checked(document, key, payload, signer, reader.bounds, reader.trusted)
 
 
 def write_anchor(
@@ -155,5 +133,5 @@ def write_anchor(
         (files if weights else extra).append(File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)))
         progressed("files", len(files) + len(extra), len(files) + len(extra))
     anchor = Anchor(directory=folder, files=files, model_files=extra)
-    stored = encode_shortcut(reader, None, version, None, replica.fingerprints, signer, author, anchor=anchor)
+    stored = encode_shortcut(reader, version, None, replica.fingerprints, signer, author, anchor=anchor)
     return put_shortcut(reader, stored)

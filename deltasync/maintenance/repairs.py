@@ -174,7 +174,7 @@ def _replaced(inspection: Inspection, signer: Signer | None, damage: Damage) -> 
     """Store a replacement for one object if one is needed and possible."""
     try:
         outcome, how = _replace(inspection, signer, damage)
-    except (FormatError, ChainError, ApplyError) as error:
+    except (FormatError, ChainError, ApplyError, ConfigError) as error:
         outcome, how = "left", f"no replacement could be stored: {error}"
     return Repaired(key=damage.key, problem=str(damage.problem), outcome=outcome, how=how)
 

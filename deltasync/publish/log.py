@@ -298,18 +298,7 @@ class Log:
         return self._fenced
 
     def _encoded(self, document: Record, key: str, payload: Encoded | None) -> StoredRecord:
-        """Return the stored form of a record, held to its bounds. Its document is read back from its bytes."""
-        stored = record.encode(document, key, payload, self._signer)
-        assert stored.data is not None
-        files_bytes = sum(file.bytes for file in stored.record.payload_files)
-        for what, size, most in (
-            (f"{key} has", len(stored.data), self._bounds.most_bytes(key)),
-            (f"Files named by {key} total", files_bytes, self._bounds.most_payload_bytes),
-        ):
-            if size > most:
-                raise ConfigError(f"{what} {size:,} bytes; this channel allows {most:,}.")
-        found = record.decode_document(stored.data, stored.size, key, self._reader.trusted)
-        return dataclasses.replace(stored, record=found)
+        return record.encode_checked(document, key, payload, self._signer, self._bounds, self._reader.trusted)
 
     def _store_channel(self) -> None:
         if self.channel is not None:

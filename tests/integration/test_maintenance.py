@@ -415,7 +415,7 @@ def _wrong_compaction(store: Store) -> None:
     two, six = reader.numbered(2).version, reader.numbered(6)
     delta = Delta(codec="packed", changed=lossy.changed)
     prints, author = {"w": 0, "ids": 0}, keys.new_author()
-    made = compaction.encode_shortcut(reader, two, six.version, payload, prints, None, author, delta=delta)
+    made = compaction.encode_shortcut(reader, six.version, payload, prints, None, author, base=two, delta=delta)
     assert made.data is not None
     as_published = dataclasses.replace(made.record, fingerprint=six.record.fingerprint)
     compaction.put_shortcut(reader, record.encode(as_published, made.key, payload, None))
