@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import math
 import re
@@ -18,7 +19,7 @@ from deltasync.channel.keys import Slot
 from deltasync.codec.base import FORMAT
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, UnsupportedFormatError, describe
 from deltasync.stores.base import check_key
-from deltasync.tensors import ITEM_BYTES, TensorSpec
+from deltasync.tensors import ITEM_BYTES, Layout, TensorSpec, weight_elements
 
 REFERENCE = "reference"
 
@@ -220,9 +221,9 @@ class EpochDocument:
     requires: _Requires = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Channel:
-    """channel.json, written once. Its tensors are in the publisher's order.
+    """channel.json, written once. Its tensors are in the publisher's order, and bound the size of everything else.
 
     `fencing` says how writers succeed each other: `seal` or `lease`. `epoch` is the first one, whose log begins with number
     1.
@@ -238,10 +239,30 @@ class Channel:
     tensors_sha256: Sha256
     requires: _Requires = dataclasses.field(default_factory=list)
 
-    @property
+    @functools.cached_property
     def specs(self) -> dict[str, TensorSpec]:
         """The tensor table by name."""
         return {name: TensorSpec(name, dtype, shape) for name, (dtype, shape) in self.tensors.items()}
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The tensors as vectors."""
+        return Layout(self.specs)
+
+    @functools.cached_property
+    def _name_bytes(self) -> int:
+        return sum(len(name.encode()) for name in self.tensors)
+
+    def most_bytes(self, key: str) -> int:
+        """Most bytes that the record, compaction or announcement at this key may have."""
+        most = (5 << 20) + (len(self.tensors) << 10) + 32 * self._name_bytes
+        return most if keys.compaction_of(key) is None else most + self.most_payload_bytes
+
+    @functools.cached_property
+    def most_payload_bytes(self) -> int:
+        """Most bytes that the parts or weight files of one record may have together."""
+        elements = weight_elements(self.specs.values())
+        return 32 * elements + (len(self.tensors) << 12) + 64 * self._name_bytes + (1 << 20)
 
 
 Document = Channel | Record | Head | EpochDocument

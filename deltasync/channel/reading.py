@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ from deltasync import limits
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Channel, EpochDocument, File, Head, Record, VersionId, sha256_hex
 from deltasync.channel.keys import Slot
-from deltasync.channel.record import Bounds, StoredRecord
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Trusted, signed_by
 from deltasync.config import ReaderSettings
 from deltasync.errors import (
@@ -58,7 +57,7 @@ class ChannelReader:
         self._token_repos = (settings.reference_repos or "").split(",")
         self.signed = False  # whether channel.json was read and has a signature, checked or not
         self.prefetched: dict[str, Future[bytes]] = {}  # fetched before their digest was known, by key; dropped when used
-        self._described: _Description | None = None
+        self._described: tuple[Channel, bytes] | None = None
         self._confirmed = False  # whether a record of the same run was read
 
     def may_use_token(self, repo: str | None) -> bool:
@@ -67,15 +66,15 @@ class ChannelReader:
 
     def channel(self) -> Channel:
         """channel.json, read once. Raises NotPublishedError if there is none yet."""
-        return self._description.channel
+        return self._description[0]
 
     @property
-    def _description(self) -> _Description:
+    def _description(self) -> tuple[Channel, bytes]:
         if self._described is None:
             self._described = self._read_channel()
         return self._described
 
-    def _read_channel(self) -> _Description:
+    def _read_channel(self) -> tuple[Channel, bytes]:
         try:
             data = self.store.read(keys.CHANNEL, limits.CHANNEL_BYTES)
         except ObjectMissingError:
@@ -91,7 +90,7 @@ class ChannelReader:
             self.trusted.check(keys.CHANNEL, data)
         found = documents.decode(data, Channel, keys.CHANNEL)
         self.signed = signed_by(data) is not None
-        return _Description(found, data)
+        return found, data
 
     def _has_head(self) -> bool:
         try:
@@ -105,16 +104,16 @@ class ChannelReader:
 
         Raises NotPublishedError if there is none, CorruptDataError if the two differ: a byte was damaged on the way.
         """
-        described = self._read_channel()
-        if self.trusted is None and self._read_channel().data != described.data:
+        channel, data = self._read_channel()
+        if self.trusted is None and self._read_channel()[1] != data:
             raise CorruptDataError(f"{keys.CHANNEL} was read twice, with different bytes.")
-        self._described = described
-        return described.channel
+        self._described = channel, data
+        return channel
 
     @property
     def channel_data(self) -> bytes:
         """The bytes of channel.json."""
-        return self._description.data
+        return self._description[1]
 
     def check_run(self) -> None:
         """Read channel.json again, and check that it is of the run that was read first. A damaged one is ignored.
@@ -127,7 +126,7 @@ class ChannelReader:
             described = self._read_channel()
         except FormatError:
             return
-        run_id = described.channel.run_id
+        run_id = described[0].run_id
         if run_id != expected and self._confirmed:
             raise RunMismatchError(
                 f"{self.store.url} now holds run {run_id}, and not {expected}, which was followed. Restart to follow it."
@@ -138,22 +137,17 @@ class ChannelReader:
     @property
     def run_id(self) -> str | None:
         """The run, None before channel.json was read."""
-        return None if self._described is None else self._described.channel.run_id
+        return None if self._described is None else self._described[0].run_id
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """The tensor table by name."""
-        return self._description.specs
+        return self.channel().specs
 
     @property
     def layout(self) -> Layout:
         """The tensors as vectors."""
-        return self._description.layout
-
-    @property
-    def bounds(self) -> Bounds:
-        """How large records may be."""
-        return self._description.bounds
+        return self.channel().layout
 
     def head(self) -> Head | None:
         """head.json, None if it is missing, damaged or of another run: it is only a hint."""
@@ -227,11 +221,11 @@ class ChannelReader:
         Raises MissingVersionError if it is not in the store, CorruptDataError if it is damaged, has another digest, or is of
         another run.
         """
-        most = self.bounds.most_bytes(key)
+        most = self.channel().most_bytes(key)
         try:
             if self.trusted is not None and sha256 is None and keys.compaction_of(key) is not None:
                 # Anybody can store a large compaction, so the signed size is checked before the rest is read.
-                most = self.bounds.most_bytes(keys.VERSIONS)
+                most = self.channel().most_bytes(keys.VERSIONS)
                 known = known or next((info for info in self.store.list(key) if info.key == key), None)
                 if known is not None and known.bytes > most:
                     self.document(known)
@@ -246,14 +240,14 @@ class ChannelReader:
 
         The signature is checked; the digest and the payload are not. Show the result, but never apply it.
         """
-        if info.bytes > self.bounds.most_bytes(info.key):
+        if info.bytes > self.channel().most_bytes(info.key):
             raise CorruptDataError(f"{info.key} has {info.bytes:,} bytes, which is more than it may have.")
         try:
             if info.bytes <= _END_BYTES:
                 return self._decoded(self.store.read(info.key, info.bytes, info), info.key).record
             end = self.store.read_range(info.key, info.bytes - _END_BYTES, info.bytes)
             length = record.document_bytes(end, info.key)
-            if length > self.bounds.most_bytes(keys.VERSIONS):
+            if length > self.channel().most_bytes(keys.VERSIONS):
                 raise CorruptDataError(f"{info.key} has a document of {length:,} bytes, which is more than it may have.")
             if len(end) < length <= info.bytes:
                 end = self.store.read_range(info.key, info.bytes - length, info.bytes)
@@ -280,7 +274,7 @@ class ChannelReader:
         if found.run_id != expected:
             raise CorruptDataError(f"{key} belongs to run {found.run_id}, this channel to run {expected}.")
         self._confirmed = True
-        if found.payload_bytes - found.body_bytes > self.bounds.most_payload_bytes:
+        if found.payload_bytes - found.body_bytes > self.channel().most_payload_bytes:
             raise CorruptDataError(
                 f"{key} names {found.payload_bytes:,} bytes, which is more than the channel's tensors take."
             )
@@ -411,21 +405,6 @@ class ChannelReader:
                 stored = self.record(version)
                 yield stored
                 version = stored.record.base
-
-
-class _Description:
-    """channel.json, and the layout of its tensors."""
-
-    def __init__(self, channel: Channel, data: bytes) -> None:
-        self.channel, self.specs, self.data = channel, channel.specs, data
-
-    @functools.cached_property
-    def layout(self) -> Layout:
-        return Layout(self.specs)
-
-    @functools.cached_property
-    def bounds(self) -> Bounds:
-        return Bounds.of(self.specs)
 
 
 def _check_digest(data: bytes, key: str, sha256: str) -> None:

@@ -11,15 +11,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from deltasync.channel import documents, keys, signing
-from deltasync.channel.documents import Record, VersionId
+from deltasync.channel.documents import Channel, Record, VersionId
 from deltasync.channel.signing import Signer, Trusted
 from deltasync.codec.base import Encoded, body
 from deltasync.errors import ConfigError, CorruptDataError
-from deltasync.tensors import TensorSpec, weight_elements
 
 INLINE_BYTES = 4 << 20  # largest payload that is stored inside its record, in bytes
 
@@ -90,9 +88,9 @@ def _sealed(record: Record, key: str, signer: Signer | None) -> bytes:
 
 
 def encode_checked(
-    record: Record, key: str, payload: Encoded | None, signer: Signer | None, bounds: Bounds, trusted: Trusted | None
+    record: Record, key: str, payload: Encoded | None, signer: Signer | None, channel: Channel, trusted: Trusted | None
 ) -> StoredRecord:
-    """Make the object of a record as `encode` does, hold it to its bounds, and read its document back from its bytes.
+    """Make the object of a record as `encode` does, hold it to the bounds of its channel, and read its document back.
 
     Raises:
         ConfigError: the record, or the files that it names, are larger than readers allow.
@@ -101,8 +99,8 @@ def encode_checked(
     stored = encode(record, key, payload, signer)
     assert stored.data is not None
     for what, size, most in (
-        (f"{key} has", stored.size, bounds.most_bytes(key)),
-        (f"Files named by {key} total", stored.record.payload_bytes - stored.record.body_bytes, bounds.most_payload_bytes),
+        (f"{key} has", stored.size, channel.most_bytes(key)),
+        (f"Files named by {key} total", stored.record.payload_bytes - stored.record.body_bytes, channel.most_payload_bytes),
     ):
         if size > most:
             raise ConfigError(f"{what} {size:,} bytes; this channel allows {most:,}.")
@@ -175,27 +173,3 @@ def _document(data: bytes, key: str) -> bytes:
 def signed_by(data: bytes) -> str | None:
     """`signing.signed_by` of the document in a record."""
     return signing.signed_by(_document(data, "it"))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Bounds:
-    """How large the records of a channel may be, from the number, the elements and the names' bytes of its tensors."""
-
-    tensor_count: int
-    element_count: int
-    name_bytes: int
-
-    @classmethod
-    def of(cls, specs: Mapping[str, TensorSpec]) -> Self:
-        """Return the bounds of a channel with these tensors."""
-        return cls(len(specs), weight_elements(specs.values()), sum(len(name.encode()) for name in specs))
-
-    def most_bytes(self, key: str) -> int:
-        """Most bytes that the record, compaction or announcement at this key may have."""
-        most = (5 << 20) + (self.tensor_count << 10) + 32 * self.name_bytes
-        return most if keys.compaction_of(key) is None else most + self.most_payload_bytes
-
-    @property
-    def most_payload_bytes(self) -> int:
-        """Most bytes that the parts or weight files of one record may have together."""
-        return 32 * self.element_count + (self.tensor_count << 12) + 64 * self.name_bytes + (1 << 20)

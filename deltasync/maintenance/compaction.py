@@ -107,7 +107,7 @@ def encode_shortcut(
     """Encode a shortcut with these `fields` (`record.shortcut`). `fingerprints` belong to the version's tensors."""
     total = fingerprint.to_hex(model_fingerprint(fingerprints))
     document, key = record.shortcut(reader.channel().run_id, version, author, total, **fields)
-    return record.encode_checked(document, key, payload, signer, reader.bounds, reader.trusted)
+    return record.encode_checked(document, key, payload, signer, reader.channel(), reader.trusted)
 
 
 def write_anchor(

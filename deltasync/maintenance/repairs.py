@@ -13,7 +13,6 @@ from deltasync.channel import documents, keys, record, signing
 from deltasync.channel.documents import Channel, Head, sha256_hex
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Bounds
 from deltasync.channel.signing import Signer
 from deltasync.errors import (
     ApplyError,
@@ -144,7 +143,7 @@ def _is_channel(reader: ChannelReader, data: bytes) -> bool:
     slots = reader.slots()
     for slot, _ in reversed(slots):
         with contextlib.suppress(FormatError):
-            data = reader.store.read(slot.key, Bounds.of(channel.specs).most_bytes(slot.key))
+            data = reader.store.read(slot.key, channel.most_bytes(slot.key))
             return record.decode(data, slot.key, reader.trusted).record.run_id == channel.run_id
     return not slots
 
@@ -152,7 +151,7 @@ def _is_channel(reader: ChannelReader, data: bytes) -> bool:
 def _restore(reader: ChannelReader, source: Source, damage: Damage) -> Repaired | None:
     """Restore an object from the source. None if the source does not have its bytes."""
     key, sha256 = damage.key, damage.sha256
-    data = source(key, sha256, max(reader.bounds.most_bytes(key), reader.bounds.most_payload_bytes))
+    data = source(key, sha256, max(reader.channel().most_bytes(key), reader.channel().most_payload_bytes))
     if data is None or not (_may_be(reader, key, data) if sha256 is None else sha256_hex(data) == sha256):
         return None
     reader.store.put(key, data)

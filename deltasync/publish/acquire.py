@@ -410,12 +410,12 @@ class _Opener:
 
     def _document(self, slot: Slot) -> Record:
         """Return the document of a record whose body is damaged, if a trusted key has signed it."""
-        data = self._store.read(slot.key, self._reader.bounds.most_bytes(slot.key))
+        data = self._store.read(slot.key, self._reader.channel().most_bytes(slot.key))
         return record.decode_document(data, len(data), slot.key, self._reader.trusted)
 
     def _digest(self, slot: Slot) -> str:
         """Return the digest of a record that cannot be read; if it is too large, the digest of its beginning."""
-        most = self._reader.bounds.most_bytes(slot.key)
+        most = self._reader.channel().most_bytes(slot.key)
         try:
             return sha256_hex(self._store.read(slot.key, most))
         except CorruptDataError:

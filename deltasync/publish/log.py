@@ -19,7 +19,7 @@ from deltasync import limits
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Anchor, Channel, File, Head, Record, VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Bounds, StoredRecord
+from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.errors import (
@@ -144,7 +144,6 @@ class Log:
         self._signer = signer
         self._lease = lease
         self._claimed_s = claimed_s
-        self._bounds = Bounds.of({} if channel is None else channel.specs)
         self._new_channel: tuple[Channel, bytes] | None = None
         self._channel_data = None if channel is None else reader.channel_data
         self._fenced: FencedError | None = None
@@ -298,7 +297,11 @@ class Log:
         return self._fenced
 
     def _encoded(self, document: Record, key: str, payload: Encoded | None) -> StoredRecord:
-        return record.encode_checked(document, key, payload, self._signer, self._bounds, self._reader.trusted)
+        channel = self.channel
+        if channel is None:
+            assert self._new_channel is not None
+            channel, _ = self._new_channel
+        return record.encode_checked(document, key, payload, self._signer, channel, self._reader.trusted)
 
     def _store_channel(self) -> None:
         if self.channel is not None:
@@ -306,7 +309,7 @@ class Log:
         assert self._new_channel is not None
         channel, data = self._new_channel
         self._put(keys.CHANNEL, data, keys.CHANNEL)
-        self.channel, self._channel_data, self._bounds = channel, data, Bounds.of(channel.specs)
+        self.channel, self._channel_data = channel, data
 
     def _put(self, key: str, data: bytes, what: str) -> None:
         """Put an object that only one writer may put, until the store answers."""

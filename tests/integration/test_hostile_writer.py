@@ -213,7 +213,7 @@ def test_a_large_compaction_is_not_read_before_its_document_is_found_to_be_ours(
     reader = ChannelReader(large_made.store, channel.keys / "ours.pub")
     first = reader.numbered(1).version
     compaction = large_made.compaction(first, large_made.tip)
-    assert compaction.size > reader.bounds.most_bytes(keys.VERSIONS)
+    assert compaction.size > reader.channel().most_bytes(keys.VERSIONS)
     (info,) = (info for span, info in reader.compactions() if span.base == 1)
     assert reader.stored(compaction.key, known=info) == reader.stored(compaction.key) == compaction
     assert not maintenance.check(reader).problems

@@ -371,14 +371,12 @@ def test_a_document_of_another_length_is_none(length: int) -> None:
 
 
 def test_bounds_follow_from_the_table() -> None:
-    specs = CHANNEL.specs
     names = len("w") + len("scale")
     most = (5 << 20) + 2 * 1024 + 32 * names
-    bounds = record.Bounds.of(specs)
-    assert bounds.most_bytes(keys.slot(7, EPOCH)) == bounds.most_bytes(keys.announcement(7, EPOCH)) == most
+    assert CHANNEL.most_bytes(keys.slot(7, EPOCH)) == CHANNEL.most_bytes(keys.announcement(7, EPOCH)) == most
     payloads = 32 * 7 + 2 * 4096 + 64 * names + (1 << 20)
-    assert bounds.most_payload_bytes == payloads
-    assert bounds.most_bytes(keys.compaction(3, 7, EPOCH)) == most + payloads
+    assert CHANNEL.most_payload_bytes == payloads
+    assert CHANNEL.most_bytes(keys.compaction(3, 7, EPOCH)) == most + payloads
 
 
 def test_threads_may_decode_the_first_document_of_a_process() -> None:

@@ -130,13 +130,13 @@ def test_a_copy_reads_no_more_than_the_tensors_can_take(channel: Made, memory_ur
 def test_every_object_is_asked_for_with_a_bound(memory_url: str) -> None:
     channel = made(open_store(memory_url), 3, compactions=[(1, 3)])
     channel.announce(channel.tip)
-    specs = ChannelReader(channel.store).specs
+    found = ChannelReader(channel.store).channel()
     bounds = {
         keys.CHANNEL: 32 << 20,
         keys.HEAD: 4096,
-        channel.tip.key: record.Bounds.of(specs).most_bytes(channel.tip.key),
-        keys.compaction(1, 3, EPOCH): record.Bounds.of(specs).most_bytes(keys.compaction(1, 3, EPOCH)),
-        keys.announcement(3, EPOCH): record.Bounds.of(specs).most_bytes(keys.announcement(3, EPOCH)),
+        channel.tip.key: found.most_bytes(channel.tip.key),
+        keys.compaction(1, 3, EPOCH): found.most_bytes(keys.compaction(1, 3, EPOCH)),
+        keys.announcement(3, EPOCH): found.most_bytes(keys.announcement(3, EPOCH)),
     }
     for key, bound in bounds.items():
         store = FaultyStore(channel.store)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deltasync import codec, maintenance, tensors
-from deltasync.channel import documents, keys, payloads, record
+from deltasync.channel import documents, keys, payloads
 from deltasync.channel.documents import Anchor, Delta, EpochDocument, File, Record
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer, new_key
@@ -341,7 +341,7 @@ class TestBounds:
 
     def test_weights_that_are_larger_than_the_channels(self, created: Script) -> None:
         folder = keys.anchor_folder(1, created.log.epoch)
-        most = record.Bounds.of(_specs()).most_payload_bytes
+        most = created.log.channel.most_payload_bytes  # type: ignore[union-attr]
         file = File(key=f"{folder}/model.safetensors", bytes=most + 1, sha256="0" * 64)
         with pytest.raises(ConfigError, match="this channel allows"):
             created.log.append(self.document(created, anchor=Anchor(directory=folder, files=[file])), None)
