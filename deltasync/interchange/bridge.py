@@ -27,7 +27,7 @@ from deltasync.errors import (
 )
 from deltasync.following import Replica
 from deltasync.interchange import version_dirs
-from deltasync.interchange.version_dirs import VersionDir, VersionDirs, Weights, bytes_of
+from deltasync.interchange.version_dirs import VersionDir, Weights, bytes_of
 from deltasync.maintenance import model_files
 from deltasync.publish import Publisher
 from deltasync.stores import Store, open_store
@@ -59,7 +59,7 @@ class Import:
         base: str | Path | None = None,
         **options: Any,
     ) -> None:
-        self.dirs, self._target = VersionDirs(open_store(source)), open_store(target)
+        self._dirs, self._target = open_store(source), open_store(target)
         self._base, self._options = base, options
         self.number = -1
         """The version that the channel has; -1 before the first."""
@@ -77,12 +77,12 @@ class Import:
         """
         if self.number < 0:
             self._resume()
-        found = self.dirs.complete(self.number)
+        found = version_dirs.complete(self._dirs, self.number)
         if self.number < 0:
             fulls = [n for n, version in enumerate(found) if version.base is None]
             if found and not fulls and self._base is None:
                 raise ChainError(
-                    f"{self.dirs.store.url} holds no full version before version {found[0].number}. Name the checkpoint "
+                    f"{self._dirs.url} holds no full version before version {found[0].number}. Name the checkpoint "
                     "that the deltas begin with (--base)."
                 )
             if fulls:
@@ -94,12 +94,12 @@ class Import:
         for version in found:
             weights = self._next(version)
             if self._publisher is None:
-                self._open(model_files=self.dirs.small_files(version), resume=self.number >= 0)
+                self._open(model_files=version.small_files(), resume=self.number >= 0)
             yield self._publish(version.number, weights)
 
     def _open(self, **options: Any) -> None:
         self._publisher = Publisher(self._target, dtype="keep", **options, **self._options)
-        self._target.put(_SOURCE, json.dumps({"source": self.dirs.store.url}).encode())
+        self._target.put(_SOURCE, json.dumps({"source": self._dirs.url}).encode())
 
     def close(self) -> None:
         """End the publisher."""
@@ -108,13 +108,13 @@ class Import:
 
     def _next(self, version: VersionDir) -> Weights:
         if version.base is None:
-            return self.dirs.full(version)
+            return version.full()
         if version.base != self.number:
             raise ChainError(
-                f"{self.dirs.store.url} holds version {version.number}, a delta to version {version.base}, and the channel "
+                f"{self._dirs.url} holds version {version.number}, a delta to version {version.base}, and the channel "
                 f"has version {self.number}. It goes on with the next full version."
             )
-        return self._weights | self.dirs.delta(version, self._weights)
+        return self._weights | version.delta(self._weights)
 
     def _publish(self, number: int, weights: Weights) -> tuple[int, int]:
         assert self._publisher is not None
@@ -133,12 +133,12 @@ class Import:
             return
         assert replica.identity is not None
         with contextlib.suppress(ObjectMissingError, *UNREADABLE_JSON):
-            if json.loads(self._target.read(_SOURCE, 1 << 16)) != {"source": self.dirs.store.url}:
+            if json.loads(self._target.read(_SOURCE, 1 << 16)) != {"source": self._dirs.url}:
                 raise ObjectMissingError(_SOURCE)
             self.number = reader.record(replica.identity).record.step or 0
         if self.number < 0:
             raise ChannelInUseError(
-                f"{self._target.url} holds a channel that was not made from {self.dirs.store.url}. Choose another target."
+                f"{self._target.url} holds a channel that was not made from {self._dirs.url}. Choose another target."
             )
         self._weights = replica.state_dict()
 
@@ -168,7 +168,7 @@ class Export:
         if encoding not in version_dirs.ENCODINGS:
             raise ConfigError(f"The encoding {encoding!r} is none of {', '.join(version_dirs.ENCODINGS)}.")
         version_dirs.checksum(algorithm, np.empty(0, np.uint8))
-        self._reader, self._dirs = reader, VersionDirs(open_store(target))
+        self._reader, self._dirs = reader, open_store(target)
         self._encoding, self._algorithm = encoding, algorithm
         self._replica = Replica(reader)
         self._weights: Weights | None = None
@@ -203,7 +203,7 @@ class Export:
 
     def _resumes(self, newest: int) -> bool:
         """Go on behind the last version of the target, if it has any."""
-        there = self._dirs.complete(-1)
+        there = version_dirs.complete(self._dirs, -1)
         if not there:
             return False
         last = there[-1]
@@ -211,7 +211,7 @@ class Export:
             self._replica.sync(last.number)
         if self._replica.digest != last.metadata.deltasync_sha256 or self._replica.digest is None:
             raise ChannelInUseError(
-                f"{self._dirs.store.url} holds version {last.number}, which is not that of {self._reader.store.url}. "
+                f"{self._dirs.url} holds version {last.number}, which is not that of {self._reader.store.url}. "
                 "Nothing was written; choose another target."
             )
         self._note(last.number)
@@ -266,7 +266,7 @@ class Export:
         return len(data)
 
     def _put(self, number: int, file: str, data: bytes | memoryview) -> None:
-        self._dirs.store.put(f"weight_v{number:06d}/{file}", data)
+        self._dirs.put(f"weight_v{number:06d}/{file}", data)
 
     def _end(self, number: int, weight_map: dict[str, str], metadata: dict[str, Any]) -> None:
         """Store the index of a version: from here on a reader takes it."""

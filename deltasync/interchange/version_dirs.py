@@ -11,6 +11,8 @@ Sources: `docs/en/advanced/delta-weight-sync.md` of slime; `modelexpress_rl` 0.7
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import re
 import zlib
@@ -23,6 +25,7 @@ import torch
 
 from deltasync.channel import anchors
 from deltasync.channel.anchors import INDEX
+from deltasync.channel.ranges import RangedFile
 from deltasync.codec.base import entries, read_metadata
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.stores import ObjectInfo, Store
@@ -61,108 +64,29 @@ class VersionDir(NamedTuple):
     """A version whose files are all there.
 
     Attributes:
+        store: The store that has its directory.
         number: Its number, from the name of its directory.
         base: The number of the version that its delta applies to; None if it is a full version.
         metadata: The metadata of its index.
         files: Its weight files.
-        small_files: Config, tokenizer and so on, by name.
+        others: Config, tokenizer and so on, by name.
     """
 
+    store: Store
     number: int
     base: int | None
     metadata: _Metadata
     files: list[ObjectInfo]
-    small_files: dict[str, ObjectInfo]
+    others: dict[str, ObjectInfo]
 
-
-class VersionDirs:
-    """The versions in a store.
-
-    Args:
-        store: The store whose top holds the directories.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-
-    def complete(self, after: int) -> list[VersionDir]:
-        """Return the versions with a higher number than `after`, ascending, up to the first that is still being written.
-
-        Raises:
-            ConfigError: two directories have the same number.
-            CorruptDataError: an index is malformed, or says another version than its directory.
-        """
-        folders: dict[int, tuple[str, dict[str, ObjectInfo]]] = {}
-        for info in self.store.list(""):
-            folder, _, file = info.key.partition("/")
-            match = _FOLDER.fullmatch(folder)
-            if match is None or "/" in file or (number := int(match["number"])) <= after:
-                continue
-            name, files = folders.setdefault(number, (folder, {}))
-            if name != folder:
-                raise ConfigError(f"{self.store.url} holds both {name} and {folder}. Move one of them away.")
-            files[file] = info
-        found = []
-        for number, (folder, files) in sorted(folders.items()):
-            version = self._version(number, folder, files)
-            if version is None:
-                break
-            found.append(version)
-        return found
-
-    def _version(self, number: int, folder: str, files: Mapping[str, ObjectInfo]) -> VersionDir | None:
-        place, small = (
-            f"{self.store.url}/{folder}",
-            {name: info for name, info in files.items() if name != INDEX and not name.endswith(anchors.WEIGHTS)},
-        )
-        if (info := files.get(INDEX)) is None:
-            whole = files.get(_WHOLE)
-            if whole is None or not self._is_whole(whole):
-                return None
-            return VersionDir(number, None, _Metadata(), [whole], small)
-        try:
-            index = msgspec.json.decode(self.store.read(info.key, _INDEX_BYTES, info), type=_Index)
-        except UNREADABLE_JSON as error:
-            raise CorruptDataError(f"{place}/{INDEX} is not the index of a version: {error}.") from error
-        names, metadata = sorted(set(index.weight_map.values())), index.metadata
-        if odd := [name for name in names if not _FILE.fullmatch(name)]:
-            raise CorruptDataError(f"{place}/{INDEX} names {odd[0]!r}, which is not a weight file beside it.")
-        if not all(name in files and self._is_whole(files[name]) for name in names):
-            return None
-        held = [files[name] for name in names]
-        if metadata.delta_encoding is None:
-            return VersionDir(number, None, metadata, held, small)
-        if metadata.delta_encoding not in ENCODINGS or metadata.compression_format != "zstd":
-            raise CorruptDataError(
-                f"{place} is encoded by {metadata.delta_encoding!r} and {metadata.compression_format!r}; deltasync reads "
-                f"{' and '.join(ENCODINGS)} with zstd."
-            )
-        said, base = _number(metadata.version), _number(metadata.base_version)
-        if said != number or base is None or base >= number:
-            raise CorruptDataError(f"{place} says that it leads from version {base} to {said}.")
-        return VersionDir(number, base, metadata, held, small)
-
-    def _is_whole(self, info: ObjectInfo) -> bool:
-        """Whether a weight file has as many bytes as its header says; a directory may show it while it is written."""
-        if info.bytes < 8:
-            return False
-        length = int.from_bytes(self.store.read_range(info.key, 0, 8), "little")
-        if not 0 < length <= info.bytes - 8:
-            return False
-        try:
-            entries(self.store.read_range(info.key, 0, 8 + length), info.bytes)
-        except CorruptDataError:
-            return False
-        return True
-
-    def full(self, version: VersionDir) -> Weights:
+    def full(self) -> Weights:
         """Read a full version.
 
         Raises:
             CorruptDataError: a file is malformed, or a tensor has another checksum than its file says.
         """
-        weights, algorithm = Weights(), version.metadata.checksum_format
-        for info, name, entry, data, wanted in self._entries(version):
+        weights, algorithm = Weights(), self.metadata.checksum_format
+        for info, name, entry, data, wanted in self._entries():
             if entry[0] not in _NAMES:
                 raise ModelMismatchError(f"{info.key} holds {name} as {entry[0]}, which deltasync cannot publish.")
             data_B = np.frombuffer(data, np.uint8).copy()
@@ -171,11 +95,11 @@ class VersionDirs:
                 self._check(info, name, algorithm, data_B, wanted)
         return weights
 
-    def small_files(self, version: VersionDir) -> dict[str, bytes]:
-        """Read the small files of a version, by name: its config, its tokenizer and so on."""
-        return {name: self.store.read(info.key, _SMALL_BYTES, info) for name, info in version.small_files.items()}
+    def small_files(self) -> dict[str, bytes]:
+        """Read the files that hold no weights, by name: its config, its tokenizer and so on."""
+        return {name: self.store.read(info.key, _SMALL_BYTES, info) for name, info in self.others.items()}
 
-    def delta(self, version: VersionDir, weights: Weights) -> Weights:
+    def delta(self, weights: Weights) -> Weights:
         """Return the tensors that a delta changes, as it leaves them. `weights` are those of its base, and stay as they are.
 
         Raises:
@@ -183,25 +107,25 @@ class VersionDirs:
             ModelMismatchError: it names a tensor that the model lacks.
         """
         new = Weights()
-        for info, name, entry, data, wanted in self._entries(version):
+        for info, name, entry, data, wanted in self._entries():
             if name not in weights:
                 raise ModelMismatchError(f"{info.key} changes {name}, which the version before does not have.")
-            if entry[0] != "U8" or name in new or wanted is None or version.metadata.checksum_format is None:
+            if entry[0] != "U8" or name in new or wanted is None or self.metadata.checksum_format is None:
                 raise CorruptDataError(f"{info.key} does not hold {name} once, as bytes with a checksum.")
             try:
-                new_B = _DECODERS[version.metadata.delta_encoding or ""](data, bytes_of(weights[name]))
+                new_B = _DECODERS[self.metadata.delta_encoding or ""](data, bytes_of(weights[name]))
             except ValueError as error:
                 raise CorruptDataError(f"{info.key} holds no delta of {name}: {error}.") from error
-            self._check(info, name, version.metadata.checksum_format, new_B, wanted)
+            self._check(info, name, self.metadata.checksum_format, new_B, wanted)
             new[name] = _tensor(new_B, spec_of(name, weights[name]))
         return new
 
-    def _entries(
-        self, version: VersionDir
-    ) -> Iterator[tuple[ObjectInfo, str, tuple[str, tuple[int, ...]], memoryview, str | None]]:
-        for info in version.files:
+    def _entries(self) -> Iterator[tuple[ObjectInfo, str, tuple[str, tuple[int, ...]], memoryview, str | None]]:
+        for info in self.files:
             data = memoryview(self.store.read(info.key, info.bytes, info))
-            said = _metadata_of(data)
+            said = dict[str, str]()
+            with contextlib.suppress(CorruptDataError):  # full versions may lack metadata; `entries` says what else is wrong
+                said = read_metadata(data)
             for name, (dtype, shape, first, last) in entries(data, len(data)).items():
                 yield info, name, (dtype, shape), data[first:last], said.get(name)
 
@@ -212,6 +136,71 @@ class VersionDirs:
             raise CorruptDataError(f"{self.store.url}/{info.key} leads to other bits of {name} than its checksum is of.")
 
 
+def complete(store: Store, after: int) -> list[VersionDir]:
+    """Return the versions with a higher number than `after`, ascending, up to the first that is still being written.
+
+    Raises:
+        ConfigError: two directories have the same number.
+        CorruptDataError: an index is malformed, or says another version than its directory.
+    """
+    folders: dict[int, tuple[str, dict[str, ObjectInfo]]] = {}
+    for info in store.list(""):
+        folder, _, file = info.key.partition("/")
+        match = _FOLDER.fullmatch(folder)
+        if match is None or "/" in file or (number := int(match["number"])) <= after:
+            continue
+        name, files = folders.setdefault(number, (folder, {}))
+        if name != folder:
+            raise ConfigError(f"{store.url} holds both {name} and {folder}. Move one of them away.")
+        files[file] = info
+    found = []
+    for number, (folder, files) in sorted(folders.items()):
+        version = _version(store, number, folder, files)
+        if version is None:
+            break
+        found.append(version)
+    return found
+
+
+def _version(store: Store, number: int, folder: str, files: Mapping[str, ObjectInfo]) -> VersionDir | None:
+    place = f"{store.url}/{folder}"
+    others = {name: info for name, info in files.items() if name != INDEX and not name.endswith(anchors.WEIGHTS)}
+    if (info := files.get(INDEX)) is None:
+        whole = files.get(_WHOLE)
+        if whole is None or not _is_whole(store, whole):
+            return None
+        return VersionDir(store, number, None, _Metadata(), [whole], others)
+    try:
+        index = msgspec.json.decode(store.read(info.key, _INDEX_BYTES, info), type=_Index)
+    except UNREADABLE_JSON as error:
+        raise CorruptDataError(f"{place}/{INDEX} is not the index of a version: {error}.") from error
+    names, metadata = sorted(set(index.weight_map.values())), index.metadata
+    if odd := [name for name in names if not _FILE.fullmatch(name)]:
+        raise CorruptDataError(f"{place}/{INDEX} names {odd[0]!r}, which is not a weight file beside it.")
+    if not all(name in files and _is_whole(store, files[name]) for name in names):
+        return None
+    base = None
+    if metadata.delta_encoding is not None:
+        if metadata.delta_encoding not in ENCODINGS or metadata.compression_format != "zstd":
+            raise CorruptDataError(
+                f"{place} is encoded by {metadata.delta_encoding!r} and {metadata.compression_format!r}; deltasync reads "
+                f"{' and '.join(ENCODINGS)} with zstd."
+            )
+        said, base = _number(metadata.version), _number(metadata.base_version)
+        if said != number or base is None or base >= number:
+            raise CorruptDataError(f"{place} says that it leads from version {base} to {said}.")
+    return VersionDir(store, number, base, metadata, [files[name] for name in names], others)
+
+
+def _is_whole(store: Store, info: ObjectInfo) -> bool:
+    """Whether a weight file has as many bytes as its header says; a directory may show it while it is written."""
+    try:
+        entries(RangedFile(info.bytes, functools.partial(store.read_range, info.key)).header(), info.bytes)
+    except CorruptDataError:
+        return False
+    return True
+
+
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     """Return a view of the bytes of a tensor: uint8 of its number of bytes."""
     return bits_of(tensor).view(np.uint8)
@@ -219,14 +208,6 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 def _tensor(data_B: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     return tensor_of(data_B.view(spec.bits_dtype), spec)
-
-
-def _metadata_of(data: memoryview) -> dict[str, str]:
-    """Return the metadata of a weight file, which full versions may lack."""
-    try:
-        return read_metadata(data)
-    except CorruptDataError:  # `entries` says what else is wrong
-        return {}
 
 
 def _number(text: str | int | None) -> int | None:
