@@ -107,7 +107,7 @@ class Inspection:
         # Head first, then records, then files: an object is stored after those that it names.
         head = reader.head()
         held = self._held = scan_channel(reader, whole=True)
-        self.records = {slot: held.stored[slot.key] for slot in held.slots if slot.key in held.stored}
+        self.records = {slot: held.stored[slot.key] for slot in held.records if slot.key in held.stored}
         self.shortcuts = {key: held.stored[key] for key in held.shortcuts if key in held.stored}
         self._sizes = {info.key: info.bytes for info in reader.store.list("")}
         self._digests = digests(held.whole())
@@ -117,7 +117,7 @@ class Inspection:
             slot = keys.slot_of(key)
             self.add_damage(key, problem, None if slot is None else self._digests.get(slot))
         epochs = [epoch for key in self._sizes if (epoch := keys.epoch_of(key)) is not None]
-        self._check_digests({*(slot.epoch for slot in held.slots), *epochs})
+        self._check_digests({*(slot.epoch for slot in held.records), *epochs})
         self._check_hint(keys.HEAD, Head)
         for epoch in epochs:
             self._check_hint(keys.epoch_document(epoch), EpochDocument)
@@ -143,7 +143,7 @@ class Inspection:
 
     def documents(self) -> dict[Slot, Record | None]:
         """The documents of records, None for damaged ones."""
-        return {slot: self.records[slot].record if slot in self.records else None for slot in self._held.slots}
+        return {slot: self.records[slot].record if slot in self.records else None for slot in self._held.records}
 
     @functools.cached_property
     def lineage(self) -> list[Slot]:
@@ -174,7 +174,7 @@ class Inspection:
         stored = self.records.get(newest.slot)
         if stored is None:
             self._digests[newest.slot] = newest.sha256
-            last = max((slot.newness for slot in self._held.slots), default=("", 0))
+            last = max((slot.newness for slot in self._held.records), default=("", 0))
             if newest.key not in self._sizes and newest.slot.newness > last:
                 problem = MissingVersionError(f"{newest.key}, which {keys.HEAD} names, is not in the store.")
                 self.add_damage(newest.key, problem, newest.sha256)
@@ -293,7 +293,7 @@ class Inspection:
         versions = self.versions
         found = versions.keys() - set(self.lineage)
         bases = {stored.record.base.slot for stored in versions.values() if stored.record.base is not None}
-        stored_s = {slot: self._held.slots[slot].modified_s for slot in versions}
+        stored_s = {slot: self._held.infos[slot.key].modified_s for slot in versions}
         for slot in versions.keys() - reached - bases:  # the versions around it were forgotten, so only times tell
             if any(0 < stored_s[other] < stored_s[slot] - _CLOCK_S for other in versions if other.epoch > slot.epoch):
                 found.add(slot)
@@ -323,7 +323,7 @@ class Inspection:
         return Report(
             problems=[damage.problem for damage in self.damages.values()],
             newest=None if newest is None else versions[newest].version,
-            versions=len(self._held.slots) - (len(self.records) - len(versions)),
+            versions=len(self._held.records) - (len(self.records) - len(versions)),
             anchors=sum(stored.use_anchor for stored in self.edges()),
             compactions=sum(keys.compaction_of(key) is not None for key in self._held.shortcuts),
             data_bytes=sum(size for key, size in self._sizes.items() if key.startswith(folders)),

@@ -99,14 +99,14 @@ def copy(source: ChannelReader, target: Store) -> Copied:
     one = functools.partial(_copy_object, source, target, there)
     named = digests(held.whole())
     files = {file.key: file for found in held.whole() for file in found.files}
-    shortcuts = [_file(held.shortcut_infos[key]) for key, found in held.shortcuts.items() if found]
-    records = [_file(held.slots[slot], named.get(slot, "")) for slot, found in held.records.items() if found]
+    shortcuts = [_file(held.infos[key]) for key, found in held.shortcuts.items() if found]
+    records = [_file(held.infos[slot.key], named.get(slot, "")) for slot, found in held.records.items() if found]
     parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
     done = in_parallel(one, parts_first, "files", WHOLE)
     done += in_parallel(one, shortcuts, "compactions", WHOLE)
     done += in_parallel(one, records, "records", 1)  # in order, so that the base of the newest is always there
     small = [_file(info) for info in source.store.list(keys.EPOCHS) if keys.epoch_of(info.key)]
-    openings = {keys.epoch_document(slot.epoch) for slot in held.slots}
+    openings = {keys.epoch_document(slot.epoch) for slot in held.records}
     check_listing(source, sorted(openings.difference(file.key for file in small)))
     done += map(one, small)
     description = one(File(key=keys.CHANNEL, bytes=there.get(keys.CHANNEL, 0), sha256=""))
@@ -138,8 +138,8 @@ def _check_target(source: ChannelReader, target: Store, held: Scan, there: Mappi
     slots = [slot for key in there if (slot := keys.slot_of(key)) is not None]
     slots += [] if newest is None or newest in slots or not exists(target, newest.key) else [newest]
     named = [record.next_epoch for record in held.whole() if record.next_epoch is not None]
-    known = {source.channel().epoch, *source.epochs(), *named, *(slot.epoch for slot in held.slots)}
-    last = max((slot.newness for slot in held.slots), default=("", 0))
+    known = {source.channel().epoch, *source.epochs(), *named, *(slot.epoch for slot in held.records)}
+    last = max((slot.newness for slot in held.records), default=("", 0))
     if strange := [slot for slot in slots if slot.epoch not in known]:
         raise ChannelInUseError(
             f"{target.url} has {strange[0].key}, whose epoch {source.store.url} lacks: another publisher wrote it. "

@@ -65,7 +65,7 @@ def _change(reader: ChannelReader, held: Scan, names: set[str], slot: Slot) -> C
     if record.delta is None:
         return Change(version=slot.version, step=record.step, changed=None)
     delta = record.delta
-    counts = result_or_error(lambda info: changed_of(reader.store, info, delta, reader.layout), held.slots[slot])
+    counts = result_or_error(lambda info: changed_of(reader.store, info, delta, reader.layout), held.infos[slot.key])
     if isinstance(counts, DeltaSyncError):
         return Change(version=slot.version, step=record.step, changed=None, problem=counts)
     changed = {name: count for name, count in counts.items() if count and name in names}

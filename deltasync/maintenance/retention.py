@@ -312,7 +312,7 @@ def _served(reader: ChannelReader, held: Scan, since_s: float) -> set[Slot]:
 
 def _contents(store: Store, held: Scan) -> Contents:
     """Return the channel's contents, without shortcuts that lack a file."""
-    stored_s = {info.key: info.modified_s for info in (*held.slots.values(), *held.shortcut_infos.values())}
+    stored_s = {key: info.modified_s for key, info in held.infos.items()}
     shortcuts = {key: record for key, record in held.shortcuts.items() if record is not None}
     prefixes = {file.key.split("/")[0] for record in shortcuts.values() for file in record.files}
     sizes = {info.key: info.bytes for prefix in sorted(prefixes) for info in store.list(f"{prefix}/")}

@@ -64,9 +64,8 @@ def in_parallel(
 class Scan:
     """Records, compactions and announcements of a channel, without those that were forgotten during the scan."""
 
-    slots: dict[Slot, ObjectInfo]  # the listing's entry of each record, ascending
-    records: dict[Slot, Record | None]  # None for damaged ones
-    shortcut_infos: dict[str, ObjectInfo]  # the listing's entry of each compaction and announcement, by key
+    infos: dict[str, ObjectInfo]  # the listing's entry of each record, compaction and announcement, by key
+    records: dict[Slot, Record | None]  # ascending; None for damaged ones
     shortcuts: dict[str, Record | None]  # of those that were read, by key; None for damaged ones
     problems: dict[str, DeltaSyncError]  # the error of each damaged object, by key
     stored: dict[str, StoredRecord]  # objects that were read as a whole, by key, without their bytes
@@ -127,9 +126,8 @@ def scan_channel(
         named = digests([*documents.values()])
         check_listing(reader, [slot.key for slot in named if slot not in listed and slot.newness < last])
     return Scan(
-        slots={slot: info for slot, info in slots.items() if info.key not in gone},
+        infos={info.key: info for info in (*slots.values(), *dict(listed_shortcuts).values()) if info.key not in gone},
         records={slot: documents.get(slot.key) for slot in slots if slot.key not in gone},
-        shortcut_infos={info.key: info for _, info in listed_shortcuts if info.key not in gone},
         shortcuts={info.key: documents.get(info.key) for info in shortcuts if info.key not in gone},
         problems={key: found for key, found in read_of.items() if isinstance(found, FormatError)},
         stored=stored,
