@@ -78,7 +78,8 @@ class ChannelReader:
         try:
             data = self.store.read(keys.CHANNEL, limits.CHANNEL_BYTES)
         except ObjectMissingError:
-            if self._has_head():
+            with contextlib.suppress(StoreError):
+                self.store.read_range(keys.HEAD, 0, 1)
                 raise NotPublishedError(
                     f"{self.store.url} lacks its {keys.CHANNEL}, though something was published there. A running publisher "
                     "puts it back; otherwise restore it from a copy of the channel."
@@ -91,13 +92,6 @@ class ChannelReader:
         found = documents.decode(data, Channel, keys.CHANNEL)
         self.signed = signed_by(data) is not None
         return found, data
-
-    def _has_head(self) -> bool:
-        try:
-            self.store.read_range(keys.HEAD, 0, 1)
-        except StoreError:
-            return False
-        return True
 
     def read_channel_again(self) -> Channel:
         """Read channel.json anew, and twice where no signature covers it.

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -142,7 +141,6 @@ class ReportedStore(WrappedStore):
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self._lock = threading.Lock()
         self._next_s = 0.0
 
     def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
@@ -152,8 +150,7 @@ class ReportedStore(WrappedStore):
             return action()
 
     def _is_due(self) -> bool:
-        with self._lock:
-            if time.monotonic() < self._next_s:
-                return False
+        is_due = time.monotonic() >= self._next_s
+        if is_due:
             self._next_s = time.monotonic() + _AGAIN_S
-            return True
+        return is_due

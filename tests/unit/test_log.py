@@ -341,7 +341,7 @@ class TestBounds:
 
     def test_weights_that_are_larger_than_the_channels(self, created: Script) -> None:
         folder = keys.anchor_folder(1, created.log.epoch)
-        most = created.log.channel.most_payload_bytes  # type: ignore[union-attr]
+        most = created.create().most_payload_bytes
         file = File(key=f"{folder}/model.safetensors", bytes=most + 1, sha256="0" * 64)
         with pytest.raises(ConfigError, match="this channel allows"):
             created.log.append(self.document(created, anchor=Anchor(directory=folder, files=[file])), None)
