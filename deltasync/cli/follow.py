@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 import signal
 import sys
 import time
@@ -156,7 +154,7 @@ def relay(reader: ChannelReader | str, targets: tuple[str, ...], once: bool, bas
         return
     stores = [ReportedStore(open_store(target)) for target in targets]
     if once:
-        copied = functools.reduce(operator.add, [with_bars(maintenance.copy, reader, store) for store in stores])
+        copied = with_bars(maintenance.copy, reader, *stores)
         skipped = f", {count(copied.skipped, 'object')} there already" if copied.skipped else ""
         stored = f"copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{skipped}"
         sys.exit(show_copied(copied, as_json, f"{', '.join(targets)} is at version {copied.version}: {stored}"))

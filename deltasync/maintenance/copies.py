@@ -9,9 +9,8 @@ import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Self
 
 from deltasync import limits
 from deltasync.channel import anchors, checkpoint, keys
@@ -47,48 +46,54 @@ Outcome = int | DeltaSyncError | None
 """The result of copying one object: the bytes stored, the source object's problem, or None if the target had it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Copied:
-    """The result of `copy`: the newest version in the source's listing, the objects that were stored in the target, without
-    head, and the number of those that it had. `problems` are those of objects that are damaged or missing in the source.
+    """The result of copying: the newest version that every target has, the objects that were stored, without head, and the
+    number of those that were there. `problems` are those of objects that are damaged or missing in the source.
     """
 
-    version: VersionId | None
-    objects: int
-    bytes: int
-    skipped: int
-    problems: list[DeltaSyncError]
+    version: VersionId | None = None
+    objects: int = 0
+    bytes: int = 0
+    skipped: int = 0
+    problems: list[DeltaSyncError] = dataclasses.field(default_factory=list)
 
-    @classmethod
-    def of(cls, version: VersionId | None, done: Sequence[Outcome], problems: Iterable[DeltaSyncError] = ()) -> Self:
-        """Count the outcomes of all objects. `problems` belong to objects that were not tried."""
-        stored = [each for each in done if isinstance(each, int)]
-        wrong = [*problems, *(each for each in done if isinstance(each, DeltaSyncError))]
-        return cls(version=version, objects=len(stored), bytes=sum(stored), skipped=done.count(None), problems=wrong)
-
-    def __add__(self, other: Copied) -> Copied:
-        problems = {str(problem): problem for problem in (*self.problems, *other.problems)}
-        return Copied(
-            version=other.version,
-            objects=self.objects + other.objects,
-            bytes=self.bytes + other.bytes,
-            skipped=self.skipped + other.skipped,
-            problems=[*problems.values()],
-        )
+    def note(self, outcomes: Iterable[Outcome]) -> None:
+        """Count the outcomes of some objects."""
+        for outcome in outcomes:
+            if outcome is None:
+                self.skipped += 1
+            elif isinstance(outcome, int):
+                self.objects, self.bytes = self.objects + 1, self.bytes + outcome
+            elif str(outcome) not in map(str, self.problems):
+                self.problems.append(outcome)
 
 
-def copy(source: ChannelReader, target: Store) -> Copied:
-    """Copy the current objects of a channel one by one. Damaged objects are left out and reported.
+def copy(source: ChannelReader, *targets: Store) -> Copied:
+    """Copy the current objects of a channel to each target, one by one. Damaged objects are left out and reported.
 
     The order is files, shortcuts, records by number, epochs, channel.json, head; shortcuts precede records because a record
-    may need an announced anchor. So the target is readable after an interruption at any point, and another call resumes.
-    Publishing to the source may continue; no garbage may be collected in the target. A few objects are in memory at a time.
+    may need an announced anchor. So a target is readable after an interruption at any point, and another call resumes.
+    Publishing to the source may continue; no garbage may be collected in a target. A few objects are in memory at a time.
 
     Raises:
-        RunMismatchError: the target holds another run.
-        ChannelInUseError: the target has versions that the source lacks.
-        ObjectExistsError: the target has an object of another size. It was not replaced.
+        RunMismatchError: a target holds another run.
+        ChannelInUseError: a target has versions that the source lacks.
+        ObjectExistsError: a target has an object of another size. It was not replaced.
     """
+    copied = Copied()
+    copy_into(copied, source, *targets)
+    return copied
+
+
+def copy_into(copied: Copied, source: ChannelReader, *targets: Store) -> None:
+    """Copy as `copy`, and count what was copied."""
+    reached = [_copy_to(copied, source, target) for target in targets]
+    copied.version = min(reached, key=lambda version: ("", 0) if version is None else version.slot.newness)
+
+
+def _copy_to(copied: Copied, source: ChannelReader, target: Store) -> VersionId | None:
+    """Copy to one target. Return the newest version in the source's listing."""
     source.channel()
     if target.url == source.store.url:
         raise ConfigError(f"{target.url} is both source and target.")
@@ -102,21 +107,22 @@ def copy(source: ChannelReader, target: Store) -> Copied:
     shortcuts = [_file(held.infos[key]) for key, found in held.shortcuts.items() if found]
     records = [_file(held.infos[slot.key], named.get(slot, "")) for slot, found in held.records.items() if found]
     parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
-    done = in_parallel(one, parts_first, "files", WHOLE)
-    done += in_parallel(one, shortcuts, "compactions", WHOLE)
-    done += in_parallel(one, records, "records", 1)  # in order, so that the base of the newest is always there
+    copied.note(held.problems.values())
+    copied.note(in_parallel(one, parts_first, "files", WHOLE))
+    copied.note(in_parallel(one, shortcuts, "compactions", WHOLE))
+    copied.note(in_parallel(one, records, "records", 1))  # in order, so that the base of the newest is always there
     small = [_file(info) for info in source.store.list(keys.EPOCHS) if keys.epoch_of(info.key)]
     openings = {keys.epoch_document(slot.epoch) for slot in held.records}
     check_listing(source, sorted(openings.difference(file.key for file in small)))
-    done += map(one, small)
+    copied.note(map(one, small))
     description = one(File(key=keys.CHANNEL, bytes=there.get(keys.CHANNEL, 0), sha256=""))
-    done.append(description)
+    copied.note([description])
     if head is not None and not isinstance(description, DeltaSyncError):
         target.put(keys.HEAD, head)
     slots = (slot for slot, found in held.records.items() if found is not None and found.is_version)
     last = max(slots, key=lambda slot: slot.newness, default=None)
     newest = None if last is None else source.slot(last)
-    return Copied.of(None if newest is None else newest.version, done, held.problems.values())
+    return None if newest is None else newest.version
 
 
 def _file(info: ObjectInfo, sha256: str = "") -> File:

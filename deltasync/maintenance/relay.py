@@ -15,7 +15,7 @@ from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, FormatError, ObjectExistsError, ObjectMissingError
 from deltasync.following import Commit, Follow, Identify, Observer
-from deltasync.maintenance.copies import Copied, Outcome, copy, read_object
+from deltasync.maintenance.copies import Copied, Outcome, copy_into, read_object
 from deltasync.maintenance.scan import WHOLE, in_parallel, result_or_error
 from deltasync.stores.base import ObjectInfo, Store
 
@@ -42,7 +42,7 @@ class Relay:
         if len(set(urls)) < len(urls):
             raise ConfigError("SOURCE and every TARGET must be different URLs.")
         self.version: VersionId | None = None
-        self._copied: Copied | None = None  # the sum of the objects stored since `pop_copied`
+        self._copied = Copied()  # since `pop_copied`
         self._source, self._targets = source, targets
         self._behind = True  # False after a successful step
         self._shortcuts: set[str] = set()  # keys of the shortcuts that the stores have
@@ -64,8 +64,8 @@ class Relay:
 
     def pop_copied(self) -> Copied | None:
         """Return the sum of the objects stored since the last call; None if there were none."""
-        copied, self._copied = self._copied, None
-        return None if copied is None else dataclasses.replace(copied, version=self.version)
+        copied, self._copied = dataclasses.replace(self._copied, version=self.version), Copied()
+        return copied if copied.objects or copied.skipped or copied.problems else None
 
     def open(self, identify: Identify) -> None:
         """Copy all missing objects."""
@@ -112,30 +112,20 @@ class Relay:
 
     def _catch_up(self) -> None:
         shortcuts = {info.key for _, info in self._source.shortcuts()}
-        each = [copy(self._source, target) for target in self._targets]
-        oldest = min(each, key=lambda copied: ("", 0) if copied.version is None else copied.version.slot.newness)
-        self.version, self._shortcuts, self._behind = oldest.version, shortcuts, False
+        copy_into(self._copied, self._source, *self._targets)
+        self.version, self._shortcuts, self._behind = self._copied.version, shortcuts, False
         self._refresh_due_s = time.monotonic() + _REFRESH_S
-        for copied in each:
-            self._add(copied)
-
-    def _add(self, copied: Copied) -> None:
-        """Note stored objects."""
-        self._copied = copied if self._copied is None else self._copied + copied
 
     def _copy_files(self, stored: StoredRecord) -> bool:
         """Copy the files that a record names. Return whether all are intact."""
         done = in_parallel(self._copy_file, stored.record.files, None, WHOLE)
-        found = Copied.of(self.version, done)
-        self._add(dataclasses.replace(found, problems=[]))
-        return not found.problems
+        self._copied.note(outcome for outcome in done if not isinstance(outcome, DeltaSyncError))
+        return not any(isinstance(outcome, DeltaSyncError) for outcome in done)
 
     def _copy_record(self, stored: StoredRecord) -> None:
-        item = File(key=stored.key, bytes=stored.size, sha256=stored.sha256)
-        done = self._copy_file(item) if stored.data is None else self._store(stored.key, stored.data)
-        if isinstance(done, DeltaSyncError):
-            raise done
-        self._add(Copied.of(self.version, [done]))
+        data = self._source.stored(stored.key, stored.sha256).data if stored.data is None else stored.data
+        assert data is not None
+        self._copied.note([self._store(stored.key, data)])
 
     def _new_shortcuts(self) -> list[StoredRecord]:
         """Return the compactions and announced anchors that the targets lack, for versions that the targets have."""

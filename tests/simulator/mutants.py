@@ -65,8 +65,8 @@ MUTANTS = {
     ),
     "channel.json is read once": Mutant(
         "deltasync.channel.reading",
-        "if self.trusted is None and self._read_channel().data",
-        "if False and self._read_channel().data",
+        "if self.trusted is None and self._read_channel()[1]",
+        "if False and self._read_channel()[1]",
         "rival damaged",
     ),
     "a cached object is not checked": Mutant(
