@@ -210,9 +210,9 @@ def _shortcuts_and_changes(reader: ChannelReader, stored: StoredRecord) -> tuple
 
     The numbers come from the headers of payloads, whose digests are not checked.
     """
-    from deltasync.channel.documents import File
     from deltasync.maintenance import in_parallel
-    from deltasync.maintenance.heat import read_changed
+    from deltasync.maintenance.heat import changed_of
+    from deltasync.stores import ObjectInfo
 
     record, found, changed = stored.record, {}, Counter[str]()
     if record.is_version:
@@ -220,9 +220,7 @@ def _shortcuts_and_changes(reader: ChannelReader, stored: StoredRecord) -> tuple
         shortcuts = in_parallel(reader.document, infos, "compactions")
         found = {info.key: each for info, each in zip(infos, shortcuts, strict=True) if each.sha256 == stored.sha256}
     if record.delta is not None and record.base is not None:
-        files = [File(key=stored.key, bytes=stored.size, sha256=stored.sha256), *record.delta.parts]
-        for counts in in_parallel(lambda file: read_changed(reader.store, file, reader.layout), files, "payload headers"):
-            changed.update(counts)
+        changed = changed_of(reader.store, ObjectInfo(stored.key, stored.size), record.delta, reader.layout)
     return found, changed
 
 

@@ -13,6 +13,7 @@ from deltasync.channel.documents import Reference, VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.following import Replica
+from deltasync.maintenance.copies import replica_at
 from deltasync.maintenance.scan import progressed
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import bits_of
@@ -68,34 +69,25 @@ def compare(reader: ChannelReader, place: str, version: int | None = None) -> Co
         served, digests = heartbeat.digests(place, _SERVER_S)
         if version not in (None, served):
             raise ConfigError(f"{place} serves version {served}, not {version}. Pin the server, or leave out the version.")
-        replica = _replica(reader, served)
+        replica, identity = replica_at(reader, served)
         names, found = set(digests), _by_digest(replica, digests)
     else:
         path = Path(place)
         held = checkpoint.load(Reference(path=str(path.absolute())) if path.is_file() else checkpoint.find(place))
-        replica = _replica(reader, version)
+        replica, identity = replica_at(reader, version)
         names, found = set(held.files), _by_bits(replica, held, reader.specs)
     differences, equal = list[Difference](), 0
     for done, difference in enumerate(found, start=1):
         equal += difference is None
         differences += [] if difference is None else [difference]
         progressed("tensors", done, len(reader.specs.keys() & names))
-    assert replica.identity is not None
     return Comparison(
-        version=replica.identity,
+        version=identity,
         equal=equal,
         differences=differences,
         absent=[name for name in reader.specs if name not in names],
         extra=sorted(names - reader.specs.keys()),
     )
-
-
-def _replica(reader: ChannelReader, version: int | None) -> Replica:
-    replica = Replica(reader)
-    progressed("weights", 0, 1)
-    replica.sync(version)
-    progressed("weights", 1, 1)
-    return replica
 
 
 def _by_digest(replica: Replica, digests: Mapping[str, str]) -> Iterator[Difference | None]:

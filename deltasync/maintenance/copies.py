@@ -202,12 +202,8 @@ def export(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} exists and is not empty. Nothing was written; choose another directory.")
     directory = directory.absolute()
-    replica = Replica(reader)
-    progressed("weights", 0, 1)
-    replica.sync(version)
-    progressed("weights", 1, 1)
-    assert replica.identity is not None
-    files = model_files(reader, replica.identity)
+    replica, identity = replica_at(reader, version)
+    files = model_files(reader, identity)
     temporary = directory.parent / f".{directory.name}.{uuid.uuid4().hex}.tmp"
     try:
         weights = anchors.weight_files(replica.state_dict(), replica.fingerprints, shard_bytes)
@@ -221,7 +217,17 @@ def export(
         raise ConfigError(f"{directory} cannot be written: {error.strerror}.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return replica.identity
+    return identity
+
+
+def replica_at(reader: ChannelReader, version: int | None) -> tuple[Replica, VersionId]:
+    """Return a replica in host memory at a version, the newest if None."""
+    replica = Replica(reader)
+    progressed("weights", 0, 1)
+    replica.sync(version)
+    progressed("weights", 1, 1)
+    assert replica.identity is not None
+    return replica, replica.identity
 
 
 def model_files(reader: ChannelReader, version: VersionId) -> dict[str, bytes]:

@@ -29,7 +29,7 @@ def layer_of(name: str) -> str:
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
 
-def read_changed(store: Store, file: File, layout: Layout) -> dict[str, int]:
+def _read_changed(store: Store, file: File, layout: Layout) -> dict[str, int]:
     """Return the changed elements of each tensor, from the tables of a record or part.
 
     The result is empty for a record whose payload is in parts. Only the header and the counts are read, so no digest is
@@ -58,7 +58,7 @@ def changed_of(store: Store, info: ObjectInfo, delta: Delta, layout: Layout) -> 
     """Return the changed elements of each tensor in a version, from its record's entry in a listing and its parts."""
     found = Counter[str]()
     for file in (File(key=info.key, bytes=info.bytes, sha256=""), *delta.parts):
-        found.update(read_changed(store, file, layout))
+        found.update(_read_changed(store, file, layout))
     return found
 
 

@@ -24,10 +24,9 @@ from deltasync.errors import (
     NotPublishedError,
     StoreError,
 )
-from deltasync.following import Replica
 from deltasync.maintenance.checks import Damage, Inspection
 from deltasync.maintenance.compaction import write_anchor, write_compaction
-from deltasync.maintenance.copies import model_files
+from deltasync.maintenance.copies import model_files, replica_at
 from deltasync.stores import open_store
 
 logger = logging.getLogger(__name__)
@@ -235,10 +234,7 @@ def _replace_anchor(inspection: Inspection, signer: Signer | None, version: int)
     readable = [slot for slot in inspection.lineage if slot in reached and slot.version >= version]
     if not readable:
         return "left", "its weights are lost; the publisher's next anchor replaces it"
-    replica = Replica(reader)
-    replica.sync(max(readable).version)
-    assert replica.identity is not None
-    files = model_files(reader, replica.identity)
-    made = write_anchor(reader, replica, files, signer=signer)
+    replica, identity = replica_at(reader, max(readable).version)
+    made = write_anchor(reader, replica, model_files(reader, identity), signer=signer)
     inspection.shortcuts[made.key] = made
     return "bypassed", f"by {made.key}, an anchor of version {made.record.version}"
