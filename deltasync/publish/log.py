@@ -258,23 +258,9 @@ class Log:
     def compaction(self, version: VersionId, fingerprint: str, payload: Encoded | None, **fields: Any) -> StoredRecord:
         """Store a compaction to a version, once; its `base` and `delta` are fields of its record. Raises as `announce`."""
         self._check()
-        document = Record(
-            run_id=self.run_id,
-            kind="announcement" if "anchor" in fields else "compaction",
-            version=version.version,
-            epoch=version.epoch,
-            sha256=version.sha256,
-            created_at=documents.now(),
-            fingerprint=fingerprint,
-            **fields,
-        )
-        if document.base is None:
-            key = keys.announcement(version.version, self.epoch)
-        else:
-            key = keys.compaction(document.base.version, version.version, self.epoch)
-        stored = self._encoded(document, key, payload)
+        stored = self._encoded(*record.shortcut(self.run_id, version, self.epoch, fingerprint, **fields), payload)
         assert stored.data is not None
-        self.store.put(key, stored.data)
+        self.store.put(stored.key, stored.data)
         return dataclasses.replace(stored, data=None)
 
     @property
