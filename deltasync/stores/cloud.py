@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 10.0  # until a request without an answer is logged
+PATIENCE_S = 10.0  # until a request without an answer is logged
 
 _OPTIONS = ("endpoint", "region", "virtual_hosted", "profile", "anonymous")
 
@@ -79,7 +79,7 @@ class CloudStore(ObstoreStore):
 
     def _watched(self, key: str) -> contextlib.AbstractContextManager[None]:
         message = "%s has had no answer for %g s; waiting on."
-        return watched(_PATIENCE_S, lambda: logger.warning(message, self._place(key), _PATIENCE_S))
+        return watched(PATIENCE_S, lambda: logger.warning(message, self._place(key), PATIENCE_S))
 
     def connect_again(self) -> None:
         """Connect again for the next request: keys, profiles and tokens may have been renewed, or connections forgotten."""
