@@ -21,9 +21,9 @@ from benchmarks import common
 from deltasync import Publisher, Receipt, Replica, open_store
 from deltasync.channel import heartbeat
 from deltasync.channel.heartbeat import Heartbeat
+from tests import http_faults
 from tests.http_faults import FaultProxy
 from tests.hub import fixtures as hub
-from tests.servers import reverse_proxy
 from tests.servers.s3 import KEYS, MotoServer
 
 VERSIONS, POLLS = 10, 20
@@ -75,7 +75,7 @@ def hugging_face() -> Iterator[tuple[str, FaultProxy]]:
         huggingface_hub.close_session()
 
 
-def row(exchanges: list[reverse_proxy.Exchange], times: int, stated: Exchange) -> dict[str, Any]:
+def row(exchanges: list[http_faults.Exchange], times: int, stated: Exchange) -> dict[str, Any]:
     """Return the mean requests and bytes of one action, and what docs/operations/cost.md says of it."""
     return {
         "requests": len(exchanges) / times,
@@ -89,7 +89,7 @@ def row(exchanges: list[reverse_proxy.Exchange], times: int, stated: Exchange) -
 def measure(url: str, proxy: FaultProxy) -> dict[str, Any]:
     """Measure one store: mean payload bytes of a version, and requests and bytes of each action."""
 
-    def taken(action: Callable[[], object], behind_s: float = 0.0) -> list[reverse_proxy.Exchange]:
+    def taken(action: Callable[[], object], behind_s: float = 0.0) -> list[http_faults.Exchange]:
         proxy.exchanges.clear()
         action()
         time.sleep(behind_s)
@@ -97,7 +97,7 @@ def measure(url: str, proxy: FaultProxy) -> dict[str, Any]:
 
     random = torch.Generator().manual_seed(0)
     weights = {"w": torch.randn(ELEMENTS, generator=random).to(torch.bfloat16)}
-    published, followed, payload_bytes = list[reverse_proxy.Exchange](), list[reverse_proxy.Exchange](), 0
+    published, followed, payload_bytes = list[http_faults.Exchange](), list[http_faults.Exchange](), 0
     store = open_store(url)
     with Publisher(url) as publisher:
         publisher.publish(weights.items()).wait(600)

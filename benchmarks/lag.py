@@ -33,9 +33,8 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import NotPublishedError
 from deltasync.following import Poll
 from deltasync.stores import open_store
-from tests.http_faults import FaultProxy
+from tests.http_faults import Exchange, FaultProxy
 from tests.servers.line import Line, Shape
-from tests.servers.reverse_proxy import Exchange
 from tests.servers.s3 import KEYS, REGION, MotoServer
 
 ENDS = ("trainer", "replica")

@@ -29,7 +29,7 @@ for _variable in [name for name in os.environ if name.startswith("DELTASYNC_")]:
 # Fixtures that many files use. Environments of one engine have no S3 server.
 pytest_plugins = ["tests.profiles", "tests.hub.fixtures", "tests.servers.clouds"]
 if importlib.util.find_spec("moto") is not None:
-    pytest_plugins += ["tests.servers.s3", "tests.servers.services"]
+    pytest_plugins += ["tests.servers.s3"]
 pytest_plugins += ["tests.writers"]
 
 _LEFT_OUT = {}

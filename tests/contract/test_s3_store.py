@@ -30,9 +30,22 @@ from deltasync.errors import (
 from deltasync.stores import Store, cloud, object
 from deltasync.stores.retries import decides
 from tests.contract.store_contract import DecidingSharedContract, RefusingContract, StoreContract
-from tests.http_faults import FaultProxy, empty, flipped, ignored, late, reset, s3_error, shortened, slow, status, truncated
+from tests.http_faults import (
+    Action,
+    FaultProxy,
+    Reply,
+    empty,
+    flipped,
+    ignored,
+    late,
+    reset,
+    s3_error,
+    shortened,
+    slow,
+    status,
+    truncated,
+)
 from tests.servers.endless import Endless
-from tests.servers.reverse_proxy import Action, Reply
 from tests.servers.s3 import KEYS, MotoServer
 
 FOREVER = 1000
