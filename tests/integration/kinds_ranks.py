@@ -2,6 +2,7 @@
 
 A first version, a delta, one after an evaluation, and one after a restart; on a channel that is there, of other ranks, two
 more. Each version is compared with the whole model. FOLDER/<kind>.<rank>.json says what came, or how it was refused.
+A kind may be a loop of guides/sharded.md, by what its first line says it needs: it runs as printed, its last version compared.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from deltasync import Publisher, Replica
 from deltasync.errors import DeltaSyncError
 from deltasync.publish.stream import TensorRange, by_rows
+from tests.integration.test_kinds import LOOPS
 from tests.wrapped import Forwarding, OnlyDequantized, Scaled
 
 FOLDER = Path(sys.argv[1])
@@ -51,11 +54,13 @@ class Case:
         whole: All of the model, gathered on all ranks.
         step: Trains one step, or changes the weights.
         evaluate: A forward without a backward.
+        given: What a loop of the guide calls it.
     """
 
     def __init__(self, stream: Callable[[], Any], whole: Callable[[], Weights], step: Callable[[], None]) -> None:
         self.stream, self.whole, self.step = stream, whole, step
         self.evaluate: Callable[[], object] = lambda: None
+        self.given: dict[str, Any] = {}
 
 
 def full(value: torch.Tensor) -> torch.Tensor:
@@ -85,6 +90,7 @@ def of_module(model: nn.Module, stream: Callable[[], Any] | None = None) -> Case
             model(torch.randn(4, 16))
 
     case.evaluate = evaluate
+    case.given = {"model": model}
     return case
 
 
@@ -252,7 +258,9 @@ def ranges() -> Case:
             start = min(dist.get_rank() * width, value.numel())
             yield name, TensorRange(value.view(-1)[start : start + width], start, tuple(value.shape))
 
-    return of_tensors(weights, stream)
+    case = of_tensors(weights, stream)
+    case.given = {"shards": {name: (part.held, part.start, part.shape) for name, part in stream()}}
+    return case
 
 
 def replicated() -> Case:
@@ -345,6 +353,70 @@ def uneven() -> Case:
     return of_tensors(weights, stream)
 
 
+def zero3() -> Case:
+    import deepspeed
+
+    model = made()
+    model.few.weight.requires_grad_(False)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    }
+    trained = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+
+    def forward() -> torch.Tensor:
+        return engine(torch.randn(4, 16, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16())
+
+    def step() -> None:
+        engine.backward(forward().float().square().mean())
+        engine.step()
+
+    def whole() -> Weights:
+        found = {}
+        for name, param in model.named_parameters():
+            with deepspeed.zero.GatheredParameters([param]):
+                found[name] = param.detach().clone()
+        return found
+
+    case = Case(lambda: engine, whole, step)
+    case.evaluate = torch.no_grad()(forward)
+    case.given = {"engine": engine}
+    return case
+
+
+OF_LOOPS: dict[str, Callable[[], Case]] = {
+    "FSDP2": lambda: root_only(),
+    "tensor parallelism": lambda: of_module(tensor_parallel()),
+    "shards of another kind": lambda: ranges(),
+    "DDP": lambda: of_module(DistributedDataParallel(made())),
+    "DeepSpeed ZeRO-3": zero3,
+}
+
+
+def run_loop(name: str) -> dict[str, Any]:
+    """Run the loop as printed; return that it was."""
+    case, url = OF_LOOPS[name](), f"file://{FOLDER}/{name.replace(' ', '-')}"
+    acts = {"train": lambda _: case.step(), "evaluate": lambda _: case.evaluate()}
+    exec(LOOPS[name], {"torch": torch, "Publisher": Publisher, "url": url, "steps": 3, **acts, **case.given})
+    whole = {name.removeprefix("module."): value for name, value in case.whole().items()}
+    dist.barrier()
+    served = Replica(url)
+    served.sync()
+    assert_serves(served, whole, name)
+    return {"loop": name}
+
+
+def assert_serves(served: Replica, whole: Weights, *what: object) -> None:
+    found = served.state_dict()
+    assert found.keys() == whole.keys(), (what, found.keys() ^ whole.keys())
+    for name, value in whole.items():
+        served_bits, bits = found[name].view(torch.int16), value.bfloat16().view(torch.int16)
+        assert found[name].shape == value.shape and torch.equal(served_bits, bits), (what, name)
+
+
 KINDS: dict[str, Callable[[], Case]] = {
     "fsdp2": lambda: of_module(fsdp2()),
     "fsdp2 state_dict": lambda: state_dict(fully_shard(made(), mp_policy=bf16())),
@@ -397,11 +469,7 @@ def run(kind: str) -> dict[str, Any]:
         whole = case.whole()
         if dist.get_rank() == 0:
             served.sync()
-            found = served.state_dict()
-            assert found.keys() == whole.keys(), (kind, found.keys() ^ whole.keys())
-            for name, value in whole.items():
-                served_bits, bits = found[name].view(torch.int16), value.bfloat16().view(torch.int16)
-                assert found[name].shape == value.shape and torch.equal(served_bits, bits), (kind, step, name)
+            assert_serves(served, whole, kind, step)
         told["versions"].append([receipt.version, receipt.kind])
         dist.barrier()
 
@@ -436,8 +504,14 @@ def run(kind: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if sys.argv[2] == "DeepSpeed ZeRO-3":
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    else:
+        dist.init_process_group("gloo")
     FOLDER.mkdir(exist_ok=True)
-    for each in sys.argv[2:] or KINDS:
-        (FOLDER / f"{each.replace(' ', '-')}.{dist.get_rank()}.json").write_text(json.dumps(run(each)))
+    for each in sys.argv[2:]:
+        told = run_loop(each) if each in LOOPS else run(each)
+        (FOLDER / f"{each.replace(' ', '-')}.{dist.get_rank()}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
