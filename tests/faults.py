@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -185,30 +184,6 @@ class FaultyStore(WrappedStore):
     @staticmethod
     def _strikes(fault: Fault, operation: str, key: str) -> bool:
         return fault.hits < fault.times and fault.operation == operation and key.startswith(fault.key_prefix)
-
-
-class FlakyStore(FaultyStore):
-    """Fails at random, before or after the operation, and now and then returns damaged bytes, or some of them."""
-
-    def __init__(self, inner: Store, rate: float, seed: int) -> None:
-        super().__init__(inner)
-        self._rate, self._random = rate, random.Random(seed)
-        self.faults = 0
-
-    def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
-        if self._random.random() >= self._rate:
-            return action()
-        self.faults += 1
-        kind = self._random.choice(("before", "after", "damaged", "truncated"))
-        if kind == "before":
-            raise TransientStoreError(f"{verb} {key} failed by chance")
-        result = action()
-        if kind == "truncated" and isinstance(result, bytes) and result:
-            return result[: self._random.randrange(len(result))]  # type: ignore[return-value]
-        if kind == "damaged" and isinstance(result, bytes) and result:
-            place = self._random.randrange(len(result))
-            return result[:place] + bytes([result[place] ^ 1]) + result[place + 1 :]  # type: ignore[return-value]
-        raise TransientStoreError(f"the reply of {verb} {key} got lost by chance")
 
 
 def truncated(data: bytes) -> bytes:

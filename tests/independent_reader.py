@@ -68,7 +68,6 @@ def document(key: str, data: bytes) -> dict[str, Any]:
 # 2 to 7: objects, documents, following
 
 EPOCH = r"[0-9]{6}-[0-9a-f]{8}"
-HEX = r"[0-9a-f]{64}"
 Identity = tuple[int, str, str]  # number, epoch, digest of the record
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,18 +16,6 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__, "tests.kills.test_publisher"])
 # Whenever it starts a process, multiprocessing asks all others how they ended, and whoever asks second hears 255.
 _asking = threading.Lock()
-
-
-def end_with_parent() -> None:
-    """Let this process of `PROCESSES` end once the one that started it has, however that ended."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def in_a_process(function: Callable[..., None], *args: Any) -> tuple[int | None, Any]:

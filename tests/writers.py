@@ -255,13 +255,6 @@ def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield found
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
-def deciding(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """The stores that decide."""
-    with _checked(request.param, request, tmp_path) as found:
-        yield found
-
-
 @pytest.fixture(params=["memory", "lease"])
 def quick(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """Both fencings, in memory."""

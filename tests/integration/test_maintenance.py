@@ -50,7 +50,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # other people's warnings at import are not ours to fix
     import transformers
 
-Weights = dict[str, torch.Tensor]
 DAY_S = 86400.0
 STATES = states_of(1200)
 
@@ -62,10 +61,6 @@ def _fill(store: Store, newest: int = 10) -> tuple[Made, list[VersionId]]:
 
 def _reader(store: Store) -> ChannelReader:
     return ChannelReader(store)
-
-
-def _data(store: Store) -> list[str]:
-    return [info.key for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix)]
 
 
 def _versions(store: Store) -> list[int]:
@@ -118,22 +113,6 @@ def store(memory_url: str) -> FaultyStore:
 # gc
 
 
-def test_what_is_kept_stays_readable_and_nothing_else_stays(channel_url: str) -> None:
-    store = open_store(channel_url)
-    _fill(store)
-    assert len(_data(store)) == 5 * 2 + 3 * 2
-    found = _gc(store, last=1, anchors=2)
-    assert found.plan is not None and [slot.version for slot in found.plan.kept] == [5, 9, 10]
-    assert _versions(store) == [5, 9, 10]
-    assert len(found.objects) == 4 * 2 + 2 and not found.waiting
-    assert len(_data(store)) == 2 + 2 * 2
-    _assert_readable(store, 5, 9, 10)
-    with pytest.raises(MissingVersionError):
-        _assert_readable(store, 6)
-    assert not _gc(store).objects
-    assert [info.key for info in store.list("versions/") if "0000000007.000001" in info.key]  # the seal
-
-
 def test_a_dry_run_changes_nothing(store: FaultyStore) -> None:
     left = f"{keys.parts_folder(2, EPOCH, 1)}/000-00001.safetensors"
     store.inner.put(left, b"left")
@@ -163,37 +142,6 @@ def test_no_payload_is_read_to_collect_garbage(memory_url: str) -> None:
     # channel, head, the record that it names and the next one; records, the compaction; what may announce the first anchor
     assert len(read) == 4 + 6 + 1 + 1
     assert not [key for key in read if key.startswith(("parts/", "anchors/"))]
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(
-    "place", ["compactions/", "announcements/", *(f"versions/0000000/000000000{version}." for version in (8, 5, 3, 1))]
-)
-def test_dropping_versions_can_be_cut_short_anywhere(store: FaultyStore, place: str, after: bool) -> None:
-    maintenance.write_compaction(_reader(store), 2, 6)
-    store.fail_at("delete", place, after=after, error=StoreError)
-    with pytest.raises(StoreError):
-        _gc(store, last=1, anchors=1)
-    assert _gc(store, grace_s=3600).objects == []
-    _assert_readable(store, *_versions(store))
-    assert _check(store).problems == []
-    _gc(store, last=1, anchors=1)
-    assert _versions(store) == [9, 10]
-    assert len(_data(store)) == 2 + 2
-    _assert_readable(store, 9, 10)
-
-
-@pytest.mark.parametrize(
-    "place", ["parts/0000000004", "parts/0000000008", "anchors/0000000001", "anchors/0000000005", "probe/"]
-)
-def test_deleting_files_can_be_cut_short_anywhere(store: FaultyStore, place: str) -> None:
-    store.fail_at("delete", place, error=StoreError)
-    with pytest.raises(StoreError):
-        _gc(store, last=1, anchors=1)
-    _assert_readable(store, 9, 10)
-    _gc(store, last=1, anchors=1)
-    assert len(_data(store)) == 2 + 2
-    assert not list(store.list("probe/"))
 
 
 def test_what_became_dispensable_just_now_is_spared_however_old_it_is(store: FaultyStore) -> None:
@@ -539,38 +487,6 @@ def test_versions_that_a_suspended_writer_left_are_proven_too(memory_url: str) -
 
 
 # compaction
-
-
-@pytest.mark.parametrize("codec_name", ["packed", "context", "raw"])
-@pytest.mark.parametrize(("base", "version"), [(1, 2), (2, 8), (1, 10), (5, 9)])
-def test_a_compaction_gives_the_bits(store: FaultyStore, codec_name: str, base: int, version: int) -> None:
-    stored = maintenance.write_compaction(_reader(store), base, version, codec_name=codec_name)
-    delta, span = stored.record.delta, keys.compaction_of(stored.key)
-    assert delta is not None and span is not None
-    assert (span.base, span.version, delta.codec) == (base, version, codec_name) and span.epoch.startswith(keys.TOOL)
-    old, new = (torch.cat([t.view(-1).to(torch.float64) for t in STATES[v - 1].values()]) for v in (base, version))
-    assert delta.changed == int((old != new).sum())
-    assert _check(store).problems == []
-    assert [key for operation, key in store.calls if operation == "put"] == [stored.key]  # its payload is in it
-
-
-def test_replicas_far_behind_take_it(memory_url: str) -> None:
-    store = FaultyStore(open_store(memory_url))
-    large = states_of(360_000, 11)
-    filled(store, large, parts=range(2, 12))
-    compaction = maintenance.write_compaction(_reader(store), 1, 10)
-    replica = Replica(store)
-    replica.sync(1)
-    store.calls.clear()
-    replica.sync()
-    assert_same_bits(replica.state_dict(), large[10])
-    read = {
-        key
-        for operation, key in store.calls
-        if operation == "read" and key.startswith(("parts/", "anchors/", "compactions/"))
-    }
-    assert {key.split("/")[0] for key in read} == {"parts", "compactions"} and compaction.key in read
-    assert all("0000000011" in key for key in read if key.startswith("parts/"))
 
 
 def test_a_compaction_that_changes_everything_and_one_of_nothing(memory_url: str) -> None:

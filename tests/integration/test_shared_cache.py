@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica
-from deltasync.config import ReplicaSettings
-from deltasync.errors import CorruptDataError, MissingVersionError
+from deltasync.config import ReplicaSettings, Retention
+from deltasync.errors import CorruptDataError, MissingVersionError, TransientStoreError
 from deltasync.following import engine
 from deltasync.stores.cache import CachedStore
 from tests.builders import assert_holds
+from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped, truncated
 from tests.unit import test_cache
 from tests.unit.test_cache import MB, downloads, files
@@ -29,14 +30,14 @@ class TestReader:
     def test_documents_and_weights_are_downloaded_once(
         self, store: CachedStore, inner: FaultyStore, directory: Path
     ) -> None:
-        weights = {"w": torch.arange(1000, dtype=torch.int32)}
+        held = {"w": torch.arange(1000, dtype=torch.int32)}
         with Publisher(inner) as publisher:
             for _ in range(3):
-                weights["w"][7] += 1
-                publisher.publish(weights.items()).wait(60)
+                held["w"][7] += 1
+                publisher.publish(held.items()).wait(60)
         inner.calls.clear()
         for _ in range(3):
-            assert_holds(CachedStore(inner, directory, MB), weights)
+            assert_holds(CachedStore(inner, directory, MB), held)
         read = downloads(inner)
         assert read.count("channel.json") == 3
         weights_read = [key for key in read if key.startswith("anchors/")]
@@ -46,12 +47,12 @@ class TestReader:
     def test_damage_in_the_cache_is_repaired_and_in_the_store_is_not_kept(
         self, store: CachedStore, inner: FaultyStore, directory: Path, change: Callable[[bytes], bytes]
     ) -> None:
-        weights = {"w": torch.arange(1000, dtype=torch.int32)}
+        held = {"w": torch.arange(1000, dtype=torch.int32)}
         with Publisher(inner) as publisher:
-            publisher.publish(weights.items()).wait(60)
+            publisher.publish(held.items()).wait(60)
             Replica(store).sync()
-            weights["w"][7] += 1
-            publisher.publish(weights.items()).wait(60)
+            held["w"][7] += 1
+            publisher.publish(held.items()).wait(60)
         for name in files(directory):
             (directory / name).write_bytes(change((directory / name).read_bytes()))
         for prefix in ("anchors/",):
@@ -60,7 +61,36 @@ class TestReader:
             with pytest.raises((CorruptDataError, MissingVersionError)):
                 Replica(store).sync()
         inner.heal()
-        assert_holds(store, weights)
+        assert_holds(store, held)
+
+    def test_what_came_before_the_store_went_is_not_downloaded_again(
+        self, store: CachedStore, inner: FaultyStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)  # as if versions were large
+        model = {"w": torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)}
+        with Publisher(inner.inner, retention=Retention(compact_every=0)) as publisher:
+            for version in range(40):
+                model["w"][version] += 1
+                publisher.publish(model.items()).wait(60)
+
+        def gone(data: bytes) -> bytes:
+            if len(inner.calls) > most:
+                raise TransientStoreError("gone, says the test")
+            return data
+
+        replica, failures = Replica(store), 0
+        while replica.version != 40:
+            # Requests enough for a plan and for a few files, then none.
+            inner.heal()
+            most = len(inner.calls) + 47
+            inner.tamper("", gone)
+            try:
+                replica.sync()
+            except TransientStoreError:
+                failures += 1
+            assert failures < 40
+        assert_same_bits(replica.state_dict(), model)
+        assert failures >= 3
 
 
 def test_the_workers_of_a_server_download_once(inner: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,18 +115,6 @@ def test_a_compaction_has_the_steps_of_a_version_that_got_no_answer(memory_url: 
     assert CliRunner().invoke(main, ["check", memory_url, "--read-data"]).exit_code == 0
 
 
-def test_a_publisher_that_resumes_compacts_what_was_published_before(memory_url: str) -> None:
-    random, weights = np.random.default_rng(5), storage.model(20_000)
-    for _ in range(4):
-        with Publisher(memory_url, resume=True, retention=Retention(compact_every=5)) as publisher:
-            for _ in range(3):
-                publisher.publish(weights).wait(60)
-                storage.move(random, weights, 0.02)
-    found = ChannelReader(open_store(memory_url)).compactions()
-    assert [(span.base, span.version) for span, _ in found] == [(1, 6), (1, 11)]
-    assert CliRunner().invoke(main, ["check", memory_url, "--read-data"]).exit_code == 0
-
-
 def test_full_weights_that_cannot_be_read_get_new_ones_in_their_place(memory_url: str) -> None:
     random, weights, store = np.random.default_rng(4), storage.model(200_000), FaultyStore(open_store(memory_url))
     with Publisher(store) as publisher:

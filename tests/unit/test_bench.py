@@ -39,7 +39,7 @@ def _model(changed_fraction: float) -> tuple[dict[str, np.ndarray], dict[str, np
     return old, new, {"w": 256, "same": 10, "first": 3000, "last": 3, "all": 60, "scalar": 1}
 
 
-@pytest.mark.parametrize("changed_fraction", [1e-4, 0.01, 0.4])
+@pytest.mark.parametrize("changed_fraction", [0.01])
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
 def test_a_peers_bytes_bring_old_bits_to_the_new_ones(peer: Peer, changed_fraction: float) -> None:
     old, new, columns = _model(changed_fraction)
@@ -67,20 +67,6 @@ def test_bounds_of_a_case_counted_by_hand() -> None:
     assert found["exponent"].model_bits == pytest.approx((math.log2(5) / 2 + math.log2(2) / 2) / 6)
 
 
-def test_knowing_what_changed_before_leaves_nothing_to_say_about_it() -> None:
-    old_N = np.full(8, 0x3F80, np.uint16)
-    new_N = old_N + np.array([1, 1, 0, 0, 0, 0, 0, 0], np.uint16)
-    history_N = np.array([1, 1, 0, 0, 0, 0, 0, 0], np.int8)
-    found = _by_context(bounds.bounds(old_N, new_N, history_N))
-    assert found["exponent"].index_bits == pytest.approx(math.log2(28) / 2)
-    assert found["exponent, changed before"].total_bits == 0
-
-
-def test_bounds_refuse_a_delta_without_changes() -> None:
-    with pytest.raises(ValueError, match="Nothing changed"):
-        bounds.bounds(np.zeros(3, np.uint16), np.zeros(3, np.uint16))
-
-
 def test_the_simulation_changes_as_much_as_asked_and_has_the_published_bound() -> None:
     old_N, new_N, history_N = simulate.delta_with_history(0.0107, 1 << 21)
     assert (old_N != new_N).mean() == pytest.approx(0.0107, rel=0.1)
@@ -97,26 +83,6 @@ def test_a_compaction_of_eight_changes_as_much_as_its_master_does(
     one, eight = (float((old_N != new_N).mean()) for old_N, new_N, _ in (step, compaction))
     assert one == pytest.approx(0.01, rel=0.1)
     assert least < eight / one < most
-
-
-def test_spans_are_of_one_run() -> None:
-    first, second, both = simulate.changes(0.01, 1000, 0, "bf16 start", [(12, 13), (13, 14), (12, 14)])
-    np.testing.assert_array_equal(first[1], second[0])
-    np.testing.assert_array_equal(both[1], second[1])
-    np.testing.assert_array_equal(second[2], simulate.update_history(first[2], *first[:2]))
-
-
-def test_masters_yield_a_step_and_its_compactions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "MASTER_RUNS", (("bf16", 0.01),))
-    step, eight, many = data.masters(1 << 16)
-    assert step.label == "bf16 1.00%, one step" and many.label == "bf16 1.00%, compaction of 32"
-    assert step.changed < eight.changed < many.changed
-
-
-def test_the_simulation_is_determined_by_its_seed() -> None:
-    first, second = simulate.delta(0.01, 1000, seed=3), simulate.delta(0.01, 1000, seed=3)
-    np.testing.assert_array_equal(first[1], second[1])
-    assert (simulate.delta(0.01, 1000, seed=4)[0] != first[0]).any()
 
 
 def test_history_counts_steps_since_the_last_change_and_keeps_its_direction() -> None:
@@ -153,19 +119,6 @@ def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         } <= row.keys()
     raw = next(row for row in sample["encodings"] if row["name"] == "int32 + bf16")
     assert raw["bits_per_changed"] == pytest.approx(48, rel=0.01)
-
-
-def test_a_replaced_matrix_is_measured_and_is_smaller_than_all_its_bits() -> None:
-    (sample,) = measure.run([data.replaced(1 << 16)])["samples"]
-    assert sample["changed_fraction"] > 0.99
-    bits = {row["name"]: row["bits_per_changed"] for row in sample["encodings"]}
-    assert bits["packed"] < bits["dense XOR, zstd"] and bits["context"] < bits["dense XOR, zstd"] < 13
-
-
-def test_command_needs_a_channel_for_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["--data", "demo"])
-    assert "--channel" in capsys.readouterr().err
 
 
 def test_the_deltas_of_a_channel_are_read_back(memory_url: str) -> None:

@@ -39,15 +39,6 @@ def test_a_version_moves_as_many_elements_as_asked_by_one_or_two_ulp(fraction: f
     assert not any(tensor.isnan().any() for tensor in new.values())
 
 
-def test_a_version_is_determined_by_its_seed_and_may_change_nothing() -> None:
-    first, second, same = _weights(), _weights(), _weights()
-    models.change(first, 0.01, seed=3)
-    models.change(second, 0.01, seed=3)
-    models.change(same, 0.0, seed=3)
-    assert models.digests(first) == models.digests(second) != models.digests(same)
-    assert models.digests(same) == models.digests(_weights())
-
-
 def test_a_silence_is_the_longest_gap_that_overlaps_the_pause() -> None:
     gaps = [(0.0, 1.0), (1.0, 2.0), (2.0, 5.0), (5.0, 6.0), (8.0, 9.0)]
     assert server.longest(gaps, (1.9, 4.9)) == 3.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -11,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.codec import measure, simulate
+from benchmarks.codec import measure
 from benchmarks.corpus import __main__ as command
-from benchmarks.corpus import changes, report, runs, sizes
+from benchmarks.corpus import changes, report, runs
 from deltasync import Publisher
-from deltasync.errors import ConfigError, ModelMismatchError, NotPublishedError
+from deltasync.errors import ConfigError, NotPublishedError
 from deltasync.tensors import TensorSpec
 
 PATIENCE_S = 60.0
@@ -95,21 +94,6 @@ def test_changes_are_those_counted_by_hand() -> None:
     assert total["elements_by_kind"] == {"embed": 4, "q_proj": 4}
 
 
-def test_the_history_is_that_of_the_simulation() -> None:
-    trace, history_N = changes.Trace(SPECS, STATES[0]), np.zeros(8, np.int8)
-    np.testing.assert_array_equal(trace.history(), history_N)
-    for old_N, new_N in itertools.pairwise(STATES):
-        trace.add(new_N)
-        history_N = simulate.update_history(history_N, old_N, new_N)
-        np.testing.assert_array_equal(trace.history(), history_N)
-
-
-def test_spans_lie_around_the_middle_and_within_the_run() -> None:
-    assert sizes.spans(1) == [(0, 1)]
-    assert sizes.spans(40) == [(0, 1), (20, 21), (39, 40), (16, 24), (4, 36)]
-    assert sizes.spans(64)[-1] == (0, 64)
-
-
 def test_states_are_the_published_bits(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
     (run,) = runs.find(folder)
@@ -131,8 +115,3 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError):
         list(runs.find(folder)[0].states(other))
-
-
-def test_other_dtypes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelMismatchError):
-        runs.find(_folder(tmp_path, dtype=torch.float16))[0].specs()

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.rivals import __main__ as command
-from benchmarks.rivals import report, xet
+from benchmarks.rivals import xet
 from benchmarks.rivals.systems import SYSTEMS, WEIGHTS
 
 MODULES = {
@@ -71,25 +71,3 @@ def test_xet_uploads_what_changed(tmp_path: Path) -> None:
     assert found["chunks"] - 3 <= found["known_chunks"] < found["chunks"]
     assert 0 < found["uploaded_bytes"] < found["file_bytes"] / 4
     assert found["expected_known_share"] < 1e-140
-
-
-def test_tables_name_every_system() -> None:
-    flipped = {"refused": 3, "refused_with_changed_weights": 0, "right": 1, "wrong": 0}
-    system = {
-        "name": "deltasync, context",
-        "package": "deltasync",
-        "version": "1",
-        "needs": "old values",
-        "payload_bytes": 100,
-        "bits_per_changed": 6.1,
-        "encode_s": 0.1,
-        "apply_s": 0.1,
-        "apply_peak_extra_bytes": None,
-        "wrong_elements": 0,
-        "flipped": flipped,
-    }
-    other = {**system, "name": "another", "package": "other", "bits_per_changed": 5.0, "wrong_elements": 10}
-    snapshots = {"chunks": 10, "known_chunks": 1, "expected_known_share": 0.0, "file_bytes": 10, "uploaded_bytes": 9}
-    run = {"name": "a", "learning_rate": 1e-6, "changed": 10, "elements": 100, "systems": [system, other], "xet": snapshots}
-    text = "\n".join(report.lines({"flips": 4, "runs": [run]}))
-    assert "| **deltasync, context** " in text and "| another (`other` 1)" in text and "no: 10.00% differ" in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,24 +39,6 @@ def test_no_chain_that_leads_there_is_cheaper(edges: list[Edge], start: int, tar
     assert all(edge.base == before for edge, before in zip(found[1:], at, strict=False))
     assert (at[-1] == target and found[0].base in (0, start)) if found else target == start
     assert sum(edge.bytes + EDGE_BYTES for edge in found) == cost[target]
-
-
-SMALL = [anchor(1), delta(2), delta(3), anchor(3), delta(4)]
-
-
-@pytest.mark.parametrize(
-    ("start", "target", "edges", "found"),
-    [
-        (0, 4, SMALL, SMALL[3:]),
-        (2, 4, SMALL, [delta(3), delta(4)]),
-        (2, 4, [*SMALL, Edge(2, 4, 2 * DELTA, "k")], [Edge(2, 4, 2 * DELTA, "k")]),
-        (4, 4, [], []),
-        (1, 4, [anchor(1), delta(4)], None),
-        (1, 9, SMALL, None),
-    ],
-)
-def test_chains(start: int, target: int, edges: list[Edge], found: list[Edge] | None) -> None:
-    assert cheapest(start, target, edges) == cheapest(start, target, edges[::-1]) == found
 
 
 def test_ten_thousand_deltas_in_a_row() -> None:

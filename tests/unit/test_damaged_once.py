@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -47,61 +46,6 @@ def publish(store: Store, *, resume: bool = False, versions: int = 2) -> dict[st
             weights["w"][publisher.version % 64] += 1 + publisher.version
             publisher.publish(weights.items()).wait()
     return weights
-
-
-def test_a_publisher_continues_the_run_that_is_stored(memory_url: str) -> None:
-    store = open_store(memory_url)
-    publish(store)
-    run_id = json.loads(store.read(keys.CHANNEL, 1 << 20))["run_id"]
-    damaged = DamagedOnce(store, keys.CHANNEL, run_id)
-    try:
-        weights = publish(damaged, resume=True)
-    except DeltaSyncError:  # it may refuse
-        weights = publish(store, resume=True)
-    assert damaged.left <= 0
-    assert check(ChannelReader(store), read_data=True).exit_code == 0
-    replica = Replica(store)
-    replica.sync()
-    assert torch.equal(replica.state_dict()["w"], weights["w"])
-    assert {version.slot.epoch[:6] for version in ChannelReader(store).versions()} == {"000001", "000002"}
-
-
-@pytest.mark.parametrize("versions", [0, 1])
-def test_a_publisher_continues_from_the_record_that_is_stored(memory_url: str, versions: int) -> None:
-    """Every digest in a seal or an opening, in each of its reads; the last opening may have no version of its own."""
-    store = open_store(memory_url)
-    publish(store)
-    publish(store, resume=True, versions=versions)
-    newest = ChannelReader(store).newest_version()
-    assert newest is not None
-    held = [
-        info.key
-        for info in store.list("")
-        if newest.sha256.encode() in store.read(info.key, 1 << 20) or "epochs/" in info.key
-    ]
-    objects = {info.key: store.read(info.key, 1 << 20) for info in store.list("")}
-    for key in held:
-        for sha256 in set(re.findall(r"[0-9a-f]{64}", objects[key].decode("latin-1"))):
-            for read in (1, 2):
-                again = open_store(f"{memory_url}-{key}-{sha256}-{read}")
-                for name, data in objects.items():
-                    again.put(name, data)
-                with contextlib.suppress(DeltaSyncError):
-                    publish(DamagedOnce(again, key, sha256, read), resume=True, versions=1)
-                publish(again, resume=True, versions=1)
-                report = check(ChannelReader(again), read_data=True)
-                assert report.exit_code == 0, (key, sha256, report)
-
-
-def test_a_publisher_continues_from_the_digest_of_the_record(memory_url: str) -> None:
-    """Where one read has another byte in the document of the last record, which no digest covers."""
-    for read in range(1, 5):
-        store = open_store(f"{memory_url}-{read}")
-        publish(store)
-        key = next(info.key for _, info in reversed(ChannelReader(store).slots()))
-        created_at = re.findall(rb'"created_at":"[^"]+5?', store.read(key, 1 << 20))[0].decode()
-        publish(DamagedOnce(store, key, created_at, read), resume=True, versions=1)
-        assert [version.version for version in ChannelReader(store).versions()] == [3, 2, 1]
 
 
 @pytest.mark.parametrize("kind", ["channel", "opening"])

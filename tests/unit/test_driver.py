@@ -42,26 +42,6 @@ from vllm_plugin.worker import DeltaSyncWorkerExtension
 engine, registry, trainer = driving.engine, driving.registry, driving.trainer  # fixtures
 
 
-def test_reach_waits_for_the_first_version_and_then_for_the_newest(
-    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry
-) -> None:
-    async def body() -> None:
-        async with following(engine, memory_url, registry) as driver:
-            first = asyncio.create_task(driver.reach(None))
-            await asyncio.sleep(0.05)
-            assert not first.done()
-            trainer.publish()
-            assert await first == 1
-            for version in (2, 3, 4):
-                assert trainer.publish() == version
-                assert await driver.reach(None) == version
-                assert torch.equal(engine.model.w, trainer.weights["w"])
-                assert engine.weight_version == str(version)
-            assert await driver.reach(2) == 4
-
-    asyncio.run(body())
-
-
 def test_what_no_trusted_key_has_signed_reaches_no_worker(
     engine: Engine, memory_url: str, registry: CollectorRegistry, tmp_path: Path
 ) -> None:
@@ -292,26 +272,6 @@ def test_to_go_back_and_to_be_pinned_is_no_lag(
     assert told == [(1, False), (2, False), (3, False), (2, True), (3, True), (4, False), (5, True)]
 
 
-def test_a_rollback_is_counted_and_keeps_the_version(
-    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry
-) -> None:
-    async def body() -> None:
-        async with following(engine, memory_url, registry) as driver:
-            trainer.publish()
-            await driver.reach(1)
-            before = engine.model.w.clone()
-            trainer.publish_lies()
-            await until(lambda: driver.status().state == "failed")
-            assert driver.version == 1
-            assert torch.equal(engine.model.w, before)
-
-    asyncio.run(body())
-    assert value(registry, "deltasync_rollbacks_total") == 1
-    assert (value(registry, "deltasync_errors_total", **{"class": "FingerprintMismatchError"}) or 0) >= 1
-    assert value(registry, "deltasync_pause_seconds_count") == 2
-    assert value(registry, "deltasync_lag_seconds_count") == 1
-
-
 def test_a_workers_error_keeps_its_class() -> None:
     for error in (FingerprintMismatchError("Version 2 ..."), NotPublishedError("ApplyError: told by itself")):
         told = Failure.of(error).error()
@@ -452,21 +412,6 @@ def test_a_server_that_follows_nothing_says_so(monkeypatch: pytest.MonkeyPatch) 
             assert reply.status_code == 503
             assert "DELTASYNC_CHANNEL" in reply.json()["error"]
         assert "x-deltasync-versions" not in client.post("/v1/completions").headers
-
-
-def test_the_versions_that_were_live_during_a_request_are_in_its_headers(
-    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
-        assert "x-deltasync-versions" not in client.post("/v1/completions").headers
-        trainer.publish()
-        client.post("/deltasync/sync")
-        assert client.post("/v1/completions").headers["x-deltasync-versions"] == "1..1"
-        assert client.post("/v1/completions?stream=1").headers["x-deltasync-versions"] == "1.."
-        trainer.publish()
-        reply = client.post("/v1/completions?to=2")
-        assert reply.headers["x-deltasync-versions"] in ("1..2", "2..2")  # the driver may have been faster
-        assert "x-deltasync-versions" not in client.get("/deltasync/status").headers
 
 
 def test_who_asks_gets_a_version_as_soon_as_it_is_repaired(

@@ -208,36 +208,6 @@ def test_who_polls_rarely_is_stale_later(
     play(engine, memory_url, scene, poll_interval_s=interval_s)
 
 
-@pytest.mark.parametrize("where", [keys.VERSIONS, keys.PARTS])
-def test_a_store_that_hangs_is_seen_and_keeps_nobody(
-    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also while workers stage."""
-    monkeypatch.setattr("deltasync.following.loop.STALE_S", 0.3)
-    monkeypatch.setattr("deltasync.following.loop.STALE_POLLS", 0)
-
-    async def body() -> None:
-        async with driving.following(engine, memory_url, CollectorRegistry()) as driver:
-            await driver.reach(1)
-            gate = store.hold_at("read", where)
-            trainer.publish(parts=where == keys.PARTS)
-            driver.poke()
-            await until(lambda: driver.state == "stale")
-            assert "could last be followed" in (driver.error or "") and driver.not_ready == driver.error
-            assert driver.version == 1
-            gate.opened.set()
-            assert await driver.reach(2) == 2
-            await until(lambda: driver.not_ready is None)
-            store.hold_at("read", keys.VERSIONS)
-            driver.poke()
-            before_s = time.monotonic()
-        assert time.monotonic() - before_s < 15
-        store.heal()
-
-    trainer.publish()
-    asyncio.run(asyncio.wait_for(body(), PATIENCE_S))
-
-
 def test_a_store_that_hangs_from_the_beginning_is_seen_in_the_metrics(
     engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str
 ) -> None:

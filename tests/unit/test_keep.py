@@ -10,7 +10,7 @@ from deltasync.channel import keys
 from deltasync.channel.payloads import delta
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
-from deltasync.errors import ConfigError, PublishLostError
+from deltasync.errors import PublishLostError
 from deltasync.live import LiveMemory
 from deltasync.maintenance import check
 from tests.builders import assert_holds, finish_maintenance
@@ -178,11 +178,3 @@ def test_by_default_everything_stays(store: FaultyStore) -> None:
             publisher.publish(state.items()).wait(60)
     assert versions(store) == list(range(1, 41))
     assert not any(operation == "delete" and not key.startswith("probe/") for operation, key in store.calls)
-
-
-def test_settings_come_from_the_environment_and_are_checked() -> None:
-    environ = {"DELTASYNC_COMPACT_EVERY": "8", "DELTASYNC_KEEP_LAST": "50", "DELTASYNC_GRACE_S": "60"}
-    assert Retention.from_env(environ) == Retention(compact_every=8, keep_last=50, grace_s=60.0)
-    for bad in ({"compact_every": 1}, {"compact_every": -1}, {"keep_last": 0}, {"grace_s": -1.0}):
-        with pytest.raises(ConfigError):
-            Retention(**bad)  # type: ignore[arg-type]

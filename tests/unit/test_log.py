@@ -56,38 +56,6 @@ class TestLostReplies:
         assert a.log.pending is None
         assert a.log.published == {1: first.sha256, 2: pending.sha256, 3: third.sha256}
 
-    def test_a_version_that_landed_is_not_taken_for_another_writers(self, quick: Place) -> None:
-        """The next writer finds it; the one for which it is pending is fenced."""
-        store = quick.writer()
-        a = Script(store, lease=quick.lease, retries=0)
-        first = a.publish().version
-        store.fail_at(verb(quick), keys.VERSIONS, after=True)
-        with pytest.raises(PublishPendingError):
-            a.publish("landed")
-        pending = a.log.pending
-        assert pending is not None
-        b = quick.script("b")
-        assert b.tip == pending.version
-        third = b.publish("b")
-        with pytest.raises(FencedError):
-            a.publish("never")
-        assert history(quick.store) == [first, pending.version, third.version]
-
-    def test_a_version_that_never_landed_is_fenced_by_the_next_writer(self, quick: Place) -> None:
-        store = quick.writer()
-        a = Script(store, lease=quick.lease, retries=0)
-        first = a.publish().version
-        store.fail_at(verb(quick), keys.VERSIONS)
-        with pytest.raises(PublishPendingError):
-            a.publish("lost")
-        b = quick.script("b")
-        assert b.tip == first
-        for _ in range(2):
-            with pytest.raises(FencedError, match="This publisher must stop"):
-                a.log.settle()
-        second = b.publish("b")
-        assert history(quick.store) == [first, second.version]
-
     def test_the_channel_is_created_with_the_same_bytes(self, quick: Place) -> None:
         store = quick.writer()
         a = Script(store, lease=quick.lease, retries=0)
@@ -159,21 +127,6 @@ class TestErrorsThatDoNotPass:
 
 
 class TestSuspended:
-    def test_a_writer_that_has_not_looked_yet_stops(self, leased: Place) -> None:
-        store = leased.writer()
-        a = Script(store)
-        first = a.publish().version
-        gate = store.hold_at("list", keys.EPOCHS)
-        with ThreadPoolExecutor(1) as pool:
-            late = pool.submit(a.publish, "late")
-            assert gate.entered.wait(60)
-            b = leased.script("b")
-            second = b.publish("b")
-            gate.opened.set()
-            with pytest.raises(FencedError, match=f"opened the channel as epoch {b.log.epoch}"):
-                late.result()
-        assert history(leased.store) == [first, second.version]
-
     @pytest.mark.parametrize("is_signed", [False, True])
     def test_one_that_opened_meanwhile_stops_it_though_its_document_is_not_found(
         self, leased: Place, tmp_path: Path, is_signed: bool

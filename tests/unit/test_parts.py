@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import threading
 
 import numpy as np
@@ -93,19 +91,6 @@ def test_payloads_that_contradict_each_other_are_refused(memory_url: str, codec_
         replica.sync(2)
     assert replica.version == 1
     assert_same_bits(replica.state_dict(), {"w": torch.zeros(100, dtype=torch.int16)})
-
-
-@pytest.mark.parametrize(
-    ("block", "blocks"), [(0, 0), (0, 2), (1, 1), (0, 3), (-1, 1), ("0", "1"), (None, None), (0.0, 1.0)]
-)
-def test_blocks_that_a_vector_does_not_have_are_refused(block: object, blocks: object) -> None:
-    payload = codec.open_payload(encode("packed", np.array([60], np.int32), np.ones(50, np.uint16), 50).to_bytes())
-    row = json.loads(payload.metadata["vectors"])["2"]
-    assert (row["block"], row["blocks"]) == (0, 1)
-    vectors = json.dumps({"2": {**row, "block": block, "blocks": blocks}})
-    damaged = dataclasses.replace(payload, metadata={**payload.metadata, "vectors": vectors})
-    with pytest.raises(CorruptDataError):
-        codec.get("packed").decode(damaged, LAYOUT)
 
 
 def test_closing_what_is_read_ahead_waits_for_no_thread() -> None:

@@ -219,13 +219,6 @@ def test_anchor_every_counts_versions(memory_url: str) -> None:
     assert _record(store, 4).delta is not None
 
 
-def test_a_used_channel_is_refused_without_resume(channel_url: str) -> None:
-    with Publisher(channel_url) as publisher:
-        builders.publish(publisher, builders.weights())
-    with pytest.raises(ChannelInUseError, match=publisher.run_id):
-        Publisher(channel_url)
-
-
 def test_resume_of_an_empty_channel_is_a_fresh_start(channel_url: str) -> None:
     with Publisher(channel_url, resume=True) as publisher:
         assert publisher.run_id is None
@@ -344,30 +337,6 @@ def test_what_waits_when_the_process_ends_is_stored(store: FaultyStore) -> None:
     assert_holds(store, states[2])
 
 
-def test_coalescing_what_cancels_out_gives_a_version_without_changes(store: FaultyStore) -> None:
-    publisher = Publisher(store)
-    builders.publish(publisher, builders.weights())
-    gate = store.hold_at("create", keys.VERSIONS)
-    publisher.publish(builders.weights().items())  # occupies the uploader
-    gate.entered.wait(60)
-    publisher.publish(builders.trained(builders.weights(), 1).items())
-    receipt = publisher.publish(builders.weights().items())
-    gate.opened.set()
-    publisher.close()
-    assert receipt.changed == 0
-    assert_holds(store, builders.weights(), 3)
-
-
-def test_the_first_version_coalesces_too(store: FaultyStore) -> None:
-    gate = store.hold_at("create", keys.VERSIONS)
-    publisher = Publisher(store)
-    for seed in range(3):
-        publisher.publish(builders.trained(builders.weights(), seed).items())
-    gate.opened.set()
-    publisher.close()
-    assert_holds(store, builders.trained(builders.weights(), 2))
-
-
 def _midway(weights: Weights, failure: str) -> Iterator[tuple[str, torch.Tensor]]:
     items = list(weights.items())
     yield from items[:2]
@@ -426,11 +395,6 @@ def test_a_first_stream_that_fails_leaves_the_channel_unused(memory_url: str, fa
     assert replica.state_dict().keys() == {"other"}
 
 
-def test_an_empty_stream_is_refused(memory_url: str) -> None:
-    with Publisher(memory_url) as publisher, pytest.raises(ModelMismatchError):
-        publisher.publish([])
-
-
 @pytest.mark.parametrize("waits", [False, True], ids=["live", "waiting"])
 def test_an_encoder_that_fails_publishes_nothing(store: FaultyStore, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     publisher = Publisher(store)
@@ -485,26 +449,6 @@ def test_receipts_keep_no_weights(store: FaultyStore) -> None:
 
 
 @pytest.mark.usefixtures("in_parts")
-def test_what_waits_behind_a_lost_upload_is_lost_with_it_and_said_so(store: FaultyStore) -> None:
-    publisher = Publisher(store, retries=0)
-    builders.publish(publisher, builders.weights())
-    gate = store.hold_at("put", keys.PARTS)
-    lost = publisher.publish(builders.trained(builders.weights(), 1).items())
-    assert gate.entered.wait(60)
-    waiting = publisher.publish(builders.trained(builders.weights(), 2).items())
-    store.fail_at("put", keys.PARTS, error=StoreError)
-    gate.opened.set()
-    for receipt in (lost, waiting):
-        with pytest.raises(PublishLostError):
-            receipt.wait(60)
-    weights = builders.trained(builders.weights(), 3)
-    receipt = builders.publish(publisher, weights)
-    assert (receipt.version, receipt.kind) == (2, "anchor")
-    assert_holds(store, weights)
-    publisher.close()
-
-
-@pytest.mark.usefixtures("in_parts")
 def test_publishing_from_the_very_moment_of_a_loss_never_builds_on_it(store: FaultyStore) -> None:
     # The next publish runs as soon as the loss is known, before the uploader's thread takes the version that waited.
     publisher = Publisher(store, retries=0)
@@ -530,19 +474,6 @@ def test_publishing_from_the_very_moment_of_a_loss_never_builds_on_it(store: Fau
     publisher.close()
     assert found[0].kind == "anchor"
     assert_holds(store, weights, found[0].version)
-
-
-@pytest.mark.usefixtures("in_parts")
-def test_objects_are_written_parts_first_then_the_record_and_head_last(store: FaultyStore) -> None:
-    with Publisher(store, anchor_every=1) as publisher:
-        builders.publish(publisher, builders.weights())
-        store.calls.clear()
-        builders.publish(publisher, builders.trained(builders.weights(), 1))
-    written = [key.split("/")[0] for operation, key in store.calls if operation in ("put", "create")]
-    assert written.index("versions") > max(at for at, key in enumerate(written) if key == "parts")
-    assert written[-1] == "head.json"
-    assert written.index("anchors") > written.index("versions")  # no version waits for it
-    assert written.index("announcements") > written.index("anchors")
 
 
 def test_a_closed_publisher_refuses(memory_url: str) -> None:

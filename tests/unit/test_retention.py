@@ -76,79 +76,10 @@ def _numbers(slots: Iterable[Slot]) -> list[int]:
     return [slot.version for slot in slots]
 
 
-TEN = _holding(_log(1, 10), announced=_slots(4, 8))
-
-
-@pytest.mark.parametrize(
-    ("keep", "kept"),
-    [
-        (KeepPolicy(last=1), [8, 9, 10]),
-        (KeepPolicy(last=3), [8, 9, 10]),
-        (KeepPolicy(last=4), [4, 5, 6, 7, 8, 9, 10]),  # 7 needs the way from the anchor at 4
-        (KeepPolicy(last=99), list(range(1, 11))),
-        (KeepPolicy(anchors=1), [8, 9, 10]),  # the newest stays, and what leads to it
-        (KeepPolicy(anchors=2), [4, 8, 9, 10]),  # an anchor needs nothing
-        (KeepPolicy(anchors=3, last=1), [1, 4, 8, 9, 10]),
-        (KeepPolicy(step_every=50), [4, 5, 8, 9, 10]),
-        (KeepPolicy(step_every=1000), [8, 9, 10]),
-        (KeepPolicy(step_every=30, anchors=3), [1, 2, 3, 4, 5, 6, 8, 9, 10]),
-    ],
-)
-def test_what_is_asked_for_stays_and_what_leads_to_it(keep: KeepPolicy, kept: list[int]) -> None:
-    found = _plan(TEN, keep)
-    assert _numbers(found.kept) == kept
-    gone = [number for number in range(10, 0, -1) if number not in kept]
-    assert found.keys == [slot.key for slot in _slots(*gone)]  # newest first
-    assert _numbers(found.forgotten) == gone[::-1] and not found.recent
-
-
-def test_why_each_version_stays() -> None:
-    found = _plan(TEN, KeepPolicy(last=2, step_every=60))
-    assert (_numbers(found.asked), _numbers(found.leading)) == ([6, 9, 10], [4, 5, 8])
-
-
-def test_a_compaction_from_full_weights_takes_the_place_of_the_versions_between() -> None:
-    compactions = [keys.compaction(1, 5, ONE), keys.compaction(1, 8, ONE)]
-    shortcuts = {Slot(5, ONE): {Slot(1, ONE): 1.0}, Slot(8, ONE): {Slot(1, ONE): 1.0}}
-    contents = dataclasses.replace(_holding(_log(1, 10), (), compactions), shortcuts=shortcuts)
-    found = _plan(contents, KeepPolicy(last=2))
-    assert (_numbers(found.kept), found.compactions) == ([1, 8, 9, 10], compactions[:1])
-    left = dict(contents.records)
-    for slot in reversed(found.forgotten):  # at any moment what is left can be read
-        del left[slot]
-        assert {*_slots(1, 8, 9, 10)} <= {*_plan(dataclasses.replace(contents, records=left), KeepPolicy(last=2)).kept}
-    # It is no way without the full weights that it begins with, nor one that is too new to rely on, for what was needed.
-    without = dataclasses.replace(contents, shortcuts={Slot(8, ONE): {Slot(3, ONE): 1.0}})
-    assert _numbers(_plan(without, KeepPolicy(last=2)).kept) == list(range(1, 11))
-
-
-def test_an_announced_anchor_stays_with_what_relies_on_it() -> None:
-    compactions = [keys.announcement(4, ONE), keys.announcement(8, ONE)]
-    found = _plan(_holding(_log(1, 10), _slots(4, 8), compactions), KeepPolicy(last=1))
-    assert found.compactions == compactions[:1]
-    assert found.keys.index(compactions[0]) > found.keys.index(Slot(4, ONE).key)
-    # Without its record it is one still.
-    without = {slot: record for slot, record in _log(1, 10).items() if slot.version != 8}
-    found = _plan(_holding(without, _slots(4, 8), compactions), KeepPolicy(last=1))
-    assert (_numbers(found.kept), found.compactions) == ([9, 10], compactions[:1])
-
-
 def test_an_announced_anchor_that_is_not_complete_is_not_relied_on() -> None:
     compactions = [keys.announcement(4, ONE), keys.announcement(8, ONE)]
     found = _plan(_holding(_log(1, 10), _slots(4), compactions), KeepPolicy(last=1))
     assert _numbers(found.kept) == [4, 5, 6, 7, 8, 9, 10] and not found.compactions
-
-
-def test_compactions_go_with_either_end() -> None:
-    compactions = [
-        keys.compaction(4, 8, ONE),
-        keys.compaction(8, 10, ONE),
-        keys.compaction(1, 4, TOOL),
-        keys.compaction(2, 9, ONE),
-        keys.compaction(9, 11, ONE),
-    ]
-    found = _plan(_holding(_log(1, 10), _slots(4, 8), compactions), KeepPolicy(anchors=2))
-    assert sorted(found.compactions) == [keys.compaction(1, 4, TOOL), keys.compaction(2, 9, ONE)]
 
 
 def _two_epochs() -> dict[Slot, Record | None]:
@@ -161,10 +92,6 @@ def test_every_seal_stays() -> None:
     found = _plan(_holding(_two_epochs(), _slots(9, epoch=TWO)), KeepPolicy(last=1))
     assert _numbers(found.kept) == [9, 10]
     assert Slot(7, ONE).key not in found.keys and Slot(7, TWO).key in found.keys
-
-
-def test_a_way_crosses_epochs() -> None:
-    assert _numbers(_plan(_holding(_two_epochs(), _slots(5)), KeepPolicy(last=1)).kept) == [5, 6, 7, 8, 9, 10]
 
 
 def test_versions_of_an_epoch_that_was_left_are_forgotten() -> None:

@@ -29,7 +29,6 @@ from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
     DeltaSyncError,
-    RunMismatchError,
     SignatureError,
     StaleChannelError,
 )
@@ -358,19 +357,6 @@ def test_a_channel_whose_newest_version_is_too_old_is_refused(
         Replica(store).sync()
     channel.delta(trained(weights(), 1))
     assert Replica(store).sync() == replica.sync() == 2
-
-
-def test_another_run_of_the_same_key_is_refused(keys: Path, memory_url: str) -> None:
-    store, other = open_store(memory_url), open_store(f"{memory_url}-other")
-    for one in (store, other):
-        publish(one, 1, signing_key=keys / "old")
-    replica = Replica(store, trusted_keys=keys / "old.pub")
-    replica.sync()
-    for info in list(other.list("")):
-        store.put(info.key, other.read(info.key, 1 << 30))
-    with pytest.raises(RunMismatchError):
-        replica.sync()
-    assert replica.version == 1
 
 
 def test_without_cryptography_signatures_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch, keys: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests import driving
-from tests.driving import PLAIN, Engine, Trainer, serving
+from tests.driving import PLAIN, Engine, serving
 
 engine, trainer = driving.engine, driving.trainer  # fixtures
 
@@ -84,27 +82,3 @@ def test_a_body_must_say_that_it_is_json(
         for path in ("/deltasync/sync", "/request_weight_update"):
             reply = client.post(path, content=b'{"version": 1}', headers={} if kind is None else {"content-type": kind})
             assert (reply.status_code, reply.json()["error"]) == (415, "Send the body as content-type: application/json.")
-
-
-def test_requests_that_wait_neither_pile_up_nor_keep_the_driver_waiting(
-    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(engine, monkeypatch, CHANNEL=memory_url, POLL_INTERVAL_S="0.05") as client:
-        trainer.publish()
-        assert client.post("/deltasync/sync").json()["version"] == 1
-
-        def held(_: int) -> int:
-            return client.post("/deltasync/sync", json={"version": 9, "timeout_s": 3}).status_code
-
-        with ThreadPoolExecutor(80) as pool:
-            replies = [pool.submit(held, number) for number in range(80)]
-            deadline = time.monotonic() + 10
-            while sum(reply.done() for reply in replies) < 16 and time.monotonic() < deadline:
-                time.sleep(0.02)
-            before = time.monotonic()
-            trainer.publish()
-            while client.get("/deltasync/status").json()["version"] != 2:
-                assert time.monotonic() - before < 3
-                time.sleep(0.01)
-        codes = sorted(reply.result() for reply in replies)
-        assert codes == [429] * 16 + [504] * 64

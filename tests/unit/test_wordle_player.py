@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from demo import train
 from wordle import player
-from wordle.game import Game, answer, word_list
+from wordle.game import Game, word_list
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +87,6 @@ def test_being_careful_pays() -> None:
                 game.guess(player.careful_guess(words, game.turns, rng) if careful else "".join(rng.choices("aelst", k=5)))
         scores.append(statistics.mean(game.score for game in games))
     assert scores[0] < 0.25 and scores[1] > 0.6
-
-
-def test_answers() -> None:
-    assert answer("stale", "GXYXX", done=False) == "S.a.."
-    assert answer("stale", "GGGGG", done=True) == "STALE over"
-    assert answer("st", "", done=True) == "..... over"
-
-
-def test_games_by_seed() -> None:
-    first, again, other = (player.game_dataset(seed, 8) for seed in (0, 0, 1))
-    assert first["seed"] == again["seed"] != other["seed"]
-    assert first["prompt"][0] == [{"role": "user", "content": ""}]
 
 
 def test_the_trainer_needs_the_environment_for_wordle_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

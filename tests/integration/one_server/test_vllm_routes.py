@@ -22,7 +22,6 @@ from click.testing import CliRunner
 from deltasync.channel import documents, record
 from deltasync.channel.signing import Signer
 from deltasync.cli import main
-from demo.processes import get_json
 from tests.browser import browse, needs_browser
 from tests.integration.vllm_server import PATIENCE_S, Server, digests
 
@@ -46,16 +45,6 @@ def samples(server: Server) -> dict[str, float]:
         lines = reply.read().decode().splitlines()
     assert any(line.startswith("vllm:generation_tokens_total") for line in lines)
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("deltasync_")}
-
-
-def test_sync_answers_when_the_version_is_served(server: Server) -> None:
-    for _ in range(3):
-        server.step()
-        version = server.publish()
-        status, reply = post(server, "/deltasync/sync")
-        assert (status, reply["version"]) == (200, version)
-        assert 0 <= reply["waited_s"] < PATIENCE_S
-        server.assert_serves(version)
 
 
 def test_sync_waits_for_a_version_that_is_published_later(server: Server) -> None:
@@ -116,17 +105,6 @@ def test_versions_are_evaluated_in_turn_by_the_example(server: Server) -> None:
     server.assert_serves(newest)
 
 
-def test_sync_says_when_time_is_up_and_what_is_wrong_with_a_request(server: Server) -> None:
-    version = server.status()["version"]
-    status, reply = post(server, "/deltasync/sync", version=version + 100, timeout_s=0.2)
-    assert status == 504
-    assert f"Version {version + 100} is not served after 0.2 s" in reply["error"]
-    assert (reply["version"], reply["newest_version"], reply["state"]) == (version, version, "serving")
-    status, reply = post(server, "/deltasync/sync", version="newest")
-    assert status == 422
-    assert "version" in reply["error"]
-
-
 def test_a_trainer_of_pipeline_rl_updates_a_server_that_chats(server: Server) -> None:
     """By its trainer's own order: it asks, counting samples, and only then sends the weights."""
     chat = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 400, "ignore_eos": True}
@@ -144,23 +122,6 @@ def test_a_trainer_of_pipeline_rl_updates_a_server_that_chats(server: Server) ->
         first, last = chatting.result().split("..")
         assert before <= int(first) <= int(last) <= version
     server.assert_serves(version)
-
-
-def test_without_the_token_there_is_the_state_and_nothing_else(server: Server, folder: Path) -> None:
-    assert set(get_json(f"{server.url}/deltasync/status")) == {"state", "version", "newest_version"}
-    for path, data in (
-        ("/deltasync/", None),
-        ("/deltasync/digest", None),
-        ("/deltasync/sync", b"{}"),
-        ("/deltasync/pin", b"{}"),
-        ("/request_weight_update", b"{}"),
-    ):
-        for headers in ({}, {"Authorization": f"Bearer {server.token}x"}):
-            with pytest.raises(urllib.error.HTTPError, match="401") as caught:
-                urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers), timeout=PATIENCE_S)
-            assert caught.value.headers["WWW-Authenticate"]
-            caught.value.close()
-    assert server.token is not None and server.token not in (folder / "server.log").read_text(errors="replace")
 
 
 def test_what_is_not_signed_is_refused_and_the_version_stays(server: Server, folder: Path) -> None:
