@@ -88,12 +88,6 @@ def spans(page: Path) -> list[str]:
     return [child.content for token in tokens for child in token.children or [] if child.type == "code_inline"]
 
 
-def command_lines(text: str) -> list[str]:
-    """What follows `deltasync ` in shell commands, to the end of the command."""
-    joined = re.sub(r"\\\n\s*", "", text)
-    return re.findall(r"(?m)^(?:\S+=\S* )*(?:[\w.]+ -m )?deltasync ([a-z][^|;&#\n]*)", joined)
-
-
 def metrics() -> set[str]:
     """Names in the table of docs/reference/metrics.md."""
     return set(re.findall(r"(?m)^\| `(.*?)`", (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")))

@@ -18,7 +18,7 @@ from tests.browser import browse, needs_browser
 from tests.docs.pages import ROOT
 
 pytest.importorskip("mkdocs")
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 WIDTH = 1000
 CUT = ".md-typeset__scrollwrap { overflow: hidden; } .md-typeset td { min-width: 60rem !important; }"

@@ -14,11 +14,18 @@ from deltasync import Publisher
 SCRIPT = """
 import sys
 from deltasync.cli import main
-try:
-    main(sys.argv[1:])
-finally:
-    print("loaded:", *sorted({"torch", "vllm", "trl"} & set(sys.modules)))
+for command in " ".join(sys.argv[1:]).split(" + "):
+    try:
+        main(command.split())
+    except SystemExit as ended:
+        print("ended:", ended.code or 0, "loaded:", *sorted({"torch", "vllm", "trl"} & set(sys.modules)))
+        if ended.code:
+            raise
 """
+
+
+def run(*words: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -32,39 +39,25 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"file://{folder}/run"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "log",
-        "log --json",
-        "log latest",
-        "log 2 --json",
-        "check",
-        "watch --once",
-        "gc --keep-last 2 --dry-run",
-    ],
-)
-def test_a_command_that_reads_documents(channel: str, command: str) -> None:
-    name, *options = command.split()
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, name, channel, *options], capture_output=True, text=True, check=False
-    )
+def test_commands_that_read_documents(channel: str, tmp_path: Path) -> None:
+    commands = [
+        f"log {channel}",
+        f"log {channel} --json",
+        f"log {channel} latest",
+        f"log {channel} 2 --json",
+        f"check {channel}",
+        f"watch {channel} --once",
+        f"gc {channel} --keep-last 2 --dry-run",
+        f"watch {channel} --out {tmp_path}/page.html",
+    ]
+    done = run(" + ".join(commands))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "loaded:"
-
-
-def test_a_page(channel: str, tmp_path: Path) -> None:
-    words = ["watch", channel, "--out", str(tmp_path / "page.html")]
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "loaded:"
+    assert [line for line in done.stdout.splitlines() if line.startswith("ended:")] == ["ended: 0 loaded:"] * len(commands)
 
 
 def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    script = SCRIPT.replace("deltasync.cli", "demo.__main__")
-    words = ["--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
+    done = run("--out", str(tmp_path), script=SCRIPT.replace("deltasync.cli", "demo.__main__"))
     assert done.returncode == 3 and "choose another directory" in done.stderr
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
-    assert done.stdout.splitlines()[-1] == "loaded:"
+    assert done.stdout.splitlines()[-1] == "ended: 3 loaded:"

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("codec", ["packed", "context"])
+@pytest.mark.parametrize("codec", ["packed", pytest.param("context", marks=pytest.mark.slow)])
 def test_a_tensor_of_half_the_model_takes_40_megabytes_beside_shard_and_shadow(
     tmp_path: Path, size: int, megabytes: int, codec: str
 ) -> None:

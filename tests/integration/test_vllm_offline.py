@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from deltasync import Publisher
 from tests.integration.vllm_server import PATIENCE_S, digests, save_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 _SCRIPT = """
 import json, sys

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.one_server.test_vllm_prefix_cache import Answer, answer, apart, change_much, prompt_of, uncached
 from tests.integration.vllm_server import Server, save_model, serving
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 VERSIONS = 5
 FAR = 0.25  # nats that other weights change at the least, at some token

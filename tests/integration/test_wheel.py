@@ -18,6 +18,8 @@ from packaging.requirements import Requirement
 
 from tests.unit.test_imports import ROOMS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 CHECK = """

@@ -312,7 +312,7 @@ LEAST_POINTS = {
 }
 
 
-_SLOW = ("a new channel by reference",)
+_SLOW = ("a new channel by reference", "sweeps")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=(pytest.mark.slow,) * (name in _SLOW)) for name in CASES])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from hypothesis import event, given, note, settings
+from hypothesis import event, given, note
 from hypothesis import strategies as st
 
 from deltasync import maintenance
@@ -180,7 +180,6 @@ class Life:
         assert not list(self.store.list("probe/"))
 
 
-@settings(max_examples=max(100, settings().max_examples))
 @given(st.sampled_from(["packed", "context"]), st.lists(_actions, min_size=1, max_size=14))
 def test_what_is_kept_stays_and_what_is_not_goes(codec: str, actions: list[tuple]) -> None:
     life = Life(codec)

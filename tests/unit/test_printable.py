@@ -215,16 +215,16 @@ def test_no_command_shows_a_channels_text_as_it_is(
         return seen
 
     assert not _hostile_parts(run())
-    shown = 0
-    for key in _documents(store):
-        document = _document(original[key])
-        for path in _leaves(document):
-            store.put(key, _with(original[key], _poisoned(document, path), path))
-            if key == keys.slot(2, EPOCH):
-                _relink(store)
-            seen = run()
-            assert not _hostile_parts(seen), (key, path)
-            shown += "FORGED" in seen
+    shown, planted = 0, ((key, path) for key in _documents(store) for path in _leaves(_document(original[key])))
+    for key, path in planted:
+        if shown == 3 and "--json" in command:
+            break  # documents as JSON are written by one function
+        store.put(key, _with(original[key], _poisoned(_document(original[key]), path), path))
+        if key == keys.slot(2, EPOCH):
+            _relink(store)
+        seen = run()
+        assert not _hostile_parts(seen), (key, path)
+        shown += "FORGED" in seen
     assert shown, "nothing of what was planted was shown, so this test shows nothing"
 
 
