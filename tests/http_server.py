@@ -21,6 +21,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.waiting import wait_until
+
 ROOT = Path(__file__).parents[1]
 START_S = 300.0
 PATIENCE_S = 60.0
@@ -80,10 +82,8 @@ class Server:
 
     def until(self, version: int) -> None:
         self.first_answer("/health")
-        deadline = time.monotonic() + PATIENCE_S
-        while (self.first_answer("/deltasync/status")[2]["version"] or 0) < version:
-            assert time.monotonic() < deadline, f"version {version} is not served: {self.log.read_text()}"
-            time.sleep(0.02)
+        served = lambda: self.first_answer("/deltasync/status")[2]["version"] or 0  # noqa: E731
+        wait_until(lambda: served() >= version, told=self.log.read_text)
 
     def digest(self) -> dict[str, str]:
         found: dict[str, str] = self.request("/deltasync/digest")[2]["sha256"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import wait_until
 
 PATIENCE_S = 300.0  # for what takes half a second: a busy machine is no failure
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -51,7 +52,6 @@ def living(pids: list[int]) -> list[int]:
 
 def wait_for_end(pids: list[int], timeout_s: float = 60.0) -> None:
     """Until none of them is living."""
-    deadline = time.monotonic() + timeout_s
-    while left := living(pids):
-        assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
-        time.sleep(0.02)
+    wait_until(
+        lambda: not living(pids), timeout_s, lambda: [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in living(pids)]
+    )

@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -241,36 +242,18 @@ def place_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Place
     return Place(open_store(url), kind != "lease")
 
 
-@contextlib.contextmanager
-def _checked(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    found = place_of(kind, request, tmp_path)
-    yield found
-    found.journal.check(found.store)
-
-
-@pytest.fixture(params=["memory", "file", "s3", "lease", "hub"])
-def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """Every kind of store; `lease` is memory that does not decide."""
-    with _checked(request.param, request, tmp_path) as found:
+def _places(*kinds: str) -> Any:
+    @pytest.fixture(params=kinds)
+    def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+        found = place_of(request.param, request, tmp_path)
         yield found
+        found.journal.check(found.store)
+
+    return place
 
 
-@pytest.fixture(params=["memory", "lease"])
-def quick(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """Both fencings, in memory."""
-    with _checked(request.param, request, tmp_path) as found:
-        yield found
-
-
-@pytest.fixture
-def memory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """A store that decides."""
-    with _checked("memory", request, tmp_path) as found:
-        yield found
-
-
-@pytest.fixture
-def leased(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """A store that does not."""
-    with _checked("lease", request, tmp_path) as found:
-        yield found
+# `lease` is memory that does not decide.
+anywhere = _places("memory", "file", "s3", "lease", "hub")
+quick = _places("memory", "lease")
+memory = _places("memory")
+leased = _places("lease")

@@ -20,6 +20,7 @@ from deltasync.errors import CommitError, DeltaSyncError, MissingVersionError, P
 from deltasync.following import Follow, Target
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped
+from tests.waiting import wait_until
 
 NAME = "w"
 SHAPE = (40, 30)
@@ -134,9 +135,7 @@ class TargetContract:
         (gap,) = (info.key for info in bench.store.inner.list(keys.VERSIONS) if "0000000003." in info.key)
         data = bench.store.inner.read(gap, 1 << 30)
         bench.store.inner.delete(gap)
-        deadline = time.monotonic() + 30
-        while not isinstance(_attempt(bench.follow), MissingVersionError) and time.monotonic() < deadline:
-            time.sleep(0.01)  # head is written behind the record
+        wait_until(lambda: isinstance(_attempt(bench.follow), MissingVersionError))  # head is written behind the record
         assert bench.follow.state == "failed" and bench.follow.version == 2
         assert_same_bits(bench.live(), bench.published[2])
         bench.store.inner.put(gap, data)
@@ -173,10 +172,8 @@ class TargetContract:
         inner, run_id = bench.store.inner, bench.publisher.run_id
         assert run_id is not None
         bench.publisher.close()
-        deadline = time.monotonic() + 30
-        while {(beat.version, beat.state) for beat in heartbeat.read_all(inner, run_id)} != {(2, "serving")}:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)  # else it may be written after the channel is gone
+        # Else it may be written after the channel is gone.
+        wait_until(lambda: [(beat.version, beat.state) for beat in heartbeat.read_all(inner, run_id)] == [(2, "serving")])
         inner.delete(*[info.key for info in inner.list("")])
         if what == "foreign":
             bench.publisher = bench._publisher()
@@ -185,9 +182,7 @@ class TargetContract:
         else:
             expected = "NotPublishedError"
         bench.follow.poke()
-        deadline = time.monotonic() + 30
-        while bench.follow.state != "failed" and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: bench.follow.state == "failed")
         for _ in range(20):
             assert bench.follow.state == "failed" and expected in (bench.follow.error or "")
             time.sleep(0.01)
@@ -205,9 +200,7 @@ class TargetContract:
         bench.follow.start()
         bench.follow.wait(1)
         bench.store.hold_at("read", keys.VERSIONS)
-        deadline = time.monotonic() + 30
-        while bench.follow.not_ready is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: bench.follow.not_ready)
         assert bench.follow.state == "stale" and "could last be followed" in (bench.follow.not_ready or "")
         before_s = time.monotonic()
         bench.follow.stop()

@@ -10,8 +10,9 @@ import pytest
 
 from deltasync.stores import ObjectInfo
 from deltasync.stores.hub import HubStore
-from tests.hub.fixtures import HubServer, wait_until
+from tests.hub.fixtures import HubServer
 from tests.hub.hub import EXPIRED
+from tests.waiting import wait_until
 
 HEAD = "head.json"
 

@@ -28,7 +28,7 @@ _LIMIT_BYTES = 2 << 30
 _LIMIT_S = 60  # on a machine that does other things too
 _MOST_BYTES = 1 << 20
 
-_ROOMS = "tensors", "codec", "stores", "channel", "live", "replicas", "maintenance", "dashboard"
+_ROOMS = "tensors", "codec", "stores", "channel", "live", "following", "maintenance", "dashboard"
 with atheris.instrument_imports(include=["deltasync", "vllm_plugin"]):
     import deltasync
     import deltasync.following.requests

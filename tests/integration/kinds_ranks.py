@@ -2,7 +2,8 @@
 
 A first version, a delta, one after an evaluation, and one after a restart; on a channel that is there, of other ranks, two
 more. Each version is compared with the whole model. FOLDER/<kind>.<rank>.json says what came, or how it was refused.
-A kind may be a loop of guides/sharded.md, by what its first line says it needs: it runs as printed, its last version compared.
+A kind may be a loop of guides/sharded.md, by what its first line says it needs: it runs as printed, and its last version is
+compared.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from deltasync.following.status import HeartbeatWriter, Status
 from deltasync.stores import Store, open_store
 from tests.answers import Answers, Asked
 from tests.faults import FaultyStore
-from tests.hub.fixtures import wait_until
+from tests.waiting import wait_until
 
 RUN = "run-1"
 LONG_AGO_S = 2 * heartbeat.LIVE_S

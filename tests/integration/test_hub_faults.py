@@ -24,7 +24,8 @@ from tests.builders import in_parts
 from tests.conftest import assert_same_bits
 from tests.contract import test_hub_watch
 from tests.contract.test_hub_watch import Told
-from tests.hub.fixtures import LEASE, ROOT, HubServer, running_server, wait_until
+from tests.hub.fixtures import LEASE, ROOT, HubServer, running_server
+from tests.waiting import wait_until
 
 store = test_hub_watch.store
 

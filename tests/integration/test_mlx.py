@@ -25,6 +25,7 @@ from deltasync.errors import ApplyError, ConfigError, ModelMismatchError, StageE
 from tests import http_server
 from tests.http_server import Server, digests, save, weights_of
 from tests.integration.test_module import PATIENCE_S, Trainer, Weights, followed, llama, training, untied
+from tests.waiting import wait_until
 
 mx = pytest.importorskip("mlx.core", reason="needs MLX: make test-mlx")
 mlx_lm = pytest.importorskip("mlx_lm", reason="needs mlx-lm: make test-mlx")
@@ -191,9 +192,7 @@ def test_arrays_that_are_not_computed_are_said_by_the_thread_that_cannot_compute
 ) -> None:
     with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (model, trainer, following):
         model.lm_head.weight = mx.zeros((64, 32), dtype=mx.bfloat16) + 1
-        deadline = time.monotonic() + PATIENCE_S
-        while following.error is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: following.error)
         assert StageError.__name__ in (following.error or "") and "mx.eval" in (following.error or "")
         mx.eval(model.parameters())
         version = trainer.publish()
@@ -534,9 +533,6 @@ def test_a_server_starts_before_the_first_version(checkpoint: Path, tmp_path: Pa
             assert server.request(path)[0] == 401
         with training(f"file://{tmp_path}/channel", weights_of(checkpoint)) as trainer:
             assert trainer.publish() == 1
-            deadline = time.monotonic() + PATIENCE_S
-            while server.request("/deltasync/ready")[0] != 200:
-                assert time.monotonic() < deadline, server.log.read_text()
-                time.sleep(0.05)
+            wait_until(lambda: server.request("/deltasync/ready")[0] == 200, told=server.log.read_text)
             code, _, found = server.request("/deltasync/digest", authorization="Bearer secret")
             assert (code, found) == (200, {"version": 1, "sha256": digests(trainer.published[1])})

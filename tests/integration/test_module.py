@@ -23,6 +23,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.errors import AckTimeoutError, ApplyError, ConfigError, ModelMismatchError
 from deltasync.tensors.bits import int_view
 from tests.conftest import assert_same_bits
+from tests.waiting import wait_until
 
 PATIENCE_S = 60.0
 
@@ -115,8 +116,7 @@ def batch(model: Any, ended: threading.Event) -> None:
                 manager.add_request([1, 2, 3])
 
 
-@pytest.mark.parametrize("use", [generate, batch])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("use", "tied"), [(generate, True), (batch, False)])
 def test_every_forward_call_sees_one_version_while_weights_change_under_generation(
     memory_url: str, tied: bool, use: Callable[[Any, threading.Event], None]
 ) -> None:
@@ -237,9 +237,8 @@ def test_without_a_thread_it_moves_when_it_is_told_and_where_it_is_pinned(memory
                 assert_same_bits(model.state_dict(), trainer.published[version])
             for pin, version in (("1", 1), ("2", 2), (3, 3), ("newest", 3)):
                 following.pin = pin
-                until = time.monotonic() + PATIENCE_S
-                while following.sync() != version:  # head, which tells the newest, moves behind the last record
-                    assert time.monotonic() < until
+                # Head, which tells the newest, moves behind the last record.
+                wait_until(lambda wanted=version: following.sync() == wanted)  # type: ignore[misc]
                 assert_same_bits(model.state_dict(), trainer.published[version])
             with pytest.raises(ConfigError, match="newest or a version"):
                 following.pin = "yesterday"
@@ -460,9 +459,7 @@ def test_a_long_hold_is_said_and_threads_inside_it_go_on(memory_url: str, monkey
     with followed(memory_url, poll_interval_s=0.02) as (model, trainer, following):
         with following.hold() as version:
             trainer.publish()
-            deadline = time.monotonic() + PATIENCE_S
-            while following.error is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: following.error)
             assert "has waited for forward calls" in (following.error or "")
             inside = threading.Thread(target=_computes, args=(following, model))
             inside.start()

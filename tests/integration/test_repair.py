@@ -102,7 +102,7 @@ def _is_right(replica: Replica, number: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("place", [0.0, 0.1, 0.5, 0.8, 0.99])
+@pytest.mark.parametrize("place", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("what", OBJECTS)
 def test_replicas_are_right_again_by_the_next_anchor(memory_url: str, what: str, place: float) -> None:
     """The byte is bad from the moment on that the object is stored; one replica follows closely, one from far behind."""

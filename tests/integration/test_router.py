@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,6 +26,7 @@ from demo.processes import Child, get_json
 from demo.run import free_port
 from deploy.router import servers, write
 from tests.servers.haproxy import PATIENCE_S, Router, require_haproxy, routing
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -219,13 +219,6 @@ def test_no_replica_gets_much_more_than_its_share(router: Router, replicas: dict
         assert all(reply.result()[0] == 200 for reply in replies)
     assert max(counts) <= 1.25 * 60 / 3 + 3, counts
     assert min(counts) > 0, counts
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_at_least_a_version(router: Router, replicas: dict[str, Replica]) -> None:

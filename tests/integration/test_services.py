@@ -22,6 +22,7 @@ from tests.builders import assert_holds, trained, weights
 from tests.conftest import assert_same_bits
 from tests.servers import clouds
 from tests.servers.clouds import Azurite, FakeGcs, Service
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -72,12 +73,9 @@ class Follower(threading.Thread):
 
     def end_at(self, model: dict[str, torch.Tensor], version: int) -> None:
         """Wait for a version, and compare its bits."""
-        deadline = time.monotonic() + 60
-        while self.replica.version != version and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: self.replica.version == version)
         self.stop.set()
         self.join(60)
-        assert self.replica.version == version
         assert_same_bits(self.replica.state_dict(), model)
         assert self.seen == sorted(self.seen)
 

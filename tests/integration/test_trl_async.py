@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from tests.integration.trainers import (
     tiny_moe,
 )
 from tests.unit.test_trainers_server import Status
+from tests.waiting import wait_until
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, compat, gather
 
 checkpoint = trainers.checkpoint
@@ -54,9 +54,7 @@ def test_async_grpo_counts_a_version_only_when_the_fleet_serves_it(checkpoint: P
         def on_version(version: int) -> None:
             if version == 1:
                 # All that have reported are waited for, and before version 1 none could name the run it follows.
-                deadline = time.monotonic() + 60
-                while len(heartbeat.read_all(open_store(url), run_id(url))) < 2 and time.monotonic() < deadline:
-                    time.sleep(0.01)
+                wait_until(lambda: len(heartbeat.read_all(open_store(url), run_id(url))) == 2)
             assert {replica.version for replica in fleet.replicas.values()} == {version}
             live.append(saved_bits(trainer.model, tmp_path / "saved"))
             for replica in fleet.replicas.values():

@@ -48,6 +48,7 @@ from tests.integration.trainers import (
     tiny_moe,
 )
 from tests.servers.s3 import KEYS, MotoServer
+from tests.waiting import wait_until
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, compat, gather
 from trl_callback.gather import shards_as_saved
 
@@ -486,9 +487,7 @@ class Outage(TrainerCallback):
             self._transfer.publisher.flush()
             self._proxy.strike(status(503), times=1 << 30)
         if state.global_step == self._first + 1:
-            deadline = time.monotonic() + 60
-            while self._transfer._store.trouble is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: self._transfer._store.trouble)
             time.sleep(2 * WARN_AFTER_S)
         if state.global_step == self._last:
             self._proxy.heal()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import string
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.conftest import assert_same_bits
 from tests.integration import trainers
 from tests.integration.async_trainers import Completions, make_async_trainer
 from tests.integration.trainers import Fleet, published_bits, saved_bits
+from tests.waiting import wait_until
 from trl_callback import DeltaSyncCallback
 from trl_callback.tokens import UNKNOWN, TokenAges
 
@@ -87,9 +87,7 @@ def _turns(fleet: Fleet, tokenizer: PreTrainedTokenizerFast) -> Callable[..., tu
         text, version = CALL, 1
         if called in asked["prompt"]:
             number = next(answers)
-            deadline = time.monotonic() + PATIENCE_S
-            while number >= 6 and replica.version == 1 and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: number < 6 or replica.version != 1)
             assert replica.version is not None
             text, version = ANSWER + "2" * number, replica.version
         ids = [*tokenizer.encode(text), tokenizer.eos_token_id]

@@ -147,8 +147,7 @@ class Followed:
         return len(self.seen) - before
 
 
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
-@pytest.mark.parametrize("name", ["weight_v{:06d}", "v{}"])
+@pytest.mark.parametrize(("encoding", "name"), [("xor", "weight_v{:06d}"), ("overwrite", "v{}")])
 def test_fifty_versions_become_a_channel_with_equal_bits(tmp_path: Path, encoding: str, name: str) -> None:
     """Full at first, full once more in the middle, one version a call and many in one, with a restart."""
     states = [model()]

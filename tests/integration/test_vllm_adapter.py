@@ -20,14 +20,13 @@ from deltasync import Publisher
 from deltasync.channel import heartbeat
 from deltasync.channel.adapter_base import FILE, AdapterBase
 from deltasync.tensors.bits import bits_of
-from tests.integration.expected_tokens import greedy, shortfall
+from tests.integration.expected_tokens import NEARLY, greedy, shortfall
 from tests.integration.trainers import make_trainer, run_id
 from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serving
 from trl_callback import DeltaSyncCallback, gather
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-NEARLY = 0.25  # nats between the likeliest token and one that bfloat16 takes for it
 LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
 STEPS = 3
 

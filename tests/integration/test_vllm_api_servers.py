@@ -23,8 +23,8 @@ from transformers import Qwen3Config
 
 from demo.processes import get_json
 from demo.run import free_port
-from tests.integration.expected_tokens import PROMPT, greedy, shortfall
-from tests.integration.test_vllm_parallel import NEARLY, rolls_back_everywhere
+from tests.integration.expected_tokens import NEARLY, PROMPT, greedy, shortfall
+from tests.integration.test_vllm_parallel import rolls_back_everywhere
 from tests.integration.vllm_server import PATIENCE_S, Server, one_thread, save_model, serve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

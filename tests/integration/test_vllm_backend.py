@@ -21,7 +21,8 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.stores import open_store
 from deltasync.tensors.bits import cast
 from tests.faults import flipped
-from tests.integration.vllm_server import Server, complete, save_model, serving
+from tests.integration.expected_tokens import greedy
+from tests.integration.vllm_server import Server, save_model, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -76,13 +77,6 @@ def live_bits(server: Server) -> list[Any]:
     found = rpc(server, "live_bits")
     assert len(found) == 2 and all(isinstance(held, dict) for held in found), found
     return found
-
-
-def greedy(server: Server) -> list[int]:
-    model = server.json("/v1/models")["data"][0]["id"]
-    body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 30, "temperature": 0, "return_token_ids": True}
-    tokens: list[int] = server.json("/v1/completions", {**body, "ignore_eos": True})["choices"][0]["token_ids"]
-    return tokens
 
 
 def assert_live(server: Server, checkpoint: Path, weights: dict[str, Any]) -> None:
@@ -140,7 +134,7 @@ def test_versions_between_are_skipped_and_the_newest_is_the_default(server: Serv
 
 def test_a_push_without_a_pause_keeps_running_requests(server: Server, checkpoint: Path) -> None:
     lengths: list[int] = []
-    asking = threading.Thread(target=lambda: lengths.append(len(complete(server.url, 900))))
+    asking = threading.Thread(target=lambda: lengths.append(len(greedy(server, token_count=900))))
     asking.start()
     server.wait_for_requests(1)
     for _ in range(3):

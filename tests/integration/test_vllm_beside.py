@@ -13,12 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen3Config
 
-from tests.integration.expected_tokens import greedy, shortfall
+from tests.integration.expected_tokens import NEARLY, greedy, shortfall
 from tests.integration.vllm_server import Server, Weights, digests, save_model, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-NEARLY = 0.25  # nats between the likeliest token and one that bfloat16 takes for it
 RANK, ALPHA, TARGETS = 8, 16, ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,8 @@ from transformers import Qwen3MoeConfig
 
 from demo.processes import get_json
 from demo.run import free_port
-from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, save_model, serving, start
+from tests.integration.expected_tokens import greedy
+from tests.integration.vllm_server import PATIENCE_S, Server, digests, save_model, serving, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -33,23 +32,6 @@ def server(checkpoint: Path) -> Iterator[Server]:
         yield server
 
 
-def greedy(url: str) -> list[int]:
-    body = {
-        "model": get_json(f"{url}/v1/models")["data"][0]["id"],
-        "prompt": [5, 6, 7, 8, 9],
-        "max_tokens": 60,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
-        tokens: list[int] = json.load(reply)["choices"][0]["token_ids"]
-        return tokens
-
-
 def test_packed_experts_take_the_fallback_and_nothing_else_does(server: Server) -> None:
     server.assert_serves(server.publish())
     assert server.status()["reloaded_tensors"] == EXPERTS * LAYERS * 3
@@ -57,7 +39,7 @@ def test_packed_experts_take_the_fallback_and_nothing_else_does(server: Server) 
 
 
 def test_versions_are_committed(server: Server) -> None:
-    before = greedy(server.url)
+    before = greedy(server, token_count=60)
     for _ in range(3):
         for tensor in server.weights.values():
             tensor += 0.01 * torch.randn(tensor.shape, generator=server.rng)
@@ -65,13 +47,13 @@ def test_versions_are_committed(server: Server) -> None:
     commits = server.status()["commits"]
     assert len(commits) == 3
     assert all(commit["reload_s"] > 0 for commit in commits)
-    assert greedy(server.url) != before
+    assert greedy(server, token_count=60) != before
 
 
 def test_tokens_are_those_of_a_server_that_loaded_the_weights(server: Server, checkpoint: Path, tmp_path: Path) -> None:
     """What the fingerprint cannot see: packed weights that do what the published ones do."""
     server.publish_anchor()
-    expected = greedy(server.url)
+    expected = greedy(server, token_count=60)
     (folder,) = sorted((checkpoint.parent / "channel" / "anchors").iterdir())[-1:]
     for file in checkpoint.iterdir():
         if file.name != "model.safetensors":
@@ -83,7 +65,7 @@ def test_tokens_are_those_of_a_server_that_loaded_the_weights(server: Server, ch
         loaded = Server(url, server.channel, server.weights)
         loaded.wait(lambda status: status["state"] == "serving")
         assert loaded.status()["commits"] == []  # recognised: nothing was patched
-        assert greedy(url) == expected
+        assert greedy(loaded, token_count=60) == expected
 
 
 def test_a_version_without_changes_to_experts_loads_nothing_again(server: Server) -> None:
@@ -93,12 +75,12 @@ def test_a_version_without_changes_to_experts_loads_nothing_again(server: Server
 
 
 def test_bits_that_are_not_the_published_ones_are_rolled_back_in_packed_layers_too(server: Server) -> None:
-    version, tokens = server.status()["version"], greedy(server.url)
+    version, tokens = server.status()["version"], greedy(server, token_count=60)
     before = {name: tensor.clone() for name, tensor in server.weights.items()}
     for tensor in server.weights.values():
         tensor += 0.05 * torch.randn(tensor.shape, generator=server.rng)
     status = server.publish_wrong_bits()
     assert status["version"] == version
     assert get_json(f"{server.url}/deltasync/digest") == {"version": version, "sha256": digests(before)}
-    assert greedy(server.url) == tokens
-    assert len(complete(server.url, 5)) == 5
+    assert greedy(server, token_count=60) == tokens
+    assert len(greedy(server, token_count=5)) == 5

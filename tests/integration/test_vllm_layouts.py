@@ -41,35 +41,10 @@ REFUSED = {
 MAY_BE_REFUSED = ("falcon_h1", "mamba2", "nemotron_h", "granite_hybrid")
 TIED = ("tied", "tied_again")
 SWEPT = (
-    *TIED,
-    *(
-        "phi",
-        "mamba",
-        "jamba",
-        "falcon",
-        *MAY_BE_REFUSED,
-        "glm4_moe_alone",
-        "deepseek_v3",
-        "mixtral",
-        "minimax",
-        "qwen2_moe",
-    ),
-    *(
-        "olmoe",
-        "granite_moe",
-        "gpt2",
-        "gptj",
-        "opt",
-        "cohere",
-        "persimmon",
-        "qwen2",
-        "olmo2",
-        "granite",
-        "gptneox",
-        "stablelm",
-    ),
-    *("starcoder2", "exaone4", "nemotron", "smollm3", "apertus", "arcee", "qwen3", "glm", "glm4", "ernie4_5", "seedoss"),
-    "hunyuandensev1",
+    *(*TIED, "phi", "mamba", "jamba", "falcon", *MAY_BE_REFUSED, "glm4_moe_alone", "deepseek_v3", "mixtral", "minimax"),
+    *("qwen2_moe", "olmoe", "granite_moe", "gpt2", "gptj", "opt", "cohere", "persimmon", "qwen2", "olmo2", "granite"),
+    *("gptneox", "stablelm", "starcoder2", "exaone4", "nemotron", "smollm3", "apertus", "arcee", "qwen3", "glm", "glm4"),
+    *("ernie4_5", "seedoss", "hunyuandensev1"),
 )
 
 # Each is laid out, or refused, as another one here is.

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config, Qwen3MoeConfig
 
-from tests.integration.expected_tokens import greedy, shortfall
-from tests.integration.vllm_server import Server, complete, digests, save_model, serving
+from tests.integration.expected_tokens import NEARLY, greedy, shortfall
+from tests.integration.vllm_server import Server, digests, save_model, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-NEARLY = 0.25  # nats between the likeliest token and one that bfloat16 takes for it
 
 
 def two_workers(checkpoint: Path, *arguments: str, **environ: str) -> Iterator[Server]:
@@ -32,10 +30,10 @@ def checkpoint_of(server: Server) -> Path:
 
 
 def commits_while_a_request_is_generated(server: Server, greedy_of: list[dict[str, str]]) -> None:
-    complete(server.url, 5)
+    greedy(server, token_count=5)
     old, first = {name: tensor.clone() for name, tensor in server.weights.items()}, server.status()["version"]
     lengths: list[int] = []
-    asking = [threading.Thread(target=lambda: lengths.append(len(complete(server.url, 500)))) for _ in greedy_of]
+    asking = [threading.Thread(target=lambda: lengths.append(len(greedy(server, token_count=500)))) for _ in greedy_of]
     for each in asking:
         each.start()
     for size in (2e-5, 2e-5, 0.05):

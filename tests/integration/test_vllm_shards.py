@@ -16,7 +16,8 @@ from deltasync.channel import keys, payloads
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec import tiles, vector
 from demo.processes import get_json
-from tests.integration.vllm_server import Server, complete, digests, save_model, serving
+from tests.integration.expected_tokens import greedy
+from tests.integration.vllm_server import Server, digests, save_model, serving
 
 pytestmark = pytest.mark.vllm
 
@@ -41,9 +42,9 @@ def test_the_checkpoint_that_the_channel_refers_to_is_recognised_over_both_worke
 
 
 def test_both_workers_commit_every_version_while_a_request_is_generated(server: Server) -> None:
-    complete(server.url, 5)
+    greedy(server, token_count=5)
     lengths: list[int] = []
-    asking = threading.Thread(target=lambda: lengths.append(len(complete(server.url, 300))))
+    asking = threading.Thread(target=lambda: lengths.append(len(greedy(server, token_count=300))))
     asking.start()
     for _ in range(5):
         server.step()
@@ -95,7 +96,7 @@ def test_bits_that_one_worker_got_wrong_are_rolled_back_by_both_and_the_next_anc
     status = server.publish_wrong_bits()
     assert status["version"] == version
     assert get_json(f"{server.url}/deltasync/digest") == {"version": version, "sha256": digests(before)}
-    assert len(complete(server.url, 5)) == 5
+    assert len(greedy(server, token_count=5)) == 5
     server.publish_anchor()
     assert server.status()["commits"][-1]["anchor"]
     server.step()

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integration.expected_tokens import greedy
 from tests.integration.test_vllm_images import CLOSE, ORDERS, Expected, message
-from tests.integration.vllm_server import Server, Weights, complete, one_thread, save_model, save_vision_model, serving
+from tests.integration.vllm_server import Server, Weights, one_thread, save_model, save_vision_model, serving
 
 pytestmark = pytest.mark.vllm
 
@@ -36,7 +37,7 @@ def test_every_worker_holds_the_published_bits_after_every_commit_under_load(wor
 
         def ask() -> None:
             while not done.is_set():
-                completed.append(len(complete(server.url, 200)))
+                completed.append(len(greedy(server, token_count=200)))
 
         clients = [threading.Thread(target=ask) for _ in range(4)]
         for client in clients:

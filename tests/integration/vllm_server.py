@@ -240,22 +240,6 @@ def digests(weights: Weights) -> dict[str, str]:
     return {name: hashlib.sha256(bits_of(cast(w, "bfloat16")).tobytes()).hexdigest() for name, w in weights.items()}
 
 
-def complete(url: str, token_count: int) -> list[int]:
-    body = {
-        "model": get_json(f"{url}/v1/models")["data"][0]["id"],
-        "prompt": [5, 6, 7],
-        "max_tokens": token_count,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
-        tokens: list[int] = json.load(reply)["choices"][0]["token_ids"]
-        return tokens
-
-
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """No thread here waits at a barrier for another: a server's steps may keep every core busy."""

@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -35,6 +34,7 @@ from deltasync.publish.log import Log
 from deltasync.stores.local import LocalStore
 from tests.conftest import assert_same_bits
 from tests.processes import PATIENCE_S, in_a_process
+from tests.waiting import wait_until
 
 Weights = dict[str, torch.Tensor]
 
@@ -230,10 +230,8 @@ def survives(template: Path, root: Path, killed: Trainer, resumed: Trainer, kill
         after, was, began = records(root), history(root), (root / keys.CHANNEL).exists()
         assert all(after[key] == data for key, data in before.items() if key in after)
         assert_sound(root)
-        passed, until_s = process(resumed, root), time.monotonic() + PATIENCE_S
-        newest = history(root)[-1]
-        while newest not in following.served and time.monotonic() < until_s:
-            time.sleep(0.005)
+        passed, newest = process(resumed, root), history(root)[-1]
+        wait_until(lambda: newest in following.served, PATIENCE_S)
     end, found = records(root), history(root)
     writes = [p for p in passed if p.moment == "after" and p.operation != "delete" and p.key.startswith(keys.VERSIONS)]
     published = len(resumed.steps) + (resumed.by_reference and not was)

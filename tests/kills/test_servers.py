@@ -19,7 +19,8 @@ from deltasync.cli.serve import vllm_command
 from deltasync.errors import DeltaSyncError
 from demo.processes import Child, get_json
 from demo.run import free_port
-from tests.integration.vllm_server import PATIENCE_S, Server, complete, one_thread, save_model
+from tests.integration.expected_tokens import greedy
+from tests.integration.vllm_server import PATIENCE_S, Server, one_thread, save_model
 from tests.kills.killing import DRIVER_STEPS
 
 _REPOSITORY = Path(__file__).parents[2]
@@ -94,7 +95,7 @@ class Supervised:
         self._running = self.running()
         self._child = self._running.__enter__()
         self.server.assert_serves(version)
-        assert len(complete(self.server.url, 5)) == 5
+        assert len(greedy(self.server, token_count=5)) == 5
 
     def pids(self, title: str) -> list[int]:
         """Processes of this server with this in their title."""
@@ -127,15 +128,15 @@ class Supervised:
 class Request(threading.Thread):
     """One long completion after the other, until one fails; `outcome` says how."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)
-        self._url, self.outcome = url, ""
+        self._server, self.outcome = server, ""
         self.start()
 
     def run(self) -> None:
         while not self.outcome:
             try:
-                complete(self._url, 900)
+                greedy(self._server, token_count=900)
             except Exception as error:  # noqa: BLE001 - how it ends is what is asked
                 self.outcome = f"{type(error).__name__}: {error}"
 
@@ -192,7 +193,7 @@ def test_a_server_of_which_a_process_is_killed_serves_the_newest_version_again(
 ) -> None:
     """At a step of the next version, or the last worker while none is taken; then all is started again."""
     server = supervised.of(workers)
-    request = Request(server.server.url)
+    request = Request(server.server)
     server.server.wait_for_requests(1)
     if step == ANY_TIME:
         os.kill(server.pids("Worker")[-1], signal.SIGKILL)

@@ -3,7 +3,7 @@
 with Line(("127.0.0.1", port), Shape(round_trip_s=0.05, bits_per_s=100e6)) as line:
     ... use line.port instead of port ...
 
-All connections share its width. EpochDocument one takes a round trip, as it does on a real line.
+All connections share its width. A new one takes a round trip, as it does on a real line.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from deltasync.maintenance.heat import layer_of
 from tests.builders import finish_maintenance
 from tests.channels import RUN, filled, states_of
 from tests.faults import FOREVER, FaultyStore
+from tests.waiting import wait_until
 
 SHAPES = {
     "model.embed_tokens.weight": (50, 20),
@@ -193,10 +194,7 @@ def test_a_look_reads_what_is_new_only(publisher: Publisher, store: FaultyStore,
 
 def settle(publisher: Publisher, store: FaultyStore) -> None:
     """Until head, which nobody waits for, names the newest version."""
-    deadline = time.monotonic() + 30
-    while (head := ChannelReader(store.inner).head()) is None or head.version != publisher.version:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: (head := ChannelReader(store.inner).head()) and head.version == publisher.version)
 
 
 def test_what_is_forgotten_meanwhile(
@@ -468,22 +466,16 @@ def test_the_server_answers_this_machine_only(
             assert get("/") == (200, page())
             assert get("/other")[0] == 404
             assert get("/data.json", "attacker.example:80")[0] == 403
-            deadline = time.monotonic() + 30
-            while data().get("heat_unread") != 0 or not data()["heat"]:
-                assert time.monotonic() < deadline
+            wait_until(lambda: (found := data()).get("heat_unread") == 0 and found["heat"])
             publish(publisher, weights, 1)
-            while data()["newest_version"] != 4:
-                assert time.monotonic() < deadline
+            wait_until(lambda: data()["newest_version"] == 4)
             store.fail_at("read", keys.HEAD, times=FOREVER)
-            while data()["error"] is None:
-                assert time.monotonic() < deadline
+            wait_until(lambda: data()["error"])
             store.heal()
             store.fail_at("read", keys.HEAD, times=FOREVER, error=ValueError)  # a bug of ours: it goes on looking
-            while not str(data()["error"]).startswith("Unexpected ValueError: "):
-                assert time.monotonic() < deadline
+            wait_until(lambda: str(data()["error"]).startswith("Unexpected ValueError: "))
             store.heal()
-            while data()["error"] is not None:
-                assert time.monotonic() < deadline
+            wait_until(lambda: data()["error"] is None)
             with pytest.raises(ConfigError, match=r"Port \d+ on 127.0.0.1 cannot be used"):
                 PageServer(Observer(store), int(address.partition(":")[2]), 1.0)
         finally:

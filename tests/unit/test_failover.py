@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +20,7 @@ from deltasync.stores import Store, open_store
 from tests.channels import Made, filled, states_of
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
+from tests.waiting import wait_until
 
 STATES = states_of(8)
 
@@ -97,17 +97,11 @@ def test_a_copy_that_lags_is_left(region: Region, monkeypatch: pytest.MonkeyPatc
     assert region.store.nearest is region.near
     monkeypatch.setattr(failover, "REVIEW_S", 0.0)
     region.store._due_s = 0.0
-    until = time.monotonic() + 30
     region.publish(2, relayed=False)
-    while region.store.nearest is region.near and time.monotonic() < until:
-        region.replica.sync()
-        time.sleep(0.02)
+    wait_until(lambda: region.replica.sync() and region.store.nearest is region.far)
     region.assert_serves(region.made)
     region.relay.step()
-    while region.store.nearest is region.far and time.monotonic() < until:
-        region.replica.sync()
-        time.sleep(0.02)
-    assert region.store.nearest is region.near  # it has caught up
+    wait_until(lambda: region.replica.sync() and region.store.nearest is region.near)  # it has caught up
     region.assert_serves(region.made)
 
 

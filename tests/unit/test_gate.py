@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from deltasync.following.gate import Gate
-from tests.hub.fixtures import wait_until
+from tests.waiting import wait_until
 
 
 def test_a_thread_with_the_identifier_of_one_that_has_ended_is_a_new_one() -> None:

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from deltasync.errors import AckTimeoutError
+from tests.waiting import wait_until
 from trl_callback.fleet import Pace
 
 
@@ -39,13 +39,6 @@ class Fleet:
 
 def keep(pace: Pace, version: int) -> float:
     return pace.keep(Receipt(version))  # type: ignore[arg-type]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from deltasync.errors import NotPublishedError, StoreError
 from deltasync.following import Poll
 from deltasync.stores import ObjectInfo, Store
 from tests.faults import FaultyStore
+from tests.waiting import wait_until
 
 
 @dataclasses.dataclass
@@ -138,7 +139,7 @@ def test_a_version_that_was_told_is_the_only_request_and_several_are_one_commit(
                         assert tip is not None and tip.version == receipt.version
                         watched.bell.ring(ObjectInfo(tip.key, receipt.payload_bytes))
                         told.add(ObjectInfo(tip.key, receipt.payload_bytes))
-                _until(lambda: following.version == newest)  # noqa: B023
+                wait_until(lambda: following.version == newest)  # noqa: B023
             assert [commit.version for commit in following._follow.commits] == [2, 3, 6]
             time.sleep(0.2)
             asked = [key for verb, key in watched.calls if verb == "read" and key.startswith("versions/")]
@@ -149,10 +150,3 @@ def _module() -> torch.nn.Module:
     module = torch.nn.Module()
     module.w = torch.nn.Parameter(torch.zeros(64), requires_grad=False)
     return module
-
-
-def _until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

@@ -18,6 +18,7 @@ from tests.builders import trained
 from tests.channels import EPOCH, Made, made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
+from tests.waiting import wait_until
 
 
 def _holds(replica: Replica, channel: Made) -> None:
@@ -47,12 +48,8 @@ def test_parts_are_fetched_before_their_record(memory_url: str, under_way: bool,
     assert [file.key for file in last.record.payload_files] == parts
     record = store.read(last.key, 1 << 20)
     store.delete(last.key)
-    deadline = time.monotonic() + 10
     # The last part may have been asked for once already, just before it was stored.
-    while not set(parts) <= reader.prefetched.keys() and time.monotonic() < deadline:
-        replica.sync()
-        time.sleep(0.01)
-    assert set(parts) <= reader.prefetched.keys()
+    wait_until(lambda: replica.sync() and set(parts) <= reader.prefetched.keys())
     store.put(last.key, record)
     threading.Timer(0.2, gate.opened.set).start()
     assert replica.sync() == 5

@@ -16,6 +16,7 @@ from deltasync.errors import DeltaSyncError
 from demo import supervisor
 from demo.processes import Child
 from tests.processes import living, wait_for_end
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only the process group ends")
 
@@ -54,11 +55,8 @@ while True:
 
 def grown(pid: int, size: int) -> list[int]:
     """The descendants of a process, once there are so many."""
-    deadline = time.monotonic() + PATIENCE_S
-    while len(found := supervisor.descendants(pid)) < size:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.02)
-    return found
+    wait_until(lambda: len(supervisor.descendants(pid)) >= size)
+    return supervisor.descendants(pid)
 
 
 @pytest.fixture
@@ -120,10 +118,8 @@ def test_orphans_are_buried(tmp_path: Path) -> None:
     with Child("The command", ["bash", "-c", "(sleep 0.1 & exit); exec sleep 1000"], os.environ, tmp_path / "log") as child:
         assert child._process is not None
         grown(child._process.pid, 2)
-        deadline = time.monotonic() + PATIENCE_S
-        while len(supervisor.descendants(child._process.pid)) > 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        pid = child._process.pid
+        wait_until(lambda: len(supervisor.descendants(pid)) == 1)
         time.sleep(0.3)
         below = [
             stat

@@ -23,6 +23,7 @@ from deltasync.following import Follow, MemoryTarget, calls
 from deltasync.following.routes import Routes
 from deltasync.following.wanted import Wanted, demanded, demanding
 from tests.faults import FaultyStore
+from tests.waiting import wait_until
 
 TOKEN = "secret"
 
@@ -201,10 +202,7 @@ def test_clients_that_left_free_their_slots_and_their_requests(loop: tuple[Publi
         }
         client.portal.call(client.app, scope, receive, send)
     assert codes == [499] * 70
-    deadline = time.monotonic() + 30
-    while loop[1].on_step and time.monotonic() < deadline:
-        time.sleep(0.01)  # nobody waits for a step any more
-    assert not loop[1].on_step
+    wait_until(lambda: not loop[1].on_step)  # nobody waits for a step any more
     assert served(client, "/deltasync/sync") == 1
 
 

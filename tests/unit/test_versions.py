@@ -1,4 +1,4 @@
-"""The headers about versions over an engine client like vLLM's; tests/integration/test_vllm_versions.py has a real one."""
+"""The headers about versions over an engine client like vLLM's; one_server/test_vllm_spans.py has a real one."""
 
 from __future__ import annotations
 
