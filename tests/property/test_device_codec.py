@@ -24,7 +24,7 @@ from deltasync.tensors import Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
 from deltasync.tensors.device import ALIGNED, BLOCK, DeviceBits, DeviceDelta, DeviceSparse
 from tests import deltas
-from tests.interpreter import DEVICE, RUNS
+from tests.interpreter import DEVICE, INTERPRETED, RUNS
 
 if RUNS:
     from deltasync.codec import device as on_device
@@ -161,7 +161,7 @@ QWEN3 = [(160, 1024), (1024,), (32, 1024), (128,), (32, 3072), (1024,)]
 """A Qwen3-0.6B: embedding (151,936 rows), norms, projections, with as many tiles, of as many columns, but fewer rows."""
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", ["context"] if INTERPRETED else CODECS)  # which has tiles
 def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 by 16 tiles of 64 columns, so that chunks have two rows; 8 by 8 of 128 and 384; vectors by gaps between them."""
     monkeypatch.setattr(vector, "BLOCK", 1 << 12)

@@ -217,8 +217,8 @@ def test_no_command_shows_a_channels_text_as_it_is(
     assert not _hostile_parts(run())
     shown, planted = 0, ((key, path) for key in _documents(store) for path in _leaves(_document(original[key])))
     for key, path in planted:
-        if shown == 3 and "--json" in command:
-            break  # documents as JSON are written by one function
+        if shown == 3 and ("--json" in command or command[0] not in ("watch", "log", "check")):
+            break  # documents as JSON are written by one function, and lines too; these three show most of what is there
         store.put(key, _with(original[key], _poisoned(_document(original[key]), path), path))
         if key == keys.slot(2, EPOCH):
             _relink(store)
