@@ -142,7 +142,7 @@ class DeltaSyncScheduler(ModelEngine, Client):
             self._began_s, paused = time.perf_counter(), self.paused
             mode = "retract" if self._settings.kv_cache == "recompute" else "in_place"
             self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
-            self.held, self.paused = True, paused
+            self.paused = paused
         answers = self._called("deltasync_call", *call)
         if name is not None and not any("error" in each for each in answers):
             self._announced(name)
@@ -153,11 +153,11 @@ class DeltaSyncScheduler(ModelEngine, Client):
         """End the pause for a commit, if there is one, and hold the engine or not."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        self.held = held
-        if self._began_s is not None:
+        began_s, self._began_s, self.held = self._began_s, None, held
+        if began_s is not None:
             if not self.paused:
                 self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
-            self.last_s, self._began_s = time.perf_counter() - self._began_s, None
+            self.last_s = time.perf_counter() - began_s
 
     def wake_up(self) -> None:
         """Hold the engine, whose weights are in memory again, until an audit has found their version."""
@@ -165,8 +165,8 @@ class DeltaSyncScheduler(ModelEngine, Client):
         self.held = self.held or self.shard.is_open
 
     def hold(self) -> None:
-        """Pause the engine while the weights are unverified; otherwise leave the pause to other clients."""
-        self._scheduler._engine_paused = self.held or self.paused
+        """Pause the engine in a commit and while the weights are unverified; otherwise leave it to other clients."""
+        self._scheduler._engine_paused = self.held or self.paused or self._began_s is not None
 
     def _announced(self, name: str) -> None:
         """Label tokens with the name of a version from now on, and keep caches apart."""
