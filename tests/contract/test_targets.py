@@ -89,9 +89,9 @@ class Module(InMemory):
 class Rows(torch.nn.Module):
     """A rank's rows of the model, and how its loader cuts them out."""
 
-    def __init__(self, number: int, size: int) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.rows = slice(number * SHAPE[0] // size, (number + 1) * SHAPE[0] // size)
+        self.rows = slice(number * SHAPE[0] // 2, (number + 1) * SHAPE[0] // 2)
         self.part = torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.bfloat16)[self.rows], requires_grad=False)
 
     def load_weights(self, weights: Any) -> None:
@@ -104,22 +104,21 @@ class Half(Engine):
 
     loader = plan.Loader("the test's engine")
 
-    def __init__(self, number: int, size: int) -> None:
-        self.model = self.rows = Rows(number, size)
+    def __init__(self, number: int) -> None:
+        self.model = self.rows = Rows(number)
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield NAME, torch.zeros(SHAPE, dtype=torch.bfloat16)
 
 
 class Shards(InMemory):
-    """An engine of ranks."""
+    """An engine of two ranks."""
 
-    size = 1
     halves: list[Half] | None = None
 
     def target(self, settings: ReplicaSettings) -> Target:
-        self.halves = [Half(number, self.size) for number in range(self.size)]  # it restarts with the loop
-        readers = [self.reader, *(ChannelReader(self.store) for _ in self.halves[1:])]
+        self.halves = [Half(0), Half(1)]  # it restarts with the loop
+        readers = self.reader, ChannelReader(self.store)
         shards = [Shard(reader, half, rank) for rank, (reader, half) in enumerate(zip(readers, self.halves, strict=True))]
         self.announced: list[str] = []
 
@@ -134,10 +133,6 @@ class Shards(InMemory):
         assert self.halves is not None
         assert self.announced[-1] == str(self.follow.version)
         return {NAME: torch.cat([half.rows.part for half in self.halves])}
-
-
-class TwoShards(Shards):
-    size = 2
 
 
 class Looping(InMemory):
@@ -211,10 +206,6 @@ class TestMlx(TargetContract):
 
 class TestShards(InMemoryContract):
     kind = Shards
-
-
-class TestTwoShards(InMemoryContract):
-    kind = TwoShards
 
 
 class TestVllm(TargetContract):

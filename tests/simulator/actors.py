@@ -459,10 +459,3 @@ def interrupt(world: World, victim: Process) -> None:
     for thread in world.scheduler.threads:
         if thread.process is victim and thread.name == "main":
             thread.interrupted = True
-
-
-def run_id_of(world: World) -> str:
-    """The run that the channel holds."""
-    with contextlib.suppress(DeltaSyncError):
-        return str(world.reader(Process("look")).channel().run_id)
-    return "unknown"
