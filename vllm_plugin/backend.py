@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from prometheus_client import CollectorRegistry
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -30,7 +29,6 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 from deltasync.following import Follow
 from deltasync.following.engine import Answer, Failure, answer, parse
-from deltasync.following.metrics import Metrics
 from deltasync.following.shards import Client
 from vllm_plugin import compat
 from vllm_plugin.pauses import open_follow
@@ -151,7 +149,7 @@ class DeltaSyncEngine(WeightTransferEngine):
             return
         if self._follow is not None and self._follow.version is not None:
             raise ConfigError(f"This server follows {self._channel}; restart it to follow another channel.")
-        self._follow = open_follow(Client(self._call), settings, Metrics(CollectorRegistry()))
+        self._follow = open_follow(Client(self._call), settings)
         self._channel = settings.channel
 
     def _serve(self, version: int | None) -> None:

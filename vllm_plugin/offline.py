@@ -6,11 +6,8 @@ import contextlib
 import time
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ApplyError, CommitError, ConfigError, DeltaSyncError
-from deltasync.following.metrics import Metrics
 from deltasync.following.shards import Client
 from vllm_plugin import compat
 from vllm_plugin.engine import check_salted
@@ -27,7 +24,7 @@ class OfflineReplica:
             return list(llm.collective_rpc(method, args=args))
 
         self._client = Client(call, llm.llm_engine.set_weight_version)
-        self._follow = open_follow(self._client, settings, Metrics(CollectorRegistry()))
+        self._follow = open_follow(self._client, settings)
 
     @property
     def version(self) -> int | None:
@@ -52,13 +49,11 @@ class OfflineReplica:
         """
         follow, deadline = self._follow, time.monotonic() + timeout_s
         try:
-            while True:
-                live = follow.catch_up(wait_s=max(0.0, deadline - time.monotonic()))
-                if version is None or live >= version:
-                    return live
+            while (live := follow.catch_up(wait_s=max(0.0, deadline - time.monotonic()))) < (version or 0):
                 if time.monotonic() > deadline:
                     raise AckTimeoutError(f"After {timeout_s:g} s nothing newer is published.")
                 time.sleep(_POLL_S)
+            return live
         except DeltaSyncError as error:
             if self._client.held:
                 with contextlib.suppress(Exception):

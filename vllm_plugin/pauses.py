@@ -20,6 +20,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from prometheus_client import CollectorRegistry
+
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
 from deltasync.following import Follow
@@ -51,9 +53,13 @@ def running_requests() -> int:
     return total("vllm:num_requests_running")
 
 
-def open_follow(client: Client, settings: ReplicaSettings, metrics: Metrics) -> Follow:
-    """Make the follow loop of one server's workers, which follows `settings.channel` once it is started."""
+def open_follow(client: Client, settings: ReplicaSettings, metrics: Metrics | None = None) -> Follow:
+    """Make the follow loop of one server's workers, which follows `settings.channel` once it is started.
+
+    By default nobody reads its metrics.
+    """
     reader = open_reader(settings)
+    metrics = Metrics(CollectorRegistry()) if metrics is None else metrics
     target = ShardsTarget(client, reader, settings, metrics, logger)
     prefetch = isinstance(reader.store, CachedStore)  # workers only have the cache in common
     return Follow(reader, target, settings, observer=metrics, prefetch=prefetch, log=logger)

@@ -22,7 +22,6 @@ from unittest import mock
 
 import msgspec
 import torch
-from prometheus_client import CollectorRegistry
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -39,7 +38,6 @@ from tests.integration.layouts import CASES, follow
 from tests.integration.vllm_server import save_model
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 from vllm_plugin.load.layers import keep_weights_addressable, note_models
-from deltasync.following.metrics import Metrics
 from deltasync.following.shards import Client, ShardsTarget
 from vllm_plugin.pauses import open_follow
 
@@ -108,7 +106,7 @@ def engine(
     all_models = model if drafter is None else torch.nn.ModuleList([model, drafter.model])
     if settings is None:
         return all_models, dict
-    following = open_follow(client(config, model, drafter), settings, Metrics(CollectorRegistry()))
+    following = open_follow(client(config, model, drafter), settings)
     return all_models, lambda: caught_up(following)
 
 
