@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks import common
 from benchmarks.codec import simulate
 from deltasync import codec
-from deltasync.codec import tiles, vector
+from deltasync.codec import tiles
 from deltasync.kernels import native
 from deltasync.live import LiveMemory, Segment
 from deltasync.tensors import Delta, Layout, Sparse, TensorSpec
@@ -43,7 +43,7 @@ def measure(shape: tuple[int, int]) -> dict[str, Any]:
     flat = TensorSpec("w", "bfloat16", (spec.element_count,))
     bodies = {"packed": encoded("packed", spec), "whole": encoded("context", flat), "tiles": encoded("context", spec)}
     payload = codec.open_payload(bodies["tiles"])
-    cut = tiles.worth(spec, 0, spec.element_count, index_K.size, vector.BLOCK)
+    cut = tiles.cut(spec.shape, 0, spec.element_count, tiles.TILE, tiles.BLOCK)
     workers = []
     for dim, ways in ((dim, ways) for ways in WAYS for dim in (0, 1) if ways > 1 or dim == 0):
         size = shape[dim] // ways
@@ -61,7 +61,7 @@ def measure(shape: tuple[int, int]) -> dict[str, Any]:
         workers.append({"by": "rows" if dim == 0 else "columns", "ways": ways, "share": share, "s": common.best_s(decode)})
     return {
         "shape": shape,
-        "ways": () if cut is None or cut.grid is None else cut.grid.ways,
+        "ways": () if cut.grid is None else cut.grid.ways,
         "bits": {name: 8 * len(body) / index_K.size for name, body in bodies.items()},
         "workers": workers,
     }

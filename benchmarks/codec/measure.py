@@ -22,12 +22,12 @@ from benchmarks.codec.data import Delta, Sample
 from benchmarks.codec.peers import PEERS, Peer
 from benchmarks.common import best_s, peak_extra_bytes, say, timed
 from deltasync import codec
-from deltasync.codec.base import delta_of
 from deltasync.config import CODECS
 from deltasync.kernels import native
 from deltasync.live import LiveMemory, Segment
 from deltasync.tensors import Layout, TensorSpec
 from deltasync.tensors.bits import signed_view
+from deltasync.tensors.delta import joined, of_tensor
 
 _TIMED_DELTAS = 4  # first deltas of a sample that are timed; sizes are of all
 _MEMCPY_BYTES = 1 << 30
@@ -86,8 +86,7 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
     held: list[tuple[Bits, LiveMemory]] = []  # of the weights that were written last
 
     def encode(old: Bits, new: Bits) -> bytes:
-        found = ((tensor, *native.diff(old[tensor], new[tensor])) for tensor in specs)
-        delta = delta_of(layout, found)
+        delta = joined([of_tensor(layout, tensor, *native.diff(old[tensor], new[tensor])) for tensor in specs])
         return chosen.encode(delta, lambda tensor: (new[tensor], 0), fingerprints, 2, 1).to_bytes()
 
     def apply(payload: bytes, live: Bits) -> None:

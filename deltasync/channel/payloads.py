@@ -23,7 +23,7 @@ from deltasync.tensors.delta import joined
 from deltasync.threads import ahead
 
 if TYPE_CHECKING:
-    from deltasync.codec.device import Decoded, Decoder, Places
+    from deltasync.codec.device import Decoded, DeviceCodec, Places
     from deltasync.tensors.device import DeviceDelta
 
 
@@ -122,12 +122,12 @@ def decode(
 def decode_there(
     record: Record,
     payloads: Iterable[tuple[str, bytes]],
-    decoder: Decoder,
+    coder: DeviceCodec,
     places: Mapping[int, Places],
     undone: DeviceDelta | None = None,
 ) -> Mapping[int, Decoded]:
-    """As `decode`, of a delta of `packed` or `context`, on a device; by element width. `undone`: see `Decoder.decode`."""
-    return decoder.decode([payload for _, payload in _opened(record, payloads)], places, undone)
+    """As `decode`, of a delta of `packed` or `context`, on a device, by element width; see `DeviceCodec.decode`."""
+    return coder.decode([payload for _, payload in _opened(record, payloads)], places, undone)
 
 
 def _opened(record: Record, payloads: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, Payload]]:

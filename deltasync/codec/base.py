@@ -1,4 +1,4 @@
-"""The container that all codecs share: a safetensors file, its metadata and its table of patches.
+"""The container that all codecs share: a safetensors file and its metadata.
 
 The `__metadata__` of a payload holds strings only:
 
@@ -7,18 +7,13 @@ The `__metadata__` of a payload holds strings only:
     version, base_version   decimal
     changed       decimal: number of changed elements
 
-A codec adds metadata of its own. `raw` adds
-
-    patches       JSON: {tensor name: {"changed": K, "fingerprint": 16 hex digits after the delta}}
-
-Tensors that did not change are not named. No payload has an entry `.record`: a record that
+A codec adds metadata of its own. Tensors that did not change are not named. No payload has an entry `.record`: a record that
 contains a payload keeps its document there (`channel.record`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -30,8 +25,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
-from deltasync.tensors import ITEM_BYTES, SAFETENSORS_DTYPES, Delta, Layout, Region, Sparse, TensorSpec
-from deltasync.tensors.delta import joined, of_tensor
+from deltasync.tensors import ITEM_BYTES, SAFETENSORS_DTYPES, Region, Sparse, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -155,32 +149,6 @@ class Payload:
     arrays: Mapping[str, np.ndarray]
     dtypes: Mapping[str, str]
     metadata: Mapping[str, str]
-
-    @functools.cached_property
-    def patches(self) -> Mapping[str, Mapping[str, Any]]:
-        """The table of patches of `raw`.
-
-        Raises:
-            CorruptDataError: it is malformed, or its counts do not add up.
-        """
-        try:
-            rows: dict[str, Any] = json.loads(self.metadata["patches"])
-            complete = all(
-                type(row["changed"]) is int and row["changed"] > 0 and re.fullmatch("[0-9a-f]{16}", row["fingerprint"])
-                for row in rows.values()
-            )
-        except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise CorruptDataError(f"Payload header cannot be read: {error!r}.") from error
-        if not complete:
-            raise CorruptDataError("Payload header has a patch without changed elements, or without a fingerprint.")
-        if (counted := sum(row["changed"] for row in rows.values())) != self.changed:
-            raise CorruptDataError(f"Payload has patches with {counted} changes, and should have {self.changed}.")
-        return rows
-
-    @property
-    def fingerprints(self) -> dict[str, int]:
-        """Fingerprint of each tensor in the table of patches after the delta."""
-        return {name: int(row["fingerprint"], 16) for name, row in self.patches.items()}
 
 
 def body(
@@ -351,18 +319,6 @@ def take(payload: Payload, key: str, dtype: str, size: int) -> np.ndarray:
     return array.reshape(-1).view(f"u{array.itemsize}")
 
 
-def spec_for(specs: Mapping[str, TensorSpec], name: str, changed: int) -> TensorSpec:
-    """Return the spec of the tensor that a patch changes.
-
-    Raises:
-        CorruptDataError: the channel has no such tensor, or the patch changes more elements than it has.
-    """
-    spec = specs.get(name)
-    if spec is None or changed > spec.element_count:
-        raise CorruptDataError(f"Payload changes {changed} elements of {name!r}, which the channel does not have.")
-    return spec
-
-
 def old_bits(old: OldBits, spec: TensorSpec) -> Bits:
     """Return the old bits of a tensor, checked.
 
@@ -375,8 +331,3 @@ def old_bits(old: OldBits, spec: TensorSpec) -> Bits:
     if bits_N.size != spec.element_count or bits_N.dtype != spec.bits_dtype:
         raise StageError(f"The old bits of {spec} are {bits_N.dtype}[{bits_N.size}].")
     return bits_N
-
-
-def delta_of(layout: Layout, patches: Iterable[tuple[str, np.ndarray, np.ndarray]]) -> Delta:
-    """Join patches: name, ascending flat indices, steps."""
-    return joined([Delta(layout, {}), *(of_tensor(layout, *patch) for patch in patches)])

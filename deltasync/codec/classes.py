@@ -1,7 +1,7 @@
-"""The classes of a group of blocks and their tables.
+"""The classes of groups of blocks and their tables.
 
 The class of an element follows from a field of its old bits, (bits >> shift) & mask (`_FIELDS`): the exponent. A class is
-the elements whose field is from `first` to `last`; its level q says that about one in 2**(q / 8) changes. In bytes:
+the elements whose field is from `first` to `last`; its level q says that about one in 2**(q / 8) changes. A group in bytes:
 
     number of classes less one
     first, last and level of each class, ascending and without overlap; an element of no class does not change
@@ -10,12 +10,13 @@ the elements whose field is from `first` to `last`; its level q says that about 
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from deltasync.codec import tables
 from deltasync.errors import CorruptDataError
-from deltasync.kernels import native
-from deltasync.kernels.rans import LEVELS, Classes, Costs, ratios
+from deltasync.kernels.rans import LEVELS, Classes, Costs
 
 _FIELDS = {
     "bfloat16": (7, 0xFF),
@@ -27,6 +28,7 @@ _FIELDS = {
 }
 
 COSTS: Costs = 300.0, 12.0, 4e-5
+"""See `kernels.native.groups`."""
 
 
 def field(dtype: str) -> tuple[int, int]:
@@ -34,59 +36,28 @@ def field(dtype: str) -> tuple[int, int]:
     return _FIELDS.get(dtype, (0, 0))
 
 
-class Model:
-    """The classes of a group, by descending level.
-
-    Attributes:
-        classes: Which elements are of which class.
-        level_C: Their levels, int64.
-        ratio_CC: See `native.encode`.
-    """
-
-    def __init__(self, first_C: np.ndarray, last_C: np.ndarray, level_C: np.ndarray) -> None:
-        order = np.argsort(-level_C, kind="stable")
-        self._rows = np.stack((first_C, last_C, level_C), axis=1)
-        first_C, last_C, level_C = first_C[order], last_C[order], level_C[order]
-        self.level_C = level_C
-        self.classes = Classes(first_C.astype(np.uint8), (last_C - first_C).astype(np.uint8))
-        self.ratio_CC = ratios(level_C)
-
-    @classmethod
-    def read(cls, data: bytes, count: int) -> tuple[list[Model], np.ndarray]:
-        """Read the classes of so many groups and no more, and the slots of all their tables, int64[T, 256]."""
-        parsed, models = tables.Parsed(data), []
-        for _ in range(count):
-            classes = int(parsed.bytes(1)[0]) + 1
-            first_C, last_C, level_C = parsed.bytes(3 * classes).reshape(-1, 3).astype(np.int64).T
-            if (first_C > last_C).any() or (first_C[1:] <= last_C[:-1]).any() or level_C.max() > LEVELS:
-                raise CorruptDataError(
-                    "Payload tables have classes that are not ascending, or of a level that does not exist."
-                )
-            models.append(cls(first_C, last_C, level_C))
-            parsed.skip(2 * classes)
-        parsed.finish()
-        return models, parsed.freq_TS()
-
-    def to_bytes(self, freq_TS: np.ndarray) -> bytes:
-        """Return the bytes of a group, with the slots of its tables."""
-        return self.head() + tables.all_bytes(freq_TS)[0].tobytes()
-
-    def head(self) -> bytes:
-        """Return the bytes before those of the tables."""
-        return bytes([len(self._rows) - 1]) + self._rows.astype(np.uint8).tobytes()
+def read(data: bytes, count: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Read the classes of so many groups and no more, as `Classes.of` takes them, and all their tables, int64[T, 256]."""
+    parsed, groups = tables.Parsed(data), []
+    for _ in range(count):
+        classes = int(parsed.bytes(1)[0]) + 1
+        line_C3 = parsed.bytes(3 * classes).reshape(-1, 3).astype(np.int64)
+        first_C, last_C, level_C = line_C3.T
+        if (first_C > last_C).any() or (first_C[1:] <= last_C[:-1]).any() or level_C.max() > LEVELS:
+            raise CorruptDataError("Payload tables have classes that are not ascending, or of a level that does not exist.")
+        groups.append(line_C3)
+        parsed.skip(2 * classes)
+    parsed.finish()
+    return groups, parsed.freq_TS()
 
 
-def groups(
-    element_RE: np.ndarray, value_V: np.ndarray, step_RVS: np.ndarray, bound_P: np.ndarray | None = None
-) -> tuple[np.ndarray, list[Model]]:
-    """Return the first run of each group, and its classes: those in which changes take the fewest bits.
-
-    Args:
-        element_RE: See `kernels.native.groups`.
-        value_V: See there.
-        step_RVS: See there; symbols that no step has may be left out.
-        bound_P: See there; None for one payload.
-    """
-    bound_P = np.array([0, len(element_RE)]) if bound_P is None else bound_P
-    first_G, found = native.groups(bound_P, element_RE, value_V, step_RVS, COSTS)
-    return first_G, [Model(*each) for each in found]
+def to_bytes(classes: Classes, freq_TS: np.ndarray) -> list[bytes]:
+    """Return the bytes of each group, with the slots of the tables of all."""
+    table_N, end_T = tables.all_bytes(freq_TS)
+    end_L = np.append(0, end_T)[::2].tolist()
+    line_L3 = np.stack((classes.low_L, classes.low_L + classes.span_L, classes.level_L), axis=1).astype(np.uint8)
+    found = []
+    for low, high in itertools.pairwise(classes.bound_G.tolist()):
+        line_C3 = line_L3[low:high][np.argsort(line_L3[low:high, 0])]
+        found.append(bytes([high - low - 1]) + line_C3.tobytes() + table_N[end_L[low] : end_L[high]].tobytes())
+    return found

@@ -1,4 +1,4 @@
-"""`packed` and `context` on a device: payloads of a delta in its memory, byte for byte as `vector` and `tiled` write them.
+"""`packed` and `context` on a device: payloads of a delta in its memory, byte for byte as `vector` writes them.
 
 All payloads of a version are encoded, and decoded, by the same few launches, whatever the number of tensors. To the host
 cross words, tables and counts. Needs triton.
@@ -9,23 +9,25 @@ Shapes: T tensors of one width, P payloads, K changed elements, B blocks, G band
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from deltasync.codec import classes, tables, tiled, tiles, vector
+from deltasync.codec import classes, tables, tiles, vector
 from deltasync.codec.base import Encoded, Payload
-from deltasync.codec.classes import Model
-from deltasync.codec.tiled import TiledReader, read_groups, read_tables
-from deltasync.codec.vector import Coded
+from deltasync.codec.parts import GAPS, TILES, Coded, Part, coded
+from deltasync.codec.reader import Reader, readers_of
+from deltasync.codec.tiles import Tiling
 from deltasync.errors import CorruptDataError, StageError
-from deltasync.kernels import gpu_classes, gpu_coder
-from deltasync.kernels.gpu_classes import ADDRESS, COLUMNS, FIRST, PITCH, ROWS, SHIFT, STRIDE, Bands, Bits, Changes, Classes
-from deltasync.kernels.gpu_coder import Numbers, Streams
-from deltasync.kernels.rans import RATIO, RATIO_BITS
-from deltasync.tensors import Layout, Vector
+from deltasync.kernels import gpu_classes, gpu_coder, native
+from deltasync.kernels.gpu_classes import COLUMNS, ROWS, Bits, Changes
+from deltasync.kernels.gpu_coder import Streams
+from deltasync.kernels.rans import RATIO, RATIO_BITS, Classes
+from deltasync.tensors import Layout, Vector, bounds
 from deltasync.tensors.bits import SIGNED, UNSIGNED
+from deltasync.tensors.delta import Piece, pieces
 from deltasync.tensors.device import DeviceBits, DeviceDelta, DeviceSparse
 
 MOST_CHANGED = 1 << 25
@@ -34,134 +36,63 @@ MOST_CHANGED = 1 << 25
 Send = Callable[[Iterable[tuple[np.ndarray, torch.Tensor]]], None]
 """See `live.devices.Device.send`."""
 
-Piece = Mapping[int, tuple[int, int]]
-"""The tensors of each width that a payload has, from number to number."""
-
-
-class Rooms:
-    """Memory of the host that stays: pinned, for words that cross. Contents are lost with the next version."""
-
-    def __init__(self) -> None:
-        self._rooms: dict[str, torch.Tensor] = {}
-
-    def fetch(self, what: str, found: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the host."""
-        if found.device.type == "cpu":
-            return found
-        room = self._rooms.get(what)
-        if room is None or room.numel() < found.nbytes:
-            self._rooms.pop(what, None)
-            room = torch.empty(1 << (found.nbytes - 1).bit_length(), dtype=torch.uint8, pin_memory=True)
-            self._rooms[what] = room
-        to = room[: found.nbytes].view(found.dtype).view(found.shape)
-        to.copy_(found, non_blocking=True)
-        torch.cuda.current_stream(found.device).synchronize()
-        return to
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Tiling:
-    """The blocks of tensors of a vector, made once for a model.
-
-    Attributes:
-        count_T: Number of blocks of each tensor, 0 of one that has none.
-        is_worth_T: Whether enough changes of the tensor are coded by classes.
-        row_BF: Tables of the blocks, int64[B, gpu_classes.FIELDS]; `ADDRESS` is the first element's byte from the tensor's
-            first one on.
-        band_GF: Tables of bands, as in `kernels.native.regroup`; positions count in the vector, blocks in the tensor.
-        band_T: Number of bands of each tensor.
-        range_T2: The first element of each tensor that is held, and the one behind the last.
-    """
-
-    count_T: np.ndarray
-    is_worth_T: np.ndarray
-    row_BF: np.ndarray
-    band_GF: np.ndarray
-    band_T: np.ndarray
-    range_T2: np.ndarray
-
-    @classmethod
-    def of(cls, of: Vector, cut_T: Mapping[int, tiles.Cut], range_T2: np.ndarray) -> Tiling:
-        """Return the blocks of tensors that are cut so, by number. `range_T2` is what is held of each."""
-        count_T, band_T = np.zeros(len(of.specs), np.int64), np.zeros(len(of.specs), np.int64)
-        is_worth_T = np.zeros(len(of.specs), np.bool_)
-        blocks, bands = [np.empty((0, 4), np.int64)], [np.empty((0, gpu_classes.BANDS), np.int64)]
-        for t, cut in cut_T.items():
-            found = cut.tables()
-            blocks.append(found[0])
-            bands.append(found[1])
-            count_T[t], band_T[t] = len(found[0]), len(found[1])
-            is_worth_T[t] = tiles.worth(of.specs[t], cut.start, cut.stop, 1 << 62, vector.BLOCK) is not None
-        row_B4, band_GF = np.concatenate(blocks), np.concatenate(bands)
-        row_BF = np.zeros((len(row_B4), gpu_classes.FIELDS), np.int64)
-        first_B = np.repeat(of.first_T[:-1], count_T)
-        row_BF[:, ADDRESS] = row_B4[:, 0] * of.width
-        row_BF[:, [COLUMNS, STRIDE, ROWS]] = row_B4[:, 1:]
-        row_BF[:, FIRST], row_BF[:, PITCH] = row_B4[:, 0] + first_B, row_B4[:, 2]
-        field_T2 = np.array([classes.field(spec.dtype) for spec in of.specs], np.int64).reshape(-1, 2)
-        row_BF[:, SHIFT : SHIFT + 2] = np.repeat(field_T2, count_T, axis=0)
-        band_GF[:, 0] += np.repeat(of.first_T[:-1], band_T)
-        return cls(count_T, is_worth_T, row_BF, band_GF, band_T, range_T2)
-
-    def chosen(self, is_in_T: np.ndarray, address_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tables of blocks and of bands of some tensors, in order; new arrays.
-
-        Args:
-            is_in_T: The tensors.
-            address_T: Address of each tensor's first element.
-        """
-        count_T = np.where(is_in_T, self.count_T, 0)
-        row_BF = self.row_BF[np.repeat(is_in_T, self.count_T)]
-        row_BF[:, ADDRESS] += np.repeat(address_T, count_T)
-        band_GF = self.band_GF[np.repeat(is_in_T, self.band_T)]
-        band_GF[:, 5] += np.repeat(np.cumsum(count_T) - count_T, np.where(is_in_T, self.band_T, 0))
-        return row_BF, band_GF
-
-
-class Tilings:
-    """The blocks of all tensors of a model, by width: an encoder's, and those of payloads that it has written."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, Tiling] = {}
-
-    def of(self, of: Vector, range_T2: np.ndarray) -> Tiling:
-        """Return the blocks of these ranges of a vector's tensors."""
-        found = self._found.get(of.width)
-        if found is None or not np.array_equal(found.range_T2, range_T2):
-            lines = [(t, start, stop) for t, (start, stop) in enumerate(range_T2.tolist()) if start < stop]
-            cut_T = {t: tiles.cut(of.specs[t].shape, start, stop, tiles.TILE, vector.BLOCK) for t, start, stop in lines}
-            found = self._found[of.width] = Tiling.of(of, cut_T, range_T2)
-        return found
-
 
 def split(delta: DeviceDelta, most: int) -> Iterator[Piece]:
     """Yield the tensors of each payload of about `most` changes, as `Delta.split` has them."""
-    piece, count = dict[int, tuple[int, int]](), 0
-    for width, steps in delta.steps.items():
-        end_T, low, begin = np.cumsum(steps.count_T), 0, 0
-        while low < steps.changed:
-            end = int(np.searchsorted(end_T, min(low + most - count, steps.changed) - 1, side="right")) + 1
-            piece[width] = begin, end
-            count, low, begin = count + int(end_T[end - 1]) - low, int(end_T[end - 1]), end
-            if count >= most:
-                yield piece
-                piece, count = {}, 0
-    if piece:
-        yield piece
+    return pieces({width: steps.count_T for width, steps in delta.steps.items()}, most)
 
 
-class Encoder:
-    """Encodes deltas of a model on its device.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Places:
+    """Where the bits of a vector's tensors lie on a device.
+
+    Attributes:
+        address_T: Address of each tensor's first element, or the one that it would have; int64[T].
+        range_T2: The first element of each tensor that is held, and the one behind the last.
+    """
+
+    address_T: np.ndarray
+    range_T2: np.ndarray
+
+    @classmethod
+    def of(cls, vector_: Vector, bits: DeviceBits) -> Places:
+        """Return where the bits of a shadow are."""
+        position_T, count_T, place_T = bits.run_T3.T
+        start_T = np.where(count_T > 0, position_T - vector_.first_T[:-1], 0)
+        address_T = bits.bits_N.data_ptr() + (place_T - start_T) * vector_.width
+        return cls(address_T, np.stack((start_T, start_T + count_T), axis=1))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decoded:
+    """Changes of one width, on a device.
+
+    Attributes:
+        low_K: The low 32 bits of ascending positions in the vector, int32.
+        step_K: Steps, unsigned.
+        count_T: Number of changes of each tensor of the vector, int64[T], on the host.
+        number_T, digest_T: The changed tensors, and their fingerprints after the delta, int64; on the host.
+    """
+
+    low_K: torch.Tensor
+    step_K: torch.Tensor
+    count_T: np.ndarray
+    number_T: np.ndarray
+    digest_T: np.ndarray
+
+
+class DeviceCodec:
+    """The codecs `packed` and `context` of a model on its device.
 
     Args:
         layout: The model.
-
-    Attributes:
-        tilings: The blocks of its tensors, which a decoder beside it shares.
+        device: The device.
+        send: Copies arrays to the device, on the current stream, each to a tensor of as many elements.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout, self._rooms, self.tilings = layout, Rooms(), Tilings()
+    def __init__(self, layout: Layout, device: torch.device, send: Send) -> None:
+        self._layout, self._device, self._send = layout, device, send
+        self._rooms: dict[str, torch.Tensor] = {}  # pinned memory of the host that stays
 
     def encode(
         self,
@@ -205,30 +136,47 @@ class Encoder:
                 continue
             of = self._layout.vectors[width]
             tensor_P2 = np.array([pieces[p][width] for p in in_P], np.int64)
-            is_tiled_T = np.zeros(len(of.specs), np.bool_)
+            range_T2 = np.zeros((len(of.specs), 2), np.int64)
             by_class: Sequence[Coded | None] = [None] * len(in_P)
             if codec_name == "context":
-                tiling = self.tilings.of(of, ranges(of, delta.bits[width]))
+                places = Places.of(of, delta.bits[width])
+                tiling = tiles.tiling(of, places.range_T2)
                 inside_T = np.zeros(len(of.specs), np.bool_)
                 inside_T[tensor_P2[0, 0] : tensor_P2[-1, 1]] = True
-                enough_T = steps.count_T >= np.maximum(tiles.FEW * tiling.count_T, tiles.FEW)
-                is_tiled_T = inside_T & tiling.is_worth_T & enough_T
+                is_tiled_T = inside_T & tiling.worth_T(steps.count_T)
+                range_T2[is_tiled_T] = tiling.range_T2[is_tiled_T]
                 if is_tiled_T.any():
-                    by_class = self._by_class(of, steps, delta.bits[width], tiling, is_tiled_T, tensor_P2)
-            by_gap = self._by_gap(of, steps, ~is_tiled_T, tensor_P2)
+                    table = tiling.chosen(is_tiled_T, places.address_T)
+                    block_P2 = bounds(np.where(is_tiled_T, tiling.count_T, 0))[tensor_P2]
+                    by_class = self._tiles(of, _changes(of, steps, delta.bits[width], tiling, table[1]), *table, block_P2)
+            by_gap = self._gaps(of, steps, range_T2[:, 0] == range_T2[:, 1], tensor_P2)
             for p, (first, last), gaps, in_tiles in zip(in_P, tensor_P2.tolist(), by_gap, by_class, strict=True):
                 changed_T = np.flatnonzero(steps.count_T[first:last]) + first
                 digest_T = digests[width][changed_T]
-                entries, row = vector.entries(of, changed_T, steps.count_T, digest_T, gaps, in_tiles, is_tiled_T[changed_T])
+                entries, row = vector.entries(of, steps.count_T, changed_T, digest_T, gaps, in_tiles, range_T2)
                 found[p][0].update(entries)
                 found[p][1][str(width)] = row
         for piece, (arrays, vectors) in zip(pieces, found, strict=True):
             yield vector.payload_of(codec_name, *versions, _changed(delta, piece), arrays, vectors)
 
-    def _by_gap(self, of: Vector, steps: DeviceSparse, is_in_T: np.ndarray, tensor_P2: np.ndarray) -> list[Coded]:
-        """Return entries and metadata of each payload's tensors that are coded by gaps; `vector._encode`."""
+    def _fetch(self, what: str, found: torch.Tensor) -> torch.Tensor:
+        """Copy words to the host. They are lost with those of the next version."""
+        if found.device.type == "cpu":
+            return found
+        room = self._rooms.get(what)
+        if room is None or room.numel() < found.nbytes:
+            self._rooms.pop(what, None)
+            room = torch.empty(1 << (found.nbytes - 1).bit_length(), dtype=torch.uint8, pin_memory=True)
+            self._rooms[what] = room
+        to = room[: found.nbytes].view(found.dtype).view(found.shape)
+        to.copy_(found, non_blocking=True)
+        torch.cuda.current_stream(found.device).synchronize()
+        return to
+
+    def _gaps(self, of: Vector, steps: DeviceSparse, is_in_T: np.ndarray, tensor_P2: np.ndarray) -> list[Coded]:
+        """Return entries and metadata of each payload's tensors that are coded by gaps; `vector._by_gap`."""
         device, changed_T = steps.low_K.device, np.where(is_in_T, steps.count_T, 0)
-        bound_T, all_T = _bounds(changed_T), _bounds(steps.count_T)
+        bound_T, all_T = bounds(changed_T), bounds(steps.count_T)
         low_P, high_P = bound_T[tensor_P2[:, 0]], bound_T[tensor_P2[:, 1]]
         held_P = np.flatnonzero(low_P < high_P)
         found: list[Coded] = [({}, {}) for _ in tensor_P2]
@@ -238,12 +186,13 @@ class Encoder:
         # The first and the last change of each payload, and then how many there are before each of its blocks.
         edge_P2 = np.stack((low_P, high_P - 1), axis=1)
         tensor = np.searchsorted(bound_T, edge_P2, side="right") - 1
-        at_P2 = _positions(steps, edge_P2 - bound_T[tensor] + all_T[tensor])
-        block_P2 = at_P2 // vector.BLOCK + [0, 1]
+        number_P2 = torch.from_numpy(edge_P2 - bound_T[tensor] + all_T[tensor]).to(device)
+        at_P2 = steps.positions_of(number_P2).cpu().numpy()
+        block_P2 = at_P2 // tiles.BLOCK + [0, 1]
         count_P = block_P2[:, 1] - block_P2[:, 0]
-        edge_P = _bounds(count_P + 1)
+        edge_P = bounds(count_P + 1)
         edge_E = np.arange(edge_P[-1]) - np.repeat(edge_P[:-1] - block_P2[:, 0], count_P + 1)
-        edge_E = np.minimum(edge_E * vector.BLOCK, of.element_count)
+        edge_E = np.minimum(edge_E * tiles.BLOCK, of.element_count)
         below_E = steps.count_below(torch.from_numpy(edge_E).to(device)).cpu().numpy()
         tensor_E = np.searchsorted(of.first_T, edge_E, side="right") - 1
         tensor_E = np.minimum(tensor_E, len(of.specs) - 1)
@@ -253,239 +202,68 @@ class Encoder:
         is_last_E[edge_P[1:] - 1] = True
         bound_S, end_S, base_S = bound_E[~is_last_E], bound_E[1:][~is_last_E[:-1]], edge_E[~is_last_E]
         within_S = bound_S - np.repeat(low_P, count_P)
-        run_S = within_S // tiled.GROUP_CHANGED
-        stream_P = _bounds(count_P)
+        run_S = within_S // vector.GROUP_CHANGED
+        stream_P = bounds(count_P)
         begins_S = np.append(True, run_S[1:] != run_S[:-1])
         begins_S[stream_P[:-1]] = True
         run_S = np.cumsum(begins_S) - 1
         first_R = np.flatnonzero(begins_S)
-        numbers = _selected(steps, is_in_T, start, int(high_P[-1]), bound_T, all_T)
+        selected = _selected(steps, is_in_T, start, int(high_P[-1]), bound_T, all_T)
         bound = torch.from_numpy(np.append(bound_S, end_S[-1:]) - start).to(device)
         base = torch.from_numpy(base_S).to(device)
         run = torch.from_numpy(run_S.astype(np.int32)).to(device)
-        streams = Streams(bound, base, run)
-        count_RTS = gpu_coder.count(streams, numbers, run, first_R.size)
+        count_RTS = gpu_coder.count(Streams(bound, base, run, *selected), first_R.size)
         piece = np.append(run_S[stream_P[:-1]], first_R.size).astype(np.int32)
         group_R = gpu_coder.join(count_RTS, torch.from_numpy(piece).to(device))
         fitted = gpu_coder.fit(count_RTS)
-        streams = Streams(bound, base, (2 * group_R)[run.to(torch.int64)].to(torch.int32))
-        words, word_S = gpu_coder.encode(streams, numbers, fitted)
+        table = (2 * group_R)[run.to(torch.int64)].to(torch.int32)
+        words, word_S = gpu_coder.encode(Streams(bound, base, table, *selected), fitted)
         is_group_R = group_R.cpu().numpy() == np.arange(first_R.size)
         freq_RTS = fitted.freq_TS.cpu().numpy().reshape(-1, 2, 256)[is_group_R]
         table_N, end_T = tables.all_bytes(freq_RTS.reshape(-1, 256))
         end_G, group_first = np.append(0, end_T[1::2]), first_R[is_group_R]
-        words_, word_bound = self._rooms.fetch(f"{of.width} gaps", words), _bounds(word_S)
-        row_S2 = np.stack((end_S - bound_S, np.diff(word_bound)), axis=1).astype(np.int32)
-        for p, low, high, block in zip(
-            held_P.tolist(), stream_P[:-1].tolist(), stream_P[1:].tolist(), block_P2, strict=True
-        ):
-            blocks_entry, planes = tiled.rows_entry(row_S2[low:high])
+        words_, word_bound = self._fetch(f"{of.width} gaps", words), bounds(word_S)
+        row_S2 = np.stack((end_S - bound_S, word_S), axis=1).astype(np.int32)
+        for p, (low, high), block in zip(held_P.tolist(), itertools.pairwise(stream_P.tolist()), block_P2, strict=True):
             group, group_end = (int(np.searchsorted(group_first, edge)) for edge in (low, high))
-            found[p] = (
-                {
-                    "blocks": blocks_entry,
-                    "tables": torch.from_numpy(table_N[end_G[group] : end_G[group_end]]),
-                    "words": words_[word_bound[low] : word_bound[high]],
-                },
-                {
-                    "block": int(block[0]),
-                    "blocks": high - low,
-                    "groups": (group_first[group:group_end] - low).tolist(),
-                    "planes": planes,
-                },
-            )
+            table_bytes = table_N[end_G[group] : end_G[group_end]].tobytes()
+            firsts = (group_first[group:group_end] - low).tolist()
+            entries, row = coded(GAPS, row_S2[low:high], firsts, table_bytes, words_[word_bound[low] : word_bound[high]])
+            found[p] = entries, {"block": int(block[0]), "blocks": high - low} | row
         return found
 
-    def _by_class(
-        self,
-        of: Vector,
-        steps: DeviceSparse,
-        bits: DeviceBits,
-        tiling: Tiling,
-        is_in_T: np.ndarray,
-        tensor_P2: np.ndarray,
+    def _tiles(
+        self, of: Vector, changes: Changes, row_BF: np.ndarray, band_GF: np.ndarray, block_P2: np.ndarray
     ) -> list[Coded | None]:
-        """Return entries and metadata of each payload's tensors that are coded by classes; `tiled.encode`."""
-        device = steps.low_K.device
-        row_BF, band_GF = tiling.chosen(is_in_T, addresses(of, bits))
-        block_T = _bounds(np.where(is_in_T, tiling.count_T, 0))
-        first_P, last_P = block_T[tensor_P2[:, 0]], block_T[tensor_P2[:, 1]]
-        bands = _bands(of, steps, tiling, band_GF)
-        step_K = steps.step_K.view(UNSIGNED[of.width])
-        count_B = bands.tally(steps.low_K, len(row_BF)).cpu().numpy().astype(np.int64)
-        bound_B = _bounds(count_B)
-        changes = Changes(bands, steps.low_K, step_K, bits.bits_N)
+        """Return blocks by class of each payload, from number to number; `vector._by_class`."""
+        device = changes.at_K.device
+        count_B = changes.tally(len(row_BF)).cpu().numpy().astype(np.int64)
+        bound_B = bounds(count_B)
         blocks = Bits(row_BF, band_GF, bound_B, of.width, device, changes)
-        runs, run_P = _runs(bound_B, first_P, last_P)
-        size_R = np.add.reduceat(row_BF[:, COLUMNS] * row_BF[:, ROWS], runs[:-1])
-        period_R = np.clip(size_R // tiled._SAMPLED, 1, 64) | 1
-        group_run_G, held_G = _models(blocks.survey(runs, period_R), run_P, size_R)
-        first_G = runs[group_run_G]
-        class_G = _bounds(np.array([model.classes.low_C.size for model in held_G]))
+        run_R, run_P = _runs(bound_B, *block_P2.T)
+        size_R = np.add.reduceat(row_BF[:, COLUMNS] * row_BF[:, ROWS], run_R[:-1])
+        group_run_G, groups = _groups(blocks.survey(run_R, np.clip(size_R // vector.SAMPLED, 1, 64) | 1), run_P, size_R)
+        first_G = run_R[group_run_G]
         group_B = np.searchsorted(first_G, np.arange(len(row_BF)), side="right") - 1
-        blocks.divide(group_B, class_G, _classes(held_G, device))
-        gap_bits = _gap_bits(row_BF, group_B, held_G)
-        numbers_ = gpu_classes.rank(blocks, gap_bits)
-        numbers, begins_B = Numbers(numbers_[0], numbers_[2], numbers_[1]), numbers_[3]
-        table_B = torch.from_numpy((2 * class_G[group_B]).astype(np.int32)).to(device)
-        streams = Streams(blocks.bound, table_B, table_B, begins_B)
-        fitted = gpu_coder.fit(gpu_coder.count_classes(streams, numbers, 2 * int(class_G[-1])))
-        words, word_B = gpu_coder.encode(streams, numbers, fitted, gap_bits)
-        table_N, end_T = tables.all_bytes(fitted.freq_TS.cpu().numpy())
-        end_T = np.append(0, end_T)
-        words_, word_bound = self._rooms.fetch(f"{of.width} classes", words), _bounds(word_B)
-        row_B2 = np.stack((count_B, np.diff(word_bound)), axis=1).astype(np.int32)
+        blocks.divide(group_B, groups)
+        gap_bits = _gap_bits(row_BF, group_B, groups)
+        gap_K, class_K, step_K, begin_B = gpu_classes.rank(blocks, gap_bits)
+        table_B = torch.from_numpy((2 * groups.bound_G[group_B]).astype(np.int32)).to(device)
+        streams = Streams(blocks.bound, table_B, table_B, gap_K, step_K, class_K, begin_B)
+        fitted = gpu_coder.fit(gpu_coder.count_classes(streams, 2 * int(groups.bound_G[-1])))
+        words, word_B = gpu_coder.encode(streams, fitted, gap_bits)
+        table_G = classes.to_bytes(groups, fitted.freq_TS.cpu().numpy())
+        words_, word_bound = self._fetch(f"{of.width} classes", words), bounds(word_B)
+        row_B2 = np.stack((count_B, word_B), axis=1).astype(np.int32)
         found: list[Coded | None] = []
-        group_P = np.searchsorted(first_G, first_P)
-        for (first_t, last_t), low, high, group in zip(
-            tensor_P2.tolist(), first_P.tolist(), last_P.tolist(), group_P.tolist(), strict=True
-        ):
+        for low, high in block_P2.tolist():
             if low == high:
                 found.append(None)
                 continue
-            parts, group_end = [], int(np.searchsorted(first_G, high))
-            for number in range(group, group_end):
-                head = held_G[number].head()
-                low_t, high_t = end_T[2 * class_G[number]], end_T[2 * class_G[number + 1]]
-                parts += [np.frombuffer(head, np.uint8), table_N[low_t:high_t]]
-            rows, planes = tiled.rows_entry(row_B2[low:high])
-            entries = {
-                "tiles": rows,
-                "tile_tables": torch.from_numpy(np.concatenate(parts)),
-                "tile_words": words_[word_bound[low] : word_bound[high]],
-            }
-            inside_T = np.flatnonzero(is_in_T[first_t:last_t]) + first_t
-            range_T2 = tiling.range_T2[inside_T]
-            if (range_T2 != np.stack((np.zeros_like(inside_T), np.diff(of.first_T)[inside_T]), axis=1)).any():
-                entries["ranges"] = torch.from_numpy(range_T2)
-            found.append((entries, {"groups": (first_G[group:group_end] - low).tolist(), "planes": planes}))
+            here = slice(*np.searchsorted(first_G, (low, high)).tolist())
+            held = words_[word_bound[low] : word_bound[high]]
+            found.append(coded(TILES, row_B2[low:high], (first_G[here] - low).tolist(), b"".join(table_G[here]), held))
         return found
-
-
-def _bands(of: Vector, steps: DeviceSparse, tiling: Tiling, band_GF: np.ndarray) -> Bands:
-    """Return bands of blocks, with their changes in a delta and among those of all bands."""
-    tensor_G = np.searchsorted(of.first_T, band_GF[:, 0], side="right") - 1
-    end_G = np.append(band_GF[1:, 0], 0)
-    is_last_G = np.append(tensor_G[1:] != tensor_G[:-1], True)
-    end_G[is_last_G] = of.first_T[tensor_G[is_last_G]] + tiling.range_T2[tensor_G[is_last_G], 1]
-    device = steps.low_K.device
-    edge = torch.from_numpy(np.concatenate((band_GF[:, 0], end_G))).to(device)
-    begin, end = steps.count_below(edge).reshape(2, -1)
-    return Bands(torch.from_numpy(band_GF).to(device), begin, end, torch.cumsum(end - begin, 0) - (end - begin))
-
-
-def ranges(of: Vector, bits: DeviceBits) -> np.ndarray:
-    """Return which elements of each tensor are held, int64[T, 2]."""
-    start_T = np.where(bits.run_T3[:, 1] > 0, bits.run_T3[:, 0] - of.first_T[:-1], 0)
-    return np.stack((start_T, start_T + bits.run_T3[:, 1]), axis=1)
-
-
-def addresses(of: Vector, bits: DeviceBits) -> np.ndarray:
-    """Return the address that each tensor's first element has, or would have, int64[T]."""
-    return bits.bits_N.data_ptr() + (bits.run_T3[:, 2] - ranges(of, bits)[:, 0]) * of.width
-
-
-def _positions(steps: DeviceSparse, number_N: np.ndarray) -> np.ndarray:
-    """Return the positions of some changes, on the host."""
-    found: np.ndarray = steps.positions_of(torch.from_numpy(number_N).to(steps.low_K.device)).cpu().numpy()
-    return found
-
-
-def _selected(
-    steps: DeviceSparse, is_in_T: np.ndarray, start: int, stop: int, bound_T: np.ndarray, all_T: np.ndarray
-) -> Numbers:
-    """Return the changes from number `start` on and below `stop` of those of some tensors."""
-    first = int(np.searchsorted(bound_T, start, side="right")) - 1
-    last = int(np.searchsorted(bound_T, stop, side="left"))
-    step_K = steps.step_K.view(UNSIGNED[steps.step_K.element_size()])
-    shift_T, count_T = (all_T - bound_T)[first:last], np.diff(bound_T)[first:last]
-    if (shift_T[count_T > 0] == shift_T[count_T > 0][0]).all():
-        shift = int(shift_T[count_T > 0][0])
-        return Numbers(steps.low_K[start + shift : stop + shift], step_K[start + shift : stop + shift])
-    device = steps.low_K.device
-    moved = torch.from_numpy(np.stack((shift_T, count_T))).to(device)
-    number_K = torch.repeat_interleave(*moved, output_size=stop - start)
-    number_K += torch.arange(start, stop, device=device)
-    return Numbers(steps.low_K[number_K], steps.step_K[number_K].view(step_K.dtype))
-
-
-def _runs(bound_B: np.ndarray, first_P: np.ndarray, last_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first block of each run, and the number of blocks; the first run of each payload, and their number."""
-    firsts, run_P = [], [0]
-    for low, high in zip(first_P.tolist(), last_P.tolist(), strict=True):
-        if low < high:
-            changed = bound_B[low : high + 1] - bound_B[low]
-            firsts.append(low + tiled.runs(changed, int(changed[-1]) // tiled.MOST_RUNS))
-        run_P.append(run_P[-1] + (firsts[-1].size if low < high else 0))
-    return np.append(np.concatenate(firsts), last_P[-1]), np.array(run_P)
-
-
-def _models(
-    survey: tuple[torch.Tensor, torch.Tensor], run_P: np.ndarray, size_R: np.ndarray
-) -> tuple[np.ndarray, list[Model]]:
-    """Return the first run of each group, and its classes."""
-    element, step = survey
-    used_E, used_S = (torch.nonzero(step.sum(dim=dims)).reshape(-1) for dims in ((0, 2), (0, 1)))
-    step_RVS = step[:, used_E][:, :, used_S].cpu().numpy().view(np.uint32)
-    element_RE = element.cpu().numpy()
-    element_RE = element_RE * (size_R / np.maximum(element_RE.sum(axis=1), 1))[:, None]
-    return classes.groups(element_RE, used_E.cpu().numpy(), step_RVS, run_P)
-
-
-def _classes(models: Sequence[Model], device: torch.device) -> Classes:
-    rows = []
-    for model in models:
-        low_C, span_C = (each.astype(np.int64) for each in model.classes)
-        rows.append((low_C, low_C + span_C, model.level_C))
-    return Classes.of(rows, device)
-
-
-def _gap_bits(row_BF: np.ndarray, group_B: np.ndarray, models: Sequence[Model]) -> int:
-    """Return the bits that no gap of these blocks exceeds."""
-    span_G = np.array([int(model.level_C[0] - model.level_C[-1]) for model in models])
-    most = int((row_BF[:, COLUMNS] * row_BF[:, ROWS] * (RATIO[span_G[group_B]] >> RATIO_BITS) + 1).max())
-    return (2 * most).bit_length()
-
-
-def _changed(delta: DeviceDelta, piece: Piece) -> int:
-    return sum(int(delta.steps[width].count_T[first:last].sum()) for width, (first, last) in piece.items())
-
-
-def _bounds(count_N: np.ndarray) -> np.ndarray:
-    return np.append(0, np.cumsum(count_N, dtype=np.int64))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Places:
-    """Where the old bits of a vector's tensors lie on a device.
-
-    Attributes:
-        address_T: Address of each tensor's first element, or the one that it would have; int64[T].
-        range_T2: The first element of each tensor that is held, and the one behind the last.
-    """
-
-    address_T: np.ndarray
-    range_T2: np.ndarray
-
-    @classmethod
-    def of(cls, vector_: Vector, bits: DeviceBits) -> Places:
-        """Return where the bits of a shadow are."""
-        return cls(addresses(vector_, bits), ranges(vector_, bits))
-
-
-class Decoder:
-    """Decodes payloads of a model on a device.
-
-    Args:
-        layout: The model.
-        device: The device.
-        send: Copies arrays to the device, on the current stream, each to a tensor of as many elements.
-        tilings: Those of an encoder beside it; None for new ones.
-    """
-
-    def __init__(self, layout: Layout, device: torch.device, send: Send, tilings: Tilings | None = None) -> None:
-        self._layout, self._device, self._send = layout, device, send
-        self._tilings = Tilings() if tilings is None else tilings
 
     def decode(
         self, opened: Sequence[Payload], places: Mapping[int, Places], undone: DeviceDelta | None = None
@@ -500,130 +278,97 @@ class Decoder:
         Raises:
             CorruptDataError: a payload contradicts itself or the tensor table.
         """
-        parts: dict[int, list[vector._Reader]] = {}
+        parts: dict[int, list[Reader]] = {}
         for payload in opened:
-            size = vector._elements(payload, "block_elements")
-            readers = [
-                (width, vector._Reader(payload, self._layout.vectors[width], row, size))
-                for width, row in vector._rows(payload, self._layout, size)
-            ]
-            if sum(reader.changed for _, reader in readers) != payload.changed:
-                raise CorruptDataError(f"Payload has blocks with other numbers of changes than {payload.changed}.")
-            for width, reader in readers:
+            for width, reader in readers_of(payload, self._layout).items():
                 parts.setdefault(width, []).append(reader)
         return {width: self._decode(width, readers, places.get(width), undone) for width, readers in sorted(parts.items())}
 
-    def _decode(
-        self, width: int, readers: Sequence[vector._Reader], places: Places | None, undone: DeviceDelta | None
-    ) -> Decoded:
+    def _decode(self, width: int, readers: Sequence[Reader], places: Places | None, undone: DeviceDelta | None) -> Decoded:
         of = self._layout.vectors[width]
         readers = sorted(readers, key=lambda reader: int(reader.number_T[0]) if reader.number_T.size else 0)
         number_T = np.concatenate([reader.number_T for reader in readers])
         count_T = np.concatenate([reader.count_T for reader in readers])
         if (np.diff(number_T) <= 0).any() or (count_T <= 0).any():
             raise CorruptDataError("Payloads change a tensor twice, or name one that does not change.")
-        all_T = np.zeros(len(of.specs), np.int64)
+        all_T, is_tiled_T = np.zeros(len(of.specs), np.int64), np.zeros(len(of.specs), np.bool_)
         all_T[number_T] = count_T
-        gap_part = self._by_gap(of, [reader for reader in readers if len(reader._row_B2)])
-        tiled_readers = [reader._tiled for reader in readers if reader._tiled is not None]
-        class_part = self._by_class(of, tiled_readers, places, undone) if tiled_readers else None
-        parts = [part for part in (gap_part, class_part) if part is not None]
-        if len(parts) == 2:
-            is_tiled_T = np.zeros(len(of.specs), np.bool_)
-            for tiled_ in tiled_readers:
-                is_tiled_T[tiled_.number_T] = True
-            found = self._merged(parts[0], parts[1], all_T, is_tiled_T)
-        elif parts:
-            found = parts[0]
-        else:
+        is_tiled_T[np.concatenate([reader.tiled_T for reader in readers])] = True
+        held = [reader for reader in readers if reader.tiles is not None]
+        found = self._read_gaps(of, [reader for reader in readers if reader.gaps is not None])
+        if held:
+            by_class = self._read_tiles(of, held, is_tiled_T, places, undone)
+            found = by_class if found is None else self._merged(found, by_class, all_T, is_tiled_T)
+        elif found is None:
             found = (torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=UNSIGNED[width]))
         digest_T = np.concatenate([reader.digest_T for reader in readers])
         return Decoded(*found, all_T, number_T, digest_T)
 
-    def _upload(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
-        """Copy words to the device, one array after the other."""
-        sizes = [array.size for array in arrays]
+    def _streams(
+        self, parts: Sequence[Part], freq_TS: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return changes before each block of several payloads, and each one's group, on the host.
+
+        Then, on the device, the words, those before each block, and what is looked up of the tables.
+        """
+        before = bounds([len(part.groups) for part in parts])
+        group_B = np.concatenate([first + part.group_B for first, part in zip(before[:-1], parts, strict=True)])
+        row_B2 = np.concatenate([part.row_B2 for part in parts])
+        sizes = [part.words.size for part in parts]
         words = torch.empty(max(sum(sizes), 1), dtype=torch.int32, device=self._device)
-        self._send(zip(arrays, torch.split(words[: sum(sizes)], sizes), strict=True))
-        return words
+        self._send(zip([part.words for part in parts], torch.split(words[: sum(sizes)], sizes), strict=True))
+        slots = gpu_coder.slots(self._there(freq_TS.astype(np.int16)))
+        return bounds(row_B2[:, 0]), group_B, words, self._there(bounds(row_B2[:, 1])), slots
 
-    def _tiling(self, of: Vector, readers: Sequence[TiledReader], range_T2: np.ndarray) -> Tiling:
-        """Return the blocks of what is held, if that is what payloads have blocks of, or of what they say."""
-        known = tiles.TILE, vector.BLOCK
-        if all(r.sizes == known and np.array_equal(r.range_T2, range_T2[r.number_T]) for r in readers):
-            return self._tilings.of(of, range_T2)
-        return Tiling.of(of, {t: cut for reader in readers for t, cut in reader.cuts.items()}, range_T2)
+    def _there(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
 
-    def _by_gap(self, of: Vector, readers: Sequence[vector._Reader]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _read_gaps(self, of: Vector, readers: Sequence[Reader]) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Decode the tensors that are coded by gaps: ascending low halves of positions, and steps."""
-        if not readers:
+        parts = [reader.gaps for reader in readers if reader.gaps is not None]
+        if not parts:
             return None
-        device = self._device
-        table_S, freqs, base_S, size_S, count_S, word_S = [], [], [], [], [], []
-        groups = 0
-        for reader in readers:
-            blocks, firsts = reader._blocks(), read_groups(reader._row, len(reader._row_B2))
-            freqs.append(tables.read(read_tables(reader._payload, f".{of.width}.tables"), 2 * len(firsts)))
-            number_B = np.searchsorted(firsts, np.arange(len(reader._row_B2)), side="right") - 1
-            table_S.append(2 * (groups + number_B))
-            groups += len(firsts)
-            base_S.append(blocks.base_B)
-            size_S.append(blocks.size_BC[:, 0])
-            count_S.append(reader._row_B2[:, 0])
-            word_S.append(reader._row_B2[:, 1])
-        bound_S, word_bound = _bounds(np.concatenate(count_S)), _bounds(np.concatenate(word_S))
-        there = [torch.from_numpy(array).to(device) for array in (bound_S, np.concatenate(base_S), np.concatenate(size_S))]
-        word = torch.from_numpy(word_bound).to(device)
-        table = torch.from_numpy(np.concatenate(table_S).astype(np.int32)).to(device)
-        slots = gpu_coder.slots(torch.from_numpy(np.concatenate(freqs).astype(np.int16)).to(device))
-        words = self._upload([reader._words for reader in readers])
-        at_K = torch.zeros(int(bound_S[-1]), dtype=torch.int32, device=device)
-        step_K = torch.zeros(int(bound_S[-1]), dtype=UNSIGNED[of.width], device=device)
-        streams = Streams(there[0], there[1], table)
-        good_S = gpu_coder.decode(streams, there[2], words, word[:-1], word[1:], slots, at_K, step_K)
-        if not bool(good_S.all()):
+        freq_TS = np.concatenate([tables.read(part.tables, 2 * len(part.groups)) for part in parts])
+        bound_S, group_S, words, word_S, slots = self._streams(parts, freq_TS)
+        base = self._there(np.concatenate([reader.blocks.base_B for reader in readers]))
+        size = self._there(np.concatenate([reader.blocks.size_BC[:, 0] for reader in readers]))
+        table = self._there((2 * group_S).astype(np.int32))
+        at_K = torch.zeros(int(bound_S[-1]), dtype=torch.int32, device=self._device)
+        step_K = torch.zeros(at_K.numel(), dtype=UNSIGNED[of.width], device=self._device)
+        if not bool(gpu_coder.decode(self._there(bound_S), base, size, table, words, word_S, slots, at_K, step_K).all()):
             raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")
         return at_K, step_K
 
-    def _by_class(
-        self, of: Vector, readers: Sequence[TiledReader], places: Places | None, undone: DeviceDelta | None
+    def _read_tiles(
+        self,
+        of: Vector,
+        readers: Sequence[Reader],
+        is_in_T: np.ndarray,
+        places: Places | None,
+        undone: DeviceDelta | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode the tensors that are coded by classes: ascending low halves of positions, and steps."""
         if places is None:
             raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
-        device = self._device
-        is_in_T = np.zeros(len(of.specs), np.bool_)
-        is_in_T[np.concatenate([reader.number_T for reader in readers])] = True
-        tiling = self._tiling(of, readers, places.range_T2)
+        # The blocks of what is held, which are kept, if that is what payloads have blocks of; or those that they say.
+        tiling, known = tiles.tiling(of, places.range_T2), (tiles.TILE, tiles.BLOCK)
+        if any(each.sizes != known or (each.range_T2 != tiling.range_T2[each.tiled_T]).any() for each in readers):
+            tiling = Tiling.of(of, {t: cut for each in readers for t, cut in each.cuts.items()})
         row_BF, band_GF = tiling.chosen(is_in_T, places.address_T)
-        row_B2 = np.concatenate([reader._row_B2 for reader in readers])
-        if (row_B2[:, 0] > row_BF[:, COLUMNS] * row_BF[:, ROWS]).any():
+        parts = [reader.tiles for reader in readers if reader.tiles is not None]
+        lines, freqs = zip(*(classes.read(part.tables, len(part.groups)) for part in parts), strict=True)
+        bound_B, group_B, words, word_B, slots = self._streams(parts, np.concatenate(freqs))
+        if (np.diff(bound_B) > row_BF[:, COLUMNS] * row_BF[:, ROWS]).any():
             raise CorruptDataError("Payload has a block with more changes than elements.")
-        bound_B, word_bound = _bounds(row_B2[:, 0]), _bounds(row_B2[:, 1])
-        models, freqs, group_B = list[Model](), list[np.ndarray](), []
-        for reader in readers:
-            held, freq_TS = Model.read(read_tables(reader._payload, f".{of.width}.tile_tables"), len(reader._groups))
-            number_B = np.searchsorted(reader._groups, np.arange(len(reader._row_B2)), side="right") - 1
-            group_B.append(len(models) + number_B)
-            models += held
-            freqs.append(freq_TS)
         changes = None
         if undone is not None:
-            steps = undone.steps[of.width]
-            bands, step_K = _bands(of, steps, tiling, band_GF), steps.step_K.view(UNSIGNED[of.width])
-            changes = Changes(bands, steps.low_K, step_K, undone.bits[of.width].bits_N)
-        blocks = Bits(row_BF, band_GF, bound_B, of.width, device, changes)
-        class_G = _bounds(np.array([model.classes.low_C.size for model in models]))
-        blocks.divide(np.concatenate(group_B), class_G, _classes(models, device))
-        slots = gpu_coder.slots(torch.from_numpy(np.concatenate(freqs).astype(np.int16)).to(device))
-        words, word = self._upload([reader._words for reader in readers]), torch.from_numpy(word_bound).to(device)
-        found, good_B = gpu_classes.decode(blocks, words, word[:-1], word[1:], slots)
-        if not bool(good_B.all()):
+            changes = _changes(of, undone.steps[of.width], undone.bits[of.width], tiling, band_GF)
+        blocks = Bits(row_BF, band_GF, bound_B, of.width, self._device, changes)
+        blocks.divide(group_B, Classes.of([*itertools.chain(*lines)]))
+        found = gpu_classes.decode(blocks, words, word_B, slots)
+        if found is None:
             raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")
-        at_K = torch.zeros(int(bound_B[-1]), dtype=torch.int32, device=device)
-        step_K = torch.zeros(int(bound_B[-1]), dtype=UNSIGNED[of.width], device=device)
-        gpu_classes.place(blocks, found, at_K, step_K)
-        return at_K, step_K
+        return found
 
     def _merged(
         self,
@@ -648,19 +393,64 @@ class Decoder:
         return found[0], found[1]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Decoded:
-    """Changes of one width, on a device.
+def _changes(of: Vector, steps: DeviceSparse, bits: DeviceBits, tiling: Tiling, band_GF: np.ndarray) -> Changes:
+    """Return the changes of bands of blocks, in a delta and among those of all bands."""
+    tensor_G = np.searchsorted(of.first_T, band_GF[:, 0], side="right") - 1
+    end_G = np.append(band_GF[1:, 0], 0)
+    is_last_G = np.append(tensor_G[1:] != tensor_G[:-1], True)
+    end_G[is_last_G] = of.first_T[tensor_G[is_last_G]] + tiling.range_T2[tensor_G[is_last_G], 1]
+    device = steps.low_K.device
+    edge = torch.from_numpy(np.concatenate((band_GF[:, 0], end_G))).to(device)
+    begin, end = steps.count_below(edge).reshape(2, -1)
+    before, step_K = torch.cumsum(end - begin, 0) - (end - begin), steps.step_K.view(UNSIGNED[of.width])
+    return Changes(torch.from_numpy(band_GF).to(device), begin, end, before, steps.low_K, step_K, bits.bits_N)
 
-    Attributes:
-        low_K: The low 32 bits of ascending positions in the vector, int32.
-        step_K: Steps, unsigned.
-        count_T: Number of changes of each tensor of the vector, int64[T], on the host.
-        number_T, digest_T: The changed tensors, and their fingerprints after the delta, int64; on the host.
-    """
 
-    low_K: torch.Tensor
-    step_K: torch.Tensor
-    count_T: np.ndarray
-    number_T: np.ndarray
-    digest_T: np.ndarray
+def _selected(
+    steps: DeviceSparse, is_in_T: np.ndarray, start: int, stop: int, bound_T: np.ndarray, all_T: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return low halves of positions and steps of the changes from number `start` on and below `stop` of some tensors."""
+    first = int(np.searchsorted(bound_T, start, side="right")) - 1
+    last = int(np.searchsorted(bound_T, stop, side="left"))
+    step_K = steps.step_K.view(UNSIGNED[steps.step_K.element_size()])
+    shift_T, count_T = (all_T - bound_T)[first:last], np.diff(bound_T)[first:last]
+    if (shift_T[count_T > 0] == shift_T[count_T > 0][0]).all():
+        shift = int(shift_T[count_T > 0][0])
+        return steps.low_K[start + shift : stop + shift], step_K[start + shift : stop + shift]
+    device = steps.low_K.device
+    moved = torch.from_numpy(np.stack((shift_T, count_T))).to(device)
+    number_K = torch.repeat_interleave(*moved, output_size=stop - start)
+    number_K += torch.arange(start, stop, device=device)
+    return steps.low_K[number_K], steps.step_K[number_K].view(step_K.dtype)
+
+
+def _runs(bound_B: np.ndarray, first_P: np.ndarray, last_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first block of each run, and the number of blocks; the first run of each payload, and their number."""
+    firsts, run_P = [], [0]
+    for low, high in zip(first_P.tolist(), last_P.tolist(), strict=True):
+        if low < high:
+            changed = bound_B[low : high + 1] - bound_B[low]
+            firsts.append(low + vector.runs(changed, int(changed[-1]) // vector.MOST_RUNS))
+        run_P.append(run_P[-1] + (firsts[-1].size if low < high else 0))
+    return np.append(np.concatenate(firsts), last_P[-1]), np.array(run_P)
+
+
+def _groups(survey: tuple[torch.Tensor, torch.Tensor], run_P: np.ndarray, size_R: np.ndarray) -> tuple[np.ndarray, Classes]:
+    """Return the first run of each group, and its classes."""
+    element, step = survey
+    used_E, used_S = (torch.nonzero(step.sum(dim=dims)).reshape(-1) for dims in ((0, 2), (0, 1)))
+    step_RVS = step[:, used_E][:, :, used_S].cpu().numpy().view(np.uint32)
+    element_RE = element.cpu().numpy()
+    element_RE = element_RE * (size_R / np.maximum(element_RE.sum(axis=1), 1))[:, None]
+    return native.groups(run_P, element_RE, used_E.cpu().numpy(), step_RVS, classes.COSTS)
+
+
+def _gap_bits(row_BF: np.ndarray, group_B: np.ndarray, groups: Classes) -> int:
+    """Return the bits that no gap of these blocks exceeds."""
+    span_G = groups.level_L[groups.bound_G[:-1]] - groups.level_L[groups.bound_G[1:] - 1]
+    most = int((row_BF[:, COLUMNS] * row_BF[:, ROWS] * (RATIO[span_G[group_B]] >> RATIO_BITS) + 1).max())
+    return (2 * most).bit_length()
+
+
+def _changed(delta: DeviceDelta, piece: Piece) -> int:
+    return sum(int(delta.steps[width].count_T[first:last].sum()) for width, (first, last) in piece.items())

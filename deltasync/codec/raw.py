@@ -1,23 +1,28 @@
 """`raw`: flat indices and new values, for any reader of safetensors. Decoding turns the values into steps.
 
 A changed tensor has the entries `{name}.indices` (int32; int64 from 2**31 elements on) and `{name}.values` in the served
-dtype. The metadata also has the fields of the public TRL blog format (huggingface.co/blog/delta-weight-sync): `sparse`,
-`model_version`, `sparsity`, `changed_params`.
+dtype. The metadata has
+
+    patches       JSON: {tensor name: {"changed": K, "fingerprint": 16 hex digits after the delta}}
+
+and the fields of the public TRL blog format (huggingface.co/blog/delta-weight-sync): `sparse`, `model_version`, `sparsity`,
+`changed_params`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
-from deltasync.codec.base import Encoded, NewBits, OldBits, Payload, Wanted, delta_of, old_bits, spec_for, take
+from deltasync.codec.base import Encoded, NewBits, OldBits, Payload, Wanted, old_bits, take
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.tensors import Delta, Layout, TensorSpec, index_dtype
 from deltasync.tensors.bits import tensor_of
+from deltasync.tensors.delta import joined, of_tensor
 from deltasync.tensors.fingerprint import to_hex
 
 
@@ -57,19 +62,42 @@ class RawCodec:
         """See `VectorCodec.decode`; `wanted` is ignored."""
         if old is None:
             raise StageError("Steps follow from new values and the old weights; decode `raw` with `old`.")
-        return delta_of(layout, _patches(payload, layout.specs, old)), payload.fingerprints
+        rows = _rows(payload)
+        deltas = [_decoded(payload, layout, name, row["changed"], old) for name, row in rows.items()]
+        return joined([Delta(layout, {}), *deltas]), {name: int(row["fingerprint"], 16) for name, row in rows.items()}
 
 
-def _patches(
-    payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    for name, row in payload.patches.items():
-        spec = spec_for(specs, name, row["changed"])
-        dtype = index_dtype(spec.element_count)
-        index_K = take(payload, f"{name}.indices", dtype.name, row["changed"]).view(dtype)
-        # Compared, since differences may overflow.
-        if index_K[0] < 0 or index_K[-1] >= spec.element_count or (index_K[1:] <= index_K[:-1]).any():
-            raise CorruptDataError(f"Payload indices of {name!r} are not ascending inside the tensor.")
-        value_K = take(payload, f"{name}.values", spec.dtype, row["changed"])
-        first, last = int(index_K[0]), int(index_K[-1]) + 1
-        yield name, index_K, value_K - old_bits(old, spec)[first:last][index_K - dtype.type(first)]
+def _rows(payload: Payload) -> Mapping[str, Mapping[str, Any]]:
+    """Return the table of patches.
+
+    Raises:
+        CorruptDataError: it is malformed, or its counts do not add up.
+    """
+    try:
+        rows: dict[str, Any] = json.loads(payload.metadata["patches"])
+        complete = all(
+            type(row["changed"]) is int and row["changed"] > 0 and re.fullmatch("[0-9a-f]{16}", row["fingerprint"])
+            for row in rows.values()
+        )
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptDataError(f"Payload header cannot be read: {error!r}.") from error
+    if not complete:
+        raise CorruptDataError("Payload header has a patch without changed elements, or without a fingerprint.")
+    if (counted := sum(row["changed"] for row in rows.values())) != payload.changed:
+        raise CorruptDataError(f"Payload has patches with {counted} changes, and should have {payload.changed}.")
+    return rows
+
+
+def _decoded(payload: Payload, layout: Layout, name: str, changed: int, old: OldBits) -> Delta:
+    spec = layout.specs.get(name)
+    if spec is None or changed > spec.element_count:
+        raise CorruptDataError(f"Payload changes {changed} elements of {name!r}, which the channel does not have.")
+    dtype = index_dtype(spec.element_count)
+    index_K = take(payload, f"{name}.indices", dtype.name, changed).view(dtype)
+    # Compared, since differences may overflow.
+    if index_K[0] < 0 or index_K[-1] >= spec.element_count or (index_K[1:] <= index_K[:-1]).any():
+        raise CorruptDataError(f"Payload indices of {name!r} are not ascending inside the tensor.")
+    value_K = take(payload, f"{name}.values", spec.dtype, changed)
+    first, last = int(index_K[0]), int(index_K[-1]) + 1
+    old_K = old_bits(old, spec)[first:last][index_K - dtype.type(first)]
+    return of_tensor(layout, name, index_K, value_K - old_K)

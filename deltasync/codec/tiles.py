@@ -11,13 +11,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Self
 
 import numpy as np
 
-from deltasync.tensors import Region, TensorSpec, Vector, region_end, region_size
+from deltasync.codec import classes
+from deltasync.kernels import native
+from deltasync.tensors import Region, Vector, region_end, region_size
 
+BLOCK = 1 << 19
+"""Elements of a block of what is not cut into tiles."""
 TILE = 1 << 14
 """Fewest elements of a tile in a matrix of more than four tiles."""
 SMALL = 4 * TILE
@@ -71,6 +75,13 @@ class Cut:
             return np.flatnonzero(np.any(high_RB > low_RB, axis=0))
         return None if self.grid is None else self.grid.held(regions)
 
+    def is_large(self, element_count: int) -> bool:
+        """Whether enough changes of the range, of a tensor of so many elements, are coded by classes."""
+        if self.grid is None:
+            return element_count >= SMALL
+        _, height, width = self.grid.shape
+        return height * width >= max(LEAST, 0 if self.grid.square else SMALL)
+
 
 _MOST_KEPT = 1 << 12  # blocks of a cut whose tables are kept
 
@@ -97,15 +108,80 @@ def counts(vector: Vector, tile: int, block: int) -> np.ndarray:
     return np.array([cut(spec.shape, 0, spec.element_count, tile, block).count for spec in vector.specs], np.int64)
 
 
-def worth(spec: TensorSpec, start: int, stop: int, changed: int, block: int) -> Cut | None:
-    """Return the cut of a range with so many changes, or None if it is to be coded by gaps."""
-    found = cut(spec.shape, start, stop, TILE, block)
-    if found.grid is None:
-        large = spec.element_count >= SMALL
-    else:
-        _, height, width = found.grid.shape
-        large = height * width >= max(LEAST, 0 if found.grid.square else SMALL)
-    return found if large and changed >= FEW * found.count else None
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tiling:
+    """The blocks of ranges of a vector's tensors, in tables.
+
+    Attributes:
+        range_T2: The range of each tensor: its first element, and the one behind its last. Empty if it has no blocks.
+        count_T: Number of blocks of each tensor.
+        band_T: Number of their bands.
+        row_BF: The table of blocks (`kernels.native.FIELDS`). Addresses count from each tensor's first element on.
+        band_GF: Their bands, as in `kernels.native.regroup`. Positions count in the vector, blocks in the tensor.
+    """
+
+    range_T2: np.ndarray
+    count_T: np.ndarray
+    band_T: np.ndarray
+    row_BF: np.ndarray
+    band_GF: np.ndarray
+
+    @classmethod
+    def of(cls, vector: Vector, cuts: Mapping[int, Cut]) -> Self:
+        """Return the tables of cuts, by number of the tensor, ascending."""
+        range_T2, count_2T = np.zeros((len(vector.specs), 2), np.int64), np.zeros((2, len(vector.specs)), np.int64)
+        field_T2 = np.zeros((len(vector.specs), 2), np.int64)
+        blocks, bands = [np.empty((0, 4), np.int64)], [np.empty((0, 6), np.int64)]
+        for t, cut in cuts.items():
+            block_B4, band_GF = cut.tables()
+            blocks.append(block_B4)
+            bands.append(band_GF)
+            range_T2[t], count_2T[:, t] = (cut.start, cut.stop), (len(block_B4), len(band_GF))
+            field_T2[t] = classes.field(vector.specs[t].dtype)
+        block_B4, band_GF = np.concatenate(blocks), np.concatenate(bands)
+        band_GF[:, 0] += np.repeat(vector.first_T[:-1], count_2T[1])
+        row_BF = np.empty((len(block_B4), native.FIELDS), np.int64)
+        row_BF[:, 0], row_BF[:, 1:4] = block_B4[:, 0] * vector.width, block_B4[:, 1:]
+        row_BF[:, 4] = block_B4[:, 0] + np.repeat(vector.first_T[:-1], count_2T[0])
+        row_BF[:, 5:] = np.repeat(field_T2, count_2T[0], axis=0)
+        return cls(range_T2, count_2T[0], count_2T[1], row_BF, band_GF)
+
+    def worth_T(self, changed_T: np.ndarray) -> np.ndarray:
+        """Return whether each tensor with so many changes is coded by classes."""
+        worth_T: np.ndarray = (self.count_T > 0) & (changed_T > 0) & (changed_T >= FEW * self.count_T)
+        return worth_T
+
+    def chosen(self, is_in_T: np.ndarray, address_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tables of blocks and bands of some tensors; new arrays, in which blocks count in the table.
+
+        Args:
+            is_in_T: The tensors.
+            address_T: Address of each tensor's first element, or the one that it would have.
+        """
+        count_T = np.where(is_in_T, self.count_T, 0)
+        row_BF = self.row_BF[np.repeat(is_in_T, self.count_T)]
+        row_BF[:, 0] += np.repeat(address_T, count_T)
+        band_GF = self.band_GF[np.repeat(is_in_T, self.band_T)]
+        band_GF[:, 5] += np.repeat(np.cumsum(count_T) - count_T, np.where(is_in_T, self.band_T, 0))
+        return row_BF, band_GF
+
+
+def whole(vector: Vector) -> np.ndarray:
+    """Return the ranges of whole tensors, int64[T, 2]."""
+    size_T = np.diff(vector.first_T)
+    return np.stack((np.zeros_like(size_T), size_T), axis=1)
+
+
+def tiling(vector: Vector, range_T2: np.ndarray) -> Tiling:
+    """Return the blocks of these ranges of a vector's tensors that an encoder makes if enough changes. They are kept."""
+    return _tiling(vector, range_T2.tobytes(), TILE, BLOCK)
+
+
+@functools.lru_cache(maxsize=8)
+def _tiling(vector: Vector, ranges: bytes, tile: int, block: int) -> Tiling:
+    held = enumerate(np.frombuffer(ranges, np.int64).reshape(-1, 2).tolist())
+    cuts = {t: cut(vector.specs[t].shape, start, stop, tile, block) for t, (start, stop) in held if start < stop}
+    return Tiling.of(vector, {t: of for t, of in cuts.items() if of.is_large(vector.specs[t].element_count)})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from deltasync.tensors.delta import merge
 from deltasync.threads import ahead
 
 if TYPE_CHECKING:
-    from deltasync.codec.device import Decoder
+    from deltasync.codec.device import DeviceCodec
 
 _Item = TypeVar("_Item")
 
@@ -65,7 +65,7 @@ class LiveWeights:
         self.progressed_s = 0.0
         self._fingerprint: str | None = None
         self.settled = True
-        self._decodes: Decoder | None = None  # on the device of the weights
+        self._decodes: DeviceCodec | None = None  # on the device of the weights
         self._loaded: list[StoredRecord] = []  # the chain that `load` has taken
         self._whole: dict[str, np.ndarray] = {}  # of `version`: the bits of tensors of which memory has a part
         self._untied: tuple[VersionId, str] | None = None  # a version that was rolled back because of a tie, and why
@@ -180,9 +180,9 @@ class LiveWeights:
         assert self.memory.decoding is not None
         device, places = self.memory.decoding
         if self._decodes is None:
-            from deltasync.codec.device import Decoder
+            from deltasync.codec.device import DeviceCodec
 
-            self._decodes = Decoder(self.reader.layout, device.device, device.send)
+            self._decodes = DeviceCodec(self.reader.layout, device.device, device.send)
         with contextlib.closing(self._fetched([stored])) as fetched, self._blaming(stored), device.staging():
             steps = payloads.decode_there(stored.record, next(fetched), self._decodes, places)
         self.progressed_s = time.monotonic()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,29 +24,26 @@ import triton.language as tl
 
 from deltasync.kernels.gpu_coder import LANES, _bucket, _groups, _open, _pull_number, _unzigzag, _zigzag
 from deltasync.kernels.gpu_common import UNSIGNED, on, popcount
-from deltasync.kernels.rans import RATIO, RATIO_BITS
+from deltasync.kernels.rans import RATIO, RATIO_BITS, Classes
+from deltasync.tensors import bounds
+from deltasync.tensors.bits import UNSIGNED as _UNSIGNED
 
 CHUNK = 128
 """Elements of a chunk."""
 
-ADDRESS, COLUMNS, STRIDE, ROWS, FIRST, PITCH, SHIFT, MASK, GROUP, CLASS, CLASSES, PAIR, CHUNKS, COUNT, FIELDS = range(15)
-"""Columns of a table of blocks: address of the first element, columns, elements of memory from row to row, rows, position of
-the first element, positions from row to row, shift and mask of the field; number of the group, of its first class, how many
-it has; number of the block's first pair; number of chunks, and the number of counts of all blocks before."""
-
-BANDS = 6
-"""Columns of a table of bands, as in `kernels.native.regroup`."""
+ADDRESS, COLUMNS, STRIDE, ROWS, FIRST, SHIFT, MASK, GROUP, CLASS, CLASSES, PAIR, CHUNKS, COUNT, FIELDS = range(14)
+"""Columns of a table of blocks: those of `kernels.native.FIELDS`; number of the group, of its first class, how many it has;
+number of the block's first pair; number of chunks, and the number of counts of all blocks before."""
 
 _CHANGES = 256  # changes of a band or block that a program takes at once
 _RANKED = 8  # changes of which a program reads the chunks at once
 _CHUNKS = 8  # chunks that a program counts
-_TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _MOVED = 512  # changes that a program moves
 _SAMPLE = 32  # consecutive elements of a sample, as in `kernels.native`
 _MOST_PROGRAMS = (1 << 16) - 1  # of the second dimension of a launch
 _MARKS = 1024  # words of a bitmap that a program counts
-_ADDRESS, _COLUMNS, _STRIDE, _ROWS, _FIRST, _PITCH, _SHIFT, _MASK = map(tl.constexpr, range(8))
-_GROUP, _CLASS, _CLASSES, _PAIR, _CHUNK_COUNT, _COUNT, _FIELDS = map(tl.constexpr, range(8, 15))
+_ADDRESS, _COLUMNS, _STRIDE, _ROWS, _FIRST, _SHIFT, _MASK = map(tl.constexpr, range(7))
+_GROUP, _CLASS, _CLASSES, _PAIR, _CHUNK_COUNT, _COUNT, _FIELDS = map(tl.constexpr, range(7, 14))
 _CHUNK = tl.constexpr(CHUNK)
 _RATIO_BITS = tl.constexpr(RATIO_BITS)
 
@@ -326,14 +322,14 @@ def _move_ranked(
 @triton.jit(do_not_specialize=["first", "last", "size"])
 def _move_placed(
     key_ptr, mark_ptr, end_ptr, step_ptr, at_ptr, to_step_ptr, first: tl.int64, last: tl.int64, size: tl.int64,
-    AT: tl.constexpr, CHANGES: tl.constexpr,
+    CHANGES: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
     position = tl.load(key_ptr + k, k < last, other=-1)
     key = position - first
     inside = (key >= 0) & (key < size) & (k < last)
     to = _order(mark_ptr, end_ptr, key, inside)
-    tl.store(at_ptr + to, position.to(AT), inside)
+    tl.store(at_ptr + to, position.to(tl.int32), inside)
     tl.store(to_step_ptr + to, tl.load(step_ptr + k, inside, other=0), inside)
 
 
@@ -382,7 +378,7 @@ def _gaps(
 
 @triton.jit
 def _decode(
-    words_ptr, word_ptr, end_ptr, bound_ptr, block_ptr, first_ptr, size_ptr, level_ptr, ratio_ptr, slot_ptr, rank_ptr,
+    words_ptr, word_ptr, bound_ptr, block_ptr, first_ptr, size_ptr, level_ptr, ratio_ptr, slot_ptr, rank_ptr,
     class_ptr, step_ptr, good_ptr, streams, limit, STEP: tl.constexpr, NUMBER: tl.constexpr, STEPS: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
@@ -390,7 +386,7 @@ def _decode(
     s = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     there = s < streams
     at = tl.load(word_ptr + s, there, other=0)
-    end = tl.load(end_ptr + s, there, other=0)
+    end = tl.load(word_ptr + s + 1, there, other=0)
     k = tl.load(bound_ptr + s, there, other=0)
     last = tl.load(bound_ptr + s + 1, there, other=0)
     block = block_ptr + s * _FIELDS
@@ -496,52 +492,41 @@ def _places(
     columns = tl.load(block + _COLUMNS, is_in, other=1)
     at = tl.minimum(chunk * _CHUNK + place, columns * tl.load(block + _ROWS, is_in, other=1) - 1)
     row = at // columns
-    pitch = tl.load(block + _PITCH, is_in, other=0)
-    tl.store(key_ptr + k, tl.load(block + _FIRST, is_in, other=0) + row * (pitch - columns) + at, is_in)
-
-
-@dataclasses.dataclass(frozen=True)
-class Classes:
-    """The classes of all groups, on the device. Those of a group follow each other by rank.
-
-    Attributes:
-        low_L, high_L: The first and the last value of the field of each, int32.
-        level_L: Levels, int64.
-        class_GE: Class of each value of the field in each group, uint8[groups, 256].
-    """
-
-    low_L: torch.Tensor
-    high_L: torch.Tensor
-    level_L: torch.Tensor
-    class_GE: torch.Tensor
-
-    @classmethod
-    def of(cls, groups: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], device: torch.device) -> Classes:
-        """Return the classes of groups: first and last values and levels of each group's classes, by rank."""
-        class_GE = np.zeros((len(groups), 256), np.uint8)
-        for class_E, (low_C, high_C, _) in zip(class_GE, groups, strict=True):
-            for c, (low, high) in enumerate(zip(low_C.tolist(), high_C.tolist(), strict=True)):
-                class_E[low : high + 1] = c
-        low_L, high_L, level_L = (np.concatenate(each) for each in zip(*groups, strict=True))
-        arrays = low_L.astype(np.int32), high_L.astype(np.int32), level_L.astype(np.int64), class_GE
-        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+    jump = tl.load(block + _STRIDE, is_in, other=0) - columns
+    tl.store(key_ptr + k, tl.load(block + _FIRST, is_in, other=0) + row * jump + at, is_in)
 
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """The changes of blocks whose bits are new.
+    """The changes of blocks whose bits are new, band by band, on the device.
 
     Attributes:
-        bands: The bands of the blocks.
+        band_GF: The table of the bands, int64[G, 6], as in `kernels.native.regroup`.
+        begin_G, end_G: First change of each in the delta, and the one behind the last; int64.
+        bound_G: The first change of each among those of all bands, int64.
         at_K: The low 32 bits of positions of the delta, int32.
         step_K: Its steps, unsigned.
         bits_N: The memory in which all the bits are.
     """
 
-    bands: Bands
+    band_GF: torch.Tensor
+    begin_G: torch.Tensor
+    end_G: torch.Tensor
+    bound_G: torch.Tensor
     at_K: torch.Tensor
     step_K: torch.Tensor
     bits_N: torch.Tensor
+
+    def of_bands(self, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the table of bands from number `first` on, and their first and last changes."""
+        return self.band_GF[first:], self.begin_G[first:], self.end_G[first:]
+
+    def tally(self, blocks: int) -> torch.Tensor:
+        """Count the changes of each block, int32[B]."""
+        count_B = torch.zeros(blocks, dtype=torch.int32, device=self.at_K.device)
+        with on(self.at_K.device):
+            _tally[(len(self.band_GF),)](*self.of_bands(), self.at_K, count_B, _CHANGES)
+        return count_B
 
 
 class Batch(NamedTuple):
@@ -571,9 +556,8 @@ class Bits:
     """Blocks of one width whose elements' bits are on the device: the old ones, or the new ones with their changes.
 
     Args:
-        row_BF: Their table, int64[B, FIELDS], on the host; `divide` fills columns from `GROUP` on. Their memory has to stay
-            as it is.
-        band_GF: The bands of the blocks, int64[G, BANDS], on the host.
+        row_BF: Their table, int64[B, GROUP], on the host. Their memory has to stay as it is.
+        band_GF: The bands of the blocks, int64[G, 6], on the host.
         bound_B: First change of each, and the number of changes behind the last; int64[B + 1], on the host.
         width: Bytes of an element.
         device: Where everything is.
@@ -593,7 +577,8 @@ class Bits:
         device: torch.device,
         changes: Changes | None = None,
     ) -> None:
-        self.row_BF, self.bound_B, self.width, self.device, self.changes = row_BF, bound_B, width, device, changes
+        self.row_BF = np.pad(row_BF, ((0, 0), (0, FIELDS - GROUP)))
+        self.bound_B, self.width, self.device, self.changes = bound_B, width, device, changes
         self.bound = torch.from_numpy(bound_B).to(device)
         self._band_GF, self._element_B = band_GF, row_BF[:, COLUMNS] * row_BF[:, ROWS]
         self._old = torch.empty(0, dtype=torch.uint8, device=device)
@@ -615,8 +600,7 @@ class Bits:
             int32[R, 256], and int32[R, 256, S] of the S symbols that steps may have; on the device.
         """
         assert self.changes is not None
-        changes, bands = self.changes, self.changes.bands
-        runs, symbols, device = run_R.size - 1, 32 * self.width, self.device
+        changes, runs, symbols, device = self.changes, run_R.size - 1, 32 * self.width, self.device
         table_BF = torch.from_numpy(self.row_BF).to(device)
         sample_B = -(-self.row_BF[:, COLUMNS] // _SAMPLE) * self.row_BF[:, ROWS]
         before_B = np.cumsum(sample_B) - sample_B
@@ -628,27 +612,22 @@ class Bits:
         bits = UNSIGNED[self.width]
         with on(device):
             _survey_elements[(self.count,)](table_BF, run_B, before, period, element_RE, bits, 32)
-            _survey_steps[(bands.count,)](
-                bands.row_GF, bands.begin_G, bands.end_G, table_BF, run_B, changes.at_K, changes.step_K, step_RES,
-                bits, symbols, _CHANGES,
+            _survey_steps[(len(changes.band_GF),)](
+                *changes.of_bands(), table_BF, run_B, changes.at_K, changes.step_K, step_RES, bits, symbols, _CHANGES
             )  # fmt: skip
         return element_RE, step_RES
 
-    def divide(self, group_B: np.ndarray, class_G: np.ndarray, classes: Classes) -> None:
-        """Divide the blocks' elements into classes.
-
-        Args:
-            group_B: Number of each block's group.
-            class_G: Number of each group's first class, and the number of all.
-            classes: The classes.
-        """
-        row_BF, class_B = self.row_BF, np.diff(class_G)[group_B]
+    def divide(self, group_B: np.ndarray, classes: Classes) -> None:
+        """Divide the blocks' elements into classes. `group_B` has the number of each block's group."""
+        row_BF, class_G, low_L = self.row_BF, classes.bound_G, classes.low_L.astype(np.int32)
+        class_B = np.diff(class_G)[group_B]
         chunk_B = -(-self._element_B // CHUNK)
-        self.pair_B, self.count_B = _bounds(class_B), _bounds(class_B * chunk_B)
+        self.pair_B, self.count_B = bounds(class_B), bounds(class_B * chunk_B)
         columns = group_B, class_G[group_B], class_B, self.pair_B[:-1], chunk_B, self.count_B[:-1]
         row_BF[:, GROUP:] = np.stack(columns, axis=1)
         self.table_BF = torch.from_numpy(row_BF).to(self.device)
-        self.classes = classes
+        arrays = low_L, low_L + classes.span_L, classes.level_L, classes.by_value()
+        self.low_L, self.high_L, self.level_L, self.class_GE = (torch.from_numpy(each).to(self.device) for each in arrays)
         self.size_P = torch.zeros(int(self.pair_B[-1]), dtype=torch.int64, device=self.device)
         self.batches = self._batches(class_B, chunk_B)
 
@@ -657,7 +636,7 @@ class Bits:
         row_BF, band_GF = self.row_BF, self._band_GF
         edge_E = np.append(band_GF[:, 5], self.count)
         most = MOST_ELEMENTS if self.changes is None else MOST_COPIED // self.width
-        limits = (self.count_B, MOST_COUNTS), (_bounds(self._element_B), most), (self.bound_B, MOST_CHANGES)
+        limits = (self.count_B, MOST_COUNTS), (bounds(self._element_B), most), (self.bound_B, MOST_CHANGES)
         limits_E = [(of_B[edge_E], most) for of_B, most in limits]
         band_C = [0]
         while band_C[-1] < len(band_GF):
@@ -684,17 +663,16 @@ class Bits:
             self._copy_old(self.changes, of)
         blocks, base = of.high - of.low, int(self.count_B[of.low])
         found = torch.empty(int(self.count_B[of.high]) - base, dtype=torch.int32, device=self.device)
-        low_L, high_L = self.classes.low_L, self.classes.high_L
         with on(self.device):
             _count_chunks[(blocks, min(-(-of.chunks // _CHUNKS), _MOST_PROGRAMS))](
-                self.table_BF, low_L, high_L, found, of.low, base, self.shift, UNSIGNED[self.width], _CHUNKS
+                self.table_BF, self.low_L, self.high_L, found, of.low, base, self.shift, UNSIGNED[self.width], _CHUNKS
             )
             _sum_chunks[(blocks, of.classes)](self.table_BF, found, self.size_P, of.low, base, 1024)
         return found
 
     def _copy_old(self, changes: Changes, of: Batch) -> None:
         """Copy the bits of blocks, and undo their changes there."""
-        bands, base = changes.bands, changes.bits_N.data_ptr()
+        base = changes.bits_N.data_ptr()
         size = of.byte_end - of.byte
         if self._old.numel() < size:
             del self._old  # before there is another one
@@ -704,8 +682,8 @@ class Bits:
         self.shift = self._old.data_ptr() - of.byte
         with on(self.device):
             _undo[(of.band_end - of.band,)](
-                bands.row_GF[of.band :], bands.begin_G[of.band :], bands.end_G[of.band :], self.table_BF, changes.at_K,
-                changes.step_K, self.shift, UNSIGNED[self.width], _CHANGES,
+                *changes.of_bands(of.band), self.table_BF, changes.at_K, changes.step_K, self.shift, UNSIGNED[self.width],
+                _CHANGES,
             )  # fmt: skip
 
     def first_classes(self) -> torch.Tensor:
@@ -714,34 +692,6 @@ class Bits:
         with on(self.device):
             _first_classes[(triton.cdiv(self.count, 128),)](self.table_BF, self.size_P, first_B, self.count, 128)
         return first_B
-
-
-@dataclasses.dataclass(frozen=True)
-class Bands:
-    """Bands of blocks, on the device.
-
-    Attributes:
-        row_GF: Their table, int64[G, BANDS].
-        begin_G, end_G: First change of each in the delta, and the one behind the last; int64.
-        bound_G: The first change of each among those of all bands, int64.
-    """
-
-    row_GF: torch.Tensor
-    begin_G: torch.Tensor
-    end_G: torch.Tensor
-    bound_G: torch.Tensor
-
-    @property
-    def count(self) -> int:
-        """Number of bands."""
-        return len(self.row_GF)
-
-    def tally(self, at_K: torch.Tensor, blocks: int) -> torch.Tensor:
-        """Count the changes of each block, int32[B]."""
-        count_B = torch.zeros(blocks, dtype=torch.int32, device=at_K.device)
-        with on(at_K.device):
-            _tally[(self.count,)](self.row_GF, self.begin_G, self.end_G, at_K, count_B, _CHANGES)
-        return count_B
 
 
 MOST_COUNTS, MOST_ELEMENTS, MOST_CHANGES = 1 << 24, 1 << 28, 1 << 22
@@ -769,16 +719,16 @@ def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
         int32[B].
     """
     assert bits.changes is not None
-    bands, at_K, step_K = bits.changes.bands, bits.changes.at_K, bits.changes.step_K
+    changes, at_K, step_K = bits.changes, bits.changes.at_K, bits.changes.step_K
     device, changed = at_K.device, int(bits.bound_B[-1])
     wide = gap_bits > 32
     gap_K = torch.empty(changed, dtype=torch.int64 if wide else torch.int32, device=device)
     class_K = torch.empty(changed, dtype=torch.uint8, device=device)
     to_step_K = torch.empty(changed, dtype=step_K.dtype, device=device)
     first_B = torch.empty(bits.count, dtype=torch.int32, device=device)
-    ratios, classes, width = ratio(device), bits.classes, UNSIGNED[bits.width]
+    ratios, width = ratio(device), UNSIGNED[bits.width]
     gap = gap_K.view(torch.uint64 if wide else torch.uint32)
-    element_B = _bounds(bits.row_BF[:, COLUMNS] * bits.row_BF[:, ROWS])
+    element_B = bounds(bits.row_BF[:, COLUMNS] * bits.row_BF[:, ROWS])
     for batch in bits.batches:
         low, high, band, band_end, *_ = batch
         count_N = bits.counts(batch)
@@ -795,12 +745,11 @@ def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
         from_step_K = torch.empty(end - begin, dtype=step_K.dtype, device=device)
         with on(device):
             _classify[(band_end - band,)](
-                bands.row_GF[band:], bands.begin_G[band:], bands.end_G[band:], bands.bound_G[band:], bits.table_BF,
-                classes.class_GE, at_K, step_K, number_K, at_place_K, from_class_K, from_step_K, begin, bits.shift, width,
-                _CHANGES,
+                *changes.of_bands(band), changes.bound_G[band:], bits.table_BF, bits.class_GE, at_K, step_K, number_K,
+                at_place_K, from_class_K, from_step_K, begin, bits.shift, width, _CHANGES,
             )  # fmt: skip
             _rank[(triton.cdiv(end - begin, _RANKED),)](
-                bits.table_BF, classes.low_L, classes.high_L, count_N, place_P, number_K, at_place_K, from_class_K, key_K,
+                bits.table_BF, bits.low_L, bits.high_L, count_N, place_P, number_K, at_place_K, from_class_K, key_K,
                 base, pair, end - begin, bits.shift, width, _RANKED, num_warps=8,
             )  # fmt: skip
             marks, ends = _bitmap(key_K, 0, elements)
@@ -812,63 +761,49 @@ def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
                 bits.table_BF[low:high], bits.size_P, first_B[low:high], high - low, 128
             )  # fmt: skip
             _gaps[(high - low,)](
-                bits.bound, bits.table_BF, class_K, ordered_K, place_P, bits.size_P, classes.level_L, ratios, first_B, gap,
+                bits.bound, bits.table_BF, class_K, ordered_K, place_P, bits.size_P, bits.level_L, ratios, first_B, gap,
                 low, pair, begin, tl.uint64 if wide else tl.uint32, _CHANGES,
             )  # fmt: skip
     return gap, class_K, to_step_K, first_B
 
 
-Ranked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Decoded changes by block, class and rank, on the device: how many elements of its class come before each in the block,
-int32; classes, uint8; steps, unsigned."""
-
-
 def decode(
-    bits: Bits,
-    words: torch.Tensor,
-    word_B: torch.Tensor,
-    end_B: torch.Tensor,
-    slot_TL: torch.Tensor,
-) -> tuple[Ranked, torch.Tensor]:
+    bits: Bits, words: torch.Tensor, word_B: torch.Tensor, slot_TL: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Decode the changes of blocks.
 
     Args:
         bits: The blocks, divided into classes.
         words: The words of all, int32[W].
-        word_B: The first word of each block, int64.
-        end_B: The one behind its last.
+        word_B: The first word of each block, and the one behind the last; int64[B + 1].
         slot_TL: The tables of all classes, as `gpu_coder.slots` returns them.
 
     Returns:
-        The changes, and whether each block is well formed, int8. If one is not, they are not to be used.
+        The low 32 bits of positions, int32, and steps, unsigned, both ascending by position; None if a block is malformed.
     """
     device, changed, width = bits.device, int(bits.bound_B[-1]), bits.width
     for batch in bits.batches:
         bits.counts(batch)
-    sizes = (changed, torch.int32), (changed, torch.uint8), (changed, _TORCH[width]), (bits.count, torch.int8)
-    *found, good_B = (torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes)
+    sizes = (changed, torch.int32), (changed, torch.uint8), (changed, _UNSIGNED[width]), (bits.count, torch.int8)
+    rank_K, class_K, from_K, good_B = (torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes)
     number = tl.uint64 if width == 8 else tl.uint32
     with on(device):
         _decode[(triton.cdiv(bits.count, LANES),)](
-            words.view(torch.uint32), word_B, end_B, bits.bound, bits.table_BF, bits.first_classes(), bits.size_P,
-            bits.classes.level_L, ratio(device), slot_TL.view(torch.uint32), *found, good_B, bits.count,
-             (1 << 8 * width) - 2, UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
+            words.view(torch.uint32), word_B, bits.bound, bits.table_BF, bits.first_classes(), bits.size_P, bits.level_L,
+            ratio(device), slot_TL.view(torch.uint32), rank_K, class_K, from_K, good_B, bits.count, (1 << 8 * width) - 2,
+            UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
         )  # fmt: skip
-    rank_K, class_K, step_K = found
-    return (rank_K, class_K, step_K), good_B
+    if not bool(good_B.all()):
+        return None
+    at_K, step_K = (torch.zeros(changed, dtype=dtype, device=device) for dtype in (torch.int32, from_K.dtype))
+    _place(bits, rank_K, class_K, from_K, at_K, step_K)
+    return at_K, step_K
 
 
-def place(bits: Bits, found: Ranked, at_K: torch.Tensor, step_K: torch.Tensor) -> None:
-    """Order changes by position.
-
-    Args:
-        bits: See `decode`; the old bits are what they were.
-        found: The changes.
-        at_K: Gets positions, int32 or int64, the low 32 bits or all; mutated.
-        step_K: Gets steps, unsigned; mutated.
-    """
-    rank_K, class_K, from_K = found
-    at = tl.int32 if at_K.element_size() == 4 else tl.int64
+def _place(
+    bits: Bits, rank_K: torch.Tensor, class_K: torch.Tensor, from_K: torch.Tensor, at_K: torch.Tensor, step_K: torch.Tensor
+) -> None:
+    """Write changes by block, class and rank (elements of the class before each in the block) in the order of positions."""
     number_B = torch.arange(bits.count, dtype=torch.int32, device=at_K.device)
     change_B = torch.diff(bits.bound)
     for batch in bits.batches:
@@ -881,9 +816,8 @@ def place(bits: Bits, found: Ranked, at_K: torch.Tensor, step_K: torch.Tensor) -
         number_K = torch.repeat_interleave(number_B[low:high], change_B[low:high], output_size=end - begin)
         with on(at_K.device):
             _places[(triton.cdiv(end - begin, _RANKED),)](
-                bits.table_BF, bits.classes.low_L, bits.classes.high_L, count_N, number_K, rank_K[begin:end],
-                class_K[begin:end], key_K, int(bits.count_B[low]), end - begin, bits.shift,
-                UNSIGNED[bits.width], _RANKED, num_warps=8,
+                bits.table_BF, bits.low_L, bits.high_L, count_N, number_K, rank_K[begin:end], class_K[begin:end], key_K,
+                int(bits.count_B[low]), end - begin, bits.shift, UNSIGNED[bits.width], _RANKED, num_warps=8,
             )  # fmt: skip
         done = begin
         for start in range(batch.first, batch.last, MOST_ELEMENTS):  # more than one only where a single band is larger
@@ -891,8 +825,7 @@ def place(bits: Bits, found: Ranked, at_K: torch.Tensor, step_K: torch.Tensor) -
             marks, ends = _bitmap(key_K, start, size)
             with on(at_K.device):
                 _move_placed[(triton.cdiv(end - begin, _MOVED),)](
-                    key_K, marks, ends, from_K[begin:end], at_K[done:end], step_K[done:end], start, end - begin, size,
-                    at, _MOVED,
+                    key_K, marks, ends, from_K[begin:end], at_K[done:end], step_K[done:end], start, end - begin, size, _MOVED
                 )  # fmt: skip
             if start + size < batch.last:
                 done += int(ends[-1])
@@ -908,7 +841,3 @@ def _bitmap(key_K: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, t
         _count_marks[(triton.cdiv(words, _MARKS),)](marks, ends, words, _MARKS)
         torch.cumsum(ends, 0, dtype=torch.int32, out=ends)
     return marks, ends
-
-
-def _bounds(count_B: np.ndarray) -> np.ndarray:
-    return np.append(0, np.cumsum(count_B, dtype=np.int64))

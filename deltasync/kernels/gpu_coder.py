@@ -37,39 +37,30 @@ _ROUND = tl.constexpr(6755399441055744.0)  # 1.5 * 2**52: adding and subtracting
 
 @dataclasses.dataclass(frozen=True)
 class Streams:
-    """Streams of one width, on the device.
+    """Streams of one width and what they code, on the device.
 
     Attributes:
         bound_S: First change of each, and the number of changes behind the last; int64[S + 1].
         base_S: Position of the first element of each one's block, of which the low 32 bits count; int64.
         table_S: Number of each one's first table, int32.
-        first_S: Class in which each begins, int32. None without classes.
+        gap_K: Gaps, uint32 or uint64; without classes positions, int32 or int64, of which the low 32 bits count.
+        step_K: Steps, unsigned.
+        class_K: Classes of changed elements, uint8. None without classes.
+        first_S: Class in which each stream begins, int32. None without classes.
     """
 
     bound_S: torch.Tensor
     base_S: torch.Tensor
     table_S: torch.Tensor
+    gap_K: torch.Tensor
+    step_K: torch.Tensor
+    class_K: torch.Tensor | None = None
     first_S: torch.Tensor | None = None
 
     @property
     def count(self) -> int:
         """Number of streams."""
         return self.bound_S.numel() - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Numbers:
-    """The coded streams, on the device.
-
-    Attributes:
-        gap_K: Gaps, uint32 or uint64; without classes positions, int32 or int64, of which the low 32 bits count.
-        step_K: Steps, unsigned.
-        class_K: Classes of changed elements, uint8. None without classes.
-    """
-
-    gap_K: torch.Tensor
-    step_K: torch.Tensor
-    class_K: torch.Tensor | None = None
 
 
 @triton.jit
@@ -413,14 +404,14 @@ def _unzigzag(number, STEP: tl.constexpr):
 
 @triton.jit
 def _decode(
-    words_ptr, word_ptr, end_ptr, bound_ptr, base_ptr, size_ptr, table_ptr, slot_ptr, at_ptr, step_ptr, good_ptr, streams,
-    limit, AT: tl.constexpr, STEP: tl.constexpr, NUMBER: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    words_ptr, word_ptr, bound_ptr, base_ptr, size_ptr, table_ptr, slot_ptr, at_ptr, step_ptr, good_ptr, streams, limit,
+    STEP: tl.constexpr, NUMBER: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Decode streams without classes."""
     s = tl.program_id(0) * LANES + tl.arange(0, LANES)
     there = s < streams
     at = tl.load(word_ptr + s, there, other=0)
-    end = tl.load(end_ptr + s, there, other=0)
+    end = tl.load(word_ptr + s + 1, there, other=0)
     k = tl.load(bound_ptr + s, there, other=0)
     last = tl.load(bound_ptr + s + 1, there, other=0)
     base = tl.load(base_ptr + s, there, other=0)
@@ -438,7 +429,7 @@ def _decode(
         step, at, x, fits = _pull_number(words_ptr, at, end, x, table + 1, slot_ptr, on, NUMBER, STEPS)
         good = good & ((fits & (step <= limit.to(NUMBER))) | (on == 0))
         on = on & good
-        tl.store(at_ptr + k, place.to(AT), on)
+        tl.store(at_ptr + k, place.to(tl.int32), on)
         tl.store(step_ptr + k, _unzigzag(step, STEP), on)
         k += on.to(tl.int64)
     tl.store(good_ptr + s, (good & (x == 1) & (at == end)).to(tl.int8), there)
@@ -459,25 +450,25 @@ class Fitted:
     cost_TS: torch.Tensor
 
 
-def count(streams: Streams, numbers: Numbers, run_S: torch.Tensor, runs: int) -> torch.Tensor:
-    """Count the symbols of the gaps and of the steps of each run of streams without classes, int32[R, 2, 256]."""
-    count_RTS = torch.zeros((runs, 2, 256), dtype=torch.int32, device=run_S.device)
-    if streams.count:
-        with on(run_S.device):
-            _count[(streams.count,)](
-                streams.bound_S, streams.base_S, run_S, numbers.gap_K, numbers.step_K, count_RTS, _CHANGES
-            )  # fmt: skip
+def count(of: Streams, runs: int) -> torch.Tensor:
+    """Count the symbols of the gaps and of the steps of each run of streams without classes, int32[R, 2, 256].
+
+    Instead of tables, `table_S` has the run of each stream.
+    """
+    count_RTS = torch.zeros((runs, 2, 256), dtype=torch.int32, device=of.bound_S.device)
+    if of.count:
+        with on(count_RTS.device):
+            _count[(of.count,)](of.bound_S, of.base_S, of.table_S, of.gap_K, of.step_K, count_RTS, _CHANGES)
     return count_RTS
 
 
-def count_classes(streams: Streams, numbers: Numbers, tables: int) -> torch.Tensor:
+def count_classes(of: Streams, tables: int) -> torch.Tensor:
     """Count the symbols of each table of streams with classes, int32[T, 256]."""
-    count_TS = torch.zeros((tables, 256), dtype=torch.int32, device=streams.bound_S.device)
-    if streams.count:
+    count_TS = torch.zeros((tables, 256), dtype=torch.int32, device=of.bound_S.device)
+    if of.count:
         with on(count_TS.device):
-            _count_classes[(streams.count,)](
-                streams.bound_S, streams.table_S, streams.first_S, numbers.gap_K, numbers.class_K, numbers.step_K, count_TS,
-                _CHANGES,
+            _count_classes[(of.count,)](
+                of.bound_S, of.table_S, of.first_S, of.gap_K, of.class_K, of.step_K, count_TS, _CHANGES
             )  # fmt: skip
     return count_TS
 
@@ -507,12 +498,11 @@ def fit(count_TS: torch.Tensor) -> Fitted:
     return Fitted(freq, code, inverse, cost)
 
 
-def encode(streams: Streams, numbers: Numbers, fitted: Fitted, gap_bits: int = 32) -> tuple[torch.Tensor, np.ndarray]:
+def encode(of: Streams, fitted: Fitted, gap_bits: int = 32) -> tuple[torch.Tensor, np.ndarray]:
     """Encode streams.
 
     Args:
-        streams: The streams.
-        numbers: The numbers that the streams code.
+        of: The streams.
         fitted: The tables.
         gap_bits: Bits that no gap exceeds.
 
@@ -520,26 +510,21 @@ def encode(streams: Streams, numbers: Numbers, fitted: Fitted, gap_bits: int = 3
         The words of all streams, int32[W], on the device; how many each has, int64[S], on the host. Without changes it has
             none.
     """
-    device, width = streams.bound_S.device, numbers.step_K.element_size()
-    if not streams.count:
+    device, width, classes = of.bound_S.device, of.step_K.element_size(), of.class_K is not None
+    if not of.count:
         return torch.empty(0, dtype=torch.int32, device=device), np.empty(0, np.int64)
-    room_S = torch.zeros(streams.count + 1, dtype=torch.int64, device=device)
-    begin_S = torch.zeros(streams.count, dtype=torch.int64, device=device)
-    classes = numbers.class_K is not None
-    class_K = numbers.class_K if classes else numbers.step_K
-    first_S = streams.first_S if classes else streams.table_S
-    given = (
-        streams.bound_S, streams.base_S, streams.table_S, first_S, numbers.gap_K, class_K, numbers.step_K,
-    )  # fmt: skip
+    room_S = torch.zeros(of.count + 1, dtype=torch.int64, device=device)
+    begin_S = torch.zeros(of.count, dtype=torch.int64, device=device)
+    class_K, first_S = (of.class_K, of.first_S) if classes else (of.step_K, of.table_S)
+    given = of.bound_S, of.base_S, of.table_S, first_S, of.gap_K, class_K, of.step_K
     code, inverse = fitted.code_TS.view(torch.uint32), fitted.inverse_TS.view(torch.uint64)
     groups = _groups(gap_bits), _groups(8 * width)
     with on(device):
-        _size[(streams.count,)](*given, fitted.cost_TS, room_S[1:], classes, _CHANGES)
+        _size[(of.count,)](*given, fitted.cost_TS, room_S[1:], classes, _CHANGES)
         torch.cumsum(room_S, 0, out=room_S)
         out = torch.empty(int(room_S[-1]), dtype=torch.int32, device=device)
-        _encode[(triton.cdiv(streams.count, LANES),)](
-            *given, code, inverse, room_S, out.view(torch.uint32), begin_S, streams.count, classes, *groups, LANES,
-            num_warps=1,
+        _encode[(triton.cdiv(of.count, LANES),)](
+            *given, code, inverse, room_S, out.view(torch.uint32), begin_S, of.count, classes, *groups, LANES, num_warps=1
         )  # fmt: skip
         count_S = room_S[1:] - begin_S
         fits = (begin_S >= room_S[:-1]).all()
@@ -547,7 +532,7 @@ def encode(streams: Streams, numbers: Numbers, fitted: Fitted, gap_bits: int = 3
         assert found_S[-1], "a stream has more words than room"
         to_S = torch.cumsum(count_S, 0) - count_S
         words = torch.empty(int(found_S[:-1].sum()), dtype=torch.int32, device=device)
-        _gather[(streams.count,)](begin_S, room_S, to_S, out, words, 512)
+        _gather[(of.count,)](begin_S, room_S, to_S, out, words, 512)
     return words, found_S[:-1]
 
 
@@ -560,11 +545,12 @@ def slots(freq_TS: torch.Tensor) -> torch.Tensor:
 
 
 def decode(
-    streams: Streams,
+    bound_S: torch.Tensor,
+    base_S: torch.Tensor,
     size_S: torch.Tensor,
+    table_S: torch.Tensor,
     words: torch.Tensor,
     word_S: torch.Tensor,
-    end_S: torch.Tensor,
     slot_TL: torch.Tensor,
     at_K: torch.Tensor,
     step_K: torch.Tensor,
@@ -572,27 +558,26 @@ def decode(
     """Decode streams without classes.
 
     Args:
-        streams: The streams, whose changes come one after the other.
+        bound_S: See `Streams`, as the next one.
+        base_S: See there.
         size_S: Elements of each one's block, int64.
+        table_S: See there.
         words: The words of all streams, int32[W].
-        word_S: The first word of each stream, int64.
-        end_S: The one behind its last.
+        word_S: The first word of each stream, and the one behind the last; int64[S + 1].
         slot_TL: The tables, as `slots` returns them.
-        at_K: Gets positions, int32 or int64, the low 32 bits or all; mutated.
+        at_K: Gets the low 32 bits of positions, int32; mutated.
         step_K: Gets steps, unsigned; mutated.
 
     Returns:
         Whether each stream is well formed, int8[S]. If one is not, the arrays are not to be used.
     """
-    width = step_K.element_size()
-    good_S = torch.zeros(streams.count, dtype=torch.int8, device=words.device)
+    width, streams = step_K.element_size(), size_S.numel()
+    good_S = torch.zeros(streams, dtype=torch.int8, device=words.device)
     number = tl.uint64 if width == 8 else tl.uint32
     with on(words.device):
-        _decode[(triton.cdiv(streams.count, LANES),)](
-            words.view(torch.uint32), word_S, end_S, streams.bound_S, streams.base_S, size_S, streams.table_S,
-            slot_TL.view(torch.uint32), at_K, step_K, good_S, streams.count, (1 << 8 * width) - 2,
-            tl.int32 if at_K.element_size() == 4 else tl.int64, UNSIGNED[width], number, _groups(8 * width), LANES,
-            num_warps=1,
+        _decode[(triton.cdiv(streams, LANES),)](
+            words.view(torch.uint32), word_S, bound_S, base_S, size_S, table_S, slot_TL.view(torch.uint32), at_K, step_K,
+            good_S, streams, (1 << 8 * width) - 2, UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
         )  # fmt: skip
     return good_S
 

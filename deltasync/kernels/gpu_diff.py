@@ -29,6 +29,7 @@ import triton.language as tl
 from deltasync.kernels import groups
 from deltasync.kernels.gpu_common import UNSIGNED, on, popcount, unsigned
 from deltasync.kernels.gpu_segments import _cell
+from deltasync.tensors import bounds
 from deltasync.tensors.bits import SIGNED
 from deltasync.tensors.device import DeviceSparse
 
@@ -40,6 +41,9 @@ COLUMNS = 9
 _OLD, _NEW, _FIRST, _COUNT, _AT, _KEY, _INDEX, _MASK, _LARGEST, _COLUMNS = (tl.constexpr(each) for each in range(10))
 
 Fill = Callable[[int, torch.Tensor], None]
+
+Into = tuple[torch.Tensor, torch.Tensor, int]
+"""Where positions and steps go, and for how many blocks that has slots; 0 if it is the result."""
 
 _ALIGNED_BYTES = 16
 _LANES = 1024  # elements that a program of `_print` reads at once
@@ -325,7 +329,7 @@ class Comparison:
         self._line_RC, self._new_width_R = line_RC, new_width_R
         self.element_count = int(line_RC[:, COUNT].sum())
         blocks_R = -(-line_RC[:, COUNT] // groups.BLOCK)
-        self._first_R = np.concatenate(([0], np.cumsum(blocks_R)))
+        self._first_R = bounds(blocks_R)
         self.blocks = int(self._first_R[-1])
         line_RC[:, FIRST] = self._first_R[:-1]
         low_T, high_T = (np.searchsorted(tensor_R, np.arange(tensor_count), side=side) for side in ("left", "right"))
@@ -341,8 +345,8 @@ class Comparison:
             self._row_B = number_R.repeat_interleave(torch.from_numpy(blocks_R).to(device), output_size=self.blocks)
             inside_B = torch.arange(self.blocks, device=device) - self._table_RC[:, FIRST][self._row_B]
             self._base_B = self._table_RC[:, AT][self._row_B].add_(inside_B.mul_(groups.BLOCK))
-            bounds = np.stack((self._first_R[low_T], self._first_R[high_T]))
-            self._bound_2T = torch.from_numpy(bounds).to(device)
+            edge_2T = np.stack((self._first_R[low_T], self._first_R[high_T]))
+            self._bound_2T = torch.from_numpy(edge_2T).to(device)
         self._kinds = self._kinds_of()
 
     def move(self, address_R: np.ndarray) -> None:
@@ -414,15 +418,16 @@ class Comparison:
             slots = min(1 << (self.blocks - 1).bit_length(), groups.GROUP_BLOCKS) * groups.SLOT
             slot_at = torch.empty(slots, dtype=torch.int16, device=self.device)
             slot_step = torch.empty(slots, dtype=SIGNED[self.width], device=self.device)
+            into = slot_at.view(torch.uint16), unsigned(slot_step), groups.GROUP_BLOCKS
             of = _Launched.of(self.blocks, room, self.device, SIGNED[self.width])
             for low, high in self._groups:
                 self._fill(low, high, fill)
-                self._compare(low, high, of, slot_at.view(torch.uint16), slot_step, groups.GROUP_BLOCKS)
+                self._compare(low, high, of, into)
                 bound = of.bound_B[low + 1 : high + 1]
                 torch.cumsum(of.count_B[low:high], 0, dtype=torch.int64, out=bound)
                 if low:
                     bound += of.bound_B[low]
-                self._pack(high - low, low, None, of, slot_at.view(torch.uint16), slot_step, groups.GROUP_BLOCKS)
+                self._pack(high - low, low, None, of, into)
             of.most[:1] = of.bound_B[-1:]
             of.most[1:] = of.count_B.max()
             of.host.copy_(of.most, non_blocking=True)
@@ -464,6 +469,7 @@ class Comparison:
 
     def _overflowing(self, of: _Launched, fill: Fill) -> None:
         """Compare the blocks again that had no room in their slots."""
+        into = of.low_K.view(torch.uint32), unsigned(of.step_K), 0
         over_L = torch.nonzero(of.count_B > groups.SLOT).view(-1)
         over = over_L.cpu().numpy()
         for low, high in self._groups:
@@ -477,53 +483,34 @@ class Comparison:
                     held = np.flatnonzero(np.isin(over[first:last], listed[0], assume_unique=True))
                     blocks_L = blocks_L[torch.from_numpy(held).to(self.device)]
                 if blocks_L.numel():
-                    self._compare_kind(
-                        kind, blocks_L.numel(), 0, blocks_L.to(torch.int32), of, of.low_K.view(torch.uint32), of.step_K, 0
-                    )
-        listed_L = over_L.to(torch.int32)
-        self._pack(len(over), 0, listed_L, of, of.low_K.view(torch.uint32), of.step_K, 0)
+                    self._compare_kind(kind, blocks_L.numel(), 0, blocks_L.to(torch.int32), of, into)
+        self._pack(len(over), 0, over_L.to(torch.int32), of, into)
 
-    def _compare(self, low: int, high: int, of: _Launched, to_at: torch.Tensor, to_step: torch.Tensor, slots: int) -> None:
+    def _compare(self, low: int, high: int, of: _Launched, into: Into) -> None:
         for kind, listed in self._kinds.items():
             if listed is None:
-                self._compare_kind(kind, high - low, low, None, of, to_at, to_step, slots)
+                self._compare_kind(kind, high - low, low, None, of, into)
                 continue
             first, last = np.searchsorted(listed[0], (low, high)).tolist()
             if first < last:
-                self._compare_kind(kind, last - first, first, listed[1], of, to_at, to_step, slots)
+                self._compare_kind(kind, last - first, first, listed[1], of, into)
 
     def _compare_kind(
-        self,
-        kind: tuple[int, bool],
-        count: int,
-        first: int,
-        listed_L: torch.Tensor | None,
-        of: _Launched,
-        to_at: torch.Tensor,
-        to_step: torch.Tensor,
-        slots: int,
+        self, kind: tuple[int, bool], count: int, first: int, listed_L: torch.Tensor | None, of: _Launched, into: Into
     ) -> None:
-        new_width, aligned = kind
+        (new_width, aligned), (to_at, to_step, slots) = kind, into
         _compare[(count,)](
             *(self._table_RC, self._row_B, self._row_B if listed_L is None else listed_L, of.count_B, of.bound_B),
-            *(to_at, unsigned(to_step), first, self.width, new_width, UNSIGNED[self.width], UNSIGNED[new_width]),
+            *(to_at, to_step, first, self.width, new_width, UNSIGNED[self.width], UNSIGNED[new_width]),
             *(aligned, listed_L is not None, slots, groups.BLOCK, groups.SLOT),
             num_warps=4 if aligned and new_width < 4 else 8,
         )
 
-    def _pack(
-        self,
-        count: int,
-        first: int,
-        listed_L: torch.Tensor | None,
-        of: _Launched,
-        slot_at: torch.Tensor,
-        slot_step: torch.Tensor,
-        slots: int,
-    ) -> None:
+    def _pack(self, count: int, first: int, listed_L: torch.Tensor | None, of: _Launched, into: Into) -> None:
+        slot_at, slot_step, slots = into
         _pack[(count,)](
             *(self._table_RC, self._row_B, self._row_B if listed_L is None else listed_L, of.bound_B),
-            *(slot_at, unsigned(slot_step), of.low_K, unsigned(of.step_K), of.gain_B.view(torch.uint64), of.above_B),
+            *(slot_at, slot_step, of.low_K, unsigned(of.step_K), of.gain_B.view(torch.uint64), of.above_B),
             *(first, of.low_K.numel(), UNSIGNED[self.width], listed_L is not None, slots, groups.BLOCK, groups.SLOT),
             num_warps=1,
         )

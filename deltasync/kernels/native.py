@@ -25,7 +25,7 @@ import numpy as np
 from deltasync import config
 from deltasync.kernels import reference
 from deltasync.kernels.rans import LEVELS, TABLE_BITS, Blocks, Classes, Costs
-from deltasync.tensors import Sparse, TensorSpec, Vector
+from deltasync.tensors import Sparse, TensorSpec, Vector, bounds
 
 _native: Any = None
 with contextlib.suppress(ImportError):
@@ -83,6 +83,30 @@ def threads(elements: int) -> int:
     return min(cores, _most or cores, elements // _SMALL)
 
 
+def _run(name: str, work: int, *given: Any) -> bool:
+    """Run a kernel of the extension, or of `reference` where it is missing.
+
+    Args:
+        name: Its name, the same in both.
+        work: Elements, as `threads` counts them.
+        given: Arrays and numbers, the arrays that it writes last. Those that it reads may have any order in memory.
+
+    Returns:
+        Whether what came from a store is well formed.
+    """
+    if (native := extension()) is None:
+        return getattr(reference, name)(*given) is not False
+    arrays = (np.ascontiguousarray(each) if isinstance(each, np.ndarray) else each for each in given)
+    good: bool = getattr(native, name)(threads(work), *arrays)
+    return good
+
+
+def _checked(name: str, work: int, *given: Any) -> None:
+    """As `_run`, for positions that are ours."""
+    if not _run(name, work, *given):
+        raise ValueError("a position is outside of its tensor or block")
+
+
 def key_from(key: int, start: int) -> int:
     """Return the key under which elements from flat index `start` on hash as if that index were 0."""
     return (key + start * int(reference.INDEX_STEP)) % (1 << 64)
@@ -123,10 +147,14 @@ def compare(
         patterns of each exceed its bound, int64[T].
     """
     gain_T, above_T = np.zeros(vector.key_T.size, np.uint64), np.zeros(vector.key_T.size, np.int64)
-    bound_T2 = np.full((vector.key_T.size, 2), (0, 0), np.uint64) if bound_T2 is None else np.ascontiguousarray(bound_T2)
-    row_RF = np.column_stack((row_RF, vector.first_T[row_RF[:, 0]] + row_RF[:, 1])).astype(np.int64)
+    bound_T2 = np.zeros((vector.key_T.size, 2), np.uint64) if bound_T2 is None else np.ascontiguousarray(bound_T2)
+    elements = int(row_RF[:, 2].sum())
+    row_RF = np.column_stack((row_RF, vector.first_T[row_RF[:, 0]] + row_RF[:, 1]))
+    rows, done_C = _cut(row_RF, row_RF[:, 2], _ROW)
+    rows[:, 2] = np.minimum(_ROW, rows[:, 2] - done_C)
+    rows[:, [1, 5]] += done_C[:, None]
+    rows[:, 3:5] += (done_C * vector.width)[:, None]
     parts = []
-    rows, elements = _cut(row_RF, vector.width), int(row_RF[:, 2].sum())
     edges: Any = np.searchsorted(np.cumsum(rows[:, 2]), np.arange(_LAUNCH, elements + _LAUNCH, _LAUNCH)) if elements else []
     low = 0
     for high in (*np.unique(np.add(edges, 1))[:-1].tolist(), len(rows)):
@@ -141,17 +169,11 @@ def compare(
     return Sparse(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))), gain_T, above_T
 
 
-def _cut(row_RF: np.ndarray, width: int) -> np.ndarray:
-    """Cut rows of `compare` into rows of at most `_ROW` elements."""
-    count_R = -(-row_RF[:, 2] // _ROW)
-    row_C = np.repeat(np.arange(len(row_RF)), count_R)
-    done_C = (np.arange(row_C.size) - np.repeat(np.cumsum(count_R) - count_R, count_R)) * _ROW
-    found: np.ndarray = row_RF[row_C]
-    found[:, 2] = np.minimum(_ROW, found[:, 2] - done_C)
-    found[:, 1] += done_C
-    found[:, 5] += done_C
-    found[:, 3:5] += (done_C * width)[:, None]
-    return found
+def _cut(row_RF: np.ndarray, size_R: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut rows of these sizes into rows of at most `most`; return the row of each, a copy, and what lies before it there."""
+    count_R = -(-size_R // most)
+    cut_CF = np.repeat(row_RF, count_R, axis=0).astype(np.int64)
+    return cut_CF, (np.arange(len(cut_CF)) - np.repeat(np.cumsum(count_R) - count_R, count_R)) * most
 
 
 def _compare(
@@ -214,28 +236,15 @@ def add(
     """
     tensors = vector.key_T.size
     gain_T, above_T = np.zeros(tensors, np.uint64), np.zeros(tensors, np.int64)
-    bound_T2 = np.full((tensors, 2), (0, 0), np.uint64) if bound_T2 is None else np.ascontiguousarray(bound_T2)
-    bound_T = np.concatenate(([0], np.cumsum(vector.count(steps.at_K))))
+    bound_T2 = np.zeros((tensors, 2), np.uint64) if bound_T2 is None else bound_T2
+    bound_T = bounds(vector.count(steps.at_K))
     columns = np.arange(tensors), bound_T[:-1], bound_T[1:], zero_T, vector.first_T[:-1], vector.first_T[1:]
-    row_RF = _by_changes(np.stack(columns, axis=1)[bound_T[1:] > bound_T[:-1]])
-    if (native := extension()) is None:
-        reference.add(row_RF, vector.key_T, bound_T2, *steps, gain_T, above_T)
-    else:
-        at_K, step_K = map(np.ascontiguousarray, steps)
-        good = native.add(threads(8 * at_K.size), row_RF, vector.key_T, bound_T2, at_K, step_K, gain_T, above_T)
-        if not good:
-            raise ValueError("a position is outside of its tensor")
+    row_RF = np.stack(columns, axis=1)[bound_T[1:] > bound_T[:-1]]
+    row_RF, done_C = _cut(row_RF, row_RF[:, 2] - row_RF[:, 1], _CHUNK)
+    row_RF[:, 1] += done_C
+    row_RF[:, 2] = np.minimum(row_RF[:, 2], row_RF[:, 1] + _CHUNK)
+    _checked("add", 8 * steps.at_K.size, row_RF, vector.key_T, bound_T2, *steps, gain_T, above_T)
     return gain_T, above_T
-
-
-def _by_changes(row_RF: np.ndarray) -> np.ndarray:
-    """Cut rows whose columns 1 and 2 bound their changes into rows of at most `_CHUNK`."""
-    count_R = -(-(row_RF[:, 2] - row_RF[:, 1]) // _CHUNK)
-    chunk_CF = np.repeat(row_RF, count_R, axis=0).astype(np.int64)
-    done_C = (np.arange(len(chunk_CF)) - np.repeat(np.cumsum(count_R) - count_R, count_R)) * _CHUNK
-    chunk_CF[:, 1] += done_C
-    chunk_CF[:, 2] = np.minimum(chunk_CF[:, 2], chunk_CF[:, 1] + _CHUNK)
-    return chunk_CF
 
 
 def count_runs(
@@ -246,11 +255,7 @@ def count_runs(
     Other arguments are as in `encode`. Returns int64[R, 2 C, 256].
     """
     count_RTS = np.zeros((run_R.size - 1, 2 * len(ratio_CC), 256), np.int64)
-    given = np.ascontiguousarray(run_R), *blocks, at_K, class_K, step_K, ratio_CC
-    if (native := extension()) is None:
-        reference.count_runs(*given, count_RTS)
-    elif not native.count(threads(8 * at_K.size), *given, count_RTS):
-        raise ValueError("changes outside of their blocks")
+    _checked("count", 8 * at_K.size, run_R, *blocks, at_K, class_K, step_K, ratio_CC, count_RTS)
     return count_RTS
 
 
@@ -315,11 +320,7 @@ def decode(
     Returns:
         False if a block is malformed; the arrays are then not to be used.
     """
-    if (native := extension()) is None:
-        return reference.decode(blocks, words, word_B2, freq_TS, at_K, step_K)
-    arrays = map(np.ascontiguousarray, (words, word_B2, *blocks, freq_TS.astype(np.uint32)))
-    good: bool = native.decode(threads(8 * at_K.size), *arrays, at_K, step_K)
-    return good
+    return _run("decode", 8 * at_K.size, words, word_B2, *blocks, freq_TS.astype(np.uint32), at_K, step_K)
 
 
 def rank(
@@ -332,18 +333,15 @@ def rank(
         bound_B: First change of each block, and the number of all changes.
         at_K: Positions of the changes, block after block, ascending in each.
         step_K: Their steps.
-        classes: Every changed element is of one of these by its old bits.
+        classes: Those of a group. Every changed element is of one of them by its old bits.
 
     Returns:
         The first arguments of `encode`.
     """
-    size_BC = np.zeros((len(row_BF), classes.low_C.size), np.int64)
+    size_BC = np.zeros((len(row_BF), classes.low_L.size), np.int64)
     rank_K, class_K, to_step_K = np.empty(at_K.size, np.int32), np.empty(at_K.size, np.uint8), np.empty_like(step_K)
-    given = np.ascontiguousarray(row_BF), bound_B, at_K, step_K, classes.by_value(), *classes
-    if (native := extension()) is None:
-        reference.rank(*given, size_BC, rank_K, class_K, to_step_K)
-    elif not native.rank(threads(8 * at_K.size), *given, size_BC, rank_K, class_K, to_step_K):
-        raise ValueError("changes outside of their blocks")
+    given = row_BF, bound_B, at_K, step_K, classes.by_value()[0], *classes[:2]
+    _checked("rank", 8 * at_K.size, *given, size_BC, rank_K, class_K, to_step_K)
     return Blocks(np.zeros(len(row_BF), np.int64), size_BC, bound_B), rank_K, class_K, to_step_K
 
 
@@ -354,7 +352,6 @@ def decode_classes(
     word_B2: np.ndarray,
     classes: Classes,
     freq_TS: np.ndarray,
-    ratio_CC: np.ndarray,
     at_K: np.ndarray,
     step_K: np.ndarray,
 ) -> bool:
@@ -365,17 +362,13 @@ def decode_classes(
         bound_B: First change of each block, and the number of all changes.
         words: See `decode`.
         word_B2: See `decode`.
-        classes: The classes.
+        classes: Those of the blocks' group.
         freq_TS: As in `encode`.
-        ratio_CC: As in `encode`.
         at_K: Gets the positions of the changes, block after block, ascending in each; mutated.
         step_K: Gets their steps, unsigned; mutated.
     """
-    given = (row_BF, bound_B, words, word_B2, *classes, freq_TS.astype(np.uint32), ratio_CC)
-    if (native := extension()) is None:
-        return reference.decode_classes(*given, at_K, step_K)
-    good: bool = native.decode_classes(threads(8 * at_K.size), *map(np.ascontiguousarray, given), at_K, step_K)
-    return good
+    given = row_BF, bound_B, words, word_B2, *classes[:2], freq_TS.astype(np.uint32), classes.ratio_CC
+    return _run("decode_classes", 8 * at_K.size, *given, at_K, step_K)
 
 
 def survey(
@@ -398,11 +391,7 @@ def survey(
     size_R = np.add.reduceat(row_BF[:, 1] * row_BF[:, 3], run_R[:-1])
     period_R = np.clip(size_R // most, 1, 64) | 1  # an odd period does not meet the same columns in every row
     element_RE, step_RES = np.zeros((run_R.size - 1, 256), np.int64), np.zeros((run_R.size - 1, 256, 256), np.uint32)
-    given = np.ascontiguousarray(run_R), np.ascontiguousarray(row_BF), bound_B, at_K, step_K, period_R
-    if (native := extension()) is None:
-        reference.survey(*given, element_RE, step_RES)
-    elif not native.survey(threads(8 * at_K.size), *given, element_RE, step_RES):
-        raise ValueError("changes outside of their blocks")
+    _checked("survey", 8 * at_K.size, run_R, row_BF, bound_B, at_K, step_K, period_R, element_RE, step_RES)
     scale_R = size_R / np.maximum(element_RE.sum(axis=1), 1)
     return element_RE * scale_R[:, None], step_RES
 
@@ -425,44 +414,32 @@ def regroup(
         New arrays of the sorted positions and steps, and, by tile, the number of changes of each.
     """
     to_at_K, to_step_K, count_B = np.empty_like(at_K), np.empty_like(step_K), np.zeros(block_count, np.int64)
-    arrays = [np.ascontiguousarray(array) for array in (bound_G, band_GF, at_K, step_K)]
-    given: Any = (*arrays[:2], by_tile, *arrays[2:], to_at_K, to_step_K, count_B)
-    if (native := extension()) is None:
-        reference.regroup(*given)
-    elif not native.regroup(threads(8 * at_K.size), *given):
-        raise ValueError("changes outside of their band")
+    given = bound_G, band_GF, by_tile, at_K, step_K
+    _checked("regroup", 8 * at_K.size, *given, to_at_K, to_step_K, count_B)
     return to_at_K, to_step_K, count_B
 
 
 def groups(
     bound_P: np.ndarray, element_RE: np.ndarray, value_V: np.ndarray, step_RVS: np.ndarray, costs: Costs
-) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+) -> tuple[np.ndarray, Classes]:
     """Join runs of blocks as long as common classes take no more bits, and fit classes to each group.
 
     Args:
         bound_P: First run of each payload, and the number of runs; a group ends where a payload does.
         element_RE: Elements with each value of the field; estimates, float64[R, 256].
         value_V: The values of the field with changes, ascending.
-        step_RVS: Symbols of the steps of changed elements, by these values, uint32[R, V, S].
+        step_RVS: Symbols of the steps of changed elements, by these values, uint32[R, V, S]; those that none has left out.
         costs: Costs of a class.
 
     Returns:
-        The first run of each group, and the classes in which its changes take the fewest bits: first, last values, levels.
+        The first run of each group, and the classes in which its changes take the fewest bits.
     """
     runs = len(element_RE)
-    begins_R, first_RE, last_RE = (
-        np.zeros(runs, np.uint8),
-        np.full((runs, 256), -1, np.int16),
-        np.empty((runs, 256), np.int16),
-    )
-    mean_RE = np.ones((runs, 256))  # elements for each change
-    given = bound_P, np.ascontiguousarray(element_RE), value_V, np.ascontiguousarray(step_RVS)
-    if (native := extension()) is None:
-        reference.groups(*given, costs, begins_R, first_RE, last_RE, mean_RE)
-    else:
-        work = threads(step_RVS.size)
-        native.groups(work, *given, np.array(costs), begins_R, first_RE, last_RE, mean_RE)
+    begins_R, mean_RE = np.zeros(runs, np.uint8), np.ones((runs, 256))  # the elements for each change
+    first_RE, last_RE = np.full((runs, 256), -1, np.int16), np.empty((runs, 256), np.int16)
+    given = bound_P, element_RE, value_V, step_RVS, np.array(costs)
+    _run("groups", step_RVS.size, *given, begins_R, first_RE, last_RE, mean_RE)
     first_G = np.flatnonzero(begins_R)
     level_GE = np.rint(8 * np.log2(mean_RE[first_G])).astype(np.int64).clip(0, LEVELS)
-    found = zip(first_RE[first_G].astype(np.int64), last_RE[first_G].astype(np.int64), level_GE, strict=True)
-    return first_G, [(first[first >= 0], last[first >= 0], level[first >= 0]) for first, last, level in found]
+    line_GE3 = np.stack((first_RE[first_G], last_RE[first_G], level_GE), axis=2)
+    return first_G, Classes.of([line_E3[line_E3[:, 0] >= 0] for line_E3 in line_GE3])

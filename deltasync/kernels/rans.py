@@ -17,6 +17,8 @@ Shapes: K changed elements, B blocks, C classes, T tables of S symbols: for each
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -63,17 +65,44 @@ class Blocks(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """Which elements are of which class: those whose field is from `low_C` to `low_C + span_C`; uint8."""
+    """The classes of groups of blocks. Those of a group are by descending level, equal ones by ascending values.
 
-    low_C: np.ndarray
-    span_C: np.ndarray
+    Attributes:
+        low_L, span_L: Which elements are of each class: those whose field is from `low_L` to `low_L + span_L`; uint8.
+        level_L: Its level, int64.
+        bound_G: Number of each group's first class, and the number of all; int64.
+    """
+
+    low_L: np.ndarray
+    span_L: np.ndarray
+    level_L: np.ndarray
+    bound_G: np.ndarray
+
+    @classmethod
+    def of(cls, groups: Sequence[np.ndarray]) -> Self:
+        """Return the classes of groups: lines of first value, last value and level, [C, 3], the values ascending."""
+        bound_G = np.cumsum([0, *map(len, groups)], dtype=np.int64)
+        ordered = [np.empty((0, 3), np.int64), *(line_C3[np.argsort(-line_C3[:, 2], kind="stable")] for line_C3 in groups)]
+        low_L, last_L, level_L = np.concatenate(ordered).T
+        return cls(low_L.astype(np.uint8), (last_L - low_L).astype(np.uint8), level_L.astype(np.int64), bound_G)
+
+    def group(self, number: int) -> Self:
+        """Return the classes of one group."""
+        here = slice(*self.bound_G[number : number + 2].tolist())
+        return type(self)(self.low_L[here], self.span_L[here], self.level_L[here], np.array([0, here.stop - here.start]))
+
+    @property
+    def ratio_CC(self) -> np.ndarray:
+        """Ratios of the mean gaps of the classes of a group, int64[C, C], in 256ths; 0 below the diagonal."""
+        return ratios(self.level_L)
 
     def by_value(self) -> np.ndarray:
-        """Return the class of each value of the field, uint8[256]; 0 for values of none."""
-        found = np.zeros(256, np.uint8)
-        for c, (low, span) in enumerate(zip(self.low_C.tolist(), self.span_C.tolist(), strict=True)):
-            found[low : low + span + 1] = c
-        return found
+        """Return the number in its group of the class of each value of the field, uint8[G, 256]; 0 for values of none."""
+        found_GE = np.zeros((self.bound_G.size - 1, 256), np.uint8)
+        for class_E, (first, end) in zip(found_GE, itertools.pairwise(self.bound_G.tolist()), strict=True):
+            for c, (low, span) in enumerate(zip(*(each[first:end].tolist() for each in self[:2]), strict=True)):
+                class_E[low : low + span + 1] = c
+        return found_GE
 
 
 Costs = tuple[float, float, float]

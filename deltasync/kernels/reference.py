@@ -1,6 +1,6 @@
 """The kernels in plain numpy, and the entropy coder in plain Python. Every other implementation must give the same results.
 
-From `fingerprint_runs` on they serve `native` where the extension is missing, which describes the arguments.
+They serve `native` where the extension is missing, which describes the arguments.
 """
 
 from __future__ import annotations
@@ -41,32 +41,6 @@ def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return flat indices (`index_dtype`, ascending) and steps (new minus old, modulo 2**width) of the changed elements."""
     index_K = np.flatnonzero(old_N != new_N).astype(index_dtype(old_N.size))
     return index_K, new_N[index_K] - old_N[index_K]
-
-
-def prepare(
-    key: int, dest: np.ndarray, dest_index_K: np.ndarray, step_K: np.ndarray, index_K: np.ndarray
-) -> tuple[np.ndarray, int, int]:
-    """Compute what adding steps to memory writes. Nothing is mutated.
-
-    Args:
-        key: Fingerprint key of the tensor.
-        dest: Flat unsigned bit patterns of the destination memory.
-        dest_index_K: Position of each element in `dest`; distinct.
-        step_K: Steps.
-        index_K: Flat checkpoint index of each element, for the fingerprint.
-
-    Returns:
-        The new bit patterns, shape K; what they add to the fingerprint; the checksum that an exchange with them will find.
-    """
-    old_K = dest[dest_index_K]
-    return old_K + step_K, _gained(key, index_K, old_K, old_K + step_K), _checksum(dest_index_K, old_K)
-
-
-def _checksum(dest_index_K: np.ndarray, bits_K: np.ndarray) -> int:
-    """Sum the values, weighted by odd numbers, modulo 2**64. So every change of a single value changes the sum."""
-    with np.errstate(over="ignore"):
-        weight_K = np.uint64(2) * dest_index_K.astype(np.uint64) + np.uint64(1)
-        return int((weight_K * bits_K.astype(np.uint64)).sum(dtype=np.uint64))
 
 
 def fingerprint_runs(key: int, start_R: np.ndarray, bits_RL: np.ndarray, out_RL: np.ndarray | None) -> int:
@@ -256,7 +230,7 @@ def _blocks(
         yield part, size_C, at_K[part].astype(np.int64) - base, classes
 
 
-def count_runs(
+def count(
     run_R: np.ndarray,
     base_B: np.ndarray,
     size_BC: np.ndarray,
@@ -331,11 +305,18 @@ def _crossed(begin: int, gap: int, sizes: list[int], ratio_CC: np.ndarray) -> tu
 
 
 def decode(
-    blocks: Blocks, words: np.ndarray, word_B2: np.ndarray, freq_TS: np.ndarray, at_K: np.ndarray, step_K: np.ndarray
+    words: np.ndarray,
+    word_B2: np.ndarray,
+    base_B: np.ndarray,
+    size_BC: np.ndarray,
+    bound_B: np.ndarray,
+    freq_TS: np.ndarray,
+    at_K: np.ndarray,
+    step_K: np.ndarray,
 ) -> bool:
     """See `native.decode`."""
-    ratio_CC, bounds = np.full((1, 1), 1 << RATIO_BITS), itertools.pairwise(blocks.bound_B.tolist())
-    for (low, high), base, size_C, (start, end) in zip(bounds, *blocks[:2], word_B2.tolist(), strict=True):
+    ratio_CC, bounds = np.full((1, 1), 1 << RATIO_BITS), itertools.pairwise(bound_B.tolist())
+    for (low, high), base, size_C, (start, end) in zip(bounds, base_B, size_BC, word_B2.tolist(), strict=True):
         try:
             found = read_block(words[start:end].view(np.uint32), high - low, size_C, step_K.itemsize, freq_TS, ratio_CC)
         except ValueError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,10 +18,8 @@ from deltasync.errors import CorruptDataError, get_logger
 from deltasync.live import accelerator
 from deltasync.publish.pending import Pending
 from deltasync.tensors import Delta as Changes
+from deltasync.tensors.delta import Piece
 from deltasync.tensors.device import DeviceDelta
-
-if TYPE_CHECKING:
-    from deltasync.codec.device import Piece
 
 logger = get_logger(__name__)
 
@@ -153,12 +150,11 @@ class DeviceCoder:
     """
 
     def __init__(self, delta: DeviceDelta) -> None:
-        from deltasync.codec.device import Decoder, Encoder
+        from deltasync.codec.device import DeviceCodec
 
         self.layout = delta.layout
         self._device = next(iter(delta.bits.values())).bits_N.device
-        self._encoder = Encoder(self.layout)
-        self._decoder = Decoder(self.layout, self._device, accelerator(self._device).send, self._encoder.tilings)
+        self._codec = DeviceCodec(self.layout, self._device, accelerator(self._device).send)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no annotation
@@ -166,8 +162,8 @@ class DeviceCoder:
     def encode(
         self, codec_name: str, delta: DeviceDelta, digests: Mapping[int, np.ndarray], version: int, pieces: Sequence[Piece]
     ) -> Iterator[Encoded]:
-        """Yield the payloads that lead to a version from the one before; see `Encoder.encode`."""
-        found = self._encoder.encode(codec_name, delta, digests, version, version - 1, pieces)
+        """Yield the payloads that lead to a version from the one before; see `DeviceCodec.encode`."""
+        found = self._codec.encode(codec_name, delta, digests, version, version - 1, pieces)
         while True:
             with self._after(delta):
                 encoded = next(found, None)
@@ -187,7 +183,7 @@ class DeviceCoder:
 
         with self._after(delta):
             places = {width: Places.of(self.layout.vectors[width], bits) for width, bits in delta.bits.items()}
-            found = payloads.decode_there(record, stored, self._decoder, places, delta)
+            found = payloads.decode_there(record, stored, self._codec, places, delta)
             right = found.keys() == delta.steps.keys()
             for width, steps in delta.steps.items() if right else ():
                 of = found[width]

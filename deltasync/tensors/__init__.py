@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltasync.tensors.delta import Changed, Delta, Sparse
-from deltasync.tensors.layout import Fingerprints, Layout, Vector, count_below
+from deltasync.tensors.layout import Fingerprints, Layout, Vector, bounds, count_below
 from deltasync.tensors.specs import (
     ITEM_BYTES,
     SAFETENSORS_DTYPES,
@@ -29,6 +29,7 @@ __all__ = [
     "TensorSpec",
     "Vector",
     "bits",
+    "bounds",
     "check_specs",
     "count_below",
     "delta",

@@ -20,7 +20,6 @@ from deltasync.config import AUTO
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.tensors.specs import ITEM_BYTES, TensorSpec
 
-# torch has few operations on unsigned integers; signed views have the same bits.
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes of bit patterns in torch, by the width of an element: it has few operations on unsigned ones."""
 

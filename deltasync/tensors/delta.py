@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deltasync.tensors.layout import Layout, count_below
+from deltasync.tensors.layout import Layout, Vector, count_below
 
 
 class Sparse(NamedTuple):
@@ -25,6 +25,11 @@ class Sparse(NamedTuple):
 
     at_K: np.ndarray
     data_K: np.ndarray
+
+    @classmethod
+    def of(cls, vector: Vector, count: int = 0) -> Sparse:
+        """Return new arrays, of any contents, for so many elements of a vector."""
+        return cls(np.empty(count, vector.index_dtype), np.empty(count, vector.bits_dtype))
 
     def between(self, first: int, last: int) -> Sparse:
         """Return the elements from position `first` on and below `last`; views."""
@@ -56,18 +61,17 @@ class Delta:
 
     def counts(self) -> dict[str, int]:
         """Return how many elements of each changed tensor it changes, in the order of the layout."""
-        found: dict[str, int] = {}
-        for width, vector in self.layout.vectors.items():
-            if width in self.steps:
-                count_T = vector.count(self.steps[width].at_K)
-                changed = np.flatnonzero(count_T)
-                found |= dict(zip((vector.names[t] for t in changed), count_T[changed].tolist(), strict=True))
-        return found
+        return self.layout.named(self._count_T())
+
+    def _count_T(self) -> dict[int, np.ndarray]:
+        return {width: self.layout.vectors[width].count(at_K) for width, (at_K, _) in self.steps.items()}
 
     def of(self, name: str) -> Sparse:
         """Return the steps of a tensor, by flat indices."""
         width, first, last = self.layout.span(name)
-        at_K, step_K = self.steps[width].between(first, last) if width in self.steps else _nothing(self.layout, width)
+        if width not in self.steps:
+            return Sparse.of(self.layout.vectors[width])
+        at_K, step_K = self.steps[width].between(first, last)
         return Sparse(at_K - at_K.dtype.type(first), step_K)
 
     def apply(self, name: str, bits_N: np.ndarray) -> None:
@@ -77,19 +81,29 @@ class Delta:
 
     def split(self, most: int) -> Iterator[Delta]:
         """Yield it in pieces of about `most` elements, which end where tensors end; nothing if it is empty."""
-        piece, count = dict[int, Sparse](), 0
-        for width, (at_K, data_K) in self.steps.items():
-            edge_T, low = self.layout.vectors[width].first_T, 0
-            while low < at_K.size:
-                end = edge_T[np.searchsorted(edge_T, at_K[min(low + most - count, at_K.size) - 1], side="right")]
-                high = int(count_below(at_K, end))
-                piece[width] = Sparse(at_K[low:high], data_K[low:high])
-                count, low = count + high - low, high
-                if count >= most:
-                    yield Delta(self.layout, piece)
-                    piece, count = {}, 0
-        if piece:
-            yield Delta(self.layout, piece)
+        for piece in pieces(self._count_T(), most):
+            edges = {width: self.layout.vectors[width].first_T[[*numbers]] for width, numbers in piece.items()}
+            yield Delta(self.layout, {width: self.steps[width].between(*edge) for width, edge in edges.items()})
+
+
+Piece = Mapping[int, tuple[int, int]]
+"""The tensors of each width that a part of a delta has, from number to number."""
+
+
+def pieces(count: Mapping[int, np.ndarray], most: int) -> Iterator[Piece]:
+    """Yield pieces of about `most` changes, which end where tensors end. `count` has those of each tensor by width."""
+    piece, taken = dict[int, tuple[int, int]](), 0
+    for width, count_T in count.items():
+        end_T, low, begin = np.cumsum(count_T), 0, 0
+        while low < end_T[-1]:
+            end = int(np.searchsorted(end_T, min(low + most - taken, end_T[-1]) - 1, side="right")) + 1
+            piece[width] = begin, end
+            taken, low, begin = taken + int(end_T[end - 1]) - low, int(end_T[end - 1]), end
+            if taken >= most:
+                yield piece
+                piece, taken = {}, 0
+    if piece:
+        yield piece
 
 
 class Changed(NamedTuple):
@@ -144,11 +158,6 @@ def joined(deltas: Sequence[Delta]) -> Delta:
                 raise ValueError("an element occurs twice")
         found[width] = Sparse(at_K, data_K)
     return Delta(first.layout, found)
-
-
-def _nothing(layout: Layout, width: int) -> Sparse:
-    vector = layout.vectors[width]
-    return Sparse(np.empty(0, vector.index_dtype), np.empty(0, vector.bits_dtype))
 
 
 def _sum(steps: Sequence[Sparse]) -> Sparse | None:

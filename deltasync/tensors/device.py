@@ -194,12 +194,7 @@ class DeviceDelta:
 
     def counts(self) -> dict[str, int]:
         """As `Delta.counts`."""
-        found: dict[str, int] = {}
-        for width, steps in self.steps.items():
-            names = self.layout.vectors[width].names
-            changed = np.flatnonzero(steps.count_T)
-            found |= dict(zip((names[t] for t in changed), steps.count_T[changed].tolist(), strict=True))
-        return found
+        return self.layout.named({width: steps.count_T for width, steps in self.steps.items()})
 
     def host(self) -> Delta:
         """Copy everything to the host: for merging with another delta, and for an encoder that runs there."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
 import numpy as np
@@ -25,6 +25,11 @@ def count_below(at_K: np.ndarray, limit_N: np.ndarray | tuple[int, int] | np.int
     It is `np.searchsorted` in the dtype of `at_K`: with limits of another dtype numpy would copy all of `at_K` first.
     """
     return np.searchsorted(at_K, np.asarray(limit_N).astype(at_K.dtype, copy=False))
+
+
+def bounds(count_N: np.ndarray | Sequence[int]) -> np.ndarray:
+    """Return the sum of the counts before each, and of all; int64[N + 1]."""
+    return np.append(0, np.cumsum(count_N, dtype=np.int64))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,10 +78,6 @@ class Vector:
         counts: np.ndarray = np.diff(count_below(at_K, self.first_T))
         return counts
 
-    def touched(self, at_K: np.ndarray) -> list[str]:
-        """Return the names of the tensors in which these ascending positions lie, in order."""
-        return [self.names[t] for t in np.flatnonzero(self.count(at_K)).tolist()]
-
     def tensor(self, at_K: np.ndarray) -> np.ndarray:
         """Return the number of the tensor in which each position lies, int64[K]."""
         numbers: np.ndarray = np.searchsorted(self.first_T, at_K, side="right") - 1
@@ -114,6 +115,14 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(vector.element_count * vector.width for vector in self.vectors.values())
+
+    def named(self, count: Mapping[int, np.ndarray]) -> dict[str, int]:
+        """Return the counts that are not 0, by tensor, of arrays for all tensors of a width."""
+        found: dict[str, int] = {}
+        for width in sorted(count):
+            held = np.flatnonzero(count[width])
+            found |= dict(zip((self.vectors[width].names[t] for t in held), count[width][held].tolist(), strict=True))
+        return found
 
     def span(self, name: str) -> tuple[int, int, int]:
         """Return a tensor's width, its first position, and the position behind its last one."""

@@ -114,8 +114,9 @@ def _streams(seconds: float) -> int:
         new_N[changed] += step_K
         bound_B = np.array([0, changed.size])
         row_BF[0, 0] = new_N.ctypes.data
-        ratio_CC = rans.ratios(np.sort(random.integers(0, 100, classes))[::-1])
-        ranked = native.rank(row_BF, bound_B, changed, step_K, rans.Classes(low_C, span_C))
+        level_C = np.sort(random.integers(0, 100, classes))[::-1]
+        group = rans.Classes(low_C, span_C, level_C, np.array([0, classes]))
+        ranked, ratio_CC = native.rank(row_BF, bound_B, changed, step_K, group), group.ratio_CC
         freq_TS = tables.fit(native.count(*ranked, ratio_CC))
         words, _ = native.encode(*ranked, freq_TS, ratio_CC)
         held = _exact(old_N)

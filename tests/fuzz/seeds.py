@@ -16,7 +16,7 @@ from safetensors.torch import save
 from deltasync.channel import anchors, documents, keys
 from deltasync.channel.documents import EpochDocument, Reference, VersionId
 from deltasync.channel.heartbeat import Heartbeat, write
-from deltasync.codec import tiled, tiles, vector
+from deltasync.codec import tiles, vector
 from deltasync.kernels import reference
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of, tensor_of
@@ -44,8 +44,8 @@ def payloads(name: str) -> Iterator[bytes]:
     """One change in one block, many, many in small blocks and tiles, and all."""
     for block, density in ((1 << 19, 0.01), (1 << 19, 0.3), (64, 0.1), (1 << 19, 1)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(vector, "BLOCK", block)
-            patch.setattr(tiled, "GROUP_CHANGED", block)
+            patch.setattr(tiles, "BLOCK", block)
+            patch.setattr(vector, "GROUP_CHANGED", block)
             if block == 64:
                 for limit, value in (("TILE", block), ("SMALL", 4 * block), ("LEAST", 4 * block), ("FEW", 1)):
                     patch.setattr(tiles, limit, value)

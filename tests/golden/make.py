@@ -401,7 +401,7 @@ def main(folder: Path = GOLDEN) -> None:
             shutil.rmtree(path)
     with (
         mock.patch("deltasync.channel.documents.now", return_value="2026-01-01T00:00:00.000+00:00"),
-        mock.patch("deltasync.codec.vector.BLOCK", BLOCK),
+        mock.patch("deltasync.codec.tiles.BLOCK", BLOCK),
         mock.patch.multiple("deltasync.codec.tiles", TILE=TILE, SMALL=SMALL, LEAST=LEAST, FEW=FEW),
         mock.patch("deltasync.codec.classes.COSTS", (0.0, 1.0, 0.0)),
     ):

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from deltasync import Publisher, Receipt, Retention, limits, open_store
 from deltasync.channel import keys, signing
 from deltasync.channel.reading import ChannelReader
-from deltasync.codec import vector
+from deltasync.codec import tiles
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
@@ -404,7 +404,7 @@ def afforded() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    vector.BLOCK = 1 << 10  # so that ranks have other blocks of a tensor
+    tiles.BLOCK = 1 << 10  # so that ranks have other blocks of a tensor
     encode.INLINE_BYTES = 0  # so that the first rank has parts too
     dist.init_process_group("gloo")
     train()

@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 from deltasync import Publisher, codec
 from deltasync.channel import keys, payloads
 from deltasync.channel.reading import ChannelReader
-from deltasync.codec import tiles, vector
+from deltasync.codec import tiles
 from demo.processes import get_json
 from tests.integration.expected_tokens import greedy
 from tests.integration.vllm_server import Server, digests, save_model, serving
@@ -77,7 +77,7 @@ def test_both_workers_decode_their_tiles(server: Server) -> None:
     rows = json.loads(payload.metadata["vectors"])
     assert rows.keys() == {"2"} and "tiles" in rows["2"]
     shapes = {name.removeprefix("model.layers.0.mlp."): spec.shape for name, spec in reader.specs.items()}
-    cut = {name: tiles.cut(shape, 0, math.prod(shape), tiles.TILE, vector.BLOCK) for name, shape in shapes.items()}
+    cut = {name: tiles.cut(shape, 0, math.prod(shape), tiles.TILE, tiles.BLOCK) for name, shape in shapes.items()}
     ways = {name: found.grid.ways for name, found in cut.items() if found.grid is not None}
     assert [ways[f"{name}_proj.weight"] for name in ("gate", "up", "down")] == [(2, 2)] * 3  # by rows, by rows, by columns
     assert ways["model.embed_tokens.weight"] == (1, 2)  # of which each worker has a part

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from deltasync import codec
-from deltasync.codec import tiled, tiles, vector
+from deltasync.codec import tiles, vector
 from deltasync.codec.base import Encoded, body
 from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
 from deltasync.tensors import Delta, Layout, Region, Sparse, TensorSpec
@@ -29,8 +29,8 @@ BLOCK_CODECS = pytest.mark.parametrize("codec_name", ["packed", "context"])
 @pytest.fixture(params=[1, 7, 64, 1 << 20], ids="block={}".format, scope="module")
 def block_elements(request: pytest.FixtureRequest) -> Iterator[int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vector, "BLOCK", request.param)
-        patch.setattr(tiled, "GROUP_CHANGED", 100)
+        patch.setattr(tiles, "BLOCK", request.param)
+        patch.setattr(vector, "GROUP_CHANGED", 100)
         _small(patch, request.param)
         yield request.param
 
@@ -141,7 +141,7 @@ def test_size_is_near_the_entropy(codec_name: str, density: float) -> None:
 def test_damaged_streams_never_crash(codec_name: str, seed: int) -> None:
     model = _like_training("bfloat16", 3000, 0.2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vector, "BLOCK", 500)
+        patch.setattr(tiles, "BLOCK", 500)
         _small(patch, 1 << 20)
         data = _encode(codec_name, model)
         _assert_damage_is_refused(codec_name, data, model, seed)
@@ -219,7 +219,7 @@ WRONG = [
 @pytest.fixture(scope="module")
 def payload_of_three_blocks() -> Iterator[tuple[Encoded, Model]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vector, "BLOCK", 500)
+        patch.setattr(tiles, "BLOCK", 500)
         model = _like_training("bfloat16", 1400, 0.2)
         yield _encoded("packed", model), model
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltasync.codec import classes as codec_classes
-from deltasync.codec import tables, tiled, tiles, vector
+from deltasync.codec import tables, tiles, vector
 from deltasync.errors import CorruptDataError
 from deltasync.kernels import native, rans, reference
 from deltasync.tensors import TensorSpec
@@ -112,8 +112,8 @@ def test_every_instruction_set_and_numpy_code_any_blocks_alike(model: Any, codec
         return data, [digests, {name: bits.tobytes() for name, bits in deltas.applied(delta, model[1]).items()}]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vector, "BLOCK", 100)
-        patch.setattr(tiled, "GROUP_CHANGED", 50)
+        patch.setattr(tiles, "BLOCK", 100)
+        patch.setattr(vector, "GROUP_CHANGED", 50)
         for name, value in {"TILE": tile, "SMALL": 0, "LEAST": 0, "FEW": 0}.items():
             patch.setattr(tiles, name, value)
         found = _at_each_level(coded)
@@ -132,10 +132,10 @@ def test_groups_of_many_payloads_are_the_references(runs: int) -> None:
     element_RE = random.random((runs, 256)) * 5000
     bound_P = np.unique([0, *random.integers(0, runs + 1, 3), runs])
 
-    def grouped() -> tuple[list[int], list[list[Any]]]:
+    def grouped() -> tuple[list[int], list[Any]]:
         first_G, classes = native.groups(bound_P, element_RE, value_V, step_RVS, codec_classes.COSTS)
         assert {*bound_P[:-1]} <= {*first_G}
-        return first_G.tolist(), [[each.tolist() for each in of] for of in classes]
+        return first_G.tolist(), [each.tolist() for each in classes]
 
     found = _at_each_level(grouped)
     assert all(each == found["none"] for each in found.values())

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica, codec, kernels, open_store
-from deltasync.codec import tiled, tiles, vector
+from deltasync.codec import tiles, vector
 from deltasync.codec.base import Encoded, Payload
 from deltasync.errors import CorruptDataError
 from deltasync.live import accelerator
@@ -44,8 +44,8 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks, tiles, groups and batches in a few hundred elements."""
-    monkeypatch.setattr(vector, "BLOCK", 97)
-    monkeypatch.setattr(tiled, "GROUP_CHANGED", 20)
+    monkeypatch.setattr(tiles, "BLOCK", 97)
+    monkeypatch.setattr(vector, "GROUP_CHANGED", 20)
     for name, value in {"TILE": 40, "SMALL": 60, "LEAST": 40, "FEW": 1}.items():
         monkeypatch.setattr(tiles, name, value)
     if RUNS:
@@ -125,8 +125,7 @@ def case(fraction: float, shapes: dict[str, list[tuple[int, ...]]] = SHAPES, see
 def _written(made: Case, name: str, most: int) -> tuple[list[bytes], DeviceDelta]:
     there = made.there()
     pieces = list(on_device.split(there, most))
-    encoder = on_device.Encoder(made.layout)
-    found = [each.to_bytes() for each in encoder.encode(name, there, made.digests, 8, 7, pieces)]
+    found = [each.to_bytes() for each in _codec(made).encode(name, there, made.digests, 8, 7, pieces)]
     return found, there
 
 
@@ -164,8 +163,8 @@ QWEN3 = [(160, 1024), (1024,), (32, 1024), (128,), (32, 3072), (1024,)]
 @pytest.mark.parametrize("name", ["context"] if INTERPRETED else CODECS)  # which has tiles
 def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 by 16 tiles of 64 columns, so that chunks have two rows; 8 by 8 of 128 and 384; vectors by gaps between them."""
-    monkeypatch.setattr(vector, "BLOCK", 1 << 12)
-    monkeypatch.setattr(tiled, "GROUP_CHANGED", 600)
+    monkeypatch.setattr(tiles, "BLOCK", 1 << 12)
+    monkeypatch.setattr(vector, "GROUP_CHANGED", 600)
     for constant, value in {"TILE": 1 << 9, "SMALL": 4 << 9, "LEAST": 1 << 8, "FEW": 3}.items():
         monkeypatch.setattr(tiles, constant, value)
     from deltasync.kernels import gpu_classes
@@ -178,13 +177,13 @@ def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPat
     assert found == [each.to_bytes() for each in made.encoded(name, 1200)]
     assert len(found) >= 3
     if name == "context":
-        cuts = [tiles.worth(spec, 0, spec.element_count, 10**6, vector.BLOCK) for spec in made.layout.specs.values()]
-        assert [0 if cut is None else cut.count for cut in cuts] == [256, 0, 64, 0, 64, 0]
+        tiling = tiles.tiling(made.layout.vectors[2], tiles.whole(made.layout.vectors[2]))
+        assert tiling.count_T.tolist() == [256, 0, 64, 0, 64, 0]
     _prove(name, there, made.digests, found)
     before = made.there(are_new=False)
     places = {2: on_device.Places.of(made.layout.vectors[2], before.bits[2])}
     opened = [codec.open_payload(data) for data in found]
-    steps = _decoder(made).decode(opened, places)[2]
+    steps = _codec(made).decode(opened, places)[2]
     assert torch.equal(steps.low_K, there.steps[2].low_K)
     assert torch.equal(steps.step_K.view(torch.int16), there.steps[2].step_K)
 
@@ -223,14 +222,14 @@ def test_a_publisher_whose_shadow_is_there_encodes_and_proves_there(name: str, m
         np.testing.assert_array_equal(bits_of(tensor), made.new[of])
 
 
-def _decoder(made: Case) -> on_device.Decoder:
+def _codec(made: Case) -> on_device.DeviceCodec:
     device = accelerator(torch.device(DEVICE, *[0] * (DEVICE == "cuda")))
-    return on_device.Decoder(made.layout, device.device, device.send)
+    return on_device.DeviceCodec(made.layout, device.device, device.send)
 
 
 def _read(made: Case, payload: Payload, places: dict[int, on_device.Places]) -> object:
     try:
-        found = _decoder(made).decode([payload], places)[2]
+        found = _codec(made).decode([payload], places)[2]
     except CorruptDataError:
         return None
     return found.low_K.tolist(), found.step_K.cpu().view(torch.int16).tolist()

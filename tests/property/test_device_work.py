@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from deltasync import codec
-from deltasync.codec import tiles, vector
+from deltasync.codec import tiles
 from deltasync.publish.encode import record_of
 from tests.interpreter import INTERPRETED
 
@@ -36,7 +36,7 @@ SIZES = {"TILE": 40, "SMALL": 60, "LEAST": 40, "FEW": 1}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector, "BLOCK", 1 << 12)
+    monkeypatch.setattr(tiles, "BLOCK", 1 << 12)
     for name, value in SIZES.items():
         monkeypatch.setattr(tiles, name, value)
 
@@ -111,10 +111,9 @@ def works(made: Case, name: str, work: Work) -> Steps:
     ((width, of),) = made.layout.vectors.items()
     delta, digests, bits = made.there(), made.digests, made.there(are_new=False).bits
     places = {width: on_device.Places.of(of, bits[width])}
-    coder, decoder = DeviceCoder(delta), on_device.Decoder(made.layout, torch.device("cpu"), _send)
-    for tilings in (coder._encoder.tilings, decoder._tilings):  # made once for a model
-        tilings.of(of, places[width].range_T2)
-    tiles.counts(of, tiles.TILE, vector.BLOCK)
+    coder, decoder = DeviceCoder(delta), on_device.DeviceCodec(made.layout, torch.device("cpu"), _send)
+    tiles.tiling(of, places[width].range_T2)  # made once for a model
+    tiles.counts(of, tiles.TILE, tiles.BLOCK)
     found = {}
     with work:
         encoded = [*coder.encode(name, delta, digests, 8, list(on_device.split(delta, 10**6)))]
@@ -149,7 +148,7 @@ def test_as_many_calls_for_many_tensors_as_for_few(
 @pytest.mark.parametrize("name", ["packed", "context"])
 def test_no_array_of_the_size_of_the_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four times the changes in the same tensors, blocks and runs."""
-    monkeypatch.setattr(vector, "BLOCK", 1 << 8)  # short streams, which the interpreter takes change by change
+    monkeypatch.setattr(tiles, "BLOCK", 1 << 8)  # short streams, which the interpreter takes change by change
     work, found = Work(monkeypatch, traced=True), []
     for fraction in (0.05, 0.25):
         made = case(fraction, {"bfloat16": [(64, 96), (100,)]}, seed=2)

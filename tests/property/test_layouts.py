@@ -131,6 +131,6 @@ def follow(data: st.DataObject, channel: Made, versions: list[VersionId], held: 
 @settings(max_examples=40)
 @given(held=layouts(), model=channels(), data=st.data())
 def test_any_layout_serves_what_one_worker_serves(held: list[Layout], model: tuple, data: st.DataObject) -> None:
-    blocks = mock.patch("deltasync.codec.vector.BLOCK", 256)  # so that workers hold none of what changes
+    blocks = mock.patch("deltasync.codec.tiles.BLOCK", 256)  # so that workers hold none of what changes
     with blocks, mock.patch("vllm_plugin.load.layers.checkpoint", lambda _: iter(())):
         follow(data, *model, held)

@@ -122,6 +122,18 @@ def _bits(live: torch.Tensor) -> np.ndarray:
     return array.view(f"u{array.itemsize}")
 
 
+def _prepared(
+    key: int, dest: np.ndarray, to_K: np.ndarray, step_K: np.ndarray, index_K: np.ndarray
+) -> tuple[np.ndarray, int, int]:
+    """What adding steps to memory writes, what that adds to the fingerprint, and the checksum of old values by place."""
+    old_K = dest[to_K]
+    new_K = old_K + step_K
+    with np.errstate(over="ignore"):
+        gained = reference.cell_hash(key, index_K, new_K) - reference.cell_hash(key, index_K, old_K)
+        check = (np.uint64(2) * to_K.astype(np.uint64) + np.uint64(1)) * old_K.astype(np.uint64)
+    return new_K, int(gained.sum(dtype=np.uint64)), int(check.sum(dtype=np.uint64))
+
+
 @with_kernels
 @some
 @given(models(), st.booleans(), st.booleans())
@@ -163,7 +175,7 @@ def test_prepare_and_swap_are_the_reference(kernels: ModuleType, model: Any, twi
         inside = np.isin(case.index_N, case.changed_K)
         index_K, to_K = case.index_N[inside], case.position_N[inside]
         data_K = steps_of[np.searchsorted(case.changed_K, index_K)]
-        new_K, added, of_swap = reference.prepare(case.key, whole, to_K, data_K, index_K)
+        new_K, added, of_swap = _prepared(case.key, whole, to_K, data_K, index_K)
         result = whole.copy()
         result[to_K] = new_K
         after.append(result)

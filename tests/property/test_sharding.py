@@ -60,7 +60,7 @@ def encoded(shadow: Shadow, delta: Delta, name: str) -> bytes:
     def new(tensor: str) -> tuple[np.ndarray, int]:
         return shadow.bits[tensor], shadow.ranges[tensor][0]
 
-    with mock.patch("deltasync.codec.vector.BLOCK", 32):
+    with mock.patch("deltasync.codec.tiles.BLOCK", 32):
         return codec.get(name).encode(delta, new, dict.fromkeys(shadow.specs, 0), 2, 1).to_bytes()
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync import codec
-from deltasync.codec import tiled, tiles
+from deltasync.codec import reader, tiles
 from deltasync.codec.base import Encoded, Payload, RangeBits
 from deltasync.codec.tiles import Grid
 from deltasync.errors import CorruptDataError, ShareError, StageError
@@ -128,7 +128,7 @@ def test_old_bits_are_read_by_a_few_bands_at_a_time(
     start: int, stop: int, bands: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, band = TensorSpec("w", "bfloat16", (3, 64, 128)), 4 * 128
-    monkeypatch.setattr(tiled, "_PART_BYTES", bands * band * 2 // native.threads(spec.element_count))
+    monkeypatch.setattr(reader, "_PART_BYTES", bands * band * 2 // native.threads(spec.element_count))
     monkeypatch.setattr(Watched, "reads", [])
     old_N, new_N = changed(spec, 0.05)
     payload = encoded(spec, old_N, new_N, start, stop)

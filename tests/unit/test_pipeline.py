@@ -17,7 +17,7 @@ import torch
 from deltasync import Publisher, Replica, codec, kernels, limits, open_store
 from deltasync.channel import keys, payloads
 from deltasync.channel.reading import ChannelReader
-from deltasync.codec import tiled
+from deltasync.codec import reader
 from deltasync.codec.base import Encoded, NewBits
 from deltasync.errors import PublishLostError
 from deltasync.publish import encode
@@ -216,7 +216,7 @@ def test_an_anchor_that_reads_a_tensor_holds_no_publish_and_has_the_bits_of_its_
 
 def test_no_second_copy_of_the_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "WEIGHT_FILE_BYTES", 1)
-    monkeypatch.setattr(tiled, "_PART_BYTES", 1 << 19)  # old bits that are wanted at once, by default more than this model
+    monkeypatch.setattr(reader, "_PART_BYTES", 1 << 19)  # old bits that are wanted at once, by default more than this model
     versions = states(4, elements=1 << 20, fraction=0.01, tensors=3 * MANY)  # 2 MiB each
     weight_bytes = sum(tensor.nbytes for tensor in versions[0].values())
     with Publisher(f"file://{tmp_path}", anchor_every=2) as publisher:
