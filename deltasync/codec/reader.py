@@ -1,4 +1,4 @@
-"""What a payload of `packed` or `context` has of one vector, and how the host decodes it."""
+"""The part of a payload of `packed` or `context` that changes one vector, and how the host decodes it."""
 
 from __future__ import annotations
 
