@@ -15,6 +15,7 @@ class Asked(NamedTuple):
     path: str
     headers: dict[str, str]
     body: bytes
+    method: str
 
 
 Answer = Callable[[Asked], tuple[int, Any] | tuple[int, Any, Mapping[str, str]]]
@@ -28,15 +29,17 @@ class Answers:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 headers = {name.lower(): value for name, value in self.headers.items()}
-                code, body, *more = answer(Asked(self.path, headers, self.rfile.read(int(headers.get("content-length", 0)))))
+                sent = self.rfile.read(int(headers.get("content-length", 0)))
+                code, body, *more = answer(Asked(self.path, headers, sent, self.command))
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(code)
                 for name, value in {"content-length": str(len(data)), **(more[0] if more else {})}.items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(data)
+                if self.command != "HEAD":
+                    self.wfile.write(data)
 
-            do_POST = do_GET
+            do_HEAD = do_POST = do_GET
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.server
 import itertools
 import json
 import queue
@@ -20,72 +19,40 @@ from transformers import AutoTokenizer, TrainerCallback
 
 import tests.integration.trainers  # noqa: F401 - sets what TRL reads of the environment
 from deltasync import Replica
+from tests.answers import Answers, Asked
 from trl_callback import DeltaSyncCallback
 
 
-class Completions:
+class Completions(Answers):
     """A server in vLLM's place for TRL's own rollout worker.
 
     Args:
         replica: Follows the channel, as the server says.
-        answer: Gives the tokens for a request's body, and how many of them each version made, in order.
+        complete: Gives the tokens for a request's body, and how many of them each version made, in order.
 
     Attributes:
         asked: The version that each request demanded, and the one that was served.
     """
 
     def __init__(
-        self, replica: Replica, answer: Callable[[dict[str, Any]], tuple[list[int], list[tuple[int, int]]]]
+        self, replica: Replica, complete: Callable[[dict[str, Any]], tuple[list[int], list[tuple[int, int]]]]
     ) -> None:
-        asked = self.asked = list[tuple[str, int]]()
+        self.asked = list[tuple[str | None, int]]()
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
+        def answer(asked: Asked) -> tuple[int, Any] | tuple[int, Any, dict[str, str]]:
+            if asked.path != "/v1/completions":
                 served = replica.identity
                 status = {"state": "waiting", "run_id": None} if served is None else {
                     "state": "serving", "run_id": replica._follow.reader.channel().run_id, **dataclasses.asdict(served)
                 }  # fmt: skip
-                self.reply({"data": []} if self.path == "/v1/models" else status)
+                return 200, {"data": []} | status
+            self.asked.append((asked.headers.get("x-deltasync-version"), replica.version or 0))
+            ids, spans = complete(json.loads(asked.body))
+            choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-2.0] * len(ids)}}
+            versions = {"x-deltasync-versions": f"{spans[0][0]}..{spans[-1][0]}", "x-deltasync-spans": json.dumps([spans])}
+            return 200, {"choices": [choice]}, versions | {"content-type": "application/json"}
 
-            def do_POST(self) -> None:
-                if self.path == "/deltasync/sync":
-                    self.rfile.read(int(self.headers["content-length"]))
-                    return self.reply({})
-                assert self.path == "/v1/completions"
-                asked.append((self.headers["x-deltasync-version"], replica.version or 0))
-                ids, spans = answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-                choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-2.0] * len(ids)}}
-                versions = {
-                    "x-deltasync-versions": f"{spans[0][0]}..{spans[-1][0]}",
-                    "x-deltasync-spans": json.dumps([spans]),
-                }
-                self.reply({"choices": [choice]}, **versions)
-
-            def reply(self, document: Any, **headers: str) -> None:
-                body = json.dumps(document).encode()
-                self.send_response(200)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def __enter__(self) -> Completions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(answer)
 
 
 class StubWorker:

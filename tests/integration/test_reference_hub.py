@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
-import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from safetensors.torch import save
 
 from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
+from tests.answers import Answers, Asked
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 W = {"w": torch.arange(500).to(torch.bfloat16)}
@@ -44,7 +43,7 @@ print(replica.sync(), replica.state_dict()["w"].view(torch.int16).tolist())
 """
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(Answers):
     """Serves one model.
 
     Attributes:
@@ -53,58 +52,34 @@ class Hub(http.server.BaseHTTPRequestHandler):
         sizes: Of files, where they are not what is served.
     """
 
-    asked: list[str]
-    tokens: set[str | None]
-    sizes: dict[str, int]
+    def __init__(self) -> None:
+        self.asked, self.tokens, self.sizes = list[str](), set[str | None](), dict[str, int]()
+        super().__init__(self._answer)
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        self.asked.append(f"{self.command} {path}")
-        self.tokens.add(self.headers["Authorization"])
+    def _answer(self, asked: Asked) -> tuple[int, Any, dict[str, str]]:
+        path = asked.path.partition("?")[0]
+        self.asked.append(f"{asked.method} {path}")
+        self.tokens.add(asked.headers.get("authorization"))
         if path == "/api/models/some/model/revision/main":
-            self._answer(json.dumps({"id": "some/model", "sha": COMMIT, "siblings": []}).encode())
-        elif path == f"/api/models/some/model/tree/{COMMIT}":
-            rows = [
-                {"type": "file", "path": p, "size": len(b), "oid": hashlib.sha1(b).hexdigest()} for p, b in FILES.items()
-            ]
-            self._answer(json.dumps(rows).encode())
-        elif (name := path.removeprefix(f"/some/model/resolve/{COMMIT}/")) in FILES:
-            self._answer(FILES[name], {"ETag": f'"{hashlib.sha1(FILES[name]).hexdigest()}"', "X-Repo-Commit": COMMIT})
-        else:
-            self._answer(b"", {"X-Error-Code": "RepoNotFound"}, 404)
-
-    def _answer(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(self.sizes.get(self.path.rpartition("/")[2], len(body))))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None:
-        """Not to stderr."""
+            return 200, {"id": "some/model", "sha": COMMIT, "siblings": []}, {}
+        digests = {name: hashlib.sha1(data).hexdigest() for name, data in FILES.items()}
+        if path == f"/api/models/some/model/tree/{COMMIT}":
+            return 200, [{"type": "file", "path": p, "size": len(b), "oid": digests[p]} for p, b in FILES.items()], {}
+        if (name := path.removeprefix(f"/some/model/resolve/{COMMIT}/")) not in FILES:
+            return 404, b"", {"x-error-code": "RepoNotFound"}
+        told = {"etag": f'"{digests[name]}"', "x-repo-commit": COMMIT}
+        return 200, FILES[name], told | {"content-length": str(self.sizes.get(name, len(FILES[name])))}
 
 
 @pytest.fixture
-def hub() -> Iterator[http.server.HTTPServer]:
-    Hub.asked, Hub.tokens, Hub.sizes = [], set(), {}
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+def hub() -> Iterator[Hub]:
+    with Hub() as hub:
+        yield hub
 
 
-def run(
-    code: str, channel: str, home: Path, hub: http.server.HTTPServer, **environ: str
-) -> subprocess.CompletedProcess[str]:
+def run(code: str, channel: str, home: Path, hub: Hub, **environ: str) -> subprocess.CompletedProcess[str]:
     settings = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}",
+        "HF_ENDPOINT": hub.url,
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
         "HF_HOME": str(home),
@@ -113,7 +88,7 @@ def run(
     return subprocess.run(command, env=os.environ | settings | environ, capture_output=True, text=True, timeout=300)
 
 
-def test_it_is_downloaded_once_and_then_needs_no_hub(tmp_path: Path, hub: http.server.HTTPServer) -> None:
+def test_it_is_downloaded_once_and_then_needs_no_hub(tmp_path: Path, hub: Hub) -> None:
     channel = f"file://{tmp_path}/channel"
     published = run(PUBLISH, channel, tmp_path / "trainer", hub)
     assert published.returncode == 0, published.stderr
@@ -124,30 +99,28 @@ def test_it_is_downloaded_once_and_then_needs_no_hub(tmp_path: Path, hub: http.s
     bits = W["w"].view(torch.int16).tolist()
     bits[7] = -0x8000
     expected = f"2 {bits}\n"
-    Hub.asked.clear()
+    hub.asked.clear()
     for environ in ({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):  # then nobody listens there
         followed = run(FOLLOW, channel, tmp_path / "replica", hub, **environ)
         assert followed.stdout == expected, followed.stderr
-    loaded = {line.rpartition("/")[2] for line in Hub.asked if line.startswith("GET /some/model/resolve/")}
-    assert loaded == {"model.safetensors"} and not any("onnx" in line for line in Hub.asked)
+    loaded = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /some/model/resolve/")}
+    assert loaded == {"model.safetensors"} and not any("onnx" in line for line in hub.asked)
 
     refused = run(FOLLOW, channel, tmp_path / "another replica", hub, HF_HUB_OFFLINE="1")
     assert "MissingVersionError" in refused.stderr
     assert f"Version 1 refers to the checkpoint some/model@{COMMIT}" in refused.stderr
 
 
-def test_a_writer_without_a_trusted_key_gets_neither_the_token_nor_the_disk(
-    tmp_path: Path, hub: http.server.HTTPServer
-) -> None:
+def test_a_writer_without_a_trusted_key_gets_neither_the_token_nor_the_disk(tmp_path: Path, hub: Hub) -> None:
     channel = f"file://{tmp_path}/channel"
     published = run(PUBLISH, channel, tmp_path / "trainer", hub, HF_TOKEN="hf_secret")
-    assert published.returncode == 0 and "Bearer hf_secret" in Hub.tokens, published.stderr
+    assert published.returncode == 0 and "Bearer hf_secret" in hub.tokens, published.stderr
     for told, environ in ((False, {}), (True, {"DELTASYNC_REFERENCE_REPOS": "an/other,some/model"})):
-        Hub.tokens = set()
+        hub.tokens = set()
         followed = run(FOLLOW, channel, tmp_path / f"replica{told}", hub, HF_TOKEN="hf_secret", **environ)
         assert followed.stdout.startswith("2 "), followed.stderr
-        assert ("Bearer hf_secret" in Hub.tokens) is told
-    Hub.sizes, Hub.asked = {"model.safetensors": 10**12}, []
+        assert ("Bearer hf_secret" in hub.tokens) is told
+    hub.sizes, hub.asked = {"model.safetensors": 10**12}, []
     refused = run(FOLLOW, channel, tmp_path / "full", hub)
     assert "has 1,000,000,000,000 bytes, and the channel's model at most" in refused.stderr
-    assert not any(line.startswith("GET /some/model/resolve/") for line in Hub.asked)
+    assert not any(line.startswith("GET /some/model/resolve/") for line in hub.asked)

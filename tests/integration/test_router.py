@@ -25,6 +25,7 @@ from deltasync.errors import ConfigError
 from demo.processes import Child, get_json
 from demo.run import free_port
 from deploy.router import servers, write
+from tests.hosts.authority import Authority
 from tests.servers.haproxy import PATIENCE_S, Router, require_haproxy, routing
 from tests.waiting import wait_until
 
@@ -316,17 +317,14 @@ def test_long_prompts_pass_whole(router: Router, replicas: dict[str, Replica]) -
 def test_spaces_are_asked_by_their_names_over_tls(tmp_path: Path) -> None:
     require_haproxy()
     name = "user-one.hf.space"
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    command += ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}"]
-    subprocess.run([*command, "-out", certificate, "-keyout", key], check=True, capture_output=True)
+    authority = Authority(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    context.load_cert_chain(authority.issue(name, "127.0.0.1"))
     indicated = set()
     context.sni_callback = lambda _, server_name, __: indicated.add(server_name)
     space = Replica(version=4)
     space.socket = context.wrap_socket(space.socket, server_side=True)
-    options = f"{space.server_port} ssl verify required ca-file {certificate} sni str({name}) check-sni {name}"
+    options = f"{space.server_port} ssl verify required ca-file {authority.certificate} sni str({name}) check-sni {name}"
     with contextlib.closing(space.socket), routing(tmp_path, {name: options}) as router:
         router.wait_for_versions(**{name: 4})
         assert complete(router, x_deltasync_version=">=4") == (200, name)

@@ -3,8 +3,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import datetime
-import ipaddress
 import itertools
 import os
 import sys
@@ -16,13 +14,10 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from deltasync.errors import ConfigError, DeltaSyncError
 from demo.processes import Child
+from tests.hosts.authority import Authority
 from wordle.client import WordleClient, WordleEnvironment
 from wordle.game import GUESSES, Game, marks, word_list
 from wordle.server import ServerSettings, WordleServer
@@ -266,27 +261,9 @@ def test_the_environment_that_trl_calls(url: str) -> None:
     environment._client.close()
 
 
-def certificate(folder: Path) -> Path:
-    """A certificate for 127.0.0.1 that signs itself, and its key, in one PEM file."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "wordle")])
-    now = datetime.datetime.now(datetime.UTC)
-    signed = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    path = folder / "wordle.pem"
-    path.write_bytes(signed.public_bytes(serialization.Encoding.PEM) + private)
-    return path
-
-
 def test_as_a_process_with_tls_and_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pem, token = certificate(tmp_path), tmp_path / "token"
+    authority, token = Authority(tmp_path), tmp_path / "token"
+    pem = authority.issue("wordle", "127.0.0.1")
     token.write_text("sesame\n")
     command = [sys.executable, "-m", "wordle", "--port", "0", "--words", "full", "--tls-cert", str(pem)]
     log = tmp_path / "log"
@@ -297,7 +274,7 @@ def test_as_a_process_with_tls_and_token(tmp_path: Path, monkeypatch: pytest.Mon
         assert url.startswith("https://127.0.0.1:")
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             httpx.get(f"{url}/health")
-        monkeypatch.setenv("SSL_CERT_FILE", str(pem))
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.certificate))
         assert httpx.get(f"{url}/health").json() == {"status": "healthy"}
         for wrong in (None, "open", "sesame2"):
             with (
