@@ -96,7 +96,7 @@ class Averaging(torch.optim.SGD):
         self.others: dict[torch.Tensor, torch.Tensor] = {
             param: param.detach().clone() for group in self.param_groups for param in group["params"]
         }
-        self.is_training, self.evals = True, 0
+        self.is_training = True
 
     def step(self, closure: Any = None) -> None:
         assert self.is_training

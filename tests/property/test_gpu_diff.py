@@ -35,7 +35,6 @@ pytestmark = pytest.mark.gpu
 some = settings(max_examples=10 if INTERPRETED else 200)
 
 Pair = tuple[np.ndarray, np.ndarray]
-_NAMES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 @pytest.fixture(autouse=True)
