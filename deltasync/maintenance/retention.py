@@ -1,6 +1,6 @@
 """Garbage collection: drop versions by retention rules, and delete files that no document names.
 
-A version is identified by its slot (number and epoch), because a damaged record has no other identity. What decides is pure:
+A version is identified by its slot (number and epoch), because a damaged record has no other identity. Decisions are pure:
 documents and listings are arguments.
 """
 
