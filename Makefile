@@ -296,7 +296,8 @@ gpu-kit: setup
 # Every file of docs/results/ anew on this machine, then tables and pictures: hours; an interrupted run goes on. What there is, and
 # what cannot run here: make results RESULTS=--list
 RESULTS ?=
-results: setup
+results: setup .venv-rivals/.ready
+	@$(call apt,radosgw haproxy nft tc sysctl,ceph-mon ceph-osd radosgw haproxy nftables iproute2 procps) || echo "The runs of separate hosts are skipped."
 	PYTHONPATH="$(CURDIR):$(CURDIR)/examples" $(BIN)/python -m benchmarks.record --corpus $(CORPUS) $(RESULTS)
 
 # Sizes and speeds of the codecs; python -m benchmarks.NAME --help for the others.

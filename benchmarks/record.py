@@ -25,6 +25,7 @@ from pathlib import Path
 
 from benchmarks import common, results
 from deltasync.errors import ConfigError
+from tests.hosts.services import why_not_runnable
 
 IMAGES = common.ROOT / "docs" / "images"
 
@@ -74,8 +75,8 @@ def _no_rivals(state: Path, corpus: Path) -> str | None:
     return _no_runs(state, corpus) or (None if _rivals() else "the rivals are not installed: make .venv-rivals/.ready")
 
 
-def _no_root(state: Path, corpus: Path) -> str | None:
-    return None if os.geteuid() == 0 else "it needs root, for network namespaces"
+def _no_hosts(state: Path, corpus: Path) -> str | None:
+    return why_not_runnable("s3") if os.geteuid() == 0 else "it needs root, for network namespaces"
 
 
 _VLLM = _without("vllm", "trl")
@@ -105,7 +106,7 @@ ENTRIES = {
         _VLLM,
         (("wordle/run.png", "wordle.png"),),
     ),
-    "hosts": Entry(25, "-m tests.hosts --store s3 --shape --out {state}/hosts --json", _no_root),
+    "hosts": Entry(25, "-m tests.hosts --store s3 --shape --out {state}/hosts --json", _no_hosts),
 }
 """By the name of the file, the quick ones first."""
 
