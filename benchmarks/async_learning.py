@@ -74,7 +74,9 @@ def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
         folder = out / arm
         shutil.copytree(out / "model", folder / "model", dirs_exist_ok=True)
         rewards[arm] = []
-        with vllm_server.serving(folder / "model", "--max-num-seqs", "16", cores=cores[1:]) as server:
+        with vllm_server.serving(
+            folder / "model", "--max-num-seqs", "16", cores=cores[1:], DELTASYNC_WAIT_READY="0"
+        ) as server:
             for seed in range(seeds):
                 print(f"{arm}, seed {seed} ...", file=sys.stderr, flush=True)
                 metrics = folder / f"metrics-{seed}.jsonl"

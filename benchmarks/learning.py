@@ -68,7 +68,7 @@ def run_all(out: Path, steps: int) -> dict[str, dict[str, Any]]:
     if not (out / "model").exists():
         build_checkpoint(out / "model", seed=0)
     results = {}
-    with vllm_server.serving(out / "model", "--max-num-seqs", "1") as server:
+    with vllm_server.serving(out / "model", "--max-num-seqs", "1", DELTASYNC_WAIT_READY="0") as server:
         for arm in ARMS:
             print(f"{arm} ...", file=sys.stderr, flush=True)
             command = [sys.executable, "-m", "benchmarks.learning", "--out", str(out), "--steps", str(steps)]
