@@ -364,6 +364,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "async-learning": _of_command("async_learning"),
     "curves": _of_command("curves"),
     "placement": _of_command("placement"),
+    "cost-sheet": _of_command("cost_sheet"),
     "demo": _of_command("demo"),
     "hosts": lambda: _as_written("hosts"),
     "lag": _of_command("lag"),
