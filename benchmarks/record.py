@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import common, results
+from benchmarks.corpus.runs import BASE
 from deltasync.errors import ConfigError
 from tests.hosts.services import why_not_runnable
 
@@ -68,7 +69,9 @@ def _no_demo(state: Path, corpus: Path) -> str | None:
 
 
 def _no_runs(state: Path, corpus: Path) -> str | None:
-    return None if any(corpus.glob("*/channel.json")) else f"{corpus} has no real runs: make corpus, or name another folder"
+    if not any(corpus.glob("*/channel.json")):
+        return f"{corpus} has no real runs: make corpus, or name another folder"
+    return None if (corpus / BASE).exists() else f"{corpus / BASE} is missing, the checkpoint that the runs start from"
 
 
 def _no_rivals(state: Path, corpus: Path) -> str | None:
