@@ -265,7 +265,7 @@ class Routes:
 def _in_short(status: Any) -> dict[str, Any]:
     """Return what may be read of a status without the token."""
     found = msgspec.to_builtins(status)
-    return {name: found[name] for name in ("state", "version", "newest_version")}
+    return {name: found[name] for name in ("state", "version", "newest_version", "logprobs_mode") if name in found}
 
 
 _threads = Workers(limits.REPLY_THREADS, "reply")

@@ -38,6 +38,7 @@ class Replica(http.server.ThreadingHTTPServer):
     Attributes:
         version: What status and the header of a completion tell.
         seen: Headers and body of each completion asked for.
+        asked: Headers of each request for the status.
         hosts: What the requests were addressed to.
         hold: A completion waits for it, a stream after its first event.
         left: Set once a client was found to have gone away.
@@ -51,6 +52,7 @@ class Replica(http.server.ThreadingHTTPServer):
         self.version = version
         self.state = "serving"
         self.seen: list[tuple[dict[str, str], bytes]] = []
+        self.asked: list[dict[str, str]] = []
         self.hosts: set[str] = set()
         self.hold = threading.Event()
         self.hold.set()
@@ -85,6 +87,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         replica = self.server
         replica.hosts.add(self.headers["Host"])
+        if path == "/deltasync/status":
+            replica.asked.append({name.lower(): value for name, value in self.headers.items()})
         if path in ("/deltasync/status", "/deltasync/ready"):
             self._answer({"state": replica.state, "version": replica.version, "newest_version": 99})
         else:
@@ -170,7 +174,14 @@ def test_token_and_routes(router: Router, replicas: dict[str, Replica]) -> None:
     assert headers["authorization"] == "Bearer replica's" and none == []
     for path in ("/v1/models", "/tokenize", "/inference/v1/generate"):
         assert router.json(path) == {"path": path}
-    for path in ("/pause", "/deltasync/status", "/deltasync/sync", "/collective_rpc", "/", "/v1/../pause"):
+    for replica in replicas.values():
+        replica.asked.clear()
+    for authorization in ("Bearer router's", "Bearer mine", ""):
+        with router.open("/deltasync/status", authorization=authorization) as reply:
+            assert json.load(reply)["state"] == "serving"
+    assert not any("authorization" in asked for replica in replicas.values() for asked in replica.asked)
+    assert router.open("/deltasync/status", {}).status == 404
+    for path in ("/pause", "/deltasync/sync", "/collective_rpc", "/", "/v1/../pause"):
         assert router.open(path).status == 404
     assert router.open("/health", authorization="").status == 200
 
