@@ -25,6 +25,7 @@ _FINGERPRINTS = "deltasync.fingerprints"
 INDEX = "model.safetensors.index.json"
 Take = Callable[[str, np.ndarray], int]
 """Writes a tensor's unsigned bit patterns into an array of shape N, and returns their fingerprint."""
+Room = Callable[[str, int], np.ndarray]  # returns writable bytes for a file, by its name and size
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
 """Suffixes of files that hold weights. Some of these formats run code when they are loaded."""
 
@@ -52,26 +53,35 @@ def weight_files(
     return taken_files(specs, take, shard_bytes)
 
 
-def taken_files(specs: Mapping[str, TensorSpec], take: Take, shard_bytes: int) -> Iterator[tuple[str, bytes | memoryview]]:
+def taken_files(
+    specs: Mapping[str, TensorSpec],
+    take: Take,
+    shard_bytes: int,
+    room: Room | None = None,
+) -> Iterator[tuple[str, bytes | memoryview]]:
     """Make weight files one after the other, as (file name, bytes), then the index if there are several.
 
     `take` is called once for each tensor, in the order of `specs`, when the tensor's file is made. A file has at most
-    `shard_bytes`, unless a single tensor is larger.
+    `shard_bytes`, unless a single tensor is larger. They are made in `room`, by default in new memory.
     """
     files = shards(specs, shard_bytes)
     for file_name, names in files.items():
         held = [specs[name] for name in names]
-        yield file_name, _plain(held, take)
+        yield file_name, _plain(held, take, file_name, room or _memory)
     if len(files) > 1:
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
         index = {"metadata": {"total_size": weight_bytes(specs.values())}, "weight_map": weight_map}
         yield INDEX, json.dumps(index, indent=2).encode()
 
 
-def _plain(specs: Sequence[TensorSpec], take: Take) -> memoryview:
+def _memory(name: str, size: int) -> np.ndarray:
+    return torch.empty(size, dtype=torch.uint8).numpy()
+
+
+def _plain(specs: Sequence[TensorSpec], take: Take, file_name: str, room: Room) -> memoryview:
     """A file whose tensors are written straight to their places in it, without another copy."""
     head, order = layout(specs, _metadata({spec.name: 0 for spec in specs}))
-    file_B: np.ndarray = torch.empty(len(head) + weight_bytes(specs), dtype=torch.uint8).numpy()
+    file_B = room(file_name, len(head) + weight_bytes(specs))
     places, end = dict[str, np.ndarray](), len(head)
     for spec in order:
         start, end = end, end + spec.nbytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import mmap
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -332,20 +333,45 @@ def collect_weights(
             take(name, None)
         ranks.agree(None)
         return None
-    folder = tempfile.TemporaryDirectory(prefix="deltasync-")
-    paths, problem = list[Path](), None
-    try:
-        for name, data in anchors.taken_files(specs, take, limits.WEIGHT_FILE_BYTES):
-            paths.append(Path(folder.name, name))
+    folder, paths = tempfile.TemporaryDirectory(prefix="deltasync-"), list[Path]()
+    problem: OSError | None = None
+
+    def room(name: str, size: int) -> np.ndarray:
+        nonlocal problem
+        if problem is None:
             try:
-                paths[-1].write_bytes(b"" if problem else data)
+                return _mapped(Path(folder.name, name), size)
             except OSError as error:
-                problem = error  # the others go on sending
+                problem = error
+        return np.empty(size, np.uint8)  # the others go on sending
+
+    try:
+        for name, data in anchors.taken_files(specs, take, limits.WEIGHT_FILE_BYTES, room):
+            paths.append(Path(folder.name, name))
+            if problem is None and not paths[-1].exists():
+                try:
+                    paths[-1].write_bytes(data)
+                except OSError as error:
+                    problem = error
         ranks.agree(problem)
     except BaseException:
         folder.cleanup()
         raise
     return Weights(((path.name, _read(path)) for path in paths), folder.cleanup)
+
+
+def _mapped(path: Path, size: int) -> np.ndarray:
+    """Return the bytes of a new file on the disk, which the system writes and drops from memory as it likes.
+
+    Raises:
+        OSError: the disk has no room for them; nothing of it would be known while the bytes are set.
+    """
+    with path.open("xb+") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
+        return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
 
 
 def _read(path: Path) -> memoryview:
