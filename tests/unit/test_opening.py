@@ -51,7 +51,8 @@ class TestDamage:
         first = a.publish()
         data = first.data
         assert data is not None
-        most = a.log._bounds.most_bytes(first.key)
+        assert a.log.channel is not None
+        most = a.log.channel.most_bytes(first.key)
         quick.damage(first.key, data + bytes(most))
         b = quick.script("b")
         assert b.tip is not None
