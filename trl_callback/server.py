@@ -27,6 +27,9 @@ _NEUTRAL: dict[str, tuple[float | None, ...]] = {
 }
 """Fields of TRL's configs, and their values that leave the distribution as it is."""
 
+_UNSAMPLED = ("seed", "max_tokens", "stop", "stop_token_ids")
+"""Parameters of vLLM that say nothing of the distribution of a token."""
+
 _OF_CHECKPOINT = ("min_p", "presence_penalty", "frequency_penalty")
 """Fields that vLLM takes from the checkpoint's `generation_config.json` if a request leaves them out, as TRL's may."""
 
@@ -35,13 +38,14 @@ def _sampling_changes(args: Any, model: torch.nn.Module) -> list[str]:
     """The settings that sample from another distribution than the model's, as `name=value`: those of the trainer's arguments
     and of the model's `generation_config`, which is the server's default.
     """
+    given = getattr(args, "generation_kwargs", None) or {}  # any parameters of vLLM, before the arguments
     settings = {name: getattr(args, name, values[0]) for name, values in _NEUTRAL.items()}
-    changing = {name: value for name, value in settings.items() if value not in _NEUTRAL[name]}
+    settings |= {name: value for name, value in given.items() if name not in _UNSAMPLED}
+    changing = {name: value for name, value in settings.items() if value not in _NEUTRAL.get(name, ())}
     defaults = getattr(model, "generation_config", None)
     for name in _OF_CHECKPOINT:
-        if getattr(args, name, None) is None and (value := getattr(defaults, name, None)):
+        if name not in given and getattr(args, name, None) is None and (value := getattr(defaults, name, None)):
             changing[name] = value
-    changing |= getattr(args, "generation_kwargs", None) or {}  # any parameters of vLLM
     return [f"{name}={value}" for name, value in changing.items()]
 
 
