@@ -122,14 +122,16 @@ def emit(as_json: bool, result: Any, lines: Iterable[str]) -> None:
 
 
 def commit() -> str | None:
-    """Return the commit that is checked out, with `+` if files differ from it; None outside of a repository."""
+    """Return the commit that is checked out, with `+` if files differ from it, but results; None outside of a repository."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        output = subprocess.run(
-            ["git", "describe", "--always", "--exclude=*", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
+        changed = git("diff", "--name-only", "HEAD", "--", ".", ":!docs/results", ":!docs/images")
+        return git("describe", "--always", "--exclude=*") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return output.stdout.strip()
 
 
 def machine() -> dict[str, Any]:
