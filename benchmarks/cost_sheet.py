@@ -83,6 +83,7 @@ def measure(url: str, proxy: FaultProxy) -> dict[str, Any]:
             receipts: list[Receipt] = []
             published += taken(lambda: receipts.append(publisher.publish(weights.items()).wait(600)), HEAD_S)  # noqa: B023
             followed += taken(replica.poll)
+            replica.poll()  # as between two versions; otherwise it would take itself to lag, and read ahead
             payload_bytes += receipts[0].payload_bytes
         identity = replica.identity
         assert identity is not None
