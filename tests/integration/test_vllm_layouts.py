@@ -28,10 +28,8 @@ RELOADED = {
     # w2 is as it was loaded, but the layer is loaded as a whole.
     "qwen3_moe_swapped": {ALIEN: 16, "others of its layer are loaded again": 8},
     "deepseek_v2": {ALIEN: 12},
-    "qwen3_next": {
-        **{ALIEN: 24, "vLLM holds it as float32": 2, "others of its layer are loaded again": 2},
-        **({CHANGED: 2} if torch.cpu._is_avx512_bf16_supported() else {}),  # the convolution's, packed
-    },
+    "qwen3_next": {ALIEN: 24, "vLLM holds it as float32": 2, "others of its layer are loaded again": 2}
+    | ({CHANGED: 2} if torch.cpu._is_avx512_bf16_supported() else {}),  # the convolution's, packed
     "fp8": {CHANGED: 14},
 }
 REFUSED = {

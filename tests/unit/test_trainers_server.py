@@ -57,11 +57,8 @@ def check(status: Status, wait_s: float | None = None, model: torch.nn.Module = 
 @pytest.mark.parametrize(
     "neutral",
     [
-        *({}, {"top_k": -1, "min_p": 0.0}, {"temperature": 1, "top_p": None, "top_k": None}, {"generation_kwargs": {}}),
-        *(
-            {"generation_kwargs": {"seed": 0, "max_tokens": 8}},
-            {"temperature": 0.5, "generation_kwargs": {"temperature": 1.0}},
-        ),
+        *({}, {"top_k": -1, "min_p": 0.0}, {"temperature": 1, "top_p": None, "top_k": None}),
+        {"temperature": 0.5, "generation_kwargs": {"temperature": 1.0, "seed": 0, "max_tokens": 8}},
     ],
     ids=str,
 )
