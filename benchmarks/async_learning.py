@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.learning import begin_dense, plot_rewards, write_dense
+from benchmarks.learning import ENVIRON, begin_dense, plot_rewards, write_dense
 
 ARMS = ("dense", "deltasync")
 LAST = 10  # steps whose mean reward is compared
@@ -74,9 +74,7 @@ def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
         folder = out / arm
         shutil.copytree(out / "model", folder / "model", dirs_exist_ok=True)
         rewards[arm] = []
-        with vllm_server.serving(
-            folder / "model", "--max-num-seqs", "16", cores=cores[1:], DELTASYNC_WAIT_READY="0"
-        ) as server:
+        with vllm_server.serving(folder / "model", "--max-num-seqs", "16", cores=cores[1:], **ENVIRON[arm]) as server:
             for seed in range(seeds):
                 print(f"{arm}, seed {seed} ...", file=sys.stderr, flush=True)
                 metrics = folder / f"metrics-{seed}.jsonl"

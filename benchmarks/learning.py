@@ -3,7 +3,7 @@
     python -m benchmarks.learning --out DIR [--steps 20] [--json]
 
 from the root of the repository, with the development dependencies. Needs no GPU, and about five minutes on two cores. Runs
-TRL's GRPOTrainer three times from the same seeds, on one real vLLM server:
+TRL's GRPOTrainer three times from the same seeds, each on a real vLLM server of its own:
 
     frozen      no weights ever reach the server: the control, whose parameters must differ
     deltasync   every sync publishes to the channel that the server follows
@@ -31,6 +31,12 @@ from benchmarks import common
 from benchmarks.models import digests
 
 ARMS = ("frozen", "deltasync", "dense")
+ENVIRON: dict[str, dict[str, str]] = {
+    "frozen": {"DELTASYNC_CHANNEL": ""},
+    "deltasync": {},
+    "dense": {"DELTASYNC_CHANNEL": ""},
+}
+"""Of the server of each arm: one that follows a channel answers nothing before a version, and refuses other weights."""
 LEARNING_RATE = 2e-4  # the demo's rate would hardly move the reward in so few steps
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "learning.png"
 
@@ -58,7 +64,7 @@ def main() -> None:
 
 
 def run_all(out: Path, steps: int) -> dict[str, dict[str, Any]]:
-    """Run each arm in a process of its own, all on one server."""
+    """Run each arm in a process of its own, each on a server of its own."""
     from demo.model import build_checkpoint
     from demo.processes import Child, interrupt_on_sigterm
     from tests.integration import vllm_server
@@ -68,16 +74,16 @@ def run_all(out: Path, steps: int) -> dict[str, dict[str, Any]]:
     if not (out / "model").exists():
         build_checkpoint(out / "model", seed=0)
     results = {}
-    with vllm_server.serving(out / "model", "--max-num-seqs", "1", DELTASYNC_WAIT_READY="0") as server:
-        for arm in ARMS:
-            print(f"{arm} ...", file=sys.stderr, flush=True)
+    for arm in ARMS:
+        print(f"{arm} ...", file=sys.stderr, flush=True)
+        with vllm_server.serving(out / "model", "--max-num-seqs", "1", **ENVIRON[arm]) as server:
             command = [sys.executable, "-m", "benchmarks.learning", "--out", str(out), "--steps", str(steps)]
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "1"}
             command += ["--arm", arm, "--server-url", server.url]
             with Child("The training", command, environ, out / f"{arm}.log") as child:
                 child.wait()
                 child.check()
-            results[arm] = json.loads((out / f"{arm}.json").read_text())
+        results[arm] = json.loads((out / f"{arm}.json").read_text())
     return results
 
 

@@ -339,13 +339,14 @@ def serving(
     cores: list[int] | None = None,
     **environ: str,
 ) -> Iterator[Server]:
-    """A server of this checkpoint that follows an empty channel beside it, once it answers."""
+    """A server of this checkpoint that follows an empty channel beside it, or none if that is "", once it answers."""
     weights = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
     channel, port = f"file://{checkpoint.parent}/channel", free_port()
     server = Server(f"http://127.0.0.1:{port}", channel, weights, token)
     log = checkpoint.parent / "server.log"
     with one_thread(), start(checkpoint, channel, port, log, *arguments, cores=cores, **environ) as child:
-        child.wait_until(lambda: get_json(f"{server.url}/deltasync/status"), 2 * PATIENCE_S, "to start")
+        path = "deltasync/status" if environ.get("DELTASYNC_CHANNEL", channel) else "v1/models"
+        child.wait_until(lambda: get_json(f"{server.url}/{path}"), 2 * PATIENCE_S, "to start")
         yield server
         if server.publisher is not None:
             server.publisher.close()
