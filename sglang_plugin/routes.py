@@ -39,7 +39,8 @@ class SchedulerRoutes(Routes):
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
         """As `Routes.call`; then SGLang's own routes show the version that is served."""
         found = await super().call(method, *args, **named)
-        status, self.last_not_ready = await super().call("status", 0), await super().call("not_ready")
+        status = found if method == "status" else await super().call("status", 0)
+        self.last_not_ready = found if method == "not_ready" else await super().call("not_ready")
         if status["version"] is not None:
             self._server._global_state.tokenizer_manager._update_weight_version_if_provided(str(status["version"]))
         return found
@@ -47,16 +48,15 @@ class SchedulerRoutes(Routes):
     @contextlib.asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """Note each version that is served."""
-
-        async def tick() -> None:
-            while True:
-                with contextlib.suppress(Exception):  # asked again soon
-                    await self.call("not_ready")
-                await asyncio.sleep(_TICK_S)
-
-        task = asyncio.create_task(tick(), name="deltasync-tick")
+        task = asyncio.create_task(self._tick(), name="deltasync-tick")
         yield
         task.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # asked again soon
+                await self.call("not_ready")
+            await asyncio.sleep(_TICK_S)
 
 
 def install(server: Any) -> None:
