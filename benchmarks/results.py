@@ -6,9 +6,8 @@ A result file is what a benchmark prints with `--json` (command, date, commit, m
 
     python -m benchmarks.codec --json > docs/results/codec.json
 
-Files with `"recorded": "earlier"` hold figures of documents that are older than these files, as far as they had them;
-their `notes` are sentences about the figures. A table stands between `<!-- results: NAME -->` and `<!-- /results -->`, a
-figure in a sentence between `<!-- result: NAME -->` and `<!-- / -->`.
+A table stands between `<!-- results: NAME -->` and `<!-- /results -->`, a figure in a sentence between
+`<!-- result: NAME -->` and `<!-- / -->`.
 """
 
 from __future__ import annotations
@@ -95,16 +94,14 @@ def _of_command(name: str, module: str = "", function: str = "lines") -> Callabl
     return table
 
 
-def _source(*names: str, notes: bool = True) -> Iterator[str]:
-    """Yield where the figures are from, and their notes."""
+def _source(*names: str) -> Iterator[str]:
+    """Yield where the figures are from."""
     for name in names:
         found = load(name)
         commit = f" at {found['commit']}" if found["commit"] else ""
-        machine = f"{found['machine'].get('cpu', 'a machine')} with {found['machine']['cores']} cores"
+        machine = f"{found['machine']['cpu']} with {found['machine']['cores']} cores"
         yield ""
         yield f"`{found['command']}`{commit}, {found['date']}, {machine}; more in `docs/results/{name}.json`."
-        for note in found.get("notes", ()) if notes else ():
-            yield f"\n{note}"
 
 
 # --- the codecs ---------------------------------------------------------------------------------------------------------
@@ -114,7 +111,7 @@ def _codec_sizes(name: str) -> Iterator[str]:
     samples = [sample for sample in load(name)["result"]["samples"] if sample["label"] != "replaced"]
     samples.sort(key=lambda sample: sample["source"] == "finetune")
     yield from _sizes(samples)
-    yield from _source(name, notes=False)
+    yield from _source(name)
 
 
 def _sizes(samples: Sequence[dict[str, Any]], last: Iterable[Row] = ()) -> Iterator[str]:
@@ -274,7 +271,7 @@ def codec_readme() -> Iterator[str]:
         rows.append((f"{label}, {sample['changed_fraction']:.2%}", *bits, f"{_bound(sample, 'exponent'):.2f}"))
     own_code = (f"{name}, its own code" for name in _README_RIVALS)
     yield from _table(("one step, changed", *_README.values(), *own_code, "bound given the old exponent"), rows, words=1)
-    yield from _source("corpus", "codec_masters", "rivals", notes=False)
+    yield from _source("corpus", "codec_masters", "rivals")
 
 
 def _real_steps() -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -292,11 +289,11 @@ def plot_codec(target: Path) -> None:
 # --- hosts ---------------------------------------------------------------------------------------------------------
 
 
-def _as_written(name: str) -> Iterator[str]:
-    """Yield a result that is a table of texts."""
-    result = load(name)["result"]
+def hosts() -> Iterator[str]:
+    """Yield the result, which is a table of texts."""
+    result = load("hosts")["result"]
     yield from _table(result["columns"], result["rows"])
-    yield from _source(name)
+    yield from _source("hosts")
 
 
 def machines() -> Iterator[str]:
@@ -305,10 +302,7 @@ def machines() -> Iterator[str]:
     for path in sorted(RESULTS.glob("*.json")):
         found = load(path.stem)
         of = found["machine"]
-        load_average = of.get("load_average", "not recorded")
-        rows.append(
-            (f"`{path.name}`", of.get("cpu", "not recorded"), of["cores"], load_average, found["commit"], found["date"])
-        )
+        rows.append((f"`{path.name}`", of["cpu"], of["cores"], of["load_average"], found["commit"], found["date"]))
     yield from _table(("file", "CPU", "cores", "load before", "commit", "date"), rows)
 
 
@@ -366,12 +360,12 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "placement": _of_command("placement"),
     "cost-sheet": _of_command("cost_sheet"),
     "demo": _of_command("demo"),
-    "hosts": lambda: _as_written("hosts"),
+    "hosts": hosts,
     "lag": _of_command("lag"),
     "join": _of_command("join"),
     "scale": _of_command("scale", function="measured"),
     "scale-computed": _of_command("scale", function="computed"),
-    "wordle": lambda: _as_written("wordle") if "columns" in load("wordle")["result"] else _of_command("wordle", "demo")(),
+    "wordle": _of_command("wordle", "demo"),
     "machines": machines,
     "machines-compared": machines_compared,
 }

@@ -214,7 +214,7 @@ typedef struct {
 } Writes;
 #define OUTSIDE 0xFFFFFFFFu
 typedef struct {
-    int w, wide, exact;
+    int w, wide;
     i64 classes, blocks;
     const i64 *base_B, *size_BC, *bound_B, *ratio_CC;
     i64 *size_to_BC;
@@ -244,8 +244,6 @@ typedef struct {
     const i64 *period_R;
     i64 *element_RE;
     u32 *step_RES;
-    // the sum of a stream's memory
-    const u64 *key;
 } Code;
 typedef struct {
     int w, wide, by_tile;
@@ -254,7 +252,7 @@ typedef struct {
     const char *step;
     void *at_to;
     char *step_to;
-    i64 *count_B, blocks, changes;
+    i64 *count_B;
 } Regroup;
 typedef struct { u64 inverse; u32 freq, start; } Coding;  // of a symbol
 typedef struct { u8 symbol[SLOTS]; u32 range[SYMBOLS]; } Decoding;  // a table: symbol of each slot; slots and first slot of each symbol

@@ -134,11 +134,11 @@ class Made:
         self._put(keys.epoch_document(epoch), documents.encode(opening))
         self.epoch = epoch
 
-    def head(self, version: VersionId | None = None, anchor: str | None = None) -> None:
+    def head(self, version: VersionId | None = None) -> None:
         """Point head at a version, the newest by default."""
         newest = version or self.tip
         assert newest is not None
-        named = Head(run_id=self.run_id, version=newest.version, epoch=newest.epoch, sha256=newest.sha256, anchor=anchor)
+        named = Head(run_id=self.run_id, version=newest.version, epoch=newest.epoch, sha256=newest.sha256)
         self._put(keys.HEAD, documents.encode(named))
 
     def append(self, document: Record, payload: Encoded | None, model: Weights) -> StoredRecord:

@@ -192,14 +192,13 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """A hint where the newest version and the newest announced anchor are. Readers believe nothing that it says."""
+    """A hint where the newest version is. Readers believe nothing that it says."""
 
     format: str = FORMAT
     run_id: _RunId
     version: Number
     epoch: Epoch
     sha256: Sha256
-    anchor: str | None = None
     requires: _Requires = dataclasses.field(default_factory=list)
 
     @property

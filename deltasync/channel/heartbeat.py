@@ -332,7 +332,8 @@ def follows_nothing(url: str) -> str:
     return (
         f"The vLLM server at {url} does not follow a channel, so it would go on to answer with the weights that it has: "
         "GET /deltasync/status is not answered as deltasync does. Start the server with DELTASYNC_CHANNEL and "
-        "--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension, and let that path through proxies."
+        "--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension, let that path through proxies, and send no wrong "
+        "DELTASYNC_HTTP_TOKEN."
     )
 
 
@@ -388,13 +389,10 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
         return _unreachable(url, f"{url} does not answer as deltasync does: {unreadable}")
     if found.state == STOPPED:  # a server that is named by its URL is waited for, also while it is restarted
         return dataclasses.replace(found, version=None, state="unreachable", error=f"{url} is stopping")
-    if "run_id" not in status:
-        error = "it does not name its run to those without its token: set DELTASYNC_HTTP_TOKEN here too"
-    elif found.run_id in (None, run_id):
+    if found.run_id in (None, run_id):
         return found
-    else:
-        error = f"it follows run {found.run_id} of {status.get('channel')}"
-    return dataclasses.replace(found, version=None, error=error)
+    channel = f" of {status['channel']}" if "channel" in status else ""  # without the token it is not told
+    return dataclasses.replace(found, version=None, error=f"it follows run {found.run_id}{channel}")
 
 
 def _json_object(answer: bytes) -> dict[str, Any]:
@@ -426,10 +424,11 @@ def _call(
         with opener.open(urllib.request.Request(url, body, headers), timeout=timeout_s) as reply:
             return reply.read(most_bytes), None, reply.status
     except urllib.error.HTTPError as error:
-        redirect = ", a redirect, which is not followed: name the server itself" if 300 <= error.code < 400 else ""
+        why = ", a redirect, which is not followed: name the server itself" if 300 <= error.code < 400 else ""
+        why = ": set DELTASYNC_HTTP_TOKEN to the server's" if error.code == 401 else why
         answer = b""
         with contextlib.suppress(OSError, http.client.HTTPException), error:
             answer = error.read(limits.ANSWER_BYTES)
-        return answer, f"{url} answered {error.code}{redirect}", error.code
+        return answer, f"{url} answered {error.code}{why}", error.code
     except (OSError, ValueError, http.client.HTTPException) as error:
         return b"", f"{url} does not answer: {error}", None

@@ -263,9 +263,9 @@ class Routes:
 
 
 def _in_short(status: Any) -> dict[str, Any]:
-    """Return what may be read of a status without the token."""
-    found = msgspec.to_builtins(status)
-    return {name: found[name] for name in ("state", "version", "newest_version", "logprobs_mode") if name in found}
+    """Return what may be read of a status without the token, as by a trainer that waits for its server behind a router."""
+    names = {"state", "run_id", "version", "epoch", "sha256", "newest_version", "logprobs_mode"}
+    return {name: value for name, value in msgspec.to_builtins(status).items() if name in names}
 
 
 _threads = Workers(limits.REPLY_THREADS, "reply")

@@ -394,7 +394,7 @@ class Compactor:
         version, digest = stored.version, str(stored.record.fingerprint)
 
         def announce() -> None:
-            announced = self._log.announce(version, digest, self.store(weights, version.version))
+            announced = self._log.shortcut(version, digest, None, anchor=self.store(weights, version.version))
             if self.base is not None and self.base.record.version > version.version:
                 return  # other full weights were published since
             self.begin(announced, paid=paid)
@@ -427,7 +427,7 @@ class Compactor:
                 files, changed = files + more, changed + count
             delta = documents.Delta(codec=CODEC, changed=changed, parts=files)
             digest = str(stored.record.fingerprint)
-            compacted.append(log.compaction(stored.version, digest, inline, base=base.version, delta=delta))
+            compacted.append(log.shortcut(stored.version, digest, inline, base=base.version, delta=delta))
 
         self._guarded(compact)
         steps.thaw()

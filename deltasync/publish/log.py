@@ -17,7 +17,7 @@ from typing import Any
 
 from deltasync import limits
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Anchor, Channel, File, Head, Record, VersionId, sha256_hex
+from deltasync.channel.documents import Channel, File, Head, Record, VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer
@@ -149,7 +149,6 @@ class Log:
         self._fenced: FencedError | None = None
         self._foreign = set[str]()  # epochs that nobody opened
         self._attempts: dict[int, int] = {}
-        self._anchor: tuple[int, str] | None = None
         self._lock = threading.Lock()
         self._head_waits = self._had_head = False
         self._head = Workers(1, "upload")
@@ -243,20 +242,11 @@ class Log:
         self.published.pop(self.tip.version - _MOST_PUBLISHED, None)
         self._follow_with_head()
 
-    def announce(self, version: VersionId, fingerprint: str, anchor: Anchor) -> StoredRecord:
-        """Announce an anchor of a stored version of any epoch, once. The anchor's files are stored.
+    def shortcut(self, version: VersionId, fingerprint: str, payload: Encoded | None, **fields: Any) -> StoredRecord:
+        """Store a compaction to a stored version of any epoch, or announce its anchor, whose files are stored.
 
-        Raises:
-            FencedError, StoreError, ConfigError, CorruptDataError: as `append`.
+        `fields` are those of its record that differ: `base` and `delta`, or `anchor`. Raises as `append`.
         """
-        stored = self.compaction(version, fingerprint, None, anchor=anchor)
-        with self._lock:
-            self._anchor = max(self._anchor or (0, ""), (version.version, stored.key))
-        self._follow_with_head()
-        return stored
-
-    def compaction(self, version: VersionId, fingerprint: str, payload: Encoded | None, **fields: Any) -> StoredRecord:
-        """Store a compaction to a version, once; its `base` and `delta` are fields of its record. Raises as `announce`."""
         self._check()
         stored = self._encoded(*record.shortcut(self.run_id, version, self.epoch, fingerprint, **fields), payload)
         assert stored.data is not None
@@ -430,7 +420,7 @@ class Log:
         """Let head name the newest version. A failure is logged; the next version moves head again."""
         with self._lock:
             self._head_waits = False
-            tip, anchor = self.tip, self._anchor
+            tip = self.tip
         assert tip is not None
         try:
             before = None
@@ -443,17 +433,7 @@ class Log:
                 raise self._fence(
                     f"head names epoch {before.epoch}, after {self.epoch}: another publisher opened the channel"
                 )
-            known = None if before is None else before.anchor
-            span = keys.shortcut_of(known or "")
-            if span is None or span.base or span.version > tip.version:
-                known = None  # anybody could have put it there
-            head = Head(
-                run_id=self.run_id,
-                version=tip.version,
-                epoch=tip.epoch,
-                sha256=tip.sha256,
-                anchor=known if anchor is None else anchor[1],
-            )
+            head = Head(run_id=self.run_id, version=tip.version, epoch=tip.epoch, sha256=tip.sha256)
             if head != before:
                 self.store.put(keys.HEAD, documents.encode(head))
             self._had_head = True

@@ -175,14 +175,13 @@ def by_codec(folder: Path, codec_name: str) -> None:
     channel = made(codec_name, states[0])
     written = [channel.anchor(states[0], step=10, shard_bytes=8000).version]
     written.append(channel.delta(states[1], step=20).version)
-    written.append(channel.delta(states[2]).version)
-    written.append(channel.delta(states[3], parts=2, step=-1).version)
+    written += [channel.delta(states[2]).version, channel.delta(states[3], parts=2, step=-1).version]
     written.append(channel.delta(states[4]).version)
-    announced = channel.announce(written[4])
+    channel.announce(written[4])
     succeed(channel, SECOND)
     written.append(channel.delta(states[5], step=2**63 - 1).version)
     channel.compaction(written[0], written[5])
-    channel.head(anchor=announced.key)
+    channel.head()
     write(channel, folder / codec_name)
 
 

@@ -254,8 +254,7 @@ class StatusServer(Answers):
     """Answers as a replica's routes do; the real ones are asked in the tests with vLLM."""
 
     def __init__(self) -> None:
-        self.status = {"run_id": RUN, "channel": "x", "state": "serving", "version": 2, "epoch": EPOCH, "error": None}
-        self.status["sha256"] = PUBLISHED[2]
+        self.status = {"run_id": RUN, "state": "serving", "version": 2, "epoch": EPOCH, "sha256": PUBLISHED[2]}
         self.token: str | None = None
         self.found = True  # whether it has deltasync's routes
         self.asked_for: list[int] = []
@@ -267,9 +266,9 @@ class StatusServer(Answers):
             return 504, {"error": "not yet"}
         status = self.status
         if self.token is not None and "authorization" not in asked.headers:
-            status = {name: status[name] for name in ("state", "version")}
-        elif self.token is not None:
-            assert asked.headers["authorization"] == f"Bearer {self.token}"
+            status = {name: status[name] for name in ("state", "run_id", "version", "epoch", "sha256")}
+        elif self.token is not None and asked.headers["authorization"] != f"Bearer {self.token}":
+            return 401, {"error": "no"}
         return 200 if self.found else 404, status
 
 
@@ -320,12 +319,14 @@ def test_a_server_with_another_version_of_the_same_number_lags(store: Store, ser
         wait(store, 2, urls=[server.url])
 
 
-def test_a_server_with_a_token_wants_it(store: Store, server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_a_token_wants_it_or_none(store: Store, server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.token = "secret"
-    with pytest.raises(AckTimeoutError, match="set DELTASYNC_HTTP_TOKEN here too"):
+    for token in ("", "secret"):
+        monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", token)
+        assert wait(store, 2, urls=[server.url]) == [server.url]
+    monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", "other")
+    with pytest.raises(AckTimeoutError, match="answered 401: set DELTASYNC_HTTP_TOKEN to the server's"):
         wait(store, 2, urls=[server.url])
-    monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", "secret")
-    assert wait(store, 2, urls=[server.url]) == [server.url]
 
 
 def test_no_token_goes_where_a_redirect_leads(monkeypatch: pytest.MonkeyPatch) -> None:

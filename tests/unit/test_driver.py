@@ -19,7 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from deltasync import Publisher, open_store
-from deltasync.channel import signing
+from deltasync.channel import heartbeat, signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     ApplyError,
@@ -402,9 +402,10 @@ def test_with_a_token_only_the_state_and_the_versions_are_open(
                 assert "s3cret" not in reply.text
             assert client.request(method, path, headers=good).status_code == 200, path
         assert client.get("/deltasync/status", headers=bad).status_code == 401
-        short = client.get("/deltasync/status").json()
-        assert short == {"state": "serving", "version": 1, "newest_version": 1, "logprobs_mode": "raw_logprobs"}
-        assert client.get("/deltasync/status", headers=good).json()["replica_id"]
+        short, whole = (client.get("/deltasync/status", headers=headers) for headers in ({}, good))
+        assert short.json().keys() == {"state", "run_id", "version", "epoch", "sha256", "newest_version", "logprobs_mode"}
+        seen = heartbeat.heartbeat_of("http://router", short.content, whole.json()["run_id"])
+        assert seen.serving == trainer.channel.tip, "a trainer without the token can wait for its version behind a router"
 
 
 def test_a_server_that_follows_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
