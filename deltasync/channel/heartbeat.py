@@ -389,7 +389,7 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
         return _unreachable(url, f"{url} does not answer as deltasync does: {unreadable}")
     if found.state == STOPPED:  # a server that is named by its URL is waited for, also while it is restarted
         return dataclasses.replace(found, version=None, state="unreachable", error=f"{url} is stopping")
-    if found.run_id in (None, run_id):
+    if found.run_id == run_id or (found.run_id, found.version) == (None, None):
         return found
     channel = f" of {status['channel']}" if "channel" in status else ""  # without the token it is not told
     return dataclasses.replace(found, version=None, error=f"it follows run {found.run_id}{channel}")

@@ -58,7 +58,7 @@ def _key(document: Any) -> str:
     return keys.epoch_document(document.epoch) if isinstance(document, EpochDocument) else "key"
 
 
-HEAD = Head(run_id="run", version=2, epoch=EPOCH, sha256="b" * 64, anchor=keys.announcement(2, EPOCH))
+HEAD = Head(run_id="run", version=2, epoch=EPOCH, sha256="b" * 64)
 CHANNEL = Channel(
     run_id="run",
     created_at="2026-01-01T00:00:00+00:00",

@@ -218,20 +218,6 @@ class TestHead:
         assert last is not None
         assert last.newest == found[-1]
 
-    def test_it_keeps_the_anchor_that_it_named(self, quick: Place) -> None:
-        a = quick.script("a")
-        first = a.publish()
-        anchor = first.record.anchor
-        assert anchor is not None
-        compaction = a.log.announce(first.version, "0" * 16, anchor)
-        a.log.close()  # head is written behind
-        b = quick.script("b")
-        b.publish()
-        b.log.close()
-        found = head(quick.store)
-        assert found is not None
-        assert (found.epoch, found.anchor) == (b.log.epoch, compaction.key)
-
     def test_a_damaged_one_is_replaced(self, quick: Place) -> None:
         a = quick.script("a")
         a.publish()
@@ -257,10 +243,10 @@ class TestFolds:
         found = [a.publish(str(number)) for number in range(3)]
         part = a.log.put_file(keys.parts_folder(3, a.log.epoch, 7), "000-00001.safetensors", b"a compaction's")
         delta = Delta(codec="packed", changed=1, parts=[part])
-        compaction = a.log.compaction(found[2].version, "1" * 16, None, base=found[0].version, delta=delta)
+        compaction = a.log.shortcut(found[2].version, "1" * 16, None, base=found[0].version, delta=delta)
         anchor = found[0].record.anchor
         assert anchor is not None
-        announced = a.log.announce(found[0].version, "2" * 16, anchor)
+        announced = a.log.shortcut(found[0].version, "2" * 16, None, anchor=anchor)
         reader = ChannelReader(anywhere.store)
         for each, base, version in ((compaction, found[0].version, found[2].version), (announced, None, found[0].version)):
             read = reader.stored(each.key, each.sha256)

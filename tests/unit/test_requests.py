@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -90,12 +91,13 @@ def test_what_routes_ask_of_a_loop_in_another_process(loop: tuple[Publisher, Fol
     assert late.status_code == 504 and late.json()["error"].startswith("Step 30 is not served after 0.1 s: this ")
     late = client.post("/deltasync/sync", json={"version": 9, "timeout_s": 0.1})
     assert late.status_code == 504
-    assert late.json() == {
+    told = {
         "error": "Version 9 is not served after 0.1 s: this replica serves version 2, the newest is version 2, and it is "
         "serving.",
         "cause": None,
-        **{"state": "serving", "version": 2, "newest_version": 2},
+        **{"state": "serving", "version": 2, "newest_version": 2, "run_id": loop[0].run_id},
     }
+    assert late.json() == told | {"epoch": ANY, "sha256": ANY}
     asked = client.post("/deltasync/sync?version=9")
     assert asked.status_code == 422 and "not in the address: 'version=9'." in asked.json()["error"]
     assert client.get("/deltasync/ready").json() == {"ready": True, "reason": None}
