@@ -69,9 +69,7 @@ def _hint(random: Random, objects: dict[str, bytes], run_id: str, records: list[
         named += [VersionId(slot.version, slot.epoch, digest), VersionId(slot.version, slot.epoch, "f" * 64)]
         named += [VersionId(slot.version + 1, slot.epoch, digest)]
     version = random.choice(named)
-    head = Head(
-        run_id=run_id, version=version.version, epoch=version.epoch, sha256=version.sha256, anchor="compactions/../x"
-    )
+    head = Head(run_id=run_id, version=version.version, epoch=version.epoch, sha256=version.sha256)
     return random.choice((documents.encode(head), documents.encode(head), b"", b"{}", b"[" * 4000, bytes(1 << 16)))
 
 
