@@ -403,7 +403,9 @@ def test_with_a_token_only_the_state_and_the_versions_are_open(
             assert client.request(method, path, headers=good).status_code == 200, path
         assert client.get("/deltasync/status", headers=bad).status_code == 401
         short, whole = (client.get("/deltasync/status", headers=headers) for headers in ({}, good))
-        assert short.json().keys() == {"state", "run_id", "version", "epoch", "sha256", "newest_version", "logprobs_mode"}
+        told = {name: whole.json()[name] for name in ("run_id", "epoch", "sha256")}
+        told |= {"state": "serving", "version": 1, "newest_version": 1, "logprobs_mode": "raw_logprobs"}
+        assert short.json() == told and whole.json()["replica_id"]
         seen = heartbeat.heartbeat_of("http://router", short.content, whole.json()["run_id"])
         assert seen.serving == trainer.channel.tip, "a trainer without the token can wait for its version behind a router"
 
