@@ -39,7 +39,7 @@ class VersionRecord:
     encode_s: float
     ack_s: float | None
     coalesced: int = 1
-    time_s: float = dataclasses.field(default_factory=time.time)
+    time_s: float = dataclasses.field(default_factory=lambda: time.time())  # looked up at each call: a clock may be replaced
 
     @property
     def changed_fraction(self) -> float:

@@ -70,7 +70,7 @@ class Heartbeat:
     pin: str | None = None  # the versions that it takes, None for the newest. Nobody waits for a pinned replica.
     error: str | None = None
     boot: Boot | None = None
-    time_s: float = dataclasses.field(default_factory=time.time)
+    time_s: float = dataclasses.field(default_factory=lambda: time.time())  # looked up at each call: a clock may be replaced
 
     @property
     def serving(self) -> VersionId | None:
