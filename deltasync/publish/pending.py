@@ -67,8 +67,8 @@ class Pending:
     reference: Reference | None = None
     weights: Weights | None = None
     collected: bool = False
-    ended_s: float = dataclasses.field(default_factory=time.perf_counter)
-    released: threading.Event = dataclasses.field(default_factory=threading.Event)
+    ended_s: float = dataclasses.field(default_factory=lambda: time.perf_counter())
+    released: threading.Event = dataclasses.field(default_factory=lambda: threading.Event())
     encoded: Future[tuple[int, float]] = dataclasses.field(default_factory=Future)
     uploaded: Future[str] = dataclasses.field(default_factory=Future)
 

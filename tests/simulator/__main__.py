@@ -61,7 +61,7 @@ def with_fixed_hashes(module: str) -> None:
 
 def prepare() -> None:
     """Import the product."""
-    from tests.simulator.scheduler import load_product
+    from tests.simulator.shown import load_product
 
     load_product()
     importlib.import_module("tests.simulator.world")

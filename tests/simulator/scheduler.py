@@ -1,8 +1,8 @@
 """Threads that run one at a time and change hands only at seams: a wait, a lock, a look at the clock, a store's call.
 
 Each simulated thread is a thread of the interpreter that holds the baton, or waits for it. At a seam the seed decides who
-goes on. If nobody can, the clock jumps to the next time at which somebody wants to wake up. The product's modules see
-`Threading` and `Clock` in place of `threading` and `time` while `Scheduler.installed` lasts.
+goes on. If nobody can, the clock jumps to the next time at which somebody wants to wake up. `shown` has what the product
+sees of it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,10 @@ import _thread
 import contextlib
 import gc
 import hashlib
-import importlib
-import os
-import pkgutil
 import queue
 import random
-import socket
-import sys
-import threading
-import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import _base as futures
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 EPOCH_S = 1_800_000_000.0
@@ -44,6 +35,8 @@ class Process:
 
     Attributes:
         ahead_s: Seconds by which its clock of the day is ahead.
+        drift: Seconds by which that clock gains in one second.
+        drawn: Random bytes that it drew. A copy of the process draws `copied` again, and then its own.
         slept_s: Seconds for which its machine was suspended, which `time.monotonic` does not count.
         suspended_until_s: Its threads do not run before.
         held_s: For how long it was suspended, and will be.
@@ -52,7 +45,8 @@ class Process:
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.ahead_s, self.slept_s = name, 0.0, 0.0
+        self.name, self.ahead_s, self.drift, self.slept_s = name, 0.0, 0.0, 0.0
+        self.drawn, self.copied = list[bytes](), deque[bytes]()
         self.suspended_until_s = self.held_s = self.refused_until_s = 0.0
         self.killed = self._sleeps = False
 
@@ -258,8 +252,8 @@ class Scheduler:
     # --- the simulation ---
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Show the product `Threading` and `Clock` for the length of a `with` block, whose thread is the driver."""
+    def installed(self, shown: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+        """Replace attributes of modules for the length of a `with` block, whose thread is the driver."""
         assert Scheduler.current is None
         Scheduler.current = self
         self.driver = self.running = Thread(name="driver", process=Process("driver"))
@@ -269,7 +263,7 @@ class Scheduler:
         gc.disable()
         random.seed(self.seed)
         with contextlib.ExitStack() as stack:
-            for module, name, value in _replacements(self):
+            for module, name, value in shown:
                 before = getattr(module, name)
                 setattr(module, name, value)
                 stack.callback(setattr, module, name, before)
@@ -459,131 +453,3 @@ class Queue:
 
     def empty(self) -> bool:
         return not self._items
-
-
-class Threading:
-    """What the product sees as the module `threading`."""
-
-    def __init__(self, scheduler: Scheduler, quiet: bool = False) -> None:
-        self._scheduler = scheduler
-        self.Thread, self.Condition, self.Event = Thread, Condition, Event
-        self.Semaphore = self.BoundedSemaphore = Semaphore
-        self.Lock, self.RLock = lambda: Lock(quiet=quiet), lambda: Lock(again=True, quiet=quiet)
-
-    def current_thread(self) -> Thread:
-        return self._scheduler.running
-
-    def main_thread(self) -> Thread:
-        return self._scheduler.driver
-
-    def get_ident(self) -> int:
-        return self._scheduler.running.number
-
-    def enumerate(self) -> list[Thread]:
-        return [*self._scheduler.threads]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(threading, name)
-
-
-class Clock:
-    """What the product sees as the module `time`."""
-
-    CLOCK_BOOTTIME = 7
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self.sleep = scheduler.sleep
-
-    def monotonic(self) -> float:
-        return self._scheduler.look() - self._scheduler.running.process.slept_s
-
-    perf_counter = monotonic
-
-    def time(self) -> float:
-        return EPOCH_S + self._scheduler.look() + self._scheduler.running.process.ahead_s
-
-    def clock_gettime(self, clock: int) -> float:
-        return self._scheduler.look()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
-
-
-class _Datetime:
-    """What `documents` sees as the module `datetime`."""
-
-    def __init__(self, clock: Clock) -> None:
-        import datetime as real
-
-        class Now(real.datetime):
-            @classmethod
-            def now(cls, tz: Any = None) -> Any:
-                return real.datetime.fromtimestamp(clock.time(), tz)
-
-        self._real, self.datetime = real, Now
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-class _Uuid:
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._random = scheduler.random
-
-    def uuid4(self) -> uuid.UUID:
-        return uuid.UUID(int=self._random.getrandbits(128), version=4)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(uuid, name)
-
-
-class _Secrets:
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._random = scheduler.random
-
-    def token_hex(self, size: int = 32) -> str:
-        return self._random.randbytes(size).hex()
-
-    def token_urlsafe(self, size: int = 32) -> str:
-        return self.token_hex(size)
-
-
-_PRODUCT = ("deltasync",)
-_LIBRARIES = ("concurrent.futures._base", "concurrent.futures.thread")
-
-
-def load_product() -> None:
-    """Import all modules of the product that can be imported here, so that each is shown the simulation."""
-    for package in _PRODUCT:
-        root = importlib.import_module(package)
-        for found in pkgutil.walk_packages(root.__path__, f"{package}."):
-            if not found.name.endswith("__main__"):
-                try:
-                    importlib.import_module(found.name)
-                except ModuleNotFoundError as error:
-                    if error.name != "triton":  # which is beside the environment
-                        raise
-
-
-def _replacements(scheduler: Scheduler) -> Iterator[tuple[Any, str, Any]]:
-    clock, seen = Clock(scheduler), Threading(scheduler)
-    shown = {
-        "threading": (threading, seen),
-        "time": (time, clock),
-        "uuid": (uuid, _Uuid(scheduler)),
-        "secrets": (importlib.import_module("secrets"), _Secrets(scheduler)),
-        "datetime": (importlib.import_module("datetime"), _Datetime(clock)),
-        "queue": (queue, type("Queues", (), {"SimpleQueue": Queue, "Empty": queue.Empty})),
-    }
-    yield os, "getpid", lambda: 4711
-    yield futures, "_AcquireFutures", contextlib.nullcontext  # which locks in the order of addresses
-    yield socket, "gethostname", lambda: "host"
-    names = [name for name in sys.modules if name.split(".")[0] in _PRODUCT or name in _LIBRARIES]
-    for name in sorted(names):
-        module = sys.modules[name]
-        for attribute, (real, value) in shown.items():
-            if vars(module).get(attribute) is real:
-                # How often live weights take a lock depends on their addresses.
-                is_quiet = attribute == "threading" and name.startswith("deltasync.live")
-                yield module, attribute, Threading(scheduler, quiet=True) if is_quiet else value

@@ -32,6 +32,7 @@ from deltasync.tensors.bits import bits_of
 from tests.simulator import actors, group
 from tests.simulator.actors import Attempt, Violation
 from tests.simulator.scheduler import Killed, Process, Scheduler, Stuck, Thread
+from tests.simulator.shown import shown
 from tests.simulator.store import KINDS, Disk, Line
 
 SHAPES = {"w": (24, 20), "b": (130,), "head": (9, 31)}
@@ -477,7 +478,7 @@ def simulate(seed: int, steps: int = STEPS, keep_trace: bool = False, wanted: Co
     problem = None
     with tempfile.TemporaryDirectory() as folder:
         world = World(seed, Path(folder), steps, keep_trace, wanted)
-        with world.scheduler.installed(), group.simulated(), _listening(world):
+        with world.scheduler.installed(shown(world.scheduler)), group.simulated(), _listening(world):
             try:
                 world.run()
             except (Violation, Stuck) as error:
