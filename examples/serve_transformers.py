@@ -5,11 +5,14 @@
 Newer weights come between two forward calls, of `generate` and of `--continuous-batching` alike. It adds the routes
 `GET /deltasync/status`, `/deltasync/ready` and `/deltasync/digest`, the sha256 of each live
 tensor. Replies that are not streamed name the versions that were live meanwhile: `x-deltasync-versions: first..last`.
+A request may demand a version by `x-deltasync-version` (docs/operations/caches.md).
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,6 +23,7 @@ from transformers.cli.serving import model_manager, server
 import deltasync
 from deltasync.config import ReplicaSettings
 from deltasync.following import replies
+from deltasync.following.wanted import App, Message, Receive, Send, Wanted, demanded, demanding, reply_error
 from deltasync.tensors.bits import bits_of
 
 
@@ -41,6 +45,40 @@ class Manager(model_manager.ModelManager):
         super().shutdown()
 
 
+def named(app: App, manager: Manager) -> App:
+    """ASGI middleware that names the versions which made a reply, and refuses it if its request demands another one."""
+
+    async def call(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        first, held = manager.following.version, replies.held(manager.following, demanded.get())
+        streams = refused = False
+
+        async def send_if_held(message: Message) -> None:
+            nonlocal streams, refused
+            if refused:
+                return
+            why = held.refusal
+            if message["type"] == "http.response.start":
+                headers = {name.lower(): value for name, value in message["headers"]}
+                streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+                if why is not None and not streams:
+                    refused = True
+                    return await reply_error(send, 409, why)
+                if first is not None and not streams:
+                    value = f"{first}..{manager.following.version}".encode()
+                    message["headers"] = [*message["headers"], (replies.VERSIONS_HEADER.encode(), value)]
+            elif why is not None and streams:
+                refused = True
+                error = {"error": {"message": why, "type": "ConflictError", "code": 409}}
+                message = {"type": "http.response.body", "body": f"data: {json.dumps(error)}\n\n".encode()}
+            await send(message)
+
+        await app(scope, receive, send_if_held)
+
+    return call
+
+
 def build_server(manager: Manager, *arguments: Any, generation_state: Any, **options: Any) -> FastAPI:
     """Build transformers' application with the routes and the header."""
     app = _build_server(manager, *arguments, generation_state=generation_state, **options)
@@ -57,14 +95,11 @@ def build_server(manager: Manager, *arguments: Any, generation_state: Any, **opt
         code, body = replies.answer(manager.following, manager.settings, path, token, live) or (404, {"error": "Not found."})
         return JSONResponse(body, code)
 
-    @app.middleware("http")
-    async def versions(request: Request, call_next: Any) -> Response:
-        first = manager.following.version
-        reply: Response = await call_next(request)
-        if first is not None and not reply.headers.get("content-type", "").startswith("text/event-stream"):
-            reply.headers[replies.VERSIONS_HEADER] = f"{first}..{manager.following.version}"
-        return reply
+    async def reach(wanted: Wanted) -> Wanted:
+        return await replies.reached(manager.following, wanted)
 
+    app.add_middleware(named, manager=manager)
+    app.add_middleware(demanding, reach=reach)
     return app
 
 

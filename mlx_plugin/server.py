@@ -1,7 +1,10 @@
 """mlx_lm's server over a model that follows a channel: python -m mlx_plugin.server MODEL --channel URL [its options]."""
 
+import asyncio
+import io
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +15,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.following import replies
 from deltasync.following.requests import until_ready
+from deltasync.following.wanted import Held, read
 from mlx_plugin.module import all_bits
 
 following: deltasync.ModuleReplica  # by the one model that is served
@@ -77,12 +81,21 @@ class _Batches(server.BatchGenerator):
         return {uid: (self._kept(uid, cache), held) for uid, (cache, held) in super().extract_cache(uids).items()}
 
 
+class _WrongVersion(Exception):
+    """Another version than the demanded one was live while a reply was made."""
+
+
 class _Handler(server.APIHandler):
     """Says which version is served, and which ones made a reply."""
 
     refusal = staticmethod(until_ready(lambda: following.not_ready))
 
+    held: Held
+    rfile: Any
+
     def generate_response(self, *arguments: Any, tokens: list[int] | None = None, **options: Any) -> Any:
+        if reason := self.held.refusal:
+            raise _WrongVersion(reason)
         made_by = [] if self.stream else [getattr(token, "version", None) for token in tokens or ()]
         for header in replies.version_headers(made_by).items():
             self.send_header(*header)
@@ -91,11 +104,30 @@ class _Handler(server.APIHandler):
     def do_GET(self) -> None:
         model, token = self.response_generator.model_provider.model, self.headers.get("authorization")
         found = replies.answer(following, settings, self.path, token, lambda: all_bits(model))
-        super().do_GET() if found is None else self._send(*found)
+        self._reply(super().do_GET) if found is None else self._send(*found)
 
     def do_POST(self) -> None:
         reason = self.refusal() if settings.wait_ready else None
-        super().do_POST() if reason is None else self._send(503, {"error": reason})
+        self._reply(super().do_POST) if reason is None else self._send(503, {"error": reason})
+
+    def _reply(self, reply: Callable[[], None]) -> None:
+        """Reply by the version that the request demands, or with 400 or 409."""
+        size = self.headers.get("content-length", "")
+        body: bytes = self.rfile.read(int(size)) if size.isdecimal() else b""
+        self.rfile = io.BytesIO(body)
+        try:
+            wanted = read(self.headers.items(), self.path.partition("?")[2], body)
+            self.held = replies.held(following, wanted and asyncio.run(replies.reached(following, wanted)))
+        except DeltaSyncError as error:
+            return self._send(400 if isinstance(error, ConfigError) else 409, {"error": str(error)})
+        try:
+            reply()
+        except _WrongVersion as error:
+            if self.stream:
+                self.wfile.write(f"data: {json.dumps({'error': str(error)})}\n\n".encode())
+            else:
+                self._headers_buffer.clear()  # of the reply that was begun
+                self._send(409, {"error": str(error)})
 
     def _send(self, code: int, body: Any) -> None:
         self._set_completion_headers(code)

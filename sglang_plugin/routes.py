@@ -18,7 +18,7 @@ from deltasync.following import calls
 from deltasync.following.engine import number_of
 from deltasync.following.requests import until_ready
 from deltasync.following.routes import Routes
-from deltasync.following.wanted import Wanted, demanded, demanding
+from deltasync.following.wanted import Wanted, demanded
 from sglang_plugin import SOCKET
 
 _TICK_S = 0.5
@@ -65,7 +65,6 @@ def install(server: Any) -> None:
     os.environ[SOCKET] = f"{folder.name}/follow"
     routes = SchedulerRoutes(server, os.environ[SOCKET])
     routes.attach(server.app)
-    server.app.add_middleware(demanding, reach=routes.demand)
     server.app.state.deltasync_folder = folder  # as long as the server
     _hook_requests(server, routes)
 

@@ -32,7 +32,7 @@ from deltasync.following.metrics import Metrics
 from deltasync.following.requests import is_loopback, until_ready
 from deltasync.following.routes import Routes, as_json
 from deltasync.following.shards import ShardsTarget
-from deltasync.following.wanted import Wanted, demanding
+from deltasync.following.wanted import Wanted
 from vllm_plugin import compat, logger
 from vllm_plugin.engine import is_pushed, is_salted
 from vllm_plugin.pauses import SWITCHED, OnLoop, Pauses, open_follow
@@ -118,9 +118,8 @@ class DeltaSyncEndpoints(Routes):
             ("/request_weight_update", "POST", self._update_asked),
             ("/init_process_group", "POST", init_process_group),
         ]
-        self.attach(app, own)
         app.add_middleware(replies, live=self._live, undivided=self._undivided)
-        app.add_middleware(demanding, reach=self.demand)
+        self.attach(app, own)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:

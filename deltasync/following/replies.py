@@ -17,6 +17,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 from deltasync.following.module import ModuleReplica
 from deltasync.following.requests import token_matches
+from deltasync.following.wanted import Held, Wanted, reach
 
 VERSIONS_HEADER = "x-deltasync-versions"
 """The least and the greatest version that were live while a reply was made: `7..9`."""
@@ -47,6 +48,16 @@ def version_headers(made_by: Iterable[int | None]) -> dict[str, str]:
     spans = spans_text([[(version, len([*group])) for version, group in itertools.groupby(versions)]])
     headers = {VERSIONS_HEADER: f"{min(versions)}..{max(versions)}"}
     return headers if spans is None else headers | {SPANS_HEADER: spans}
+
+
+async def reached(following: ModuleReplica, wanted: Wanted) -> Wanted:
+    """Wait until a followed module is a demanded version, as `wanted.reach`. Raises AckTimeoutError."""
+    return await reach(following._follow, wanted)
+
+
+def held(following: ModuleReplica, wanted: Wanted | None) -> Held:
+    """Return what tells whether a reply that begins now is made by what its request demands."""
+    return Held(following._follow, wanted)
 
 
 def answer(

@@ -41,7 +41,7 @@ from deltasync.following.requests import (
     stranger,
     token_matches,
 )
-from deltasync.following.wanted import Wanted, reach, wait
+from deltasync.following.wanted import Wanted, demanding, reach, wait
 from deltasync.threads import Workers
 
 _T = TypeVar("_T")
@@ -71,7 +71,10 @@ class Routes:
         self._slots = asyncio.Semaphore(limits.WAITING_REQUESTS)
 
     def attach(self, app: FastAPI, also: Iterable[tuple[str, str, Callable[..., Any]]] = ()) -> None:
-        """Add the routes to an application that has not started, and others with the same guard: path, method, function."""
+        """Add the routes to an application that has not started, and others with the same guard: path, method, function.
+
+        Every request of the application then waits for the version that it demands.
+        """
         routes: list[tuple[str, str, Callable[..., Any]]] = [
             ("/deltasync/sync", "POST", self._sync_asked),
             ("/deltasync/pin", "POST", self._pin_asked),
@@ -85,6 +88,7 @@ class Routes:
         router.add_api_route("/deltasync/status", self._status_asked, response_model=None)
         router.add_api_route("/deltasync/ready", self._ready_asked, response_model=None)
         app.include_router(router)
+        app.add_middleware(demanding, reach=self.demand)
 
         @app.exception_handler(Refused)
         async def refused(request: Request, error: Refused) -> Response:

@@ -22,7 +22,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from deltasync import Publisher, follow
 from deltasync.errors import ApplyError, ConfigError, ModelMismatchError, StageError
-from tests import http_server
+from tests import demands, http_server
 from tests.http_server import Server, digests, save, weights_of
 from tests.integration.test_module import PATIENCE_S, Trainer, Weights, followed, llama, training, untied
 from tests.waiting import wait_until
@@ -489,6 +489,41 @@ def test_requests_over_commits_end_and_leave_no_cache(checkpoint: Path, trainer:
             _, again = complete(server)
             assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
             assert tokens_of(again) == greedy(fresh(checkpoint, trainer.published[now], tmp_path / f"fresh{now}"))
+
+
+def test_a_demand_is_read_or_refused_and_held(checkpoint: Path, trainer: Trainer, tmp_path: Path) -> None:
+    trainer.publish()
+    found, expected = {}, {}
+    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log", DELTASYNC_POLL_INTERVAL_S="0.02") as server:
+        server.until(demands.SERVED)
+        for name, demand in demands.READ.items():
+            body = demand.data({"prompt": "w1", "max_tokens": 1})
+            path = "/v1/completions" + (f"?{demand.query}" if demand.query else "")
+            found[name], reply = server.send(path, demand.all_headers(), body)
+            expected[name] = demand.code
+            if found[name] in (400, 409):
+                assert "deltasync-" in json.loads(reply)["error"] or "serves version 2" in json.loads(reply)["error"]
+        assert found == expected
+
+        def ask(version: int, **options: Any) -> tuple[int, bytes]:
+            body = {"prompt": "w1", "logit_bias": {"63": -100}, **options}
+            return server.send("/v1/completions", [(demands.HEADER, str(version))], json.dumps(body).encode())
+
+        def met_by_a_commit() -> bool:
+            live = server.request("/deltasync/status")[2]["version"]
+            asked = pool.submit(ask, live, max_tokens=300)
+            while not asked.done():
+                server.until(trainer.publish())
+            code, reply = asked.result()
+            return code == 409 and b"The version changed meanwhile." in reply
+
+        with ThreadPoolExecutor(1) as pool:
+            wait_until(met_by_a_commit, told=server.log.read_text)
+            asked = pool.submit(ask, server.request("/deltasync/status")[2]["version"], max_tokens=10**6, stream=True)
+            while not asked.done():  # it ends by a commit alone
+                server.until(trainer.publish())
+        code, reply = asked.result()
+        assert (code, b"The version changed meanwhile." in reply, b"[DONE]" in reply) == (200, True, False)
 
 
 def test_a_server_serves_one_model_and_says_what_it_does_not(checkpoint: Path, trainer: Trainer, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.following import Follow, MemoryTarget, calls
 from deltasync.following.routes import Routes
-from deltasync.following.wanted import Wanted, demanded, demanding
+from deltasync.following.wanted import Wanted, demanded
 from tests.faults import FaultyStore
 from tests.waiting import wait_until
 
@@ -62,7 +62,6 @@ def client(loop: tuple[Publisher, Follow], monkeypatch: pytest.MonkeyPatch, requ
                 time.sleep(0.01)
             routes = Routes(ask=partial(calls.call, str(path)))
         routes.attach(app)
-        app.add_middleware(demanding, reach=routes.demand)
         app.post("/generate")(lambda: {"wanted": str(demanded.get())})
         with TestClient(app, headers={"authorization": f"Bearer {TOKEN}"}) as client:
             yield client
