@@ -14,10 +14,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from types import FrameType
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from deltasync import limits
 from deltasync.errors import ConfigError
@@ -65,6 +65,65 @@ class Home:
                 f"This {self._what} belongs to process {self._process}, of which this one is a fork. {_CURE} and make "
                 "another one there, or use it in its own process."
             )
+
+
+class _Call(NamedTuple):
+    """A call of one of an object's methods: its name, its thread, and its frame."""
+
+    name: str
+    thread: threading.Thread
+    frame: FrameType
+
+    @property
+    def runs(self) -> bool:
+        """Whether it still runs. One that an interrupt has ended may be in the list of `OneCaller` yet."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+class OneCaller:
+    """Lets one call of an object's methods run at a time, and refuses others; `what` names the object in messages.
+
+    It takes no lock: a signal handler may come between any two lines of it.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._calls: list[_Call] = []  # in the order in which they began
+
+    def begin(self, name: str) -> None:
+        """Begin the call of the method `name` in the caller's frame, which calls `end`.
+
+        Raises:
+            ConfigError: another call runs, in another thread, or in this one, inside of which this call is made.
+        """
+        mine = _Call(name, threading.current_thread(), sys._getframe(1))
+        self._calls.append(mine)
+        running = next(call for call in [*self._calls] if call is mine or call.runs)
+        if running is mine:
+            self._remove(call for call in [*self._calls] if not call.runs)  # which an interrupt has ended
+        else:
+            self._remove([mine])
+            inside = running.thread is mine.thread
+            where = "inside of its" if inside else f"while thread {running.thread.name!r} is in its"
+            cure = (
+                "A signal handler, or what is being read, sets a flag; call it once the other call has returned"
+                if inside
+                else "Call it from one thread at a time"
+            )
+            raise ConfigError(f"{name}() of a {self._what} was called {where} {running.name}(). Nothing was done. {cure}.")
+
+    def end(self) -> None:
+        """End the call of the caller's frame."""
+        frame = sys._getframe(1)
+        self._remove(call for call in [*self._calls] if call.frame is frame)
+
+    def _remove(self, calls: Iterable[_Call]) -> None:
+        for call in calls:
+            with contextlib.suppress(ValueError):
+                self._calls.remove(call)
 
 
 class Workers:

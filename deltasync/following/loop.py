@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,7 @@ from deltasync.config import Pin, ReplicaSettings, parse_pin, pin_text
 from deltasync.errors import (
     AckTimeoutError,
     ApplyError,
+    ConfigError,
     CorruptDataError,
     DeltaSyncError,
     FingerprintMismatchError,
@@ -98,7 +100,7 @@ class Follow:
         self._served: tuple[VersionId, int | None] | None = None  # the last version, and the trainer's step of its record
         self._opened, self._audited_s = False, time.monotonic()
         self._asked = False  # a caller waits: refresh, and retry skipped objects
-        self._stepping = threading.RLock()
+        self._stepping: Any = threading.RLock()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._poll = Poll(settings.poll_interval_s)
@@ -394,9 +396,10 @@ class Follow:
 
         Raises:
             TransientStoreError: another thread's step has not ended for a minute.
+            ConfigError: this thread is inside of a step, which a signal handler interrupted. Nothing was done.
             DeltaSyncError: the step failed. The version before stays live, and `error` says why.
         """
-        self._home.check()
+        self._check_caller()
         if not self._stepping.acquire(timeout=_STEP_S):
             raise TransientStoreError(f"{self.reader.store.url} has not answered for {_STEP_S:g} s.")
         try:
@@ -486,10 +489,18 @@ class Follow:
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[Target]:
-        """Return a context in which the target is not used by the loop."""
-        self._home.check()
+        """Return a context in which the target is not used by the loop. Raises ConfigError as `step`."""
+        self._check_caller()
         with self._stepping:
             yield self.target
+
+    def _check_caller(self) -> None:
+        self._home.check()
+        if self._stepping._is_owned():
+            raise ConfigError(
+                "A replica was called inside of one of its own calls, as from a signal handler. Nothing was done. Set a "
+                "flag there, and call it once the other call has returned."
+            )
 
     def _committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
         """Record a commit in the status, the metrics and the log."""

@@ -37,7 +37,7 @@ from deltasync.ranks.ranks import Ranks, attempt
 from deltasync.stores import Store
 from deltasync.tensors import Fingerprints
 from deltasync.tensors.delta import merge
-from deltasync.threads import Home, let_go
+from deltasync.threads import Home, OneCaller, let_go
 
 logger = get_logger(__name__)
 
@@ -48,7 +48,7 @@ _UNKNOWN_TIMEOUT_S = 60.0  # for ranks, where the settings that say it are wrong
 
 
 class Publisher:
-    """Writes one channel. Call `publish` from one thread.
+    """Writes one channel. One of its methods is called at a time, from any thread; other calls are refused meanwhile.
 
     A sharded trainer makes one on each rank, all with the same arguments, and calls each method on all ranks. Each rank
     compares, encodes and uploads what it holds; the version appears when all parts are stored. If one rank raises, all do.
@@ -90,7 +90,7 @@ class Publisher:
         group: dist.ProcessGroup | None = None,
         **options: Unpack[PublisherOptions],
     ) -> None:
-        self._home = Home("publisher")
+        self._home, self._calls = Home("publisher"), OneCaller("publisher")
         given, problem = attempt(lambda: check_arguments(channel, model_files, retention, options))
         if group is None and problem is not None:
             raise problem
@@ -199,8 +199,17 @@ class Publisher:
                 before, as with any error that the stream or the encoder raises.
             FencedError: another publisher has opened the channel.
             PublishError: another rank failed, or does not answer; nothing was published.
+            ConfigError: another method runs, in another thread, or in this one: the call comes from a signal handler or from
+                the stream that is published. Nothing was done.
         """
         self._home.check()
+        self._calls.begin("publish")
+        try:
+            return self._published(named_tensors, step, token_lag, if_changed)
+        finally:
+            self._calls.end()
+
+    def _published(self, named_tensors: Stream, step: int | None, token_lag: TokenLag | None, if_changed: bool) -> Receipt:
         if self._closed:
             raise ConfigError("This publisher is closed.")
 
@@ -267,17 +276,30 @@ class Publisher:
 
         Raises:
             BaseException: what the action raises; a `DeltaSyncError` with the same message at the others.
+            ConfigError: another method runs (`publish`).
         """
-        with self._ranks.inside():
-            return self._ranks.first(action)
+        self._calls.begin("first")
+        try:
+            with self._ranks.inside():
+                return self._ranks.first(action)
+        finally:
+            self._calls.end()
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Block until everything published so far is visible.
 
         Raises:
-            PublishError: as `Receipt.wait` of the last publish.
+            PublishError: as `Receipt.wait` of the last publish, which other threads may call meanwhile.
+            ConfigError: another method runs (`publish`).
         """
         self._home.check()
+        self._calls.begin("flush")
+        try:
+            self._flush(timeout_s)
+        finally:
+            self._calls.end()
+
+    def _flush(self, timeout_s: float | None = None) -> None:
         if self._last is not None:
             with self._ranks.inside():
                 try:
@@ -293,20 +315,28 @@ class Publisher:
 
         Raises:
             PublishError: the last version did not become visible.
+            ConfigError: another method runs (`publish`). The publisher stays open.
         """
         self._home.check()
-        if not self._closed:
-            self._closed = True
-            if self._is_interrupted:
-                self._recover()
-            try:
-                with self._ranks.inside():
-                    self._uploader.close()
-                self.flush()
-            finally:
-                self._ranks.close()
-        else:
-            self.flush()
+        self._calls.begin("close")
+        try:
+            self._close()
+        finally:
+            self._calls.end()
+
+    def _close(self) -> None:
+        if self._closed:
+            self._flush()
+            return
+        self._closed = True
+        if self._is_interrupted:
+            self._recover()
+        try:
+            with self._ranks.inside():
+                self._uploader.close()
+            self._flush()
+        finally:
+            self._ranks.close()
 
     def __enter__(self) -> Self:
         return self
