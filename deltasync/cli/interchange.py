@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
 
 _POLL_S = 1.0
+_UNFINISHED_POLLS = 3  # that see the same bytes of an unfinished version, before it is said
 _ANY = (DeltaSyncError,)
 _LASTING = (ConfigError, ChannelInUseError, PublishError)
 
@@ -28,7 +29,8 @@ def published(source: str, base: str | None) -> str:
     target = f"memory://{uuid.uuid4().hex}"
     directories = Import(open_store(source.removeprefix(DIRECTORIES)), target, base)
     if not [*directories.versions()]:
-        raise NotPublishedError(f"{source} holds no version directory yet.")
+        assert directories.unfinished is not None
+        raise directories.unfinished
     daemon("follow", lambda: _loop(directories.versions, lambda number, version: None)).start()
     return target
 
@@ -47,7 +49,8 @@ def relay_from(source: str, target: str, base: str | None, *, once: bool, as_jso
             echo(f"version {version}: directory {number}")
 
     try:
-        _loop(directories.versions, show, *(_ANY if once else _LASTING), once=once)
+        ending = _ANY if once else _LASTING
+        _loop(directories.versions, show, *ending, once=once, unfinished=lambda: directories.unfinished)
     finally:
         directories.close()
 
@@ -80,14 +83,25 @@ def _loop(
     show: Callable[[int, int], None],
     *ending: type[Exception],
     once: bool = False,
+    unfinished: Callable[[], NotPublishedError | None] = lambda: None,
 ) -> None:
-    """Show new versions as they appear. Errors of the `ending` kinds are raised, others said once and tried again."""
-    said = ""
+    """Show new versions as they appear. Errors of the `ending` kinds are raised, others said once and tried again.
+
+    What is `unfinished` then is raised at `once`, and otherwise said if it is so for `_UNFINISHED_POLLS`.
+    """
+    said, found, polls = "", "", 0
     while True:
         try:
             for number, result in versions():
                 show(number, result)
-            said = ""
+            if (error := unfinished()) is not None and once:
+                raise error
+            polls = polls + 1 if str(error) == found else 0
+            found = str(error)
+            if error is None:
+                said = ""
+            elif polls == _UNFINISHED_POLLS:
+                echo(f"deltasync: {error} Waiting for it, or for a later version with full weights.", err=True)
         except ending:
             raise
         except DeltaSyncError as error:

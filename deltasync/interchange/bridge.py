@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,12 @@ from deltasync.channel.anchors import INDEX
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec.base import body
 from deltasync.errors import (
-    UNREADABLE_JSON,
     ChainError,
     ChannelInUseError,
     ConfigError,
+    CorruptDataError,
+    MissingVersionError,
+    ModelMismatchError,
     NotPublishedError,
     ObjectMissingError,
 )
@@ -32,7 +35,11 @@ from deltasync.maintenance import model_files
 from deltasync.publish import Publisher
 from deltasync.stores import Store, open_store
 
-_SOURCE = "source.json"  # beside the channel that `Import` writes: where it comes from
+logger = logging.getLogger(__name__)
+
+_SOURCE = "source.json"  # beside what a relay writes: where it comes from
+_PASSED = "%s It is passed over for version %d, which has full weights."
+_OPENING = {"opening": True}  # in it until the channel is open
 
 
 class Import:
@@ -63,43 +70,78 @@ class Import:
         self._base, self._options = base, options
         self.number = -1
         """The version that the channel has; -1 before the first."""
+        self.unfinished: NotPublishedError | None = None
+        """Why the last `versions` ended before the newest directory, or had none; None if it did not."""
         self._weights = Weights()
+        self._is_noted = False  # whether the target names these directories as its source
+        self._is_ours = False  # whether it has a channel that was made from them
         self._publisher: Publisher | None = None
 
     def versions(self) -> Iterator[tuple[int, int]]:
         """Publish the versions that the channel lacks, in order: yield the number of each, and that in the channel, when it
         is visible there.
 
+        A version that is unfinished, damaged or without its base is passed over if a later one has full weights. Otherwise
+        this ends before an unfinished version, and sets `unfinished`.
+
         Raises:
             ChainError: a version is missing, or no full version precedes the first delta.
             CorruptDataError: a file is damaged. The channel stays at the version before.
+            ChannelInUseError: the channel was made from something else.
             PublishError: a version could not be published; nothing later is published by this object.
         """
         if self.number < 0:
             self._resume()
-        found = version_dirs.complete(self._dirs, self.number)
-        if self.number < 0:
-            fulls = [n for n, version in enumerate(found) if version.base is None]
-            if found and not fulls and self._base is None:
+        found = version_dirs.find(self._dirs, self.number)
+        ready, problems = {version.number: version for version in found.ready}, found.problems
+        fulls = [number for number, version in ready.items() if version.base is None]
+        start, self.unfinished = self.number, None
+        if start < 0 and not ready and not problems:
+            self.unfinished = NotPublishedError(f"{self._dirs.url} holds no version directory yet.")
+        if self.number < 0 and fulls:
+            start = fulls[-1]  # what a new reader starts from
+        elif self.number < 0 and ready:
+            if self._base is None:
                 raise ChainError(
-                    f"{self._dirs.url} holds no full version before version {found[0].number}. Name the checkpoint "
+                    f"{self._dirs.url} holds no full version before version {min(ready)}. Name the checkpoint "
                     "that the deltas begin with (--base)."
                 )
-            if fulls:
-                found = found[fulls[-1] :]  # what a new reader starts from
-            elif found and self._base is not None:
-                self._open(initial=self._base)
-                base = checkpoint.load(checkpoint.find(self._base))
-                yield self._publish(0, dict(base.tensors(sorted(base.files))))
-        for version in found:
-            weights = self._next(version)
+            self._open(initial=self._base)
+            base = checkpoint.load(checkpoint.find(self._base))
+            yield self._publish(0, dict(base.tensors(sorted(base.files))))
+        for number in sorted(ready.keys() | problems.keys()):
+            if number < start:
+                if number in problems:
+                    logger.warning(_PASSED, problems[number], start)
+                continue
+            try:
+                if number in problems:
+                    raise problems[number]
+                weights = self._next(ready[number])
+            except (ChainError, CorruptDataError, ModelMismatchError) as error:
+                later = next((full for full in fulls if full > number), None)
+                if later is not None:
+                    logger.warning(_PASSED, error, later)
+                    start = later
+                    continue
+                if not isinstance(error, NotPublishedError):
+                    raise
+                self.unfinished = error
+                return
             if self._publisher is None:
-                self._open(model_files=version.small_files(), resume=self.number >= 0)
-            yield self._publish(version.number, weights)
+                self._open(model_files=ready[number].small_files())
+            yield self._publish(number, weights)
 
     def _open(self, **options: Any) -> None:
-        self._publisher = Publisher(self._target, dtype="keep", **options, **self._options)
-        self._target.put(_SOURCE, json.dumps({"source": self._dirs.url}).encode())
+        """Open the channel. Its source is noted before, so that a call after a kill knows the channel as its own."""
+        if self._publisher is not None:
+            return
+        own = {"source": self._dirs.url}
+        if not self._is_noted:
+            self._target.put(_SOURCE, json.dumps(own | _OPENING).encode())
+        self._publisher = Publisher(self._target, dtype="keep", resume=self._is_ours, **options, **self._options)
+        self._target.put(_SOURCE, json.dumps(own).encode())
+        self._is_noted = self._is_ours = True
 
     def close(self) -> None:
         """End the publisher."""
@@ -124,23 +166,35 @@ class Import:
         return number, receipt.version
 
     def _resume(self) -> None:
-        """Find out which version the channel has."""
-        reader = ChannelReader(self._target)
+        """Find out whether the channel is one of these directories, and which version it has."""
+        reader, source, own = ChannelReader(self._target), _source(self._target), {"source": self._dirs.url}
+        is_opening = source == own | _OPENING
+        self._is_noted = is_opening or source == own
+        try:
+            reader.channel()
+        except NotPublishedError:
+            return
+        # A kill during the opening leaves no version. A channel that has one was opened by somebody else.
+        if not self._is_noted or (is_opening and reader.newest_version() is not None):
+            raise ChannelInUseError(
+                f"{self._target.url} holds a channel that was not made from {self._dirs.url}. Choose another target."
+            )
+        self._is_ours = True
         replica = Replica(reader)
         try:
             replica.sync()
         except NotPublishedError:
             return
         assert replica.identity is not None
-        with contextlib.suppress(ObjectMissingError, *UNREADABLE_JSON):
-            if json.loads(self._target.read(_SOURCE, 1 << 16)) != {"source": self._dirs.url}:
-                raise ObjectMissingError(_SOURCE)
-            self.number = reader.record(replica.identity).record.step or 0
-        if self.number < 0:
-            raise ChannelInUseError(
-                f"{self._target.url} holds a channel that was not made from {self._dirs.url}. Choose another target."
-            )
+        self.number = reader.record(replica.identity).record.step or 0
         self._weights = replica.state_dict()
+
+
+def _source(store: Store) -> Any:
+    """Read where the contents of a store come from; None if that is not said."""
+    with contextlib.suppress(ObjectMissingError, ValueError):
+        return json.loads(store.read(_SOURCE, 1 << 16))
+    return None
 
 
 class Export:
@@ -171,7 +225,9 @@ class Export:
         self._reader, self._dirs = reader, open_store(target)
         self._encoding, self._algorithm = encoding, algorithm
         self._replica = Replica(reader)
-        self._weights: Weights | None = None
+        self._weights = Weights()
+        self._forgotten: MissingVersionError | None = None  # why the next version has to be written with full weights
+        self._unfinished = set[int]()  # directories that calls wrote before they were killed
         self.number = -1
         """The newest version that was written; -1 before the first."""
 
@@ -184,16 +240,29 @@ class Export:
 
         Raises:
             NotPublishedError: the channel has no version yet.
-            MissingVersionError: a version cannot be read any more; the versions before it are there.
+            MissingVersionError: the last version cannot be read any more; those before it are there. After others that
+                cannot be read, the next one is written with full weights.
             ChannelInUseError: the target has version directories of something else.
         """
         newest = self._reader.numbered(newest).version.version if newest is not None else self._newest()
-        if self._weights is None and not self._resumes(newest):
+        if self.number < 0 and not self._resumes(newest):
             number = newest if first is None else first
             yield number, self._full(number)
-        assert self._weights is not None
+        there: set[int] | None = None  # the versions that the channel lists, once one is missing
         for number in range(self.number + 1, newest + 1):
-            yield number, self._delta(number, self._weights)
+            if there is not None and number not in there:
+                continue
+            try:
+                size = self._delta(number) if self._forgotten is None else self._full(number)
+            except MissingVersionError as error:
+                self._forgotten, there = error, {slot.version for slot, _ in self._reader.slots()}
+                continue
+            if self._forgotten is not None:
+                logger.warning("%s Version %d is written with full weights.", self._forgotten, number)
+                self._forgotten = None
+            yield number, size
+        if self._forgotten is not None:
+            raise self._forgotten
 
     def _newest(self) -> int:
         found = self._reader.newest_version()
@@ -203,15 +272,29 @@ class Export:
 
     def _resumes(self, newest: int) -> bool:
         """Go on behind the last version of the target, if it has any."""
-        there = version_dirs.complete(self._dirs, -1)
-        if not there:
+        found, own = version_dirs.find(self._dirs, -1), {"run": self._reader.channel().run_id}
+        ready, numbers = found.ready, {version.number for version in found.ready} | found.problems.keys()
+        is_ours = _source(self._dirs) == own
+        if is_ours:  # what has no index was being written when a call like this one was killed
+            ready = [version for version in ready if version.has_index]
+            self._unfinished = numbers - {version.number for version in ready}
+        elif not numbers:
+            self._dirs.put(_SOURCE, json.dumps(own).encode())
+        if not ready and (is_ours or not numbers):
             return False
-        last = there[-1]
-        if last.number <= newest:
-            self._replica.sync(last.number)
-        if self._replica.digest != last.metadata.deltasync_sha256 or self._replica.digest is None:
+        last = ready[-1] if ready else None
+        digest = None if last is None else last.metadata.deltasync_sha256
+        if last is not None and digest is not None and last.number <= newest:
+            try:
+                self._replica.sync(last.number)
+            except MissingVersionError as error:
+                if not is_ours:
+                    raise
+                self.number, self._forgotten = last.number, error
+                return True
+        if last is None or digest is None or self._replica.digest != digest:
             raise ChannelInUseError(
-                f"{self._dirs.url} holds version {last.number}, which is not that of {self._reader.store.url}. "
+                f"{self._dirs.url} holds version {max(numbers)}, which is not that of {self._reader.store.url}. "
                 "Nothing was written; choose another target."
             )
         self._note(last.number)
@@ -237,8 +320,8 @@ class Export:
         self._end(number, index.get("weight_map") or dict.fromkeys(tensors, last), index.get("metadata", {}))
         return sum(each.nbytes for each in self._note(number).values())
 
-    def _delta(self, number: int, old: Weights) -> int:
-        before = dict(self._replica.fingerprints)
+    def _delta(self, number: int) -> int:
+        old, before = self._weights, dict(self._replica.fingerprints)
         self._replica.sync(number)
         tensors, after = self._replica.state_dict(), self._replica.fingerprints
         new = {name: tensors[name].clone() for name in tensors if before[name] != after[name]}
@@ -271,4 +354,9 @@ class Export:
     def _end(self, number: int, weight_map: dict[str, str], metadata: dict[str, Any]) -> None:
         """Store the index of a version: from here on a reader takes it."""
         metadata["deltasync_sha256"] = self._replica.digest
+        if number in self._unfinished:
+            folder = f"weight_v{number:06d}/"
+            found = [info.key for info in self._dirs.list(folder) if info.key.endswith(anchors.WEIGHTS)]
+            named = {folder + file for file in weight_map.values()}
+            self._dirs.delete(*(key for key in found if key not in named))
         self._put(number, INDEX, json.dumps({"metadata": metadata, "weight_map": weight_map}).encode())

@@ -27,7 +27,7 @@ from deltasync.channel import anchors
 from deltasync.channel.anchors import INDEX
 from deltasync.channel.ranges import RangedFile
 from deltasync.codec.base import entries, read_metadata
-from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError
+from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError, NotPublishedError
 from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
 from deltasync.tensors.bits import bits_of, spec_of, tensor_of
@@ -56,6 +56,7 @@ class _Index(msgspec.Struct):
     metadata: _Metadata = msgspec.field(default_factory=_Metadata)
 
 
+_Header = dict[str, tuple[str, tuple[int, ...], int, int]]  # as `entries` returns it
 Weights = dict[str, torch.Tensor]
 """Tensors of a version by name."""
 
@@ -69,7 +70,8 @@ class VersionDir(NamedTuple):
         base: The number of the version that its delta applies to; None if it is a full version.
         metadata: The metadata of its index.
         files: Its weight files.
-        others: Config, tokenizer and so on, by name.
+        others: Config, tokenizer and so on, by name, perhaps in subfolders.
+        has_index: Whether it has an index, as all but a single whole file have.
     """
 
     store: Store
@@ -78,6 +80,7 @@ class VersionDir(NamedTuple):
     metadata: _Metadata
     files: list[ObjectInfo]
     others: dict[str, ObjectInfo]
+    has_index: bool = True
 
     def full(self) -> Weights:
         """Read a full version.
@@ -136,40 +139,59 @@ class VersionDir(NamedTuple):
             raise CorruptDataError(f"{self.store.url}/{info.key} leads to other bits of {name} than its checksum is of.")
 
 
-def complete(store: Store, after: int) -> list[VersionDir]:
-    """Return the versions with a higher number than `after`, ascending, up to the first that is still being written.
+class Found(NamedTuple):
+    """The version directories of a store.
+
+    Attributes:
+        ready: The versions whose files are all there, ascending.
+        problems: Why the others cannot be read, by number: NotPublishedError while one is being written, or
+            CorruptDataError.
+    """
+
+    ready: list[VersionDir]
+    problems: dict[int, NotPublishedError | CorruptDataError]
+
+
+def find(store: Store, after: int) -> Found:
+    """Find the versions with a higher number than `after`.
 
     Raises:
         ConfigError: two directories have the same number.
-        CorruptDataError: an index is malformed, or says another version than its directory.
     """
     folders: dict[int, tuple[str, dict[str, ObjectInfo]]] = {}
     for info in store.list(""):
         folder, _, file = info.key.partition("/")
         match = _FOLDER.fullmatch(folder)
-        if match is None or "/" in file or (number := int(match["number"])) <= after:
+        if match is None or (number := int(match["number"])) <= after:
             continue
         name, files = folders.setdefault(number, (folder, {}))
         if name != folder:
             raise ConfigError(f"{store.url} holds both {name} and {folder}. Move one of them away.")
         files[file] = info
-    found = []
+    found = Found([], {})
     for number, (folder, files) in sorted(folders.items()):
-        version = _version(store, number, folder, files)
-        if version is None:
-            break
-        found.append(version)
+        try:
+            found.ready.append(_version(store, number, folder, files))
+        except (NotPublishedError, CorruptDataError) as error:
+            found.problems[number] = error
     return found
 
 
-def _version(store: Store, number: int, folder: str, files: Mapping[str, ObjectInfo]) -> VersionDir | None:
+def _version(store: Store, number: int, folder: str, files: Mapping[str, ObjectInfo]) -> VersionDir:
+    """Return a version.
+
+    Raises:
+        NotPublishedError: it is being written, or its writer has died.
+        CorruptDataError: its index is malformed, or says something else than its directory or its files.
+    """
     place = f"{store.url}/{folder}"
     others = {name: info for name, info in files.items() if name != INDEX and not name.endswith(anchors.WEIGHTS)}
+    weights = {name: info for name, info in files.items() if name.endswith(".safetensors") and "/" not in name}
     if (info := files.get(INDEX)) is None:
-        whole = files.get(_WHOLE)
-        if whole is None or not _is_whole(store, whole):
-            return None
-        return VersionDir(store, number, None, _Metadata(), [whole], others)
+        if weights.keys() == {_WHOLE} and _is_full(_header(store, weights[_WHOLE])):
+            return VersionDir(store, number, None, _Metadata(), [*weights.values()], others, has_index=False)
+        size = sum(info.bytes for info in files.values())
+        raise NotPublishedError(f"{place} is unfinished: it has {len(files)} files of {size:,} bytes, and no {INDEX}.")
     try:
         index = msgspec.json.decode(store.read(info.key, _INDEX_BYTES, info), type=_Index)
     except UNREADABLE_JSON as error:
@@ -177,8 +199,10 @@ def _version(store: Store, number: int, folder: str, files: Mapping[str, ObjectI
     names, metadata = sorted(set(index.weight_map.values())), index.metadata
     if odd := [name for name in names if not _FILE.fullmatch(name)]:
         raise CorruptDataError(f"{place}/{INDEX} names {odd[0]!r}, which is not a weight file beside it.")
-    if not all(name in files and _is_whole(store, files[name]) for name in names):
-        return None
+    if missing := [name for name in names if name not in weights]:
+        raise NotPublishedError(f"{place} is unfinished: its index names {missing[0]}, which is not there.")
+    headers = {name: _header(store, info) for name, info in weights.items()}
+    _compare(place, index.weight_map, headers)
     base = None
     if metadata.delta_encoding is not None:
         if metadata.delta_encoding not in ENCODINGS or metadata.compression_format != "zstd":
@@ -189,16 +213,37 @@ def _version(store: Store, number: int, folder: str, files: Mapping[str, ObjectI
         said, base = _number(metadata.version), _number(metadata.base_version)
         if said != number or base is None or base >= number:
             raise CorruptDataError(f"{place} says that it leads from version {base} to {said}.")
+    elif not _is_full({name: entry for header in headers.values() for name, entry in header.items()}):
+        raise CorruptDataError(f"{place} holds no whole tensors, and its index names no encoding of a delta.")
     return VersionDir(store, number, base, metadata, [files[name] for name in names], others)
 
 
-def _is_whole(store: Store, info: ObjectInfo) -> bool:
-    """Whether a weight file has as many bytes as its header says; a directory may show it while it is written."""
+def _compare(place: str, weight_map: Mapping[str, str], headers: Mapping[str, _Header]) -> None:
+    """Raise CorruptDataError unless each tensor of the index is in the file that it names, and each file's are in it."""
+    for file, header in sorted(headers.items()):
+        for name in header:
+            if (named := weight_map.get(name)) is None:
+                raise CorruptDataError(f"{place}/{file} holds {name}, which the index does not name.")
+            if named != file:
+                raise CorruptDataError(f"{place}/{file} holds {name}, which the index places in {named}.")
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise CorruptDataError(f"{place}/{INDEX} places {name} in {file}, which does not hold it.")
+
+
+def _header(store: Store, info: ObjectInfo) -> _Header:
+    """Read the header of a weight file. Raises NotPublishedError while the file is shorter than its header says."""
     try:
-        entries(RangedFile(info.bytes, functools.partial(store.read_range, info.key)).header(), info.bytes)
-    except CorruptDataError:
-        return False
-    return True
+        return entries(RangedFile(info.bytes, functools.partial(store.read_range, info.key)).header(), info.bytes)
+    except CorruptDataError as error:
+        raise NotPublishedError(
+            f"{store.url}/{info.key} is unfinished: its {info.bytes:,} bytes are not what its header says."
+        ) from error
+
+
+def _is_full(header: _Header) -> bool:
+    """Whether these are whole tensors. A delta has an entry of bytes for each, or none at all."""
+    return not all(dtype == "U8" and len(shape) == 1 for dtype, shape, *_ in header.values())
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:

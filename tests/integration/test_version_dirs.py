@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -106,7 +107,7 @@ def write_delta(folder: Path, number: int, old: State, new: State, encoding: str
 def read_dirs(root: Path) -> Iterator[tuple[int, State]]:
     """Every version of directories that deltasync wrote, by the rules of the layout's readers."""
     state: State = {}
-    for folder in sorted(root.iterdir()):
+    for folder in sorted(root.glob("weight_v*")):
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         files = sorted(set(index["weight_map"].values()))
         if "delta_encoding" not in index["metadata"]:
@@ -261,6 +262,9 @@ def test_a_damaged_version_is_refused_and_the_channel_stays_at_the_one_before(
             entries[name] = np.frombuffer(compress(bytes(size - 1)), np.uint8)
         case "name":
             entries["stranger"], sums["stranger"] = entries[name], sums[name]
+            said_there = json.loads(index.read_text())
+            said_there["weight_map"]["stranger"] = file.name
+            index.write_text(json.dumps(said_there))
         case "path":
             index.write_text(index.read_text().replace("model-00000", "../model-00000"))
         case "json":
@@ -279,6 +283,202 @@ def test_a_damaged_version_is_refused_and_the_channel_stays_at_the_one_before(
     followed.take(bridge.versions())
     bridge.close()
     assert sorted(followed.seen) == [4, 6] and same(followed.seen[6], new)
+
+
+def write_parts(folder: Path, parts: dict[str, State], weight_map: dict[str, str]) -> None:
+    """A full version in several files."""
+    folder.mkdir(parents=True)
+    for file, state in parts.items():
+        save_file(state, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("twice", "holds scalar, which the index places in one.safetensors"),
+        ("unnamed", "holds stranger, which the index does not name"),
+        ("absent", "places absent in two.safetensors, which does not hold it"),
+        ("unnamed file", "three.safetensors holds stranger, which the index does not name"),
+        ("bytes", "holds no whole tensors"),
+    ],
+)
+def test_an_index_that_differs_from_its_files_is_refused(tmp_path: Path, damage: str, words: str) -> None:
+    state = model()
+    one, two = dict(state), {"embed.weight": state["embed.weight"]}
+    del one["embed.weight"]
+    weight_map = dict.fromkeys(one, "one.safetensors") | dict.fromkeys(two, "two.safetensors")
+    parts = {"one.safetensors": one, "two.safetensors": two}
+    match damage:
+        case "twice":
+            two["scalar"] = state["scalar"]
+        case "unnamed":
+            two["stranger"] = state["scalar"]
+        case "absent":
+            weight_map["absent"] = "two.safetensors"
+        case "unnamed file":
+            parts["three.safetensors"] = {"stranger": state["scalar"]}
+        case "bytes":
+            parts = {"one.safetensors": {"a": torch.zeros(9, dtype=torch.uint8)}}
+            weight_map = {"a": "one.safetensors"}
+    write_parts(tmp_path / "dirs" / "v1", parts, weight_map)
+    target = f"file://{tmp_path}/channel"
+    bridge = Import(tmp_path / "dirs", target)
+    with pytest.raises(CorruptDataError, match=words):
+        list(bridge.versions())
+    assert not (tmp_path / "channel" / "channel.json").exists()
+    write_full(tmp_path / "dirs" / "v2", state)  # on the damaged one no version depends any more
+    followed = Followed(target)
+    assert followed.take(bridge.versions()) == 1 and same(followed.seen[2], state)
+    bridge.close()
+
+
+def test_a_delta_in_a_lone_file_is_nothing_before_its_index(tmp_path: Path) -> None:
+    old, source, target = model(), tmp_path / "dirs", f"file://{tmp_path}/channel"
+    new = train(old, 1)  # one tensor: one file
+    folder = source / "weight_v000005"
+    write_delta(folder, 5, old, new)
+    index, (file,) = folder / "model.safetensors.index.json", list(folder.glob("*.safetensors"))
+    file.rename(folder / "model.safetensors")
+    text = index.read_text().replace(file.name, "model.safetensors")
+    index.unlink()
+    bridge, followed = Import(source, target), Followed(target)
+    assert followed.take(bridge.versions()) == 0 and "no model.safetensors.index.json" in str(bridge.unfinished)
+    write_full(source / "weight_v000004", old)
+    assert followed.take(bridge.versions()) == 1 and bridge.unfinished is not None
+    index.write_text(text)
+    assert followed.take(bridge.versions()) == 1 and bridge.unfinished is None
+    bridge.close()
+    assert same(followed.seen[4], old) and same(followed.seen[5], new)
+
+
+@pytest.mark.parametrize("damage", ["short", "no index", "missing file", "other bits", "no base"])
+def test_a_version_that_stays_unreadable_is_passed_over_for_full_weights(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    states, source, target = [model()], tmp_path / "dirs", f"file://{tmp_path}/channel"
+    write_full(source / "weight_v000000", states[0])
+    for number in range(1, 4):
+        states.append(train(states[-1], 5))
+        write_delta(source / f"weight_v{number:06d}", number, states[-2], states[-1])
+    folder = source / "weight_v000002"
+    file, index = folder / "model-00000-of-00002.safetensors", folder / "model.safetensors.index.json"
+    match damage:
+        case "short":
+            file.write_bytes(file.read_bytes()[:-1])
+        case "no index":
+            index.unlink()
+        case "missing file":
+            file.unlink()
+        case "other bits":
+            file.write_bytes(file.read_bytes()[:-1] + b"\0")
+        case "no base":
+            shutil.rmtree(folder)
+    if damage in ("short", "no index", "missing file"):
+        result = CliRunner().invoke(main, ["relay", f"weight_v+file://{source}", target, "--once"])
+        assert result.exit_code == 5 and "weight_v000002" in result.output and "unfinished" in result.output
+    states.append(model(7))
+    write_full(source / "weight_v000004", states[4])
+    states.append(train(states[-1], 5))
+    write_delta(source / "weight_v000005", 5, states[4], states[5])
+    bridge, followed = Import(source, target), Followed(target)
+    if damage in ("short", "no index", "missing file"):
+        assert followed.take(bridge.versions()) == 2 and "passed over for version 4" in caplog.text
+    else:
+        bridge = Import(source, f"file://{tmp_path}/new")  # begins with the newest full weights
+        followed = Followed(f"file://{tmp_path}/new")
+        assert followed.take(bridge.versions()) == 2
+    assert bridge.unfinished is None
+    bridge.close()
+    assert same(followed.seen[4], states[4]) and same(followed.seen[5], states[5])
+
+
+def killed(arguments: list[str], where: str) -> None:
+    """Run a command of deltasync that dies by SIGKILL where it calls a function for the first time."""
+    module, _, name = where.rpartition(".")
+    module, _, owner = module.rpartition(".")
+    code = (
+        f"import os, {module}\n"
+        f"{module}.{owner}.{name} = lambda *args, **named: os.kill(os.getpid(), 9)\n"
+        f"from deltasync.cli import main\nmain({arguments!r})\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("where", "named_base"),
+    [
+        ("acquire._Opener.open", False),  # before anything of the channel
+        ("acquire._Opener.open", True),
+        ("log.Log.create_channel", False),
+        ("log.Log.create_channel", True),
+        ("log.Log.put_file", False),  # in the first upload; a version that is a reference has none
+        ("log.Log.append", False),
+        ("log.Log.append", True),
+    ],
+)
+def test_a_relay_that_was_killed_is_continued_by_the_same_command(tmp_path: Path, where: str, named_base: bool) -> None:
+    old, source, target = model(), tmp_path / "dirs", f"file://{tmp_path}/channel"
+    new = train(old, 5)
+    write_full(tmp_path / "base" if named_base else source / "weight_v000000", old)
+    write_delta(source / "weight_v000001", 1, old, new)
+    base = ["--base", str(tmp_path / "base")] if named_base else []
+    arguments = ["relay", f"weight_v+file://{source}", target, "--once", "--json", *base]
+    killed(arguments, f"deltasync.publish.{where}")
+    command(*arguments)
+    replica = Replica(target)
+    assert replica.sync() == 2 and same(replica.state_dict(), new)
+
+
+def test_a_channel_of_somebody_else_stays_refused_after_an_attempt(tmp_path: Path) -> None:
+    """What was noted before the opening is no claim on a channel that another publisher opens at that moment."""
+    target = f"file://{tmp_path}/channel"
+    write_full(tmp_path / "dirs" / "v7", model(1))
+    arguments = ["relay", f"weight_v+file://{tmp_path}/dirs", target, "--once", "--json"]
+    killed(arguments, "deltasync.publish.acquire._Opener.open")
+    with Publisher(target, dtype="keep") as publisher:
+        publisher.publish(model().items(), step=3).wait()
+    with pytest.raises(ChannelInUseError, match="was not made from"):
+        list(Import(tmp_path / "dirs", target).versions())
+
+
+@pytest.mark.parametrize("later", [0, 3])
+@pytest.mark.parametrize("where", ["_end", "_put"])
+def test_directories_whose_relay_was_killed_are_continued(tmp_path: Path, where: str, later: int) -> None:
+    url, root, states = f"file://{tmp_path}/channel", tmp_path / "dirs", [model()]
+    with Publisher(url, dtype="keep") as publisher:
+        publisher.publish(states[0].items()).wait()
+        killed(["relay", url, f"weight_v+{root}", "--once", "--json"], f"deltasync.interchange.bridge.Export.{where}")
+        for step in range(1, later + 1):
+            states.append(train(states[-1], step))
+            publisher.publish(states[-1].items()).wait()
+        command("relay", url, f"weight_v+{root}", "--once", "--json")
+        if later:
+            states.append(train(states[-1], 5))
+            publisher.publish(states[-1].items()).wait()
+            killed(["relay", url, f"weight_v+{root}", "--once", "--json"], "deltasync.interchange.bridge.Export._end")
+            command("relay", url, f"weight_v+{root}", "--once", "--json")
+    back, followed = Import(root, f"file://{tmp_path}/back"), Followed(f"file://{tmp_path}/back")
+    followed.take(back.versions())
+    back.close()
+    assert max(followed.seen) == len(states) and back.unfinished is None
+    assert all(same(seen, states[number - 1]) for number, seen in followed.seen.items())
+
+
+def test_directories_behind_what_was_forgotten_go_on_with_full_weights(tmp_path: Path) -> None:
+    url, root, states = f"file://{tmp_path}/channel", tmp_path / "dirs", [model()]
+    with Publisher(url, dtype="keep", anchor_every=4) as publisher:
+        publisher.publish(states[0].items()).wait()
+        command("relay", url, f"weight_v+{root}", "--once", "--json")
+        for step in range(1, 12):
+            states.append(train(states[-1], step))
+            publisher.publish(states[-1].items()).wait()
+    assert CliRunner().invoke(main, ["gc", url, "--keep-last", "2", "--grace", "0s"]).exit_code == 0
+    written = command("relay", url, f"weight_v+{root}", "--once", "--json")
+    assert written and written[-1]["version"] == 12
+    assert command("relay", url, f"weight_v+{root}", "--once", "--json") == []
+    found = dict(read_dirs(root))
+    assert all(same(state, states[number - 1]) for number, state in found.items()) and {1, 12} <= found.keys()
 
 
 def test_another_channel_is_not_continued(tmp_path: Path) -> None:
@@ -309,7 +509,7 @@ def test_fifty_versions_of_a_channel_become_directories_with_equal_bits(
                 export = Export(ChannelReader(open_store(url)), root, encoding, algorithm)
             if step % 4 == 0 or step == 49:
                 list(export.versions(first=1))
-    assert export.number == 50 and len(list(root.iterdir())) == 50
+    assert export.number == 50 and len(list(root.glob("weight_v*"))) == 50
     assert (root / "weight_v000001" / "config.json").read_bytes() == b"{}"
     found = dict(read_dirs(root))
     assert sorted(found) == list(range(1, 51))
