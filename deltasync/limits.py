@@ -20,8 +20,6 @@ EVENT_BYTES = 16 << 20
 """Bytes of one line of the Hub's feed of changes."""
 DAMAGED_RECORDS = 64
 """Missing or damaged records that one search passes over."""
-HEARTBEATS = 4096
-"""Heartbeats of one run that are read, the newest."""
 ERROR_CHARACTERS = 500
 """Characters of the error in a heartbeat."""
 

@@ -233,7 +233,7 @@ class DeltaWeightTransfer:
         if required:
             wait(required, True)
         if self._heard is None:
-            self._heard = heartbeat.Heartbeats(self._store, run_id)
+            self._heard = heartbeat.Heartbeats(self._store, run_id, decides=True)
         wait(urls)
 
     def destroy(self) -> None:

@@ -1,14 +1,15 @@
 """The status of replicas, as seen by a trainer: heartbeats in the channel, or replies of servers whose URLs are known.
 
-Correctness never depends on them: a lost or stale heartbeat only makes a replica look late.
+Correctness never depends on them: a lost or stale heartbeat only makes a replica look late. Their age is by the store's
+clock (`StoreClock`), or by how long they were seen not to change.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
 import http.client
+import math
 import re
 import time
 import urllib.error
@@ -20,6 +21,7 @@ import msgspec
 
 from deltasync import limits
 from deltasync.channel import keys
+from deltasync.channel.clock import StoreClock
 from deltasync.channel.documents import Boot, Epoch, Number, Sha256, VersionId
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
@@ -36,7 +38,7 @@ from deltasync.stores.base import ObjectInfo, Store
 from deltasync.threads import each
 
 LIVE_S = 60.0  # a replica counts as live until its heartbeat is this old
-EXPIRED_S = 3600.0  # a heartbeat that was stored longer ago than this is not read
+EXPIRED_S = 3600.0  # a heartbeat that is older than this is not read, unless somebody asks for older ones
 STOPPED = "stopped"
 """State in the last heartbeat of a replica that ended in order. It serves nothing, and nobody waits for it."""
 UNKNOWN = "unknown"  # state of a server that answers 404 when it is asked for its status: it does not follow
@@ -46,6 +48,7 @@ _ANSWER_S = 5.0
 _CONFIRM_S = 3.0  # how long a server has to answer 404, which a proxy may do while the server starts
 _REFRESH_S = 1.0  # least time for one refresh of all heartbeats, also for the last one
 _COARSE_S = 2.0  # stores report times in whole seconds
+_NAMED = 20  # replicas that an error names
 _STATUS = "deltasync/status?commits=0"
 
 
@@ -56,8 +59,8 @@ class Heartbeat:
     Attributes:
         version, epoch, sha256: Identity of the version that it serves, None before the first.
         boot: Identifies one start of the replica: names, hosts and process numbers are the same in many containers.
-        time_s: Time of writing, in seconds since 1970, by the replica's clock. In a heartbeat that was read: when a later
-            one was first seen, or else when it was stored, by the store's clock, if the store reports that.
+        time_s: Time of writing, in seconds since 1970, by the replica's clock. In a heartbeat that was read: when it was
+            stored, by the reader's clock; its age is by the store's.
     """
 
     replica_id: str
@@ -70,7 +73,7 @@ class Heartbeat:
     pin: str | None = None  # the versions that it takes, None for the newest. Nobody waits for a pinned replica.
     error: str | None = None
     boot: Boot | None = None
-    time_s: float = dataclasses.field(default_factory=lambda: time.time())  # looked up at each call: a clock may be replaced
+    time_s: float = dataclasses.field(default_factory=lambda: time.time())  # a clock may be replaced
 
     @property
     def serving(self) -> VersionId | None:
@@ -100,71 +103,137 @@ _State = tuple[int, float, str | None]
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """An object that holds a heartbeat."""
+    """An object that holds a heartbeat. Times are by `time.monotonic`."""
 
-    state: _State
-    since_s: float
-    changed: bool = False  # whether it had another state before
+    info: ObjectInfo
+    since_s: float  # when this state was first seen
+    until_s: float = -math.inf  # when another one, or none, was last seen there
     read: _State | None = None  # the state in which it need not be read again
     beats: list[Heartbeat] | None = None  # empty if it is unreadable; None until it was read
 
 
 class Heartbeats:
-    """The heartbeats of one run in a store. Each refresh lists them and reads those that have changed."""
+    """The heartbeats of one run in a store. Each look lists them and reads those that have changed, however many there are.
 
-    def __init__(self, store: Store, run_id: str) -> None:
+    Args:
+        store: The store.
+        run_id: The run.
+        clock: The store's clock; one of its own by default.
+        decides: Whether something is waited for or deleted by what is seen here. The first look then measures the clock.
+            Otherwise that is done only if no heartbeat is recent by this machine's clock, which may be wrong.
+
+    Attributes:
+        run_id: The run.
+    """
+
+    def __init__(self, store: Store, run_id: str, clock: StoreClock | None = None, *, decides: bool = False) -> None:
         self._store = store
-        self._run_id = run_id
+        self.run_id = run_id
+        self._clock = StoreClock(store) if clock is None else clock
+        self._decides = decides
         self._known: dict[str, _Known] = {}
+        self._looked_s = -math.inf
+        self._measures = False  # whether a thread measures the clock, which may hang
+        self._guesses = False  # whether this machine's clock is all there is
 
     def refresh(
         self, deadline: float | None = None, enough: Callable[[Heartbeat], bool] = lambda _: False
     ) -> list[Heartbeat]:
-        """Return the heartbeats sorted by replica id: the newest 4,096 that are readable and not expired.
+        """Return the heartbeats that are not expired, sorted by their keys. See `boots` for the arguments and errors.
 
         Each boot is a replica of its own while it is live. Live ones of the same name have the boot in their `replica_id`;
         of others only the newest heartbeat of a name is returned.
+        """
+        return _told_apart(self.boots(EXPIRED_S, deadline, enough))
+
+    def boots(
+        self,
+        within_s: float,
+        deadline: float | None = None,
+        enough: Callable[[Heartbeat], bool] = lambda _: False,
+    ) -> list[Heartbeat]:
+        """Return the last heartbeat of each boot that was heard of within a time, sorted by their keys.
 
         Those not read by the deadline (`time.monotonic`) have the state `unread`. One that was `enough` before is not read
-        again. Raises TransientStoreError if the heartbeats could not even be listed by the deadline.
+        again. One that a listing lacks, which may be incomplete, stays until it is too old.
+
+        Raises:
+            TransientStoreError: they could not even be listed by the deadline.
         """
+        self._look(deadline)
+        recent = {key: known for key, known in sorted(self._known.items()) if self._age_s(known) <= within_s}
+        new = []
+        for known in recent.values():
+            is_read = known.read == _state(known.info) and known.info.modified_s > 0
+            if not is_read and not any(map(enough, known.beats or ())):
+                new.append(known)
+        for known, beats in zip(new, each([known.info for known in new], self._read_one, deadline), strict=True):
+            # Times are too coarse to show that it was stored again at once; so it is read until it has not for a while.
+            lasting = time.monotonic() - known.since_s > _COARSE_S
+            known.beats, known.read = beats, _state(known.info) if lasting and beats is not None else None
+        found = [beat for key, known in recent.items() for beat in self._found(key, known) if beat.run_id == self.run_id]
+        for key in self._known.keys() - recent.keys():
+            self._known[key].beats = self._known[key].read = None
+        return found
+
+    def _look(self, deadline: float | None) -> None:
+        """List the heartbeats, and note which have changed."""
         (listed,) = each([keys.REPLICAS], lambda prefix: list(self._store.list(prefix)), deadline)
         if listed is None:
             raise TransientStoreError(f"The heartbeats in {self._store.url} could not be listed in time.")
-        expired_s, now_s = time.time() - EXPIRED_S, time.monotonic()
-        recent = [info for info in listed if not 0 < info.modified_s < expired_s]  # 0 where the store reports no time
-        recent = sorted(heapq.nlargest(limits.HEARTBEATS, recent, lambda info: info.modified_s), key=lambda info: info.key)
-        new = []
-        for info in recent:
-            state = (info.bytes, info.modified_s, info.content)
-            known = self._known.setdefault(info.key, _Known(state, now_s))
-            if known.state != state:
-                known.state, known.since_s, known.changed = state, now_s, True
-            if not (known.read == state and info.modified_s > 0) and not any(map(enough, known.beats or ())):
-                new.append(info)
-        for info, beats in zip(new, each(new, self._read_one, deadline), strict=True):
-            known = self._known[info.key]
-            # Times are too coarse to show that it was stored again at once; so it is read until it has not for a while.
-            lasting = time.monotonic() - known.since_s > _COARSE_S
-            known.beats, known.read = beats, known.state if lasting and beats is not None else None
-        return _told_apart(beat for info in recent for beat in self._found(info) if beat.run_id == self._run_id)
+        now_s = time.monotonic()
+        self._clock.note(listed)
+        for info in listed:
+            known = self._known.get(info.key)
+            if known is None:
+                self._known[info.key] = _Known(info, now_s)
+            elif _state(known.info) != _state(info):
+                known.info, known.since_s, known.until_s = info, now_s, self._looked_s
+        self._looked_s = now_s
+        newest_s = max((info.modified_s for info in listed), default=math.inf)
+        seems_old = time.time() - newest_s > LIVE_S
+        if (self._decides or seems_old) and not self._clock.is_measured and not self._store.is_scarce:
+            self._measure()
+        self._guesses = seems_old and not self._decides and not self._clock.is_measured
+        for key in self._known.keys() - {info.key for info in listed}:  # deleted, or left out of this listing
+            if self._age_s(self._known[key]) > LIVE_S:
+                del self._known[key]
 
-    def _found(self, info: ObjectInfo) -> list[Heartbeat]:
-        known = self._known[info.key]
-        if known.beats is None:  # it may be of this run
-            name, error = (
-                info.key.removeprefix(keys.REPLICAS).removesuffix(".json"),
-                "its heartbeat could not be read in time",
-            )
-            found = Heartbeat(replica_id=name, run_id=self._run_id, version=None, state="unread", error=error)
-            return [dataclasses.replace(found, time_s=info.modified_s or found.time_s)]
-        stored_s = time.time() - (time.monotonic() - known.since_s) if known.changed else info.modified_s
-        return [dataclasses.replace(beat, time_s=stored_s or beat.time_s) for beat in known.beats]
+    def _measure(self) -> None:
+        """Measure the store's clock, in a thread, because the store may hang."""
+
+        def measure(_: None) -> None:
+            with contextlib.suppress(DeltaSyncError):
+                self._clock.measure()
+            self._measures = False
+
+        if not self._measures:
+            self._measures = True
+            each([None], measure, time.monotonic() + _REFRESH_S)
+
+    def _age_s(self, known: _Known) -> float:
+        """Return the age of a heartbeat: at least as long as it was seen, at most since something else was seen there."""
+        now_s, modified_s = time.monotonic(), known.info.modified_s
+        age_s = time.time() - modified_s if self._guesses and modified_s else self._clock.age_s(modified_s)
+        return max(now_s - known.since_s, min(age_s, now_s - known.until_s))
+
+    def _found(self, key: str, known: _Known) -> list[Heartbeat]:
+        time_s = time.time() - self._age_s(known)
+        if known.beats is not None:
+            return [dataclasses.replace(beat, time_s=time_s) for beat in known.beats]
+        name = key.removeprefix(keys.REPLICAS).removesuffix(".json")  # it may be of this run
+        error = "its heartbeat could not be read in time"
+        unread = Heartbeat(replica_id=name, run_id=self.run_id, version=None, state="unread", error=error, time_s=time_s)
+        return [unread]
 
     def _read_one(self, info: ObjectInfo) -> list[Heartbeat]:
         with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
             return [msgspec.json.decode(self._store.read(info.key, limits.SMALL_BYTES), type=Heartbeat)]
         return []
+
+
+def _state(info: ObjectInfo) -> _State:
+    return info.bytes, info.modified_s, info.content
 
 
 def _told_apart(beats: Iterable[Heartbeat]) -> list[Heartbeat]:
@@ -287,7 +356,7 @@ def wait_for(
     """
     deadline = time.monotonic() + timeout_s
     poll_s = _FIRST_POLL_S
-    known = Heartbeats(store, run_id) if known is None else known
+    known = Heartbeats(store, run_id, decides=True) if known is None else known
     followed_s = time.monotonic()
     while True:
         refresh_until = max(deadline, time.monotonic() + _REFRESH_S)
@@ -360,13 +429,16 @@ def _explain(lagging: list[Heartbeat], heartbeats: list[Heartbeat]) -> str:
             "this one"
         )
     if lagging:
-        return f"these replicas lag: {'; '.join(_describe(beat) for beat in lagging)}"
+        more = "" if len(lagging) <= _NAMED else f"; and {len(lagging) - _NAMED:,} more"
+        return f"these replicas lag: {'; '.join(_describe(beat) for beat in lagging[:_NAMED])}{more}"
+    heartbeats = sorted(heartbeats, key=_age_s)
     ages = ", ".join(
         f"{beat.replica_id} ({'stopped ' if beat.state == STOPPED else ''}{_age_s(beat):.0f} s ago"
         f"{'' if beat.pin is None else f', pinned: {beat.pin}'})"
-        for beat in heartbeats
+        for beat in heartbeats[:_NAMED]
     )
-    return f"no replica is live. Last heard of: {ages}. Restart them"
+    more = "" if len(heartbeats) <= _NAMED else f" and {len(heartbeats) - _NAMED:,} more"
+    return f"no replica is live. Last heard of: {ages}{more}. Restart them"
 
 
 def _describe(heartbeat: Heartbeat) -> str:

@@ -148,8 +148,8 @@ def gc(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, **ke
     A version is kept if any --keep option selects it, together with its bases. The newest is always kept, and so are
     versions that live replicas serve or are pinned to. Without a --keep option all versions stay, and only files that dead
     publishers left are deleted. If a version to be kept is not readable,
-    nothing is deleted. Safe while a publisher writes and replicas read. Heartbeats older than a week are deleted too. After
-    an interruption, run the command again.
+    nothing is deleted. Safe while a publisher writes and replicas read. Heartbeats older than a week, and than the grace,
+    are deleted too. After an interruption, run the command again.
     """
     from deltasync import maintenance
 

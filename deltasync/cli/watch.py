@@ -59,7 +59,8 @@ def watch(
     """Watch CHANNEL live: its versions, compactions, replicas and size, in the terminal or as a web page.
 
     If the output is not a terminal, each change is printed as one line. Documents and heartbeats are read, for a page also
-    the headers of deltas. Nothing is written to the channel. Ends with Ctrl-C, --once or --timeout.
+    the headers of deltas. Nothing is written to the channel, but for one small object that tells the store's clock where
+    every replica seems silent. Ends with Ctrl-C, --once or --timeout.
     """
     if page or out is not None:
         if once or as_json or timeout_s is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from deltasync.channel import heartbeat, keys
+from deltasync.channel.clock import StoreClock
 from deltasync.channel.documents import SHORTCUTS, Record, TokenLag, VersionId
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.keys import Slot
@@ -74,7 +76,7 @@ class ReplicaRow:
     sha256: str | None  # digest of the served version
     strange: bool  # whether the served version is not the channel's version with this number
     behind: int | None  # number of versions behind the newest, None if it serves none
-    lag_s: float | None  # seconds since the first missing version was encoded, 0 at the newest; None if not live, or pinned
+    lag_s: float | None  # seconds since the first missing version was stored, 0 at the newest; None if not live, or pinned
     age_s: float  # age of the heartbeat
     pin: str | None  # the pin, None for the newest version
     error: str | None
@@ -82,7 +84,7 @@ class ReplicaRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LagRow:
-    """A replica began to serve a version `lag_s` after it was encoded, measured with two machines' clocks."""
+    """A replica said that it serves a version `lag_s` after that was stored, by the store's clock."""
 
     time_s: float
     replica_id: str
@@ -162,6 +164,7 @@ class Observer:
 
     def __init__(self, store: Store, *, last: int = 500, heat: int = 0, trusted_keys: str | Trusted | None = None) -> None:
         self._reader = ChannelReader(store, trusted_keys)
+        self._clock = StoreClock(store)
         self._last, self._heat_last = last, heat
         self._head: VersionId | None = None
         self._listed_s = float("-inf")
@@ -170,9 +173,10 @@ class Observer:
         self._numbers: set[int] = set()  # all listed version numbers
         self._held: dict[str, ObjectInfo] = {}  # records, compactions and files of the last listing
         self._problems: dict[str, str] = {}
+        self._heartbeats: heartbeat.Heartbeats | None = None
         self._beats: list[Heartbeat] = []
         self._served: dict[str, int | None] = {}
-        self._since_s: dict[str, float] = {}  # time of each replica's first heartbeat with a version
+        self._since_s: dict[str, float] = {}  # when each replica's first heartbeat with a version was stored
         self._lags: deque[LagRow] = deque(maxlen=_LAGS)
         self._heat: dict[int, list[float]] = {}
         self._tried: set[int] = set()  # versions whose headers were read since the last listing, damaged or not
@@ -189,7 +193,9 @@ class Observer:
         if newest != self._head or time.monotonic() - self._listed_s > _LIST_EVERY_S:
             self._list()
             self._head = newest
-        self._beats = heartbeat.read_all(self._reader.store, run_id)
+        if self._heartbeats is None or self._heartbeats.run_id != run_id:
+            self._heartbeats = heartbeat.Heartbeats(self._reader.store, run_id, self._clock)
+        self._beats = self._heartbeats.refresh()
         for beat in self._beats:
             self._observe(beat)
         return self.snapshot()
@@ -201,6 +207,7 @@ class Observer:
         documents: list[tuple[Slot, ObjectInfo]] = [*slots.items(), *self._reader.shortcuts()]
         files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in self._reader.store.list(prefix)]
         self._held = {info.key: info for info in (*(info for _, info in documents), *files)}
+        self._clock.note(self._held.values())
         recent = [info for of, info in documents if of.version > last - self._last - 1]
         unknown = {info.key: info for info in recent if info.key not in self._documents}
         self._documents.update(self._gather(unknown, self._reader.document, "records"))
@@ -225,6 +232,15 @@ class Observer:
                 self._problems.pop(name, None)
                 yield name, found
 
+    def _now_s(self) -> float:
+        """Return the time by the store's clock; by this machine's where the store tells none."""
+        return time.time() if self._clock.now_s == -math.inf else self._clock.now_s
+
+    def _stored_s(self, number: int) -> float:
+        """Return when a version was stored, by the store's clock; where it tells none, when it was encoded."""
+        info = self._held.get(self._lineage[number].key)
+        return self._document(number).created_s if info is None else info.modified_s or self._document(number).created_s
+
     def _document(self, number: int) -> Record:
         return self._documents[self._lineage[number].key]
 
@@ -232,15 +248,15 @@ class Observer:
         """Record a replica's lag when it moves to a newer version, but not to a pin, or to one before its first
         heartbeat.
         """
-        before = self._served.get(beat.replica_id)
+        before, at_s = self._served.get(beat.replica_id), self._now_s() - (time.time() - beat.time_s)
         moved = beat.version is not None and before is not None and beat.version > before
         if moved and beat.pin is None and beat.version in self._lineage:
-            created_s = self._document(beat.version).created_s
-            if created_s > self._since_s[beat.replica_id]:
-                lag_s = round(max(0.0, beat.time_s - created_s), 3)
+            stored_s = self._stored_s(beat.version)
+            if stored_s > self._since_s[beat.replica_id]:
+                lag_s = round(max(0.0, at_s - stored_s), 3)
                 self._lags.append(LagRow(time_s=beat.time_s, replica_id=beat.replica_id, version=beat.version, lag_s=lag_s))
         if before is None:
-            self._since_s[beat.replica_id] = beat.time_s
+            self._since_s[beat.replica_id] = at_s
         self._served[beat.replica_id] = None if beat.state == heartbeat.STOPPED else beat.version
 
     def read_headers(self, limit: int) -> int:
@@ -309,7 +325,7 @@ class Observer:
         lag_s = None
         if live and served is not None and beat.pin is None:
             missed = min((number for number in self._lineage if number > served), default=None)
-            lag_s = 0.0 if missed is None else max(0.0, now_s - self._document(missed).created_s)
+            lag_s = 0.0 if missed is None else max(0.0, self._now_s() - self._stored_s(missed))
         here = None if served is None else self._lineage.get(served)
         return ReplicaRow(
             replica_id=beat.replica_id,

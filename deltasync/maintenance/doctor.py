@@ -128,14 +128,14 @@ def _try_store(store: Store, parameters: float) -> Generator[Finding, None, None
 
 
 def _clock(stored_s: float, began_s: float, ended_s: float) -> Finding:
-    """Compare the store's clock, which leases and `gc` use, with this machine's, which measures lag and heartbeat age."""
+    """Compare the store's clock, which `gc` and ages of heartbeats use, with this machine's, which measures lag."""
     if not stored_s:
         return Finding("clock", "ok", "The store has no modification times to compare with.")
     off_s = min(0.0, stored_s + 1 - began_s) + max(0.0, stored_s - ended_s)  # stores give whole seconds
     if abs(off_s) <= _CLOCK_S:
         return Finding("clock", "ok", "This machine's clock and the store's agree.")
     found = f"This machine's clock is {abs(off_s):,.0f} s {'behind' if off_s > 0 else 'ahead of'} the store's."
-    return Finding("clock", "warning", found, "Correct it, or lag and the age of heartbeats will be wrong.")
+    return Finding("clock", "warning", found, "Correct it, or lag will be wrong.")
 
 
 _ROOTLESS = f"{keys.CHANNEL} is missing, though something was published here: nobody can join."

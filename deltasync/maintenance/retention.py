@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from deltasync.channel import heartbeat, keys
+from deltasync.channel.clock import StoreClock
 from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
@@ -71,7 +72,7 @@ class Collected:
 
     plan: RetentionPlan | None  # the versions; None if no rule was given, so that all stay
     objects: list[ObjectInfo]  # deleted files, which no document named, or only those of deleted records
-    heartbeats: list[str]  # keys of deleted heartbeats, which were older than a week
+    heartbeats: list[str]  # keys of deleted heartbeats, which were older than a week, and than the grace period
     waiting: list[ObjectInfo]  # kept files that no document names yet, but that their author may still name
     young: list[ObjectInfo]  # kept files that are newer than the grace period, named or not
 
@@ -252,10 +253,12 @@ def gc(
     With `keep` None all versions stay. Versions that were needed less than `grace_s` ago are kept, and files that were
     stored less than `grace_s` ago, because readers may use them: it must exceed the time from a reader's plan to its last
     read, and from a writer's upload of an anchor's file to the announcement. Versions that heartbeats name are kept too,
-    unless the replica has stopped, or was not heard of for `grace_s` and at least a minute. Records are deleted one by one,
+    unless that boot has stopped, or was not heard of for `grace_s` and at least a minute. All ages are by the store's clock.
+    Records are deleted one by one,
     newest first, so that the remaining versions are readable at any moment. After an interruption, a call with the same
     `keep` finishes the work. If a version to keep cannot be read, nothing is deleted (MissingVersionError). A `dry_run`
-    writes nothing, so it measures ages with this machine's clock instead of the store's.
+    writes nothing, so that it cannot ask what time it is at the store: it takes this machine's clock for the ages of
+    objects, unless a newer object shows that it is later, and counts each replica that the newest heartbeats let live.
 
     The order of its reads makes it safe while a publisher or another tool runs:
 
@@ -269,15 +272,20 @@ def gc(
     """
     store = reader.store
     reader.channel()
-    now_s = _store_time(store, dry_run)
+    clock = StoreClock(store, may_write=not dry_run)
+    clock.measure()
+    if not clock.is_measured:  # a listing that lags, or no right to write: it is not earlier than the newest object says
+        clock.note(store.list(""))
+    now_s = max(clock.now_s, time.time()) if dry_run else clock.now_s
     since_s = math.inf if grace_s <= 0 else now_s - grace_s
     files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix) if keys.file_of(info.key)]
-    heartbeats = [info.key for info in store.list(keys.REPLICAS) if 0 < info.modified_s < now_s - _STALE_HEARTBEAT_S]
+    stale_s = now_s - max(grace_s, _STALE_HEARTBEAT_S)
+    heartbeats = [info.key for info in store.list(keys.REPLICAS) if 0 < info.modified_s < stale_s]
     old = [info for info in files if was_stored(info.modified_s, since_s)]
     held = scan_channel(reader) if old or keep is not None else None
     plan: RetentionPlan | None = None
     if keep is not None and held is not None:
-        served = _served(reader, held, now_s - max(grace_s, heartbeat.LIVE_S))
+        served = _served(reader, held, clock, max(grace_s, heartbeat.LIVE_S))
         plan = plan_retention(_contents(store, held), keep, since_s, served)
     references = References({}, {}) if held is None else _references(reader, held, old, plan)
     unnamed = [info for info in old if info.key not in references]
@@ -298,14 +306,14 @@ def gc(
     return Collected(plan=plan, objects=found, heartbeats=heartbeats, waiting=waiting, young=young)
 
 
-def _served(reader: ChannelReader, held: Scan, since_s: float) -> set[Slot]:
-    """Return the versions that replicas serve, or are pinned to, by heartbeats that were stored after a time."""
+def _served(reader: ChannelReader, held: Scan, clock: StoreClock, within_s: float) -> set[Slot]:
+    """Return the versions that boots of replicas serve, or are pinned to, of which each was heard of within a time."""
     numbered = {slot.version: slot for slot in lineage(held.records)}
     found: set[Slot] = set()
-    for beat in heartbeat.read_all(reader.store, reader.channel().run_id):
-        if beat.state != heartbeat.STOPPED and beat.time_s > since_s:
-            number = int(beat.pin) if beat.pin is not None and beat.pin.isdecimal() else beat.version
-            found.update({numbered[number]} if number in numbered else ())
+    for beat in heartbeat.Heartbeats(reader.store, reader.channel().run_id, clock, decides=True).boots(within_s):
+        if beat.state != heartbeat.STOPPED:
+            pinned = int(beat.pin) if beat.pin is not None and beat.pin.isdecimal() else None
+            found.update(numbered[number] for number in (pinned, beat.version) if number in numbered)
             found.update(() if beat.serving is None else {beat.serving.slot})
     return found
 
@@ -350,19 +358,3 @@ def _references(reader: ChannelReader, held: Scan, files: Sequence[ObjectInfo], 
         else:
             records[slot] = document
     return References(records, shortcuts)
-
-
-def _store_time(store: Store, dry_run: bool) -> float:
-    """Write an object and return its modification time, so that no machine's wrong clock makes a file seem old.
-
-    If a listing does not show that object yet, return the time of the newest listed object.
-    """
-    if dry_run:
-        return time.time()
-    key = keys.probe(f"{keys.TOOL}00000000")  # one key for all, so that killed processes leave only one object
-    store.put(key, b"deltasync wrote this to read the store's clock; it may be deleted.\n")
-    try:
-        times = [info.modified_s for info in store.list(key)]
-    finally:
-        store.delete(key)
-    return times[0] if times else max((info.modified_s for info in store.list("")), default=0.0)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import get_session
 
-from deltasync import limits
 from deltasync.channel import heartbeat
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
@@ -192,13 +191,73 @@ def test_a_look_reads_only_what_has_changed_and_who_does_not_serve(memory_url: s
     assert [key for _, key, _ in store.bytes_read] == ["replicas/straggler.json"]
 
 
-def test_the_number_of_heartbeats_is_bounded(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEARTBEATS", 3)
+def test_every_replica_counts_however_many_there_are(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
-    for number in range(9):
-        beat(store.inner, f"replica-{number}", 1)
-    assert len(heartbeat.read_all(store, RUN)) == 3
-    assert len(store.bytes_read) == 3
+    served = {"run_id": RUN, "epoch": EPOCH, "state": "serving", "time_s": 0.0}
+    ready = json.dumps(served | {"replica_id": "ready", "version": 2, "sha256": PUBLISHED[2]}).encode()
+    late = json.dumps(served | {"replica_id": "straggler", "version": 1, "sha256": PUBLISHED[1]}).encode()
+    for number in range(10_000):
+        store.inner.put(f"replicas/{number:05d}.json", ready.replace(b"ready", b"r%05d" % number))
+    store.inner.put("replicas/straggler.json", late)
+    store.age(20.0, "replicas/straggler.json")  # it was heard of before all others
+    known = heartbeat.Heartbeats(store, RUN, decides=True)
+    with pytest.raises(AckTimeoutError, match=r"these replicas lag: straggler \(serves version 1[^;]*\)\.$"):
+        heartbeat.wait_for(store, RUN, 2, PUBLISHED, 0.0, known=known)
+    store.bytes_read.clear()
+    store.inner.put(
+        "replicas/straggler.json",
+        late.replace(b'"version": 1', b'"version": 2').replace(PUBLISHED[1].encode(), PUBLISHED[2].encode()),
+    )
+    assert len(heartbeat.wait_for(store, RUN, 2, PUBLISHED, 60.0, known=known)) == 10_001
+    assert {key for _, key, _ in store.bytes_read} == {"replicas/straggler.json"}  # the others served it already
+
+
+def test_an_error_names_some_of_many(store: Store) -> None:
+    for number in range(50):
+        beat(store, f"late-{number:02d}", 1)
+    with pytest.raises(AckTimeoutError, match=r"late-00 .*; late-19 [^;]*; and 30 more\.$"):
+        wait(store, 2)
+
+
+@pytest.mark.parametrize("ahead_s", [-7200.0, 0.0, 7200.0])
+def test_ages_are_by_the_stores_clock(memory_url: str, ahead_s: float) -> None:
+    store = FaultyStore(open_store(memory_url), ahead_s=ahead_s)
+    beat(store, "straggler", 1)
+    beat(store, "dead", 1, age_s=LONG_AGO_S)
+    beat(store, "ready", 2)
+    store.age(20.0, "replicas/straggler.json")
+    with pytest.raises(AckTimeoutError, match=r"lag: straggler \(serves version 1 [^;]*serving, 2[0-9] s ago\)\.$"):
+        wait(store, 2)
+    seen = {found.replica_id: heartbeat.is_live(found) for found in heartbeat.read_all(store, RUN)}  # only to be shown
+    assert seen == {"dead": False, "ready": True, "straggler": True}
+
+
+@pytest.mark.parametrize("ahead_s", [-7200.0, 7200.0])
+@pytest.mark.parametrize("decides", [True, False])
+def test_a_dead_fleet_is_dead_by_any_clock(memory_url: str, ahead_s: float, decides: bool) -> None:
+    store = FaultyStore(open_store(memory_url), ahead_s=ahead_s)
+    beat(store, "dead", 1, age_s=LONG_AGO_S)
+    (found,) = heartbeat.Heartbeats(store, RUN, decides=decides).refresh()
+    assert heartbeat.is_live(found) == (not decides and ahead_s > 0)  # nothing looks old to who only shows it, for a minute
+
+
+def test_where_nothing_may_be_written_the_newest_heartbeat_tells_the_time(memory_url: str) -> None:
+    store = FaultyStore(open_store(memory_url), ahead_s=-7200.0)
+    beat(store, "dead", 1, age_s=LONG_AGO_S)
+    beat(store, "ready", 2)
+    store.fail_at("put", "probe/", times=1 << 30, error=StoreError)
+    assert wait(store, 2) == ["ready"]
+
+
+def test_a_replica_that_a_listing_leaves_out_is_waited_for(memory_url: str) -> None:
+    store = FaultyStore(open_store(memory_url))
+    beat(store, "straggler", 1)
+    beat(store, "ready", 2)
+    known = heartbeat.Heartbeats(store, RUN, decides=True)
+    assert len(known.refresh()) == 2
+    store.hide(lambda key: "straggler" in key)
+    with pytest.raises(AckTimeoutError, match="lag: straggler"):
+        heartbeat.wait_for(store, RUN, 2, PUBLISHED, 0.0, known=known)
 
 
 def test_a_failed_replica_lags_whatever_it_serves_and_is_named_with_its_error(store: Store) -> None:

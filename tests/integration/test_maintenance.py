@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -225,6 +226,69 @@ def test_versions_that_live_replicas_serve_or_are_pinned_to_stay(
     found = _gc(store, last=1)
     assert found.plan is not None and {slot.version for slot in found.plan.recent} == kept
     _assert_readable(store, *kept)
+
+
+def _beat(store: FaultyStore, name: str, version: int, boot: str = "00000000", **more: Any) -> str:
+    """Store a heartbeat of a replica that serves a version; return its key."""
+    reader = _reader(store)
+    identity = reader.numbered(version).version
+    heartbeat.write(
+        store,
+        heartbeat.Heartbeat(
+            replica_id=name, run_id=reader.channel().run_id, version=version, state="serving", epoch=identity.epoch,
+            sha256=identity.sha256, boot=boot, **more,
+        ),
+    )  # fmt: skip
+    return keys.replica(name, boot)
+
+
+@pytest.mark.parametrize("machine_s", [-7200.0, 7200.0])
+@pytest.mark.parametrize("age_s", [0.0, 30.0])
+def test_what_a_live_replica_serves_stays_whatever_this_machines_clock_says(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch, machine_s: float, age_s: float
+) -> None:
+    store = FaultyStore(open_store(memory_url))
+    _fill(store)
+    store.age(DAY_S)
+    store.age(age_s, _beat(store, "r", 3))
+    real = time.time
+    monkeypatch.setattr("time.time", lambda: real() + machine_s)
+    for dry_run in (True, False):
+        store.calls.clear()
+        found = maintenance.gc(_reader(store), KeepPolicy(last=1), grace_s=0.0, dry_run=dry_run)
+        assert dry_run != bool({operation for operation, _ in store.calls} & {"create", "put", "delete"})
+        assert found.plan is not None and {slot.version for slot in found.plan.recent} == {1, 2, 3}
+    _assert_readable(store, 3)
+
+
+def test_what_a_boot_was_heard_to_serve_within_the_grace_stays(store: FaultyStore) -> None:
+    store.age(30 * DAY_S)
+    first = _beat(store, "r", 3, "0000000a")
+    store.age(6 * DAY_S, first)  # it may come back: a machine that sleeps, a network that is cut
+    _beat(store, "r", 10, "0000000b")  # another start under the same name
+    found = maintenance.gc(_reader(store), KeepPolicy(last=1), grace_s=7 * DAY_S)
+    assert found.plan is not None and {slot.version for slot in found.plan.recent} == {1, 2, 3}
+    store.age(1.5 * DAY_S, first)
+    found = maintenance.gc(_reader(store), KeepPolicy(last=1), grace_s=7 * DAY_S)
+    assert found.plan is not None and not found.plan.recent and found.heartbeats == [first]
+
+
+def test_a_heartbeat_is_not_deleted_within_the_grace(store: FaultyStore) -> None:
+    store.age(30 * DAY_S)
+    store.age(8 * DAY_S, _beat(store, "r", 3))
+    assert maintenance.gc(_reader(store), KeepPolicy(last=1), grace_s=14 * DAY_S).heartbeats == []
+    assert _gc(store, last=1).heartbeats == ["replicas/r.00000000.json"]
+
+
+def test_all_heartbeats_are_read_before_a_version_is_deleted(store: FaultyStore) -> None:
+    store.age(DAY_S)
+    old = _beat(store, "old", 3)
+    store.age(20.0, old)
+    young = store.inner.read(_beat(store, "young", 10), 1 << 20)
+    for number in range(10_000):
+        store.inner.put(keys.replica(f"r{number}"), young)
+    found = maintenance.gc(_reader(store), KeepPolicy(last=1), grace_s=0.0)
+    assert found.plan is not None and {slot.version for slot in found.plan.recent} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("version", [4, 10])
