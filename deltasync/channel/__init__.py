@@ -4,6 +4,7 @@ __all__ = [
     "adapter_base",
     "anchors",
     "checkpoint",
+    "clock",
     "documents",
     "failover",
     "heartbeat",
