@@ -13,7 +13,7 @@ import logging
 import math
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 
 from deltasync.channel import adapter_base, anchors
 from deltasync.channel.adapter_base import AdapterBase
@@ -293,17 +294,20 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
     model = unwrapped(adapter.unloaded(model) if is_adapted else model)
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(model, PreTrainedModel):
-            _config(model, dtype).save_pretrained(folder)
+            config = _config(model, dtype)
+            if model._auto_class is not None:  # its code was loaded from a checkpoint, and a config names it
+                _guarded("code", lambda: custom_object_save(model, folder, config=config))
+            config.save_pretrained(folder)
             if model.can_generate():
-                _save("generation config", model.generation_config, folder)
+                _guarded("generation config", lambda: model.generation_config.save_pretrained(folder))
         if processing_class is not None:
-            _save("tokenizer or processor", processing_class, folder)
+            _guarded("tokenizer or processor", lambda: processing_class.save_pretrained(folder))
         return anchors.read_model_files(Path(folder))
 
 
-def _save(what: str, thing: Any, folder: str) -> None:
+def _guarded(what: str, save: Callable[[], object]) -> None:
     try:
-        thing.save_pretrained(folder)
+        save()
     except Exception as error:  # noqa: BLE001 - training needs no such file, and any error may occur
         reason = str(error).partition("\n")[0]
         logger.warning("Checkpoints of the channel will have no %s: %s: %s", what, type(error).__name__, reason)

@@ -6,6 +6,7 @@ The metadata of a weight file hold the fingerprints of its tensors.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -18,24 +19,66 @@ from deltasync.channel import keys
 from deltasync.channel.documents import Fingerprint
 from deltasync.codec.base import entries, layout, read_metadata
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError
+from deltasync.stores.base import is_key
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec, fingerprint, weight_bytes
 from deltasync.tensors.bits import bits_of, spec_of
+
+logger = logging.getLogger(__name__)
 
 _FINGERPRINTS = "deltasync.fingerprints"
 INDEX = "model.safetensors.index.json"
 Take = Callable[[str, np.ndarray], int]
 """Writes a tensor's unsigned bit patterns into an array of shape N, and returns their fingerprint."""
 Room = Callable[[str, int], np.ndarray]  # returns writable bytes for a file, by its name and size
+TEXTS = (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
+"""Suffixes of config, tokenizer, templates and code."""
+_CONFIGS = ("config.json", "tokenizer_config.json", "adapter_config.json")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
 """Suffixes of files that hold weights. Some of these formats run code when they are loaded."""
 
 
 def read_model_files(directory: Path) -> dict[str, bytes]:
-    """Read the files at the top of a checkpoint directory that are not weights, by name: config, tokenizer, templates."""
+    """Read the files of a checkpoint directory that are not weights, by name: config, tokenizer, templates, code.
+
+    Subfolders of a checkpoint, such as `additional_chat_templates`, contribute their `TEXTS`, unless they are checkpoints of
+    their own.
+
+    Raises:
+        ConfigError: it is no directory, a part of it cannot be read, or it has more than an anchor may have.
+    """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory with a config and a tokenizer.")
-    files = (path for path in sorted(directory.iterdir()) if path.is_file() and not path.name.startswith("."))
-    return {path.name: path.read_bytes() for path in files if path.suffix not in WEIGHTS and path.name != INDEX}
+    found, size = dict[str, bytes](), 0
+    try:
+        for path in _small_files(directory):
+            name, size = path.relative_to(directory).as_posix(), size + path.stat().st_size
+            if len(found) == limits.COMPANION_FILES or size > limits.COMPANION_BYTES:
+                raise ConfigError(
+                    f"{directory} holds more than {limits.COMPANION_FILES:,} files, or {limits.COMPANION_BYTES >> 20} MiB, "
+                    "that are not weights. Name a directory with nothing but config, tokenizer and templates."
+                )
+            if path.parent == directory or is_key(name):
+                found[name] = path.read_bytes()
+            else:
+                logger.warning("%s is left out of the channel's checkpoints: no object can have this name.", path)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or directory} cannot be read: {error.strerror}.") from error
+    return found
+
+
+def _small_files(directory: Path, *, is_top: bool = True) -> Iterator[Path]:
+    """Yield the files of a directory that are not weights, and the texts of its subfolders. Links to folders are skipped."""
+    paths = sorted(path for path in directory.iterdir() if not path.name.startswith(".") and path.name != "__pycache__")
+    files = [path for path in paths if path.is_file() and path.suffix not in WEIGHTS and path.name != INDEX]
+    names = {path.name for path in files}
+    if is_top and names.isdisjoint(_CONFIGS):
+        paths = []
+    if not is_top and ("trainer_state.json" in names or {"config.json", "tokenizer_config.json"} <= names):
+        return
+    yield from (path for path in files if is_top or path.suffix in TEXTS)
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            yield from _small_files(path, is_top=False)
 
 
 def weight_files(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from deltasync.channel import ranges
+from deltasync.channel import anchors, ranges
 from deltasync.channel.anchors import INDEX
 from deltasync.channel.documents import Reference
 from deltasync.codec.base import LIBRARY_ERRORS, entries
@@ -23,7 +23,7 @@ from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
 from deltasync.tensors.bits import bits_of, cast
 
 _WEIGHTS = "model.safetensors"
-_SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
+_SMALL = tuple(f"*{suffix}" for suffix in anchors.TEXTS)
 _REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>\S+))?")
 _TORCH_DTYPES = {entry: getattr(torch, name) for name, entry in SAFETENSORS_DTYPES.items()}
 _FLOATS = ("bfloat16", "float16", "float32", "float64")

@@ -139,7 +139,9 @@ def open_first(
 def _has_other_adapter(stored: StoredRecord, files: Mapping[str, bytes]) -> bool:
     """Whether these files change the config or the base of an adapter, which replicas learn with full weights only."""
     anchor = stored.record.anchor
-    known = {} if anchor is None else {file.key.rpartition("/")[2]: file.sha256 for file in anchor.model_files}
+    known = (
+        {} if anchor is None else {file.key.removeprefix(f"{anchor.directory}/"): file.sha256 for file in anchor.model_files}
+    )
     changed = {name for name, data in files.items() if known.get(name) != documents.sha256_hex(data)}
     return ADAPTER_CONFIG in known and not changed.isdisjoint((ADAPTER_CONFIG, adapter_base.FILE))
 

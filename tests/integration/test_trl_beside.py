@@ -176,6 +176,40 @@ def test_a_model_that_was_dequantized_is_published_as_it_is_trained(tmp_path: Pa
     assert "quantization_config" not in json.loads(gather.checkpoint_files(model, None, "bfloat16")["config.json"])
 
 
+def test_the_code_of_a_custom_model_is_beside_its_weights(tmp_path: Path) -> None:
+    from transformers import AutoConfig, Qwen3Config
+
+    from tests.integration.trainers import SIZES
+
+    (tmp_path / "configuration_custom.py").write_text(
+        "from transformers import Qwen3Config\n\n\nclass CustomConfig(Qwen3Config):\n    model_type = 'custom'\n"
+    )
+    (tmp_path / "modeling_custom.py").write_text(
+        "from transformers import Qwen3ForCausalLM\n\nfrom .configuration_custom import CustomConfig\n\n\n"
+        "class CustomForCausalLM(Qwen3ForCausalLM):\n    config_class = CustomConfig\n"
+    )
+    names = {"AutoConfig": "configuration_custom.CustomConfig", "AutoModelForCausalLM": "modeling_custom.CustomForCausalLM"}
+    config = Qwen3Config(**SIZES).to_dict() | {"model_type": "custom", "auto_map": names}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    made = AutoModelForCausalLM.from_config(read, trust_remote_code=True)
+    made.save_pretrained(tmp_path / "saved")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    files = gather.checkpoint_files(model, None, "keep")
+    assert {"configuration_custom.py", "modeling_custom.py"} <= files.keys()
+    assert json.loads(files["config.json"])["auto_map"] == names
+
+
+def test_additional_chat_templates_are_beside_the_weights(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    processing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    processing.chat_template = {"default": "a {{ messages }}", "rag": "b {{ messages }}"}
+    files = gather.checkpoint_files(tiny_model(), processing, "keep")
+    assert files["additional_chat_templates/rag.jinja"] == b"b {{ messages }}"
+
+
 def quietly_with_adapter(model: Any, config: LoraConfig) -> Any:
     """`get_peft_model` without its warnings. The filters are set here and not by a mark: `catch_warnings` of another
     thread that ends after the mark was set puts the older filters back."""

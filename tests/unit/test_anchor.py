@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, errors, limits
+from deltasync import Publisher, Replica, errors, limits, maintenance
 from deltasync.channel import anchors
+from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError
+from deltasync.stores import open_store
 from tests.conftest import assert_same_bits
 
 with warnings.catch_warnings():
@@ -53,6 +55,56 @@ def test_companion_files_are_all_but_weights_and_hidden_ones(tmp_path: Path) -> 
         (tmp_path / name).write_text(name)
     (tmp_path / "folder").mkdir()
     assert anchors.read_model_files(tmp_path) == {"config.json": b"config.json", "tokenizer.json": b"tokenizer.json"}
+
+
+def write_all(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+KEPT = (
+    "config.json",
+    "__init__.py",
+    "additional_chat_templates/rag.jinja",
+    "code/modeling/layers.py",
+    "1_Pooling/config.json",
+    "qformer_tokenizer/tokenizer_config.json",
+)
+
+
+def test_texts_in_subfolders_are_model_files(tmp_path: Path) -> None:
+    write_all(tmp_path, *KEPT)
+    write_all(tmp_path, "code/__pycache__/layers.json", ".git/config.json", "code/.hidden.json", "code/model.onnx")
+    write_all(tmp_path, "2_Dense/model.safetensors", "original/consolidated.00.pth", "code/a name.py")
+    write_all(tmp_path, "checkpoint-5/trainer_state.json", "checkpoint-5/config.json", "checkpoint-5/inner/a.json")
+    write_all(tmp_path, "merged/config.json", "merged/tokenizer_config.json")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "linked.json").symlink_to(tmp_path / "config.json")  # as in the Hub's cache
+    found = anchors.read_model_files(tmp_path)
+    assert found == {name: name.encode() for name in KEPT} | {"linked.json": b"config.json"}
+
+
+def test_a_directory_that_is_no_checkpoint_gives_its_top_alone(tmp_path: Path) -> None:
+    write_all(tmp_path, "notes.json", "inner/config.json")
+    assert anchors.read_model_files(tmp_path) == {"notes.json": b"notes.json"}
+
+
+def test_a_directory_with_too_much_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all(tmp_path, "config.json", "code/one.py", "code/two.py")
+    monkeypatch.setattr(limits, "COMPANION_FILES", 2)
+    with pytest.raises(ConfigError, match="more than 2 files"):
+        anchors.read_model_files(tmp_path)
+
+
+def test_subfolders_arrive_in_anchors_and_exports(tmp_path: Path, memory_url: str) -> None:
+    write_all(tmp_path / "model", *KEPT)
+    with Publisher(memory_url, model_files=tmp_path / "model") as publisher:
+        publisher.publish({"weight": torch.ones(4)}.items()).wait(60)
+    maintenance.export(ChannelReader(open_store(memory_url)), None, tmp_path / "out")
+    files = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert files == {*KEPT, "model.safetensors"}
+    assert all((tmp_path / "out" / name).read_text() == name for name in KEPT)
 
 
 def test_a_missing_model_directory_is_a_config_error(tmp_path: Path, memory_url: str) -> None:
