@@ -317,6 +317,7 @@ INLINE i64 gap_before(const Code *of, i64 b, i64 k, i64 *gap, int one) {
 #define nth ISA(nth)
 #define ahead ISA(ahead)
 #define at_most ISA(at_most)
+#define snap ISA(snap)
 #define find ISA(find)
 #define flush ISA(flush)
 #define push_bits ISA(push_bits)
@@ -1031,31 +1032,42 @@ INLINE void ahead(const char *p, i64 bytes) {
 
 // ---- Compare ----
 
-// Writes offsets and steps of the elements that differ, and returns how many there are; up to 64 more are written.
+// Copies elements that another thread may be writing. What is done with the copy is done with bits that stay: without the
+// barrier a compiler may read the elements again.
+INLINE void snap(char *to, const char *from, size_t bytes) {
+    memcpy(to, from, bytes);
+    __asm__ volatile("" : : "r"(to) : "memory");
+}
+
+// Writes offsets and steps of the elements that differ, and returns how many there are; up to 64 more are written. New
+// elements are read once, since whoever trains may write them meanwhile.
 INLINE i64 find(const char *old, const char *new_, i64 count, u16 *offset, char *step, int w) {
     i64 found = 0, i = 0;
     enum { FAR = 4096 };  // bytes that memory is asked for ahead
+    _Alignas(64) char now[LANES * 8];
     for (; i + LANES <= count; i += LANES) {
         ahead(old + i * w + FAR, LANES * w);
         ahead(new_ + i * w + FAR, LANES * w);
-        u64 m = differing(old + i * w, new_ + i * w, w);
+        snap(now, new_ + i * w, (size_t)LANES * w);
+        u64 m = differing(old + i * w, now, w);
         for (int n = 0; n < 2; n++) {  // without a branch: where nothing differs, the next one overwrites what is written
-            i64 at = i + __builtin_ctzll(m | (u64)1 << 63);
-            offset[found] = (u16)at;
-            put(step, found, get(new_, at, w) - get(old, at, w), w);
+            i64 lane = __builtin_ctzll(m | (u64)1 << 63);
+            offset[found] = (u16)(i + lane);
+            put(step, found, get(now, lane, w) - get(old, i + lane, w), w);
             found += m != 0;
             m &= m - 1;
         }
         for (; m; m &= m - 1, found++) {
-            i64 at = i + __builtin_ctzll(m);
-            offset[found] = (u16)at;
-            put(step, found, get(new_, at, w) - get(old, at, w), w);
+            i64 lane = __builtin_ctzll(m);
+            offset[found] = (u16)(i + lane);
+            put(step, found, get(now, lane, w) - get(old, i + lane, w), w);
         }
     }
-    for (; i < count; i++)
-        if (get(old, i, w) != get(new_, i, w)) {
-            offset[found] = (u16)i;
-            put(step, found++, get(new_, i, w) - get(old, i, w), w);
+    snap(now, new_ + i * w, (size_t)((count - i) * w));
+    for (i64 lane = 0; i + lane < count; lane++)
+        if (get(old, i + lane, w) != get(now, lane, w)) {
+            offset[found] = (u16)(i + lane);
+            put(step, found++, get(now, lane, w) - get(old, i + lane, w), w);
         }
     return found;
 }
@@ -1070,9 +1082,9 @@ INLINE void ISA(scan_body)(Job *job, Scan *of, int w) {
         i64 found = find(old, new_, row[2], offset, step, w), above = 0;
         u64 key = of->key[row[0]] + (u64)row[1] * INDEX_STEP, mask = of->bound[2 * row[0]], largest = of->bound[2 * row[0] + 1];
         u64 gain = 0;
-        for (i64 k = 0; k < found; k++) put(value, k, get(new_, offset[k], w), w);
+        for (i64 k = 0; k < found; k++) put(value, k, get(old, offset[k], w), w);
         for (i64 k = 0; k < found; k++) {  // a loop of its own, which is vectorized
-            u64 now = get(value, k, w), before = (now - get(step, k, w)) & all_bits(w);
+            u64 before = get(value, k, w), now = (before + get(step, k, w)) & all_bits(w);
             gain += cell(key, offset[k], now) - cell(key, offset[k], before);
             above += (now & mask) > largest;
         }

@@ -3,14 +3,20 @@
 A table has a line for each run of elements: where the shadow and the new weights lie, and what a fingerprint needs. It stays
 as long as the tensors do. Runs are cut into blocks (`tensors.device`), of which a group is compared at once:
 
-    _compare   reads both sides of each block once, as 32-bit words; writes how many elements differ, and up to `SLOT` of
-               them (position in the block, step) into the block's slot
+    _compare   reads both sides of each block, as 32-bit words, to find which elements differ; writes how many, and up to
+               `SLOT` of them (position in the block, step) into the block's slot
     cumsum     finds where the changes of each block go
     _pack      moves the slots there, in order, and sums what the changes add to fingerprints
 
-The host waits once, for the number of changes. Blocks with more of them than a slot holds are then compared again, each
+The host waits once, for the number of changes. Blocks with more of them than a slot holds are then read again (`_all`), each
 writing to its place in the result. If the result has no room, everything is compared again: comparing only reads. `_apply`
 adds the steps to the shadow later.
+
+Nobody can keep a trainer from writing meanwhile, so that a second read may see other bits than the first one. A step is
+therefore of one read, and what follows from it (what a fingerprint gains, the new bits in the shadow) is computed from the
+old bits and the step. Where an element is read twice the last read counts: one that has its old bits again leaves a step of
+zero, which is dropped; and a block that by then has more changes than its place has room for is compared once more, with
+room for all of its elements.
 
 Kernels see bit patterns as unsigned integers. R runs, B blocks, T tensors of one width, K changed elements.
 """
@@ -113,7 +119,6 @@ def _compare(
     row_ptr,
     listed_ptr,
     count_ptr,
-    bound_ptr,
     to_at_ptr,
     to_step_ptr,
     first: tl.int64,
@@ -123,14 +128,15 @@ def _compare(
     NEW_TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     LISTED: tl.constexpr,
+    WIDE: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOT: tl.constexpr,
 ):
     """Compare a block, number `first` + the program's, or the one that is listed there.
 
-    With `SLOTS`, count its changes, and write them to its slot, if that has room, the first slot being that of block `first`
-    of the group. Without, write them to their place in the result: lower 32 bits of positions, and steps.
+    Count its changes, and write them to its slot, if that has room, the first slot being that of block `first` of the group.
+    With `WIDE`, count all elements of a block whose slot has no room.
     """
     block = tl.program_id(0).to(tl.int64) + first
     if LISTED:
@@ -146,13 +152,12 @@ def _compare(
     n = popcount(marks)
     total = tl.sum(n, axis=0)
     k = tl.cumsum(n, axis=0) - n
-    added = tl.load(entry_ptr + _AT) + base
-    if SLOTS:
-        tl.store(count_ptr + block, total)
+    room = total
+    if WIDE:
+        room = tl.where(total > SLOT, tl.minimum(left, BLOCK), total).to(tl.int32)
+    tl.store(count_ptr + block, room)
+    if total <= SLOT:
         start = (block & (SLOTS - 1)) * SLOT
-    else:
-        start = tl.load(bound_ptr + block)
-    if total <= (SLOT if SLOTS else BLOCK):
         at_ptr, step_ptr = to_at_ptr + start, to_step_ptr + start
         word = tl.arange(0, BLOCK // 32) * 32
         for _ in range(tl.max(n, axis=0)):  # each turn takes the lowest mark left in each word; its bits are in the cache
@@ -163,13 +168,65 @@ def _compare(
             new = tl.load(new_ptr + place, marked, other=0)
             if W != NEW_W:
                 new = _bfloat16_bits(new)
-            if SLOTS:
-                tl.store(at_ptr + k, place.to(tl.uint16), marked)
-            else:
-                tl.store(at_ptr + k, (place + added).to(tl.uint32), marked)
+            tl.store(at_ptr + k, place.to(tl.uint16), marked)
             tl.store(step_ptr + k, new - old, marked)
             marks = marks & (marks - 1)
             k += 1
+
+
+@triton.jit
+def _all(
+    table_ptr,
+    row_ptr,
+    listed_ptr,
+    bound_ptr,
+    low_ptr,
+    step_ptr,
+    unlike_ptr,
+    W: tl.constexpr,
+    NEW_W: tl.constexpr,
+    OLD_TYPE: tl.constexpr,
+    NEW_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compare a listed block, reading each element once, and write its changes to their place in the result.
+
+    What is left of the place is filled with steps of zero. If it has no room, it gets none but such, and `unlike_ptr[1]` is
+    set.
+    """
+    block = tl.load(listed_ptr + tl.program_id(0)).to(tl.int64)
+    start = tl.load(bound_ptr + block)
+    room = (tl.load(bound_ptr + block + 1) - start).to(tl.int32)
+    entry_ptr = table_ptr + tl.load(row_ptr + block).to(tl.int64) * _COLUMNS
+    base = (block - tl.load(entry_ptr + _FIRST)) * BLOCK
+    left = tl.load(entry_ptr + _COUNT) - base
+    added = tl.load(entry_ptr + _AT) + base
+    old_ptr = tl.load(entry_ptr + _OLD).to(tl.pointer_type(OLD_TYPE)) + base
+    new_ptr = tl.load(entry_ptr + _NEW).to(tl.pointer_type(NEW_TYPE)) + base
+    if ALIGNED:
+        old_ptr, new_ptr = tl.multiple_of(old_ptr, 16), tl.multiple_of(new_ptr, 16)
+    place = tl.arange(0, BLOCK)
+    if left >= BLOCK:  # loads without a mask are the widest
+        old = tl.load(old_ptr + place)
+        new = tl.load(new_ptr + place)
+    else:
+        old = tl.load(old_ptr + place, place < left, other=0)
+        new = tl.load(new_ptr + place, place < left, other=0)
+    if W != NEW_W:
+        new = _bfloat16_bits(new)
+    differs = (new != old) & (place < left)
+    total = tl.sum(differs.to(tl.int32), axis=0)
+    if total > room:
+        tl.store(unlike_ptr + 1, 1)
+        total = total * 0
+    k = tl.cumsum(differs.to(tl.int32), axis=0) - 1
+    written = differs & (total > 0)
+    tl.store(low_ptr + start + k, (place + added).to(tl.uint32), written)
+    tl.store(step_ptr + start + k, new - old, written)
+    rest = (place >= total) & (place < room)
+    tl.store(low_ptr + start + place, (place * 0 + added).to(tl.uint32), rest)
+    tl.store(step_ptr + start + place, old * 0, rest)
 
 
 @triton.jit(do_not_specialize=["first", "room"])
@@ -184,6 +241,7 @@ def _pack(
     step_ptr,
     gain_ptr,
     above_ptr,
+    unlike_ptr,
     first: tl.int64,
     room: tl.int64,
     OLD_TYPE: tl.constexpr,
@@ -194,7 +252,7 @@ def _pack(
 ):
     """Sum what the changes of a block add to the fingerprint, and how many become NaN; with `SLOTS`, bring them there first.
 
-    A block with more changes than a slot holds, or than there is room for, is left out.
+    A block with more changes than a slot holds, or than there is room for, is left out. A step of zero sets `unlike_ptr[0]`.
     """
     block = tl.program_id(0).to(tl.int64) + first
     if LISTED:
@@ -211,6 +269,7 @@ def _pack(
     largest = tl.load(entry_ptr + _LARGEST).to(tl.uint64)
     gain = tl.zeros((SLOT,), tl.uint64)
     above = tl.zeros((SLOT,), tl.int32)
+    zeros = tl.zeros((SLOT,), tl.int32)
     if start + n > room:
         n = 0
     if SLOTS:
@@ -232,9 +291,12 @@ def _pack(
         old = tl.load(old_ptr + place, inside, other=0)
         new = old + step
         gain += tl.where(inside, _cell(key, index + place, new) - _cell(key, index + place, old), 0)
-        above += (inside & ((new.to(tl.uint64) & mask) > largest)).to(tl.int32)
+        above += (inside & (step != 0) & ((new.to(tl.uint64) & mask) > largest)).to(tl.int32)
+        zeros += (inside & (step == 0)).to(tl.int32)
     tl.store(gain_ptr + block, tl.sum(gain, axis=0))
     tl.store(above_ptr + block, tl.sum(above, axis=0))
+    if tl.sum(zeros, axis=0) > 0:
+        tl.store(unlike_ptr, 1)
 
 
 @triton.jit
@@ -413,13 +475,13 @@ class Comparison:
             found[kind // 2, bool(kind % 2)] = listed
         return found
 
-    def _launch(self, room: int, fill: Fill) -> _Launched:
+    def _launch(self, room: int, fill: Fill, *, wide: bool = False) -> _Launched:
         with on(self.device):
             slots = min(1 << (self.blocks - 1).bit_length(), groups.GROUP_BLOCKS) * groups.SLOT
             slot_at = torch.empty(slots, dtype=torch.int16, device=self.device)
             slot_step = torch.empty(slots, dtype=SIGNED[self.width], device=self.device)
             into = slot_at.view(torch.uint16), unsigned(slot_step), groups.GROUP_BLOCKS
-            of = _Launched.of(self.blocks, room, self.device, SIGNED[self.width])
+            of = _Launched.of(self.blocks, room, self.device, SIGNED[self.width], wide)
             for low, high in self._groups:
                 self._fill(low, high, fill)
                 self._compare(low, high, of, into)
@@ -441,16 +503,27 @@ class Comparison:
         changed, most = of.host.tolist()
         self._expected = changed
         if changed > of.low_K.numel():
+            room, wide = groups.room(changed, self.element_count), of.wide
             del of
-            return self._finish(self._launch(groups.room(changed, self.element_count), fill), fill)
+            return self._finish(self._launch(room, fill, wide=wide), fill)
         with on(self.device):
             if most > groups.SLOT:
                 self._overflowing(of, fill)
-            counts, gains, aboves = map(self._by_tensor, (of.bound_B, _ends(of.gain_B), _ends(of.above_B)))
-            count_T, gain_T, above_T = torch.stack((counts, gains, aboves)).cpu().numpy()
-        steps = None
-        if changed:
-            steps = DeviceSparse(of.low_K[:changed], of.step_K[:changed], self._base_B, of.bound_B, count_T)
+            sums = map(self._by_tensor, (of.bound_B, _ends(of.gain_B), _ends(of.above_B)))
+            found = torch.cat((*sums, of.unlike)).cpu().numpy()
+            has_zeros, has_no_room = found[-2:].tolist()
+            if has_no_room:
+                del of
+                return self._finish(self._launch(groups.room(changed, self.element_count), fill, wide=True), fill)
+            count_T, gain_T, above_T = found[:-2].reshape(3, -1)
+            low_K, step_K, bound_B = of.low_K[:changed], of.step_K[:changed], of.bound_B
+            if has_zeros:
+                is_step_K = step_K != 0
+                bound_B = _ends(is_step_K)[bound_B]
+                low_K, step_K = low_K[is_step_K], step_K[is_step_K]
+                count_T = self._by_tensor(bound_B).cpu().numpy()
+                self._expected = changed = low_K.numel()
+        steps = DeviceSparse(low_K, step_K, self._base_B, bound_B, count_T) if changed else None
         return Found(steps, gain_T.view(np.uint64), above_T)
 
     def _fill(self, low: int, high: int, fill: Fill) -> None:
@@ -468,8 +541,7 @@ class Comparison:
         return high_T - low_T
 
     def _overflowing(self, of: _Launched, fill: Fill) -> None:
-        """Compare the blocks again that had no room in their slots."""
-        into = of.low_K.view(torch.uint32), unsigned(of.step_K), 0
+        """Compare the blocks that had no room in their slots once more."""
         over_L = torch.nonzero(of.count_B > groups.SLOT).view(-1)
         over = over_L.cpu().numpy()
         for low, high in self._groups:
@@ -483,8 +555,14 @@ class Comparison:
                     held = np.flatnonzero(np.isin(over[first:last], listed[0], assume_unique=True))
                     blocks_L = blocks_L[torch.from_numpy(held).to(self.device)]
                 if blocks_L.numel():
-                    self._compare_kind(kind, blocks_L.numel(), 0, blocks_L.to(torch.int32), of, into)
-        self._pack(len(over), 0, over_L.to(torch.int32), of, into)
+                    new_width, aligned = kind
+                    _all[(blocks_L.numel(),)](
+                        *(self._table_RC, self._row_B, blocks_L.to(torch.int32), of.bound_B),
+                        *(of.low_K.view(torch.uint32), unsigned(of.step_K), of.unlike),
+                        *(self.width, new_width, UNSIGNED[self.width], UNSIGNED[new_width], aligned, groups.BLOCK),
+                        num_warps=16,
+                    )
+        self._pack(len(over), 0, over_L.to(torch.int32), of, (of.low_K.view(torch.uint32), unsigned(of.step_K), 0))
 
     def _compare(self, low: int, high: int, of: _Launched, into: Into) -> None:
         for kind, listed in self._kinds.items():
@@ -500,9 +578,9 @@ class Comparison:
     ) -> None:
         (new_width, aligned), (to_at, to_step, slots) = kind, into
         _compare[(count,)](
-            *(self._table_RC, self._row_B, self._row_B if listed_L is None else listed_L, of.count_B, of.bound_B),
+            *(self._table_RC, self._row_B, self._row_B if listed_L is None else listed_L, of.count_B),
             *(to_at, to_step, first, self.width, new_width, UNSIGNED[self.width], UNSIGNED[new_width]),
-            *(aligned, listed_L is not None, slots, groups.BLOCK, groups.SLOT),
+            *(aligned, listed_L is not None, of.wide, slots, groups.BLOCK, groups.SLOT),
             num_warps=4 if aligned and new_width < 4 else 8,
         )
 
@@ -510,7 +588,7 @@ class Comparison:
         slot_at, slot_step, slots = into
         _pack[(count,)](
             *(self._table_RC, self._row_B, self._row_B if listed_L is None else listed_L, of.bound_B),
-            *(slot_at, slot_step, of.low_K, unsigned(of.step_K), of.gain_B.view(torch.uint64), of.above_B),
+            *(slot_at, slot_step, of.low_K, unsigned(of.step_K), of.gain_B.view(torch.uint64), of.above_B, of.unlike),
             *(first, of.low_K.numel(), UNSIGNED[self.width], listed_L is not None, slots, groups.BLOCK, groups.SLOT),
             num_warps=1,
         )
@@ -527,11 +605,13 @@ class _Launched:
     low_K: torch.Tensor  # with the room that there is
     step_K: torch.Tensor
     most: torch.Tensor  # number of changes, and the most of a block
-    host: torch.Tensor  # the same on the host, once `done`
+    unlike: torch.Tensor  # whether a step is zero, and whether a block has no room, as elements changed between two reads
+    host: torch.Tensor  # as `most`, on the host, once `done`
+    wide: bool  # whether blocks with more changes than a slot holds have room for all their elements
     done: torch.cuda.Event | None = None
 
     @classmethod
-    def of(cls, blocks: int, room: int, device: torch.device, signed: torch.dtype) -> _Launched:
+    def of(cls, blocks: int, room: int, device: torch.device, signed: torch.dtype, wide: bool) -> _Launched:
         def new(count: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(count, dtype=dtype, device=device)
 
@@ -540,7 +620,8 @@ class _Launched:
         bound_B[:1] = 0
         return cls(
             *(new(blocks, torch.int32), bound_B, new(blocks, torch.int64), new(blocks, torch.int32)),
-            *(new(room, torch.int32), new(room, signed), new(2, torch.int64), host),
+            *(new(room, torch.int32), new(room, signed), new(2, torch.int64)),
+            *(torch.zeros(2, dtype=torch.int64, device=device), host, wide),
         )
 
 

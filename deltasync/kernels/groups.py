@@ -8,7 +8,7 @@ GROUP_BLOCKS = 1 << 16
 """Most blocks that one launch compares. Their slots are in memory at once."""
 
 SLOT = 128
-"""Changes of a block that its slot has room for, 3 % of its elements. A block with more is compared a second time."""
+"""Changes of a block that its slot has room for, 3 % of its elements. A block with more is read a second time."""
 
 COPIED = 1 << 22
 """Most elements of a tensor in another order, dtype or place that are copied at once, to be compared."""

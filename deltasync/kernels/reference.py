@@ -38,7 +38,11 @@ def fingerprint(key: int, bits_N: np.ndarray) -> int:
 
 
 def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return flat indices (`index_dtype`, ascending) and steps (new minus old, modulo 2**width) of the changed elements."""
+    """Return flat indices (`index_dtype`, ascending) and steps (new minus old, modulo 2**width) of the changed elements.
+
+    New elements are read once: whoever trains may write them meanwhile.
+    """
+    new_N = new_N.copy()
     index_K = np.flatnonzero(old_N != new_N).astype(index_dtype(old_N.size))
     return index_K, new_N[index_K] - old_N[index_K]
 
@@ -77,9 +81,11 @@ def compare(row_RF: np.ndarray, vector: Vector, bound_T2: np.ndarray, gain_T: np
         index_K = index_K.astype(np.int64)
         found.append(((index_K + position).astype(vector.index_dtype), step_K))
         mask, largest = bound_T2[t]
+        old_K = old_N[index_K]
+        now_K = old_K + step_K  # not the new elements, which may be others by now
         with np.errstate(over="ignore"):
-            gain_T[t] += np.uint64(_gained(int(vector.key_T[t]), index_K + first, old_N[index_K], new_N[index_K]))
-        above_T[t] += np.count_nonzero(new_N[index_K].astype(np.uint64) & mask > largest)
+            gain_T[t] += np.uint64(_gained(int(vector.key_T[t]), index_K + first, old_K, now_K))
+        above_T[t] += np.count_nonzero(now_K.astype(np.uint64) & mask > largest)
     return Sparse(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
 
 

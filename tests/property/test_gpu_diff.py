@@ -107,6 +107,63 @@ def _assert_finds(pairs: Sequence[Pair]) -> None:
         assert not known.compare(weights).pieces
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="the host writes the memory meanwhile")
+@pytest.mark.parametrize("back", [False, True], ids=["to other bits", "back to the old bits"])
+@pytest.mark.parametrize("lasting", [True, False], ids=["a mapping", "a generator"])
+@pytest.mark.parametrize("kind", ["as it is", "float32", "turned"])
+@pytest.mark.parametrize("density", [0.05, 0.6])
+def test_elements_that_are_written_between_two_reads(
+    density: float, kind: str, lasting: bool, back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gain, steps and count are of one read: the shadow's fingerprints are those of the bits that it takes."""
+    random = np.random.default_rng(7)
+    old_N = random.integers(0, 1 << 12, 600, np.uint16)
+    first_N = np.where(random.random(600) < density, old_N + 1, old_N).astype(np.uint16)
+    later_N = np.where(random.random(600) < 0.5, old_N if back else first_N + 5, first_N).astype(np.uint16)
+    if not back:
+        later_N[100:300] = old_N[100:300] + 9  # more changes than before, in blocks whose place has no room for them
+
+    def tensor(bits_N: np.ndarray) -> torch.Tensor:
+        held = _tensor(bits_N).view(torch.bfloat16)
+        if kind == "float32":
+            return held.float()
+        return held.view(20, 30).t().contiguous().t() if kind == "turned" else held
+
+    known, weights = _compared({"w": tensor(old_N)}, "bfloat16"), {"w": tensor(first_N)}
+    marks, overflowing = gpu_diff._marks, gpu_diff.Comparison._overflowing
+    left = [3]  # blocks, after whose first read the writer comes
+
+    def write() -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            weights["w"].copy_(tensor(later_N).view(weights["w"].shape))
+
+    def marked(*arguments: Any) -> Any:
+        found = marks(*arguments)
+        write()
+        return found
+
+    def overflown(*arguments: Any) -> None:
+        write()
+        overflowing(*arguments)
+
+    monkeypatch.setattr(gpu_diff, "_marks", marked)
+    monkeypatch.setattr(gpu_diff.Comparison, "_overflowing", overflown)
+    for _ in range(3):
+        found = known.compare(weights if lasting else iter(weights.items()))
+        for piece in found.pieces:
+            assert isinstance(piece, DeviceDelta)
+            host = piece.host()
+            assert host.steps[2].data_K.all() and host.counts() == piece.counts()
+        known.shadow.apply(found)
+        fresh, _ = known.shadow._memory.fingerprints()
+        assert dict(known.shadow.fingerprints) == dict(fresh)
+        held_N, allowed = known.shadow.bits["w"], (old_N, first_N, later_N)
+        assert np.any([held_N == each for each in allowed], axis=0).all()
+    assert left[0] < 0
+    np.testing.assert_array_equal(known.shadow.bits["w"], later_N)
+
+
 def _random_pair(random: np.random.Generator, size: int, width: int, density: float) -> Pair:
     old_N = random.integers(0, 256, width * size, np.uint8).view(f"u{width}")
     return old_N, np.where(random.random(size) < density, ~old_N, old_N)
@@ -255,8 +312,8 @@ def test_an_interrupt_at_any_launch_leaves_the_shadow(monkeypatch: pytest.Monkey
     old_N, new_N = _random_pair(random, 300, 2, 0.3)
     known, weights = _compared({"w": _tensor(old_N)}), {"w": _tensor(new_N)}
     before = dict(known.shadow.fingerprints)
-    for name in ("_compare", "_pack"):
-        for number in range(3):
+    for name, launches in (("_compare", 2), ("_all", 2), ("_pack", 3)):
+        for number in range(launches):
             with monkeypatch.context() as patched:
                 patched.setattr(gpu_diff, name, _Interrupted(getattr(gpu_diff, name), number))
                 with pytest.raises(KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,6 +97,56 @@ def test_add_is_the_reference(chunks: None, model: tuple) -> None:
     back_T, _ = native.add(vector, zero_T, Sparse(steps.at_K, np.negative(steps.data_K)), _bounds(vector))
     assert not (gain_T + back_T).any()
     assert all(held[name].tobytes() == old[name].tobytes() for name in held)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_what_another_thread_writes_meanwhile_is_read_once(width: int) -> None:
+    """Steps, gains and counts of NaN are of the same bits, which nobody knows beforehand."""
+    spec = TensorSpec("w", WIDTHS[width][0], (300_000,))
+    vector = Layout({"w": spec}).vectors[width]
+    old_N = np.arange(300_000).astype(vector.bits_dtype)
+    new_N, states = old_N.copy(), [old_N + vector.bits_dtype.type(n) for n in range(4)]
+    row_RF = np.array([[0, 0, old_N.size, old_N.ctypes.data, new_N.ctypes.data]], np.int64)
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            for state_N in states:
+                np.copyto(new_N, state_N)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        found = [native.compare(row_RF, vector, _bounds(vector)) for _ in range(20)]
+    finally:
+        ended.set()
+        writer.join()
+    for steps, gain_T, above_T in found:
+        reached_N = old_N.copy()
+        reached_N[steps.at_K] += steps.data_K
+        assert steps.data_K.all() and steps.data_K.max(initial=0) < len(states)
+        assert (gain_T.tolist(), above_T.tolist()) == _expected(vector, {"w": old_N}, {"w": reached_N})
+
+
+@pytest.mark.parametrize("value", [0, 7], ids=["the old bits", "other bits"])
+def test_the_reference_reads_an_element_once(value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer comes after elements were compared, and before their steps are taken."""
+    old_N = np.zeros(100, np.uint16)
+    new_N = np.arange(100, dtype=np.uint16)
+    index_dtype = reference.index_dtype
+
+    def written(size: int) -> np.dtype:
+        new_N[:] = value
+        return index_dtype(size)
+
+    monkeypatch.setattr(reference, "index_dtype", written)
+    vector = Layout({"w": TensorSpec("w", "bfloat16", (100,))}).vectors[2]
+    row_RF = np.array([[0, 0, 100, old_N.ctypes.data, new_N.ctypes.data, 0]], np.int64)
+    gain_T, above_T = np.zeros(1, np.uint64), np.zeros(1, np.int64)
+    steps = reference.compare(row_RF, vector, np.zeros((1, 2), np.uint64), gain_T, above_T)
+    np.testing.assert_array_equal(steps.at_K, np.arange(1, 100))
+    np.testing.assert_array_equal(steps.data_K, np.arange(1, 100))
+    assert gain_T.tolist() == _expected(vector, {"w": old_N}, {"w": np.arange(100, dtype=np.uint16)})[0]
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
