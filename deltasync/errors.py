@@ -17,6 +17,7 @@
     │   └── TransientStoreError                  6    a retry may succeed
     ├── PublishError                             7  a version did not become visible
     │   ├── ChannelInUseError                    7    the channel holds a run; resume it or choose another URL
+    │   ├── ResumeMismatchError                  7    a resumed trainer holds other weights than the channel has of its step
     │   ├── FencedError                          7    another publisher has opened the channel; this one must stop
     │   ├── PublishPendingError                  7    the store has not answered yet; the next publish tries again
     │   ├── PublishLostError                     7    given up after all retries; the next publish is an anchor
@@ -41,7 +42,7 @@ import contextlib
 import logging
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -158,6 +159,28 @@ class PublishError(DeltaSyncError):
 
 class ChannelInUseError(PublishError):
     """The channel already holds a run; resume it or choose another URL."""
+
+
+class ResumeMismatchError(PublishError):
+    """A resumed trainer holds other weights than the channel has of the same step. Nothing was published.
+
+    Attributes:
+        step: The trainer's step.
+        version: The newest version of that step.
+        tensors: How many elements differ, by the name of the tensor; empty if that version cannot be read.
+        changed_fraction: Differing elements divided by all elements; None if that version cannot be read.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        step: int | None = None,
+        version: int | None = None,
+        tensors: Mapping[str, int] | None = None,
+        changed_fraction: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.step, self.version, self.tensors, self.changed_fraction = step, version, tensors or {}, changed_fraction
 
 
 class FencedError(PublishError):

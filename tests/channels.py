@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
+import msgspec
 import torch
 
 from deltasync import codec
@@ -55,7 +56,7 @@ class Made:
     specs: dict[str, TensorSpec] = dataclasses.field(default_factory=dict)
     run_id: str = RUN
 
-    def create(self, model: Weights, fencing: str = "seal") -> None:
+    def create(self, model: Weights, fencing: str = "seal", owner: str | None = None) -> None:
         """Store channel.json."""
         self.specs = {name: spec_of(name, tensor) for name, tensor in model.items()}
         table = {name: (spec.dtype, spec.shape) for name, spec in self.specs.items()}
@@ -67,6 +68,7 @@ class Made:
             dtype="bfloat16",
             tensors=table,
             tensors_sha256=documents.table_sha256(table),
+            owner=msgspec.UNSET if owner is None else owner,
         )
         self._put(keys.CHANNEL, self._signed(keys.CHANNEL, documents.encode(channel)))
 

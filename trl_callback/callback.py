@@ -14,9 +14,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from deltasync.config import TrainerSettings
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.following.wanted import VERSION_HEADER
+from deltasync.threads import finish_at_exit
 from trl_callback import adapter, compat, gather, ranks, server
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.record import VersionRecord
+from trl_callback.saved import OwnForm
 from trl_callback.weight_transfer import DeltaWeightTransfer
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,10 @@ logger = logging.getLogger(__name__)
 _STATE = "deltasync"
 """Key in the trainer state's `stateful_callbacks` under which the run is saved. transformers' `ExportableState` is not used:
 with it, a checkpoint from before the callback was added cannot be resumed, and restoring a callback makes a second one."""
+
+
+_STOPPING = ("on_substep_end", "on_step_end", "on_epoch_end", "on_log", "on_evaluate", "on_save")
+"""Events in which a callback may stop the training; the trainer goes on to its end after each of them."""
 
 
 class DeltaSyncCallback(TrainerCallback):
@@ -47,11 +53,13 @@ class DeltaSyncCallback(TrainerCallback):
 
     A PEFT model is published as its merged weights, or with `adapter_only` as its adapter. If FSDP2 or DeepSpeed's ZeRO-3
     shards the model, each process publishes its own shards without a gather; FSDP1 is refused. A trainer that resumes from a
-    checkpoint continues the run that it wrote. Any other used channel is refused unless `resume` is set. The trainer's logs
-    show published and served versions under `delta_sync/`.
+    checkpoint continues the run that it wrote, and one that starts again in the same `output_dir` the run that it began. Any
+    other used channel is refused unless `resume` is set. A trainer that resumes with other weights than the channel has of
+    that step publishes nothing. The trainer's logs show published and served versions under `delta_sync/`.
 
-    A schedule-free optimizer has two sets of weights. Versions hold those that gradients are computed with; after the last
-    step the callback calls the optimizer's `eval()`, so that the final version and later saves hold the average.
+    A schedule-free optimizer has two sets of weights. Versions hold those that gradients are computed with; once training is
+    to stop, however that was decided, the callback calls the optimizer's `eval()`, so that the final version and later saves
+    hold the average. After an exception there is no final version.
 
     A pickled callback has its settings only: unpickled, it is a new one, which has published nothing.
 
@@ -85,9 +93,14 @@ class DeltaSyncCallback(TrainerCallback):
         # Before all other callbacks, so that they see the metrics, and after them, because they may change the weights.
         self._before, self._after = TrainerCallback(), TrainerCallback()
         self._before.on_log = self._add_metrics
-        self._after.on_step_end, self._after.on_train_end = self._average, self._finish
+        for event in _STOPPING:
+            setattr(self._after, event, self._average)
+        self._after.on_train_end = self._finish
         self._adapter: tuple[str, dict[str, Any]] | None = None  # the published adapter
         self._problem: Exception | None = None  # the error that ended publishing
+        self._own_form: OwnForm | None = None  # how the model is saved, if that is not transformers' way
+        self._was_trained = False  # whether it was asked for after a step
+        self._averaging: str | None = None  # the schedule-free optimizer of a training that has not ended
 
     def __reduce__(self) -> tuple[type[DeltaSyncCallback], tuple[DeltaSyncConfig]]:
         """Pickle and copy the settings alone, as the publisher writes from one process."""
@@ -110,7 +123,8 @@ class DeltaSyncCallback(TrainerCallback):
         """Refuse a model that cannot be published, and replace TRL's transfer of weights to a vLLM server."""
         if compat.generates_on_server(args):
             self._check_merged()
-            self._transfer.bind(model, kwargs.get("processing_class"))  # an evaluation may generate before training
+            # An evaluation may generate before training.
+            self._transfer.bind(model, kwargs.get("processing_class"), args.output_dir)
             self._replace_client(args, model)
         elif compat.streams_weights(args):
             self._check_merged()
@@ -154,7 +168,9 @@ class DeltaSyncCallback(TrainerCallback):
                 "saved then, hold the average.",
                 type(average).__name__,
             )
-        transfer.bind(model, more.get("processing_class"))
+            self._averaging = type(average).__name__
+            finish_at_exit(self)
+        transfer.bind(model, more.get("processing_class"), args.output_dir, more.get("optimizer"))
         transfer.run_ids |= {*state.stateful_callbacks.get(_STATE, {}).get("run_ids", [])}
         self._check_replaced(args, state.is_world_process_zero, model)
         if not self._publishes and number > 1:
@@ -165,6 +181,10 @@ class DeltaSyncCallback(TrainerCallback):
                 f"replies, in TRL {compat.WITH_TOKEN_VERSIONS}. This trainer cannot bound them; leave it out."
             )
         gather.check_form_of(model, self.config.adapter_only)
+        self._own_form = None if self.config.adapter_only else OwnForm.of(model, compat.running_trainer())
+        self._was_trained = False
+        if self._own_form is not None and (state.is_world_process_zero or gather.is_sharded(model)):
+            self._own_form.check(model)
         if not self._publishes:
             compat.replace_stream(transfer.publish_shards if gather.is_sharded(model) else lambda: None)
 
@@ -193,20 +213,32 @@ class DeltaSyncCallback(TrainerCallback):
                 state.log_history[-1].update(metrics)
 
     def _average(self, args: Any, state: Any, control: TrainerControl, optimizer: Any = None, **kwargs: Any) -> None:
-        """After the last step, switch the optimizer to the average, if it has one."""
-        # Not later: the best model may be loaded, which is an average that the optimizer must not move.
+        """Once the training is to stop, switch the optimizer to the average, if it has one."""
+        # Not at the end: the best model may be loaded by then, which is an average that the optimizer must not move.
         if control.should_training_stop and (average := compat.averages(optimizer)) is not None:
             average.eval()
 
     def _finish(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Publish the final weights, and wait for the uploads."""
-        transfer = self._transfer
+        transfer, self._averaging = self._transfer, None
+        average = compat.averages(kwargs.get("optimizer"))
+        if average is not None and not (args.load_best_model_at_end and state.best_model_checkpoint):
+            average.eval()  # where nothing has stopped the training, as where the data ended
         if transfer.publisher is None:
             return
-        self._publish(model, if_changed=transfer.published_step == state.global_step)
+        self._publish(model, if_changed=transfer.published_step == state.global_step, is_last=True)
         transfer.flush()
         if self._problem is not None:
             logger.error("The last published weights are those of step %s. %s", transfer.published_step, self._problem)
+
+    def finish(self) -> None:
+        """Say at the end of the process that a training which has not ended has published no average."""
+        if self._averaging is not None:
+            logger.warning(
+                "Training did not come to its end, so the newest version holds the weights of step %s that gradients are "
+                "computed with, and not the average of %s.",
+                *(self._transfer.published_step, self._averaging),
+            )
 
     def _check_merged(self) -> None:
         if self.config.adapter_only:
@@ -229,6 +261,8 @@ class DeltaSyncCallback(TrainerCallback):
             compares=compat.compares_logprobs(args),
             name=None,
             wait_s=args.vllm_server_timeout,
+            channel=self._transfer.store,
+            named=self.config.replicas or (),
         )
         self._restore = compat.replace_client(functools.partial(client_class, self._transfer, check))
 
@@ -256,18 +290,28 @@ class DeltaSyncCallback(TrainerCallback):
             found = compat.rollout_server(args)
             if found is not None:
                 url, name = found
-                check = functools.partial(server.check, args, model, url, compares=compat.compares_logprobs(args), name=name)
+                check = functools.partial(
+                    server.check,
+                    args,
+                    model,
+                    url,
+                    compares=compat.compares_logprobs(args),
+                    name=name,
+                    channel=transfer.store,
+                    named=self.config.replicas or (),
+                )
                 transfer.server_url = url
                 if not check(wait_s=None):
                     # The server may start later, or answer only once it has weights.
                     transfer.check_server = functools.partial(check, wait_s=args.vllm_server_timeout)
 
-    def _publish(self, model: Any, *, if_changed: bool = False) -> None:
+    def _publish(self, model: Any, *, if_changed: bool = False, is_last: bool = False) -> None:
         """Publish the weights. If they no longer match the channel, training continues without publishing."""
         if self._problem is not None:
             return
         stream = functools.partial(gather.stream_of, model, self.config.adapter_only)
         try:
+            self._check_own_form(model, is_last=is_last)
             if self.config.adapter_only:
                 self._check_adapter(model)
             if self._transfer.publish(stream, if_changed=if_changed):
@@ -277,6 +321,12 @@ class DeltaSyncCallback(TrainerCallback):
                 raise
             self._problem = error
             logger.error("Publishing has ended; training goes on: %s", error)
+
+    def _check_own_form(self, model: Any, *, is_last: bool) -> None:
+        """Check once training has moved the weights, and at the end, that a model's own way to save it still saves these."""
+        if self._own_form is not None and self._transfer.published_step is not None and (is_last or not self._was_trained):
+            self._was_trained = True
+            self._own_form.check(model)
 
     def _check_adapter(self, model: Any) -> None:
         gather.check_publishable(model, adapter_only=True)

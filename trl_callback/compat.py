@@ -29,7 +29,7 @@ def streams_weights(args: Any) -> bool:
 
     AsyncGRPO and AsyncDistillation do, and are recognised by their arguments before the transfer is built; others may.
     """
-    return any(name.startswith("Async") for name in _names_in_trl(args)) or hasattr(_trainer(), "weight_transfer")
+    return any(name.startswith("Async") for name in _names_in_trl(args)) or hasattr(running_trainer(), "weight_transfer")
 
 
 def compares_logprobs(args: Any) -> bool:
@@ -49,7 +49,7 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
     """
     import trl
 
-    trainer: Any = _trainer()
+    trainer: Any = running_trainer()
     bases = (base for base in _in_trl(trainer) if "weight_transfer" in _parameters(vars(base).get("__init__")))
     module: Any = next((sys.modules[base.__module__] for base in bases), None)
     if not hasattr(module, "WeightTransferClient"):
@@ -60,7 +60,7 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
 
     def transfer_once(*args: Any, **kwargs: Any) -> Any:
         restore()
-        return transfer if _trainer() is trainer else module.WeightTransferClient(*args, **kwargs)
+        return transfer if running_trainer() is trainer else module.WeightTransferClient(*args, **kwargs)
 
     original = _replace(module, "WeightTransferClient", transfer_once)
     restore = functools.partial(setattr, module, "WeightTransferClient", original)
@@ -70,7 +70,7 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
 
 def check_transfer(transfer: Any, is_main: bool) -> None:
     """Check that the running trainer syncs its weights only with `transfer`, and nothing was added later (ConfigError)."""
-    trainer: Any = _trainer()
+    trainer: Any = running_trainer()
     found = getattr(trainer, "weight_transfer", None)
     sends_adapter = getattr(trainer, "_lora_sync", False)
     if sends_adapter or found is not (transfer if is_main else None):
@@ -87,7 +87,7 @@ def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> Non
     TRL counts a version when the transfer returns, and reports it to its rollout worker, which stamps samples with it.
     Instead, `update` is called with that version and the function that reports a version to the worker.
     """
-    worker: Any = getattr(_trainer(), "rollout_worker", None)
+    worker: Any = getattr(running_trainer(), "rollout_worker", None)
     if worker is None:
         return  # not the main process
 
@@ -104,7 +104,7 @@ def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
     samples carry versions: not with a rollout worker that is not TRL's, nor in TRL before 1.11. In AsyncGRPO's processes
     without samples, all but the main one, it returns True.
     """
-    trainer: Any = _trainer()
+    trainer: Any = running_trainer()
     if "AsyncGRPOConfig" not in _names_in_trl(trainer.args):
         return False
     worker, dataset = trainer.rollout_worker, getattr(trainer, "_rollout_dataset", None)
@@ -158,7 +158,7 @@ def _watch_loss(trainer: Any, ages: TokenAges) -> None:
 
 def rollout_server(args: Any) -> tuple[str, str | None] | None:
     """Return the URL of the server of TRL's rollout worker, and the model that it requests; None for another worker."""
-    worker = getattr(_trainer(), "rollout_worker", None)
+    worker = getattr(running_trainer(), "rollout_worker", None)
     if not _names_in_trl(worker):
         return None
     return args.vllm_server_base_url, getattr(worker, "_loop_kwargs", {}).get("model_name")
@@ -222,7 +222,7 @@ def replace_stream(take_part: Callable[[], None]) -> None:
     weight transfer or to the client, which do not read it. The others iterate it, which now calls `take_part` instead. TRL
     no longer merges adapters into the live weights for the stream.
     """
-    trainer: Any = _trainer()
+    trainer: Any = running_trainer()
 
     def stream() -> Iterator[Any]:
         if not trainer.accelerator.is_main_process:
@@ -275,6 +275,12 @@ def averages(optimizer: Any) -> Any:
     return optimizer if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")) else None
 
 
+def holds_average(optimizer: Any) -> bool:
+    """Whether a schedule-free optimizer may have left its average in the model, as after an evaluation."""
+    average = averages(optimizer)
+    return average is not None and not all(group.get("train_mode", False) for group in average.param_groups)
+
+
 def _parameters(function: Any) -> list[str]:
     return [] if function is None else list(inspect.signature(function).parameters)
 
@@ -287,7 +293,7 @@ def _names_in_trl(thing: object) -> list[str]:
     return [base.__name__ for base in _in_trl(thing)]
 
 
-def _trainer() -> Any:
+def running_trainer() -> Any:
     """Return the trainer whose constructor or event is running."""
     from transformers import Trainer
 

@@ -6,9 +6,11 @@ import inspect
 import re
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Literal
 
 from deltasync.config import CODECS, PublisherSettings, TrainerSettings
 from deltasync.errors import ConfigError
+from deltasync.publish.owner import check_resume, owner_of
 from deltasync.stores import open_store
 
 
@@ -47,9 +49,15 @@ class DeltaSyncConfig:
         signing_key (`str`, *optional*):
             File of the private key to sign the channel with, see `deltasync keygen`. If `None`, `DELTASYNC_SIGNING_KEY`
             decides.
-        resume (`bool`, *optional*, defaults to `False`):
-            Whether to continue the run in the channel. Otherwise a used channel is refused, unless the trainer resumes from
-            a checkpoint of that run.
+        resume (`bool` or `"overwrite"`, *optional*, defaults to `False`):
+            Whether to continue the run in the channel, whoever has begun it. Otherwise a used channel is refused, unless
+            this trainer has begun it: it resumes from a checkpoint of that run, or has its `owner`. Where the channel has
+            the step of the checkpoint that the trainer resumes from, the weights must be those that it has, or nothing is
+            published; `"overwrite"` goes on with any.
+        owner (`str`, *optional*):
+            Id of the job, such as Slurm's, which stays the same when the job starts again, so that it continues its own run
+            before it has a checkpoint. If `None`, a random id in the file `deltasync_owner` of the trainer's `output_dir`,
+            which is written before the first version. The channel names it; it is no secret.
 
         > Parameters that control when to publish
 
@@ -89,7 +97,8 @@ class DeltaSyncConfig:
     adapter_only: bool = False
     initial: str | None = None
     signing_key: str | None = None
-    resume: bool = False
+    resume: Literal[False, True, "overwrite"] = field(default=False, metadata={"nargs": "?", "const": True})
+    owner: str | None = None
     publish_steps: int = 1
     max_behind: int | None = None
     max_token_lag: int | None = None
@@ -108,6 +117,8 @@ class DeltaSyncConfig:
         if settings.dtype == "fp8" and self.initial == "auto":
             raise ConfigError("The trained checkpoint differs from the served FP8 one. Name the FP8 checkpoint as initial.")
         TrainerSettings.from_env(max_behind=self.max_behind)
+        owner_of(self.owner)
+        check_resume(self.resume)
         if self.publish_steps < 1:
             raise ConfigError(f"publish_steps must be at least 1, not {self.publish_steps}.")
         for url in self.replicas or ():

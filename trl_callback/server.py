@@ -1,4 +1,4 @@
-"""Check the server that a trainer generates on: that it follows a channel, serves the trainer's model, and that its log
+"""Check the server that a trainer generates on: that it follows the channel, serves the trainer's model, and that its log
 probabilities are those of the distribution that its tokens are sampled from.
 
 GRPO and AsyncGRPO compare them with the trainer's own. vLLM returns those of the model unless it is started with
@@ -7,13 +7,17 @@ GRPO and AsyncGRPO compare them with the trainer's own. vLLM returns those of th
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from deltasync.channel import heartbeat
-from deltasync.errors import ConfigError
+from deltasync.channel.reading import ChannelReader
+from deltasync.errors import ConfigError, DeltaSyncError, NotPublishedError
+from deltasync.stores import Store
 
 _POLL_S = 0.5
 
@@ -49,12 +53,23 @@ def _sampling_changes(args: Any, model: torch.nn.Module) -> list[str]:
     return [f"{name}={value}" for name, value in changing.items()]
 
 
-def check(args: Any, model: torch.nn.Module, url: str, *, compares: bool, name: str | None, wait_s: float | None) -> bool:
-    """Ask the server at `url` whether it follows a channel, and whether its answers can be trained with.
+def check(
+    args: Any,
+    model: torch.nn.Module,
+    url: str,
+    *,
+    compares: bool,
+    name: str | None,
+    wait_s: float | None,
+    channel: Store | None = None,
+    named: Collection[str] = (),
+) -> bool:
+    """Ask the server at `url` whether it follows the channel, and whether its answers can be trained with.
 
     `compares` says whether the trainer compares log probabilities; `name` is the model that it asks for, None if it asks the
-    server for it. A server that does not answer is asked for `wait_s`; if that is None, the answer then is False. Raises
-    ConfigError if the server does not follow, serves another model, or gives log probabilities that cannot be compared.
+    server for it. A server that does not answer is asked for `wait_s`; if that is None, the answer then is False. `channel`
+    is the trainer's, None to take any; servers that the user has `named` may follow it by another URL. Raises ConfigError if
+    the server does not follow it, serves another model, or gives log probabilities that cannot be compared.
     """
     deadline = time.monotonic() + (wait_s or 0.0)
     while (status := heartbeat.ask_status(url)) is None and time.monotonic() < deadline:
@@ -65,6 +80,8 @@ def check(args: Any, model: torch.nn.Module, url: str, *, compares: bool, name: 
         raise ConfigError(f"The vLLM server at {url} does not answer GET /deltasync/status after {wait_s:g} s.")
     if "state" not in status:
         raise ConfigError(heartbeat.follows_nothing(url))
+    if channel is not None:
+        _check_channel(status, url, channel, is_named=url.rstrip("/") in {other.rstrip("/") for other in named})
     served = heartbeat.ask_models(url)
     if name is not None and served and name not in served:
         raise ConfigError(
@@ -82,3 +99,37 @@ def check(args: Any, model: torch.nn.Module, url: str, *, compares: bool, name: 
         f"The vLLM server at {url} {problem}, and the trainer compares its own with those of the tokens as sampled{sampled}"
         ": start it with deltasync's worker extension and --logprobs-mode processed_logprobs."
     )
+
+
+def _check_channel(status: Mapping[str, Any], url: str, channel: Store, *, is_named: bool) -> None:
+    """Check that a server follows this channel, before a version is published for it.
+
+    One that follows a run says which. Before the first version it says the URL, unless it wants a token that is unset here.
+    """
+    run_id, followed = status.get("run_id"), status.get("channel")
+    ours: str | None = None
+    try:
+        ours = ChannelReader(channel).channel().run_id
+    except NotPublishedError:
+        pass
+    except DeltaSyncError:  # opening the channel says it better
+        return
+    if run_id is not None and run_id != ours:
+        here = "has no run yet" if ours is None else f"holds run {ours}"
+    elif run_id is None and isinstance(followed, str) and not is_named and _place(followed) != _place(channel.url):
+        here = "is another URL"
+    else:
+        return
+    where = f" of {followed}" if isinstance(followed, str) else ""
+    what = f"run {run_id}{where}" if run_id is not None else f"{followed}, which holds no version yet"
+    also = "" if run_id is not None else f' If both are one place, name the server: replicas=["{url}"].'
+    raise ConfigError(
+        f"The vLLM server at {url} follows {what}, and {channel.url}, where this trainer publishes, {here}. Nothing was "
+        f"published. Restart the server with DELTASYNC_CHANNEL={channel.url}.{also}"
+    )
+
+
+def _place(url: str) -> str:
+    """Return a channel's URL without options; of a directory the one that links lead to."""
+    place = url.partition("?")[0].rstrip("/")
+    return os.path.realpath(place.removeprefix("file://")) if place.startswith("file://") else place

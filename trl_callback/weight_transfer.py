@@ -7,6 +7,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +17,20 @@ from deltasync import Publisher, Receipt, open_store
 from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import PublisherSettings, TrainerSettings
-from deltasync.errors import ConfigError, NotPublishedError, PublishError, PublishTimeoutError
+from deltasync.errors import ConfigError, NotPublishedError, PublishError, PublishTimeoutError, get_logger
+from deltasync.publish.owner import OVERWRITE, owner_of
 from deltasync.publish.stream import Stream
-from trl_callback import adapter, gather, ranks
+from trl_callback import adapter, compat, gather, ranks
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet import Fleet, Pace
 from trl_callback.patience import OPEN_S, RETRIES, PatientStore
 from trl_callback.record import History, VersionRecord
 from trl_callback.tokens import TokenAges
+
+logger = get_logger(__name__)
+
+OWNER_FILE = "deltasync_owner"
+"""File in the trainer's `output_dir` with the owner's id."""
 
 _MARGIN_S = 60.0
 _LAST_ANSWER_S = 60.0  # how long an upload that was given up may take to end: a request under way may still be answered
@@ -60,6 +67,8 @@ class DeltaWeightTransfer:
         self._fleet = Fleet(self._store, config.replicas or ())
         self._model: torch.nn.Module | None = None
         self._processing_class: Any = None
+        self._output_dir: str | None = None
+        self._optimizer: Any = None
         self._together = False
         self._published: Receipt | None = None  # the last publication's receipt
         self._receipt: Receipt | None = None  # the same, until it is in the history
@@ -68,17 +77,25 @@ class DeltaWeightTransfer:
         self._history = History()
 
     @property
+    def store(self) -> PatientStore:
+        """The channel's store."""
+        return self._store
+
+    @property
     def history(self) -> list[VersionRecord]:
         """The published and encoded versions, oldest first."""
         return self._history.encoded()
 
-    def bind(self, model: torch.nn.Module, processing_class: Any = None) -> None:
+    def bind(
+        self, model: torch.nn.Module, processing_class: Any = None, output_dir: str | None = None, optimizer: Any = None
+    ) -> None:
         """Set the model to publish. Anchors include its config and the files of the tokenizer or processor.
 
+        `output_dir` is where the file with the owner's id is; a schedule-free `optimizer` may hold the average in the model.
         [`DeltaSyncCallback`] calls this when it is among the trainer's callbacks.
         """
-        self._model = model
-        self._processing_class = processing_class
+        self._model, self._processing_class = model, processing_class
+        self._output_dir, self._optimizer = output_dir, optimizer
 
     def init_weight_transfer(self) -> None:
         """Open the channel.
@@ -100,7 +117,7 @@ class DeltaWeightTransfer:
         """Open the channel for the bound model, once. With `together`, all processes publish, each its own shards.
 
         Raises:
-            ChannelInUseError: the channel holds a run that is not in `run_ids`, and `resume` is not set.
+            ChannelInUseError: the channel holds a run that is neither in `run_ids` nor the owner's, and `resume` is not set.
             StoreError: the store cannot be reached.
         """
         if self.publisher is not None:
@@ -140,18 +157,37 @@ class DeltaWeightTransfer:
             files = adapter.files(self._model) | gather.adapter_base_file(self._model)
         else:
             files = gather.checkpoint_files(self._model, self._processing_class, dtype)
+        owner = self._owner()
+        resume = config.resume or self._holds_our_run(owner)
+        # A trainer at step 0 has loaded no checkpoint. One that holds the average has other weights than those that
+        # gradients are computed with, which the channel has.
+        if resume and (self.step == 0 or compat.holds_average(self._optimizer)):
+            resume = OVERWRITE
         return {
             "dtype": dtype,
             "model_files": files,
             "initial": gather.loaded_from(self._model) if config.initial == "auto" else config.initial,
-            "resume": config.resume or self._holds_our_run(),
+            "resume": resume,
+            "owner": owner,
             # The other processes wait for the main process, which waits for the fleet.
             "peer_timeout_s": max(settings.peer_timeout_s, config.ack_timeout_s + _MARGIN_S),
         }
 
-    def _holds_our_run(self) -> bool:
+    def _owner(self) -> str | None:
+        """Return the id by which a job that starts again knows its run. Only the main process needs it."""
+        if self.config.owner is not None or self._output_dir is None or (self._together and dist.get_rank()):
+            return self.config.owner
+        try:
+            return owner_of(Path(self._output_dir, OWNER_FILE))
+        except ConfigError as error:
+            logger.warning("If this job starts again before its first checkpoint, the channel is refused. %s", error)
+            return None
+
+    def _holds_our_run(self, owner: str | None) -> bool:
         with contextlib.suppress(NotPublishedError):
-            return bool(self.run_ids) and ChannelReader(self._store).channel().run_id in self.run_ids
+            if self.run_ids or owner is not None:
+                channel = ChannelReader(self._store).channel()
+                return channel.run_id in self.run_ids or (owner is not None and channel.owner == owner)
         return False
 
     def pause(self) -> None:

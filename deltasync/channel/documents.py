@@ -39,6 +39,7 @@ _Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 _Requires = Annotated[list[str], msgspec.Meta(max_length=16)]
 _Lag = Annotated[float, msgspec.Meta(ge=0, le=_LARGEST)]
 _RunId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+_Owner = Annotated[str, msgspec.Meta(max_length=200)]
 _Time = Annotated[str, msgspec.Meta(max_length=40)]
 
 TokenLag = tuple[_Lag, _Lag, _Lag]
@@ -225,7 +226,7 @@ class Channel:
     """channel.json, written once. Its tensors are in the publisher's order, and bound the size of everything else.
 
     `fencing` says how writers succeed each other: `seal` or `lease`. `epoch` is the first one, whose log begins with number
-    1.
+    1. `owner` is the id by which the job that began the run knows it again; it proves nothing.
     """
 
     format: str = FORMAT
@@ -236,6 +237,7 @@ class Channel:
     dtype: str
     tensors: dict[str, tuple[str, _Shape]]
     tensors_sha256: Sha256
+    owner: _Owner | msgspec.UnsetType = msgspec.UNSET
     requires: _Requires = dataclasses.field(default_factory=list)
 
     @functools.cached_property

@@ -75,7 +75,12 @@ def _next_epoch(epochs: Iterable[str]) -> str:
 
 
 def open_channel(
-    reader: ChannelReader, settings: PublisherSettings, resume: bool, signer: Signer | None, lease: Lease | None = None
+    reader: ChannelReader,
+    settings: PublisherSettings,
+    resume: bool,
+    signer: Signer | None,
+    lease: Lease | None = None,
+    owner: str | None = None,
 ) -> Log:
     """Open a channel to write to it. Return its log, which goes on from the newest version; the writer before is fenced.
 
@@ -83,20 +88,23 @@ def open_channel(
     channel yet, the log does.
 
     Raises:
-        ChannelInUseError: the channel holds a run, and `resume` is False or the run has another dtype.
+        ChannelInUseError: the channel holds a run, and `resume` is False and the owner another one, or the run has another
+            dtype.
         ConfigError: it is signed, and there is no `signer`.
         FencedError: another publisher opens it too.
         StoreError: the store failed, or cannot hold the channel. A seal may be stored; whoever opens next goes on from it.
     """
-    return _Opener(reader, settings, signer, Lease() if lease is None else lease).open(resume)
+    return _Opener(reader, settings, signer, Lease() if lease is None else lease, owner).open(resume)
 
 
 class _Opener:
-    def __init__(self, reader: ChannelReader, settings: PublisherSettings, signer: Signer | None, lease: Lease) -> None:
+    def __init__(
+        self, reader: ChannelReader, settings: PublisherSettings, signer: Signer | None, lease: Lease, owner: str | None
+    ) -> None:
         self._reader, self._store = reader, reader.store
         self._settings = settings
         self._signer = signer
-        self._lease = lease
+        self._lease, self._owner = lease, owner
         self._foreign: dict[str, str] = {}  # why objects that are listed do not count, by key; empty once that was said
 
     def open(self, resume: bool) -> Log:
@@ -137,6 +145,7 @@ class _Opener:
             tip=tip,
             lease=None if seals else self._lease,
             claimed_s=claimed_s,
+            owner=self._owner,
         )
 
     def _retried(self, action: Callable[[], _Result], level: int = logging.WARNING) -> _Result:
@@ -158,14 +167,17 @@ class _Opener:
         return False
 
     def _check(self, channel: Channel, resume: bool) -> None:
-        if not resume:
+        if not resume and (self._owner is None or channel.owner != self._owner):
+            known = "" if self._owner is None else ", which this job has not begun"
             raise ChannelInUseError(
-                f"{self._store.url} already holds run {channel.run_id}. Pass resume=True to continue it, or use another URL."
+                f"{self._store.url} already holds run {channel.run_id}{known}. Pass resume=True, beside the URL, to "
+                "Publisher or DeltaSyncCallback to continue it, or use another URL."
             )
         if self._settings.dtype not in (AUTO, channel.dtype):
             raise ChannelInUseError(
-                f"Run {channel.run_id} is published in {channel.dtype}, not in {self._settings.dtype}. Continue it with "
-                f'dtype="{channel.dtype}", or use another URL.'
+                f"Run {channel.run_id} is published in {channel.dtype}, not in {self._settings.dtype}. Continue it in that "
+                f'dtype (dtype="{channel.dtype}" of Publisher, served_dtype="{channel.dtype}" of DeltaSyncCallback), or use '
+                "another URL."
             )
         require_signer(self._signer, self._reader.signed)
 

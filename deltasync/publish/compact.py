@@ -274,6 +274,7 @@ class Compactor:
         self._log = log
         self._model_files = model_files
         self._collected = 0
+        self._is_over = False  # whether `look_at_end` has looked
         self._workers = Workers(1, "maintenance")
 
     def begin(self, base: StoredRecord, *, paid: bool = False) -> None:
@@ -387,8 +388,22 @@ class Compactor:
         return self._workers.busy
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish what is under way. See `look_at_end`."""
         self._workers.close()
+        self.look_at_end()
+
+    def look_at_end(self) -> None:
+        """Say, once, if the checkpoint that the channel refers to was overwritten since the last look. Asks no store."""
+        base = self.base
+        if self._is_over or self.lost or base is None or (reference := base.record.reference) is None:
+            return
+        self._is_over = True
+        if checkpoint.stamp(reference) != self._stamp:
+            logger.error(
+                "%s, which version %d of %s refers to, was overwritten during the run. Nobody can join the channel now. Put "
+                "the checkpoint back, or publish once more with resume=True, which then stores full weights.",
+                *(reference, base.record.version, self.reader.store.url),
+            )
 
     def _announce(self, stored: StoredRecord, weights: Weights, paid: bool) -> None:
         version, digest = stored.version, str(stored.record.fingerprint)

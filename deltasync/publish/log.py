@@ -15,6 +15,8 @@ import threading
 import time
 from typing import Any
 
+import msgspec
+
 from deltasync import limits
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Channel, File, Head, Record, VersionId, sha256_hex
@@ -103,6 +105,7 @@ class Log:
     Args:
         lease: How this writer takes over, and notices that another one does; None where the store decides.
         claimed_s: When the epoch was claimed, by `boot_s`.
+        owner: The owner that a new channel names, None for none.
 
     Attributes:
         store: The channel's store.
@@ -128,6 +131,7 @@ class Log:
         tip: VersionId | None = None,
         lease: Lease | None = None,
         claimed_s: float = 0.0,
+        owner: str | None = None,
     ) -> None:
         self.channel = channel
         self.epoch = epoch
@@ -142,7 +146,7 @@ class Log:
         self.stop = self.store.stop
         self.stored_s = time.monotonic()
         self._signer = signer
-        self._lease = lease
+        self._lease, self._owner = lease, owner
         self._claimed_s = claimed_s
         self._new_channel: tuple[Channel, bytes] | None = None
         self._channel_data = None if channel is None else reader.channel_data
@@ -183,7 +187,7 @@ class Log:
         """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call repeats it.
 
         Returns:
-            The stored document, always that of the first call, with `run_id`, `epoch` and `fencing` filled in.
+            The stored document, always that of the first call, with `run_id`, `epoch`, `fencing` and `owner` filled in.
 
         Raises:
             FencedError: another publisher created it.
@@ -192,7 +196,8 @@ class Log:
         """
         self._check()
         if self._new_channel is None:
-            filled = dataclasses.replace(channel, run_id=self.run_id, epoch=self.epoch, fencing=self.fencing)
+            owner = msgspec.UNSET if self._owner is None else self._owner
+            filled = dataclasses.replace(channel, run_id=self.run_id, epoch=self.epoch, fencing=self.fencing, owner=owner)
             data = documents.encode(filled)
             if self._signer is not None:
                 data = self._signer.seal(keys.CHANNEL, data)

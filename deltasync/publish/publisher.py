@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Literal, Self, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.compact import Compactor
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
+from deltasync.publish.owner import OVERWRITE
 from deltasync.publish.pending import Pending, Receipt, host_delta
+from deltasync.publish.resumed import StepCheck
 from deltasync.publish.shadow import Shadow, collect_weights
 from deltasync.publish.start import ChannelState, Start, check_arguments, open_first, prove_writes, warn_of_growth
 from deltasync.publish.stream import Stream
@@ -61,13 +63,17 @@ class Publisher:
         initial: The checkpoint that trainer and replicas start from: a directory, or a model on the Hub as
             `namespace/name@revision`. The first version of a new channel then is a reference to it and uploads no weights;
             if the first stream has other bits, these follow as a delta, the second version. Each rank of a `group` reads it.
-        resume: Continue the run that the channel holds; without it a used channel is refused.
+        resume: Continue the run that the channel holds; without it a used channel is refused. If the first publish has a
+            `step` that the channel has, the bits must be those that it has; "overwrite" continues with any.
+        owner: The job that publishes, so that it continues the run that it has begun, without `resume`, and no other: an id
+            that stays when the job starts again, such as Slurm's, or a `pathlib.Path` of a file that stays, which is made
+            with a random id. No secret: channel.json names it.
         retention: How to look after the channel in the background; from the environment if None.
         group: The ranks of a sharded trainer; None if this process has the whole model.
         **options: See `PublisherSettings`.
 
     Raises:
-        ChannelInUseError: the channel holds a run and `resume` was not given.
+        ChannelInUseError: the channel holds a run, `resume` was not given, and another owner has begun it.
         ConfigError: a setting is wrong.
 
     Examples:
@@ -85,13 +91,14 @@ class Publisher:
         *,
         model_files: str | Path | Mapping[str, bytes] | None = None,
         initial: str | Path | None = None,
-        resume: bool = False,
+        resume: bool | Literal["overwrite"] = False,
+        owner: str | os.PathLike[str] | None = None,
         retention: Retention | None = None,
         group: dist.ProcessGroup | None = None,
         **options: Unpack[PublisherOptions],
     ) -> None:
         self._home, self._calls = Home("publisher"), OneCaller("publisher")
-        given, problem = attempt(lambda: check_arguments(channel, model_files, retention, options))
+        given, problem = attempt(lambda: check_arguments(channel, model_files, retention, resume, options))
         if group is None and problem is not None:
             raise problem
         self._ranks = Ranks(group, _UNKNOWN_TIMEOUT_S if given is None else given[0].peer_timeout_s)
@@ -101,7 +108,7 @@ class Publisher:
             settings, chosen, self.store, files = given
             if retention is None and self._ranks.rank == 0:
                 warn_of_growth(self.store, chosen)
-            self._begin_run(settings, chosen, files, initial, resume)
+            self._begin_run(settings, chosen, files, initial, resume, owner)
         except BaseException:
             self._ranks.close("could not open its publisher")
             raise
@@ -113,10 +120,11 @@ class Publisher:
         retention: Retention,
         files: Mapping[str, bytes],
         initial: str | Path | None,
-        resume: bool,
+        resume: bool | Literal["overwrite"],
+        owner: str | os.PathLike[str] | None,
     ) -> None:
         def begin() -> tuple[ChannelState, str]:
-            state, self._log = open_first(self.store, given, resume, files)
+            state, self._log = open_first(self.store, given, bool(resume), files, owner)
             return state, uuid.uuid4().hex
 
         state, token = self._ranks.first(begin, tuple[ChannelState, str])
@@ -132,6 +140,9 @@ class Publisher:
         self._is_new = False  # whether the shadow has the bits of a first stream, and no version has them yet
         self._serial, self._closed = 0, False
         self._start = Start(self._ranks, reader, state, initial)
+        self._check_resumed: StepCheck | None = None
+        if state.number and resume != OVERWRITE:
+            self._check_resumed = StepCheck(self._ranks, reader, None if self._log is None else self._log.tip)
         self._uploader: UploadQueue | PartQueue
         if self._log is not None:
             compactor = Compactor(
@@ -197,6 +208,7 @@ class Publisher:
         Raises:
             ModelMismatchError: names, shapes or dtypes are not the channel's. Nothing is published and the shadow is as
                 before, as with any error that the stream or the encoder raises.
+            ResumeMismatchError: this is the first publish of a resumed run, and the channel has other bits of this step.
             FencedError: another publisher has opened the channel.
             PublishError: another rank failed, or does not answer; nothing was published.
             ConfigError: another method runs, in another thread, or in this one: the call comes from a signal handler or from
@@ -247,6 +259,9 @@ class Publisher:
             elif problem is None:
                 uploader.warm_up()
                 found, problem = attempt(lambda: self._start.source.compare(shadow, named_tensors))
+        if self._check_resumed is not None:
+            self._check_resumed(step, self._shadow, found, problem)
+            self._check_resumed = None
         # The first rank decides: it knows what became of the versions before.
         version, full, collects, joins = ranks.first(
             self._decide, tuple[int, bool, bool, bool], problem=problem, same=f"step {step}"

@@ -33,6 +33,7 @@ from deltasync.publish.acquire import open_channel
 from deltasync.publish.compact import Steps
 from deltasync.publish.detect import Difference, copied
 from deltasync.publish.log import Log
+from deltasync.publish.owner import check_resume, owner_of
 from deltasync.publish.shadow import Shadow
 from deltasync.publish.source import Source
 from deltasync.publish.stream import Stream, TensorRange
@@ -56,6 +57,7 @@ def check_arguments(
     channel: str | os.PathLike[str] | Store,
     model_files: str | Path | Mapping[str, bytes] | None,
     retention: Retention | None,
+    resume: object,
     options: PublisherOptions,
 ) -> tuple[PublisherSettings, Retention, Store, Mapping[str, bytes]]:
     """Return settings, retention, store and model files of a publisher's arguments.
@@ -67,6 +69,7 @@ def check_arguments(
     retention = Retention.from_env() if retention is None else retention
     if not isinstance(retention, Retention):
         raise ConfigError(f"retention must be a Retention, not {retention!r}.")
+    check_resume(resume)
     store = RetryStore(open_store(channel), settings.retries, settings.retry_delay_s)
     if isinstance(model_files, str | Path):
         model_files = anchors.read_model_files(Path(model_files))
@@ -108,15 +111,19 @@ class ChannelState(NamedTuple):
 
 
 def open_first(
-    store: Store, settings: PublisherSettings, resume: bool, files: Mapping[str, bytes]
+    store: Store,
+    settings: PublisherSettings,
+    resume: bool,
+    files: Mapping[str, bytes],
+    owner: str | os.PathLike[str] | None = None,
 ) -> tuple[ChannelState, Log]:
-    """Open a channel to write to it, and find the chain to its newest version. Raises as `open_channel`.
+    """Open a channel to write to it, and find the chain to its newest version. Raises as `open_channel` and `owner_of`.
 
     The next version has full weights if `files`, beside them, change what an adapter's weights mean.
     """
     signer = signing.signer_of(settings)
     reader = ChannelReader(store, None if signer is None else signer.trusted)
-    log = open_channel(reader, settings, resume, signer)
+    log = open_channel(reader, settings, resume, signer, owner=owner_of(owner))
     chain, tip = list[StoredRecord](), log.tip
     if tip is not None:
         try:
@@ -273,7 +280,7 @@ class Start:
         while True:
             read: list[StoredRecord] = []
             try:
-                bits, steps = _replayed(self._reader, ranges, chain, read)
+                bits, steps = replayed(self._reader, ranges, chain, read)
                 return Shadow(self._reader.specs, ranges, bits, self._state.settings.shadow), steps
             except (FormatError, ChainError, ApplyError) as error:
                 if not read or len(avoid) == _DETOURS:
@@ -283,7 +290,7 @@ class Start:
             chain = plan.find_chain(self._reader, None, self._state.end, avoid)
 
 
-def _replayed(
+def replayed(
     reader: ChannelReader, ranges: Mapping[str, Range], chain: Sequence[StoredRecord], read: list[StoredRecord]
 ) -> tuple[dict[str, np.ndarray], Steps]:
     """Return the bits of these ranges that a chain leads to, and the steps from the full weights of its first record.

@@ -178,6 +178,7 @@ class UploadQueue:
             time.sleep(0.01)
         with self._lock:
             lost = self._running or (self._waiting[0] if self._waiting else None)
+        self.compactor.look_at_end()
         self._log.stop.set()
         ended_s = time.monotonic()
         while any(part.busy for part in parts) and time.monotonic() - ended_s < _ENDING_S:

@@ -141,10 +141,12 @@ def table(states: list[Weights]) -> dict[str, Rows]:
     return {str(version): rows(tensors) for version, tensors in enumerate(states, start=1)}
 
 
-def made(codec_name: str, first: Weights, signer: Signer | None = None, fencing: str = "seal") -> Made:
+def made(
+    codec_name: str, first: Weights, signer: Signer | None = None, fencing: str = "seal", owner: str | None = None
+) -> Made:
     """A new channel, in memory, with its first epoch."""
     channel = Made(ObstoreStore("memory://golden", MemoryStore()), signer, codec_name)
-    channel.create(first, fencing)
+    channel.create(first, fencing, owner)
     channel.open(EPOCH, None)
     return channel
 
@@ -266,6 +268,17 @@ def lease(folder: Path) -> None:
     channel.anchor(states[4])  # what was before could not be read
     write(channel, folder / "lease/channel")
     write_json(folder / "lease/expected.json", {"versions": table(states)})
+
+
+def owned(folder: Path) -> None:
+    """A channel that names its owner."""
+    states = small(2)
+    channel = made("packed", states[0], owner="slurm:4711")
+    channel.anchor(states[0], step=0)
+    channel.delta(states[1], step=1)
+    channel.head()
+    write(channel, folder / "owned/channel")
+    write_json(folder / "owned/expected.json", {"versions": table(states)})
 
 
 def ranks(folder: Path) -> None:
@@ -407,7 +420,7 @@ def main(folder: Path = GOLDEN) -> None:
         for codec_name in CODECS:
             by_codec(folder, codec_name)
         write_json(folder / "expected.json", {"versions": table(versions())})  # the same for every codec
-        for make in (announced, reference, signed, lease, ranks, damaged, detour):
+        for make in (announced, reference, signed, lease, owned, ranks, damaged, detour):
             make(folder)
 
 

@@ -35,6 +35,7 @@ VERSIONS = range(1, 7)
 SMALL = [
     "signed/channel",
     "lease/channel",
+    "owned/channel",
     "ranks/raw",
     "ranks/packed",
     "ranks/context",

@@ -152,6 +152,48 @@ def test_the_final_version_of_two_sets_of_weights_is_what_is_saved(
     assert sum("Averaging has two sets of weights" in record.message for record in caplog.records) == 1
 
 
+class Once(torch.utils.data.IterableDataset[Any]):
+    """Rows that can be read once."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = iter(rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._rows
+
+
+@pytest.mark.parametrize(
+    "stop", ["on_substep_end", "on_step_end", "on_epoch_end", "on_log", "on_evaluate", "on_save", "data"]
+)
+def test_the_final_version_is_the_average_however_training_stops(tmp_path: Path, stop: str) -> None:
+    class Stop(TrainerCallback):
+        pass
+
+    def stop_now(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= 4
+
+    setattr(Stop, stop, stop_now)
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "logging_steps": 1}
+    if stop != "on_evaluate":
+        settings |= {"eval_strategy": "no"}
+    url, model = f"file://{tmp_path}/channel", tiny_model()
+    sync = DeltaSyncCallback(url)
+    more = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2} if stop == "on_substep_end" else {}
+    if stop == "data":
+        more = {"accelerator_config": {"dispatch_batches": False}}
+    trainer = make_trainer(model, tmp_path / "out", sync, Stop(), max_steps=40, **settings, **more)
+    trainer.optimizer = optimizer = Averaging(model.parameters())
+    if stop == "data":
+        trainer.train_dataset = Once(trainer.train_dataset)
+    trainer.train()
+    assert not optimizer.is_training
+    assert 4 <= trainer.state.global_step < 40
+    final = published_bits(url)
+    assert_same_bits(final, saved_bits(model, tmp_path / "saved"))
+    optimizer.train()
+    assert any(not torch.equal(final[name], bits) for name, bits in saved_bits(model, tmp_path / "moved").items())
+
+
 def test_other_optimizers_have_one_set_of_weights() -> None:
     from accelerate import Accelerator
 
@@ -381,7 +423,7 @@ def test_a_checkpoint_continues_its_run_though_it_is_older_than_the_head(tmp_pat
 
 def test_a_new_run_in_a_used_channel_is_refused_unless_asked_for(tmp_path: Path) -> None:
     url, out = f"file://{tmp_path}/channel", tmp_path / "out"
-    make_trainer(tiny_model(), out, DeltaSyncCallback(url), max_steps=1).train()
+    make_trainer(tiny_model(), tmp_path / "other", DeltaSyncCallback(url), max_steps=1).train()
     with pytest.raises(ChannelInUseError, match="resume=True"):
         make_trainer(tiny_model(), out, DeltaSyncCallback(url), max_steps=1).train()
     elsewhere = DeltaSyncCallback(f"file://{tmp_path}/elsewhere")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -273,3 +275,28 @@ def test_a_joiner_of_a_base_that_was_overwritten_logs_its_reason_once_and_raises
         "CorruptDataError",
         "MissingVersionError",
     ]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_base_that_a_short_run_overwrites_is_told_at_its_end(tmp_path: Path, base: Path, closes: bool) -> None:
+    """As where a trainer saves its last weights into the directory that it began from; with `close` and without it."""
+    code = f"""
+import safetensors.torch
+from deltasync import Publisher
+path = {str(base / "model.safetensors")!r}
+weights = safetensors.torch.load_file(path)
+publisher = Publisher({f"file://{tmp_path}/channel"!r}, initial={str(base)!r})
+for _ in range(2):
+    publisher.publish(weights).wait(60)
+    weights = {{name: tensor + 1 for name, tensor in weights.items()}}
+safetensors.torch.save_file(weights, path)
+{"publisher.close()" if closes else ""}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("was overwritten during the run") == 1
+    with Publisher(f"file://{tmp_path}/channel", resume=True) as publisher:  # the cure that it names
+        last = safetensors.torch.load_file(base / "model.safetensors")
+        assert publisher.publish(last).wait(60).kind == "anchor"
+    served = {name: held.to(torch.bfloat16) if held.is_floating_point() else held for name, held in last.items()}
+    assert_holds(f"file://{tmp_path}/channel", served)

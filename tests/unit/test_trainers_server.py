@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from deltasync import Publisher, open_store
 from deltasync.errors import ConfigError
+from tests import builders
 from tests.answers import Answers, Asked
 from trl_callback import server
 from trl_callback.callback import client_class
@@ -141,6 +144,50 @@ def test_a_server_that_does_not_follow_a_channel_is_refused(status: Status, answ
     status.answer = answer
     with pytest.raises(ConfigError, match=rf"server at {status.url} does not follow a channel, .*--worker-extension-cls"):
         server.check(SimpleNamespace(**DEFAULTS), MODEL, status.url, compares=compares, name=None, wait_s=None)
+
+
+def follows(status: Status, url: str, named: bool = False) -> bool:
+    return server.check(
+        SimpleNamespace(**DEFAULTS),
+        MODEL,
+        status.url,
+        compares=False,
+        name=None,
+        wait_s=None,
+        channel=open_store(url),
+        named=[f"{status.url}/"] if named else [],
+    )
+
+
+def test_a_server_that_follows_another_run_is_refused_before_anything_is_published(status: Status, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    status.answer = {"run_id": "other", "channel": "s3://b/wrong"}
+    with pytest.raises(
+        ConfigError, match=rf"follows run other of s3://b/wrong, and {url}, .* has no run yet.*CHANNEL={url}\."
+    ):
+        follows(status, url)
+    assert not (tmp_path / "channel").exists()
+    with Publisher(url) as publisher:
+        builders.publish(publisher, builders.weights())
+        ours = publisher.run_id
+    with pytest.raises(ConfigError, match=f"holds run {ours}"):
+        follows(status, url, named=True)
+    status.answer = {"run_id": ours, "channel": "file:///mirror"}  # a relay's copy
+    assert follows(status, url)
+
+
+def test_a_server_that_waits_at_another_url_is_refused(status: Status, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    (tmp_path / "link").symlink_to(tmp_path)
+    for same in (url, f"{url}/", f"file://{tmp_path}/link/channel"):
+        status.answer = {"state": "waiting", "channel": same}
+        assert follows(status, url)
+    status.answer = {"state": "waiting"}  # without the token it says no URL
+    assert follows(status, url)
+    status.answer = {"state": "waiting", "run_id": None, "channel": f"{url}-typo"}
+    with pytest.raises(ConfigError, match=rf"follows {url}-typo, which holds no version yet, .*replicas=\[\"{status.url}"):
+        follows(status, url)
+    assert follows(status, url, named=True)
 
 
 def test_a_server_of_a_model_by_another_name_is_refused(status: Status) -> None:
