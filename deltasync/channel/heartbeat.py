@@ -58,7 +58,9 @@ class Heartbeat:
 
     Attributes:
         version, epoch, sha256: Identity of the version that it serves, None before the first.
-        boot: Identifies one start of the replica: names, hosts and process numbers are the same in many containers.
+        boot: Identifies one life of the replica: names, hosts and process numbers are the same in many containers.
+        state_s: Seconds for which it had been in this state, by its own count.
+        followed_s_ago: Seconds since it could last follow the channel, by its own count; None before the first time.
         time_s: Time of writing, in seconds since 1970, by the replica's clock. In a heartbeat that was read: when it was
             stored, by the reader's clock; its age is by the store's.
     """
@@ -73,6 +75,8 @@ class Heartbeat:
     pin: str | None = None  # the versions that it takes, None for the newest. Nobody waits for a pinned replica.
     error: str | None = None
     boot: Boot | None = None
+    state_s: float | None = None
+    followed_s_ago: float | None = None
     time_s: float = dataclasses.field(default_factory=lambda: time.time())  # a clock may be replaced
 
     @property
@@ -86,11 +90,16 @@ class Heartbeat:
 describe(Heartbeat)
 
 
-def write(store: Store, heartbeat: Heartbeat) -> None:
-    """Replace the replica's heartbeat, of this boot, in the store."""
+def encode(heartbeat: Heartbeat) -> bytes:
+    """Return the bytes of a heartbeat, with an error that is cut where it is too long."""
     if heartbeat.error is not None and len(heartbeat.error) > limits.ERROR_CHARACTERS:
         heartbeat = dataclasses.replace(heartbeat, error=f"{heartbeat.error[: limits.ERROR_CHARACTERS - 4]} ...")
-    store.put(keys.replica(heartbeat.replica_id, heartbeat.boot), msgspec.json.encode(heartbeat))
+    return msgspec.json.encode(heartbeat)
+
+
+def write(store: Store, heartbeat: Heartbeat) -> None:
+    """Replace the replica's heartbeat, of this boot, in the store."""
+    store.put(keys.replica(heartbeat.replica_id, heartbeat.boot), encode(heartbeat))
 
 
 def read_all(store: Store, run_id: str) -> list[Heartbeat]:
@@ -444,7 +453,9 @@ def _explain(lagging: list[Heartbeat], heartbeats: list[Heartbeat]) -> str:
 def _describe(heartbeat: Heartbeat) -> str:
     serves = "no version" if heartbeat.version is None else f"version {heartbeat.serving or heartbeat.version}"
     error = "" if heartbeat.error is None else f", error: {heartbeat.error}"
-    return f"{heartbeat.replica_id} (serves {serves}, {heartbeat.state}, {_age_s(heartbeat):.0f} s ago{error})"
+    works = heartbeat.state in ("staging", "committing") and heartbeat.state_s is not None
+    state = f"{heartbeat.state} for {heartbeat.state_s:.0f} s" if works else heartbeat.state
+    return f"{heartbeat.replica_id} (serves {serves}, {state}, {_age_s(heartbeat):.0f} s ago{error})"
 
 
 def _unreachable(url: str, error: str) -> Heartbeat:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import secrets
 import threading
 import time
 from collections import deque
@@ -36,11 +35,13 @@ from deltasync.errors import (
     NotPublishedError,
     PinnedError,
     SleepingError,
+    StoreError,
     TransientStoreError,
     get_logger,
     printable,
 )
 from deltasync.following.cursor import Cursor, identify
+from deltasync.following.life import Life
 from deltasync.following.poll import Poll
 from deltasync.following.status import SHOWN, Commit, HeartbeatWriter, Status
 from deltasync.following.target import Observer, Target
@@ -84,14 +85,14 @@ class Follow:
         heartbeats: bool = True,
         log: logging.Logger = logger,
     ) -> None:
-        self._home, self._boot = Home("replica"), secrets.token_hex(4)
+        self._home, self._life = Home("replica"), Life()
         self.reader, self.target, self.settings = reader, target, settings
         self.cursor = Cursor(reader, settings.max_age_s, prefetch)
         self.commits: deque[Commit] = deque(maxlen=limits.HISTORY)
         self.on_step: list[Callable[[], object]] = []
         self._observer, self._log = observer, log
         self._pin = parse_pin(settings.pin)
-        self._state = "waiting"  # one of the states of `Status.state`, but never `stale`
+        self._entered: tuple[str, float] = "waiting", time.monotonic()  # `_state`, and since when
         self._error: str | None = "The channel was not read yet."
         self._reported: BaseException | None = None  # of the last step
         self._good_s, self._has_followed = time.monotonic(), False  # when, and whether, the channel could be followed
@@ -99,13 +100,14 @@ class Follow:
         self._caught_up = -1  # number of the last step that found nothing to take
         self._served: tuple[VersionId, int | None] | None = None  # the last version, and the trainer's step of its record
         self._opened, self._audited_s = False, time.monotonic()
+        self._is_asking = False  # the step that is under way waits for the store, which says where to go
         self._asked = False  # a caller waits: refresh, and retry skipped objects
         self._stepping: Any = threading.RLock()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._poll = Poll(settings.poll_interval_s)
         self._goes_around = False  # the last step failed by a chain that the next one avoids
-        self._heartbeats = HeartbeatWriter(reader.store, _HEARTBEAT_S) if heartbeats else None
+        self._heartbeats = HeartbeatWriter(reader.store, _HEARTBEAT_S, self._life) if heartbeats else None
 
     @property
     def identity(self) -> VersionId | None:
@@ -140,6 +142,21 @@ class Follow:
         return self._state if self._stale is None else "stale"
 
     @property
+    def _state(self) -> str:
+        """One of the states of `Status.state`, but never `stale`."""
+        return self._entered[0]
+
+    @_state.setter
+    def _state(self, state: str) -> None:
+        if state != self._entered[0]:
+            self._entered = state, time.monotonic()
+
+    @property
+    def _state_s(self) -> float:
+        """Seconds for which `state` has been that."""
+        return self.stuck_s if self._stale is not None else max(0.0, time.monotonic() - self._entered[1])
+
+    @property
     def stuck_s(self) -> float:
         """Seconds since the channel could last be followed; before the first time, since this replica was made."""
         is_staging = self._state == "staging" and self._error is None
@@ -165,14 +182,21 @@ class Follow:
         if not 0 <= newest - served <= most if pin is None else served != pin:
             where = f"{newest - served} behind" if pin is None else f"and is pinned ({pin}); the newest is"
             return f"This server serves version {served}, {where} version {newest}."
-        return self._stale
+        return None if self.settings.ready_in_outage and self._is_cut_off else self._stale
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether it is the store that keeps the replica from following: it fails, or does not answer."""
+        if self._reported is None:
+            return self._is_asking or self._state == "staging"
+        return isinstance(self._reported, StoreError)
 
     def status(self, commit_count: int = limits.HISTORY) -> Status:
         """Return the status, with the last `commit_count` commits."""
         identity, trusted = self.identity, self.reader.trusted
         return Status(
             replica_id=self.settings.replica_id,
-            boot=self._boot,
+            boot=self._life.boot,
             channel=self.reader.store.url,
             run_id=self.reader.run_id,
             state=self.state,
@@ -182,6 +206,7 @@ class Follow:
             newest_version=self.newest,
             pin=None if self.pin is None else pin_text(self.pin),
             followed_s_ago=self.stuck_s if self._has_followed else None,
+            state_s=self._state_s,
             error=self.error,
             trusted_keys=None if trusted is None else trusted.names,
             ignored_tensors=len(self.target.ignored),
@@ -320,6 +345,8 @@ class Follow:
 
     def run(self) -> None:
         """Follow in this thread until `stop`."""
+        if self._heartbeats is not None:
+            self._heartbeats.run(lambda: self.status(0), self._ended, self.poke)
         with self._poll.watching(self.reader.store, self._on_change):
             while not self._ended.is_set():
                 self._wake.clear()
@@ -437,7 +464,11 @@ class Follow:
         elif not target.is_settled(asked):
             self._settle()
         pushed = self._poll.is_pushed
-        chain = cursor.next(self.identity, pin=pin, refresh=asked, ahead=ahead or asked, pushed=pushed)
+        self._is_asking = True
+        try:
+            chain = cursor.next(self.identity, pin=pin, refresh=asked, ahead=ahead or asked, pushed=pushed)
+        finally:
+            self._is_asking = False
         if not chain:
             if audits:
                 self._audit_if_due()

@@ -196,12 +196,18 @@ class TargetContract:
         monkeypatch.setattr("deltasync.following.loop.STALE_S", 0.3)
         monkeypatch.setattr("deltasync.following.loop.STALE_POLLS", 0)
         monkeypatch.setattr("deltasync.following.loop._STOP_S", 0.3)
+        monkeypatch.setattr("deltasync.following.status._TICK_S", 0.01)
+        if bench.follow._heartbeats is not None:
+            bench.follow._heartbeats._interval_s = 0.05
         bench.publish()
         bench.follow.start()
         bench.follow.wait(1)
         bench.store.hold_at("read", keys.VERSIONS)
-        wait_until(lambda: bench.follow.not_ready)
-        assert bench.follow.state == "stale" and "could last be followed" in (bench.follow.not_ready or "")
+        wait_until(lambda: bench.follow.state == "stale")
+        assert bench.follow.not_ready is None and "could last be followed" in (bench.follow.error or "")
+        run_id = bench.publisher.run_id
+        if bench.follow._heartbeats is not None and run_id is not None:  # which go on, and say it
+            wait_until(lambda: [beat.state for beat in heartbeat.read_all(bench.store.inner, run_id)] == ["stale"])
         before_s = time.monotonic()
         bench.follow.stop()
         assert time.monotonic() - before_s < 20

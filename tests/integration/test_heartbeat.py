@@ -16,6 +16,7 @@ from deltasync.channel import heartbeat
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import AckTimeoutError, ConfigError, StoreError, TransientStoreError
+from deltasync.following.life import Life
 from deltasync.following.status import HeartbeatWriter, Status
 from deltasync.stores import Store, open_store
 from tests.answers import Answers, Asked
@@ -437,7 +438,7 @@ def test_two_replicas_of_one_name_are_two_and_both_say_so(
 ) -> None:
     monkeypatch.setattr("deltasync.following.status._LOOK_S", 0.0)
     store.put("channel.json", b"{}")
-    writers = {boot: HeartbeatWriter(store, 10.0) for boot in ("0000000a", "0000000b")}
+    writers = {boot: HeartbeatWriter(store, 10.0, Life(boot)) for boot in ("0000000a", "0000000b")}
     names = {boot: f"localhost-1 (boot {boot})" for boot in writers}
 
     def write(boot: str, version: int, **options: Any) -> None:
@@ -475,7 +476,7 @@ def test_a_replica_that_starts_again_is_one_and_does_not_warn(
     assert isinstance(store, FaultyStore)
     store.put("channel.json", b"{}")
     for start, boot in enumerate(("0000000a", "0000000b", "0000000c")):
-        writer = HeartbeatWriter(store, 10.0)
+        writer = HeartbeatWriter(store, 10.0, Life(boot))
         for version in (1, 2):
             writer.update(told(store, boot, version))
             wait_until(lambda: any((b.boot, b.version) == (boot, version) for b in heartbeat.read_all(store, RUN)))  # noqa: B023
@@ -486,3 +487,92 @@ def test_a_replica_that_starts_again_is_one_and_does_not_warn(
         else:
             writer.stop(told(store, boot, 2, heartbeat.STOPPED))
     assert "another replica" not in caplog.text
+
+
+def test_replicas_that_were_restored_from_one_snapshot_are_two(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda size: "deadbeef")  # as if that were in the snapshot, too
+    store.put("channel.json", b"{}")
+    hangs, goes_on = (HeartbeatWriter(store, 0.0, Life()) for _ in range(2))
+
+    def write(writer: HeartbeatWriter, version: int, number: int) -> None:
+        writer.update(told(store, "deadbeef", version))
+        wait_until(lambda: sum(call[0] == "put" and "replicas" in call[1] for call in store.calls) == number)  # type: ignore[attr-defined]
+
+    for number, (writer, version) in enumerate(
+        [(hangs, 1), (goes_on, 1), (hangs, 1), (goes_on, 2), (goes_on, 2), (hangs, 1)]
+    ):
+        write(writer, version, number + 1)
+    assert "another process writes replicas/localhost-1.deadbeef.json" in caplog.text
+    assert sorted((beat.version, beat.boot == "deadbeef") for beat in heartbeat.read_all(store, RUN)) == [
+        (1, True),
+        (2, False),
+    ]
+    with pytest.raises(AckTimeoutError, match=r"lag: localhost-1 \(boot deadbeef\) \(serves version 1 [^;]*\)\.$"):
+        wait(store, 2)
+    write(hangs, 2, 7)
+    assert len(wait(store, 2)) == 2
+
+
+def test_copies_that_wrote_at_once_are_two_at_the_next_heartbeat(store: Store) -> None:
+    store.put("channel.json", b"{}")
+    assert isinstance(store, FaultyStore)
+    gate = store.hold_at("put", "replicas/")  # both have looked, and found nobody
+    writers = [HeartbeatWriter(store, 0.0, Life("0000000a")) for _ in range(2)]
+    for writer in writers:
+        writer.update(told(store, "0000000a", 1))
+    wait_until(lambda: [call[0] for call in store.calls if call[1] == "channel.json"].count("read") == 2)
+    gate.opened.set()
+    wait_until(lambda: not any(writer._workers.busy for writer in writers))
+    assert len(heartbeat.read_all(store, RUN)) == 1
+    for writer in writers:
+        writer.update(told(store, "0000000a", 1))
+        wait_until(lambda: not writer._workers.busy)  # noqa: B023
+    assert len({beat.boot for beat in heartbeat.read_all(store, RUN)}) == 2
+
+
+def test_a_put_of_its_own_that_takes_effect_late_is_no_copy(store: Store) -> None:
+    store.put("channel.json", b"{}")
+    writer, life = HeartbeatWriter(store, 0.0, life := Life("0000000a")), life
+    bodies = []
+    for version in (1, 2):
+        writer.update(told(store, "0000000a", version))
+        wait_until(lambda: not writer._workers.busy)
+        bodies.append(store.read("replicas/localhost-1.0000000a.json", 1 << 20))
+    store.put("replicas/localhost-1.0000000a.json", bodies[0])
+    writer.update(told(store, "0000000a", 3))
+    wait_until(lambda: not writer._workers.busy)
+    assert life.boot == "0000000a" and not life.past
+
+
+@pytest.mark.parametrize(
+    ("place", "clocks", "is_new"),
+    [
+        ((1, "a", "boot", 7), (0.0, 1e9), False),
+        ((1, "a", "boot", 7), (0.2, 1e9 + 1), False),  # a clock that is set right
+        ((1, "a", "boot", 7), (30.0, 1e9 + 30), True),  # the machine was suspended
+        ((1, "a", "boot", 7), (0.0, 1e9 + 3600), True),  # restored, with the clocks of the snapshot
+        ((1, "a", "boot", 7), (-500.0, 1e9), True),  # restored on a machine that started later
+        ((2, "a", "boot", 7), (0.0, 1e9), True),  # forked
+        ((1, "b", "boot", 7), (0.0, 1e9), True),  # in another container
+        ((1, "a", "other", 7), (0.0, 1e9), True),
+        ((1, "a", "boot", 8), (0.0, 1e9), True),
+    ],
+)
+def test_a_life_ends_where_a_process_is_copied_suspended_or_restored(
+    monkeypatch: pytest.MonkeyPatch, place: tuple[object, ...], clocks: tuple[float, float], is_new: bool
+) -> None:
+    monkeypatch.setattr("deltasync.following.life._place", lambda: (1, "a", "boot", 7))
+    monkeypatch.setattr("deltasync.following.life._clocks", lambda: (0.0, 1e9))
+    life = Life()
+    first = life.boot
+    monkeypatch.setattr("deltasync.following.life._place", lambda: place)
+    monkeypatch.setattr("deltasync.following.life._clocks", lambda: clocks)
+    assert life.check() is is_new and (life.boot != first) is is_new
+    assert not life.check()  # until it happens again
+
+
+def test_a_life_of_this_machine_goes_on() -> None:
+    life = Life()
+    assert not any(life.check() for _ in range(3)) and not life.past

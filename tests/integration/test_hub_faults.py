@@ -18,6 +18,7 @@ from deltasync import Publisher, Replica, follow
 from deltasync.channel import heartbeat, keys
 from deltasync.errors import DeltaSyncError, NotPublishedError, TransientStoreError
 from deltasync.following import Poll
+from deltasync.following.life import Life
 from deltasync.following.status import HeartbeatWriter, Status
 from deltasync.stores.hub import HubStore
 from tests.builders import in_parts
@@ -180,7 +181,7 @@ class TestQuota:
         hub_channel.put(keys.CHANNEL, b"{}")
         assert not hub_channel.is_scarce
         hub.set(limits={"api": 40, "resolvers": 100}, window_s=4.0)
-        writer = HeartbeatWriter(hub_channel, 0.01)
+        writer = HeartbeatWriter(hub_channel, 0.01, Life())
         began = time.monotonic()
         sent = 0
         while not hub_channel.is_scarce:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -182,6 +183,8 @@ def test_a_server_that_has_not_looked_for_long_is_stale(
         assert (status.state, status.version, status.newest_version) == ("stale", 1, 1)
         assert status.followed_s_ago > 100
         assert status.error.startswith("The channel could last be followed 100 s ago. TransientStoreError")
+        assert driver.not_ready is None, "it is the store's fault, which all replicas share"
+        driver.settings = dataclasses.replace(driver.settings, ready_in_outage=False)
         assert driver.not_ready == status.error
         driver._heartbeats.update(driver.status(0))
         await until(lambda: list(store.inner.list(keys.REPLICAS)))

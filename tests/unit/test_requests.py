@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,10 @@ from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
 from deltasync import Publisher, open_store
+from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
+from deltasync.errors import AckTimeoutError
 from deltasync.following import Follow, MemoryTarget, calls
 from deltasync.following.routes import Routes
 from deltasync.following.wanted import Wanted, demanded
@@ -267,3 +270,47 @@ def test_weights_that_are_held_are_not_ready(loop: tuple[Publisher, Follow], mon
     assert loop[1].wait(1) == 1 and loop[1].not_ready is None
     monkeypatch.setattr(Target, "held", True)
     assert loop[1].not_ready == "This server does not generate now."
+
+
+class Slow(Target):
+    """Stages until it is let go."""
+
+    def __init__(self, reader: ChannelReader) -> None:
+        super().__init__(reader)
+        self.goes_on = threading.Event()
+
+    def stage(self, chain: Any) -> Any:
+        if self.version is not None:
+            self.goes_on.wait(60)
+        return super().stage(chain)
+
+
+def test_heartbeats_go_on_while_a_version_is_staged(
+    store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.following.status._TICK_S", 0.01)
+    monkeypatch.setattr("deltasync.following.loop._HEARTBEAT_S", 0.02)
+    reader = ChannelReader(store)
+    target = Slow(reader)
+    follow = Follow(reader, target, ReplicaSettings(poll_interval_s=0.02, replica_id="slow"))
+    with Publisher(memory_url) as publisher:
+        publisher.publish({"w": torch.zeros(9)}.items()).wait(60)
+        follow.start()
+        follow.wait(1)
+        receipt = publisher.publish({"w": torch.ones(9)}.items())
+        receipt.wait(60)
+
+        def beats() -> list[heartbeat.Heartbeat]:
+            return heartbeat.read_all(store.inner, str(publisher.run_id))
+
+        wait_until(lambda: [(beat.state, beat.version) for beat in beats()] == [("staging", 1)])
+        first = beats()[0]
+        assert first.state_s is not None
+        wait_until(lambda: (beats()[0].state_s or 0.0) > first.state_s + 0.05)  # another one, of the same step
+        with pytest.raises(AckTimeoutError, match=r"lag: slow \(serves version 1 [^;]*staging for [0-9]+ s,"):
+            heartbeat.wait_for(store.inner, str(publisher.run_id), 2, publisher.published, 0.0)
+        target.goes_on.set()
+        assert follow.wait(2) == 2
+        wait_until(lambda: [(beat.state, beat.version) for beat in beats()] == [("serving", 2)])
+        follow.stop()
+        assert [beat.state for beat in beats()] == [heartbeat.STOPPED]
