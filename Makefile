@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
+# What is run from the checkout, and not installed: tests, benchmarks and examples.
+MODULE := PYTHONPATH="$(CURDIR):$(CURDIR)/examples" $(BIN)/python -m
 
 # Where pip's default index has no CPU build of torch: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
@@ -50,7 +52,7 @@ demo-engines: setup $(if $(findstring SGLang,$(ENGINES)),,.venv-sglang/.ready) $
 HOSTS ?=
 demo-hosts: setup
 	@$(call apt,radosgw haproxy nft tc sysctl,ceph-mon ceph-osd radosgw haproxy nftables iproute2 procps)
-	$(BIN)/python -m tests.hosts --out demo-hosts-out $(HOSTS)
+	$(MODULE) tests.hosts --out demo-hosts-out $(HOSTS)
 
 # Three workers, on two cores too, because tests wait; tests/conftest.py says which stay together. Some need a browser, a router
 # or a firewall, and are skipped without; the reasons of all skips stand at the end.
@@ -101,15 +103,15 @@ test-faults: setup
 # faults, each of which a seed must find.
 SEEDS ?= 10000
 simulate: setup
-	$(BIN)/python -m tests.simulator --seeds $(SEEDS) --steps 300
-	$(BIN)/python -m tests.simulator --seeds 1000 --steps 60 --twice
-	$(BIN)/python -m tests.simulator.mutants --night --seeds 400
+	$(MODULE) tests.simulator --seeds $(SEEDS) --steps 300
+	$(MODULE) tests.simulator --seeds 1000 --steps 60 --twice
+	$(MODULE) tests.simulator.mutants --night --seeds 400
 
 # Against Ceph's RADOS gateway, a real S3 server that checks signatures (Debian, Ubuntu; installed if we are root).
 test-radosgw: setup
 	@$(call apt,radosgw,ceph-mon ceph-osd radosgw)
 	@if command -v radosgw >/dev/null; then \
-	  folder=$$(mktemp -d) && $(BIN)/python -m tests.servers.radosgw "$$folder/ceph" -- $(BIN)/pytest -m radosgw; \
+	  folder=$$(mktemp -d) && $(MODULE) tests.servers.radosgw "$$folder/ceph" -- $(BIN)/pytest -m radosgw; \
 	  status=$$?; rm -rf "$$folder"; exit $$status; \
 	else \
 	  echo "skipped: no radosgw here; as root on Debian or Ubuntu this installs ceph-mon, ceph-osd and radosgw"; \
@@ -169,7 +171,7 @@ test-mlx: .venv-mlx/.ready
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
 	$(@D)/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(@D)/bin/pip install --quiet $(TORCH) $(MLX) --editable . aiohttp hypothesis pytest pytest-timeout
+	$(@D)/bin/pip install --quiet $(TORCH) $(MLX) --editable . aiohttp hypothesis prometheus_client pytest pytest-timeout
 	touch $@
 
 # What deltasync uses of vLLM, looked up in the source of a release that cannot run here, such as the newest one for CUDA.
@@ -223,15 +225,15 @@ test-lowest: .venv-lowest/.ready
 	.venv-lowest/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PYTHON) requirements/lowest.py > .venv-lowest/lowest.txt
 	.venv-lowest/bin/pip install --quiet --editable . $(TORCH) --constraint .venv-lowest/lowest.txt \
-	  pytest pytest-timeout hypothesis 'moto[server]' aiohttp boto3 cryptography matplotlib
+	  pytest pytest-timeout hypothesis 'moto[server]' aiohttp boto3 cryptography fastapi httpx matplotlib prometheus_client
 	touch $@
 
 # Each reader of what others wrote, guided by coverage, 100 minutes; then the C extension under ASan and UBSan, for each instruction set.
 FUZZ_SECONDS ?= 600
 fuzz: setup
 	$(PIP) install --quiet $(ATHERIS)
-	$(BIN)/python -m tests.fuzz.run $(FUZZ_SECONDS)
-	$(BIN)/python -m tests.fuzz.sanitized $(FUZZ_SECONDS)
+	$(MODULE) tests.fuzz.run $(FUZZ_SECONDS)
+	$(MODULE) tests.fuzz.sanitized $(FUZZ_SECONDS)
 	$(BIN)/pytest tests/fuzz
 
 # Before every commit: format, lint, types, and the tests that start no engine. `make test` is everything.
@@ -298,11 +300,11 @@ gpu-kit: setup
 RESULTS ?=
 results: setup .venv-rivals/.ready
 	@$(call apt,radosgw haproxy nft tc sysctl,ceph-mon ceph-osd radosgw haproxy nftables iproute2 procps) || echo "The runs of separate hosts are skipped."
-	PYTHONPATH="$(CURDIR):$(CURDIR)/examples" $(BIN)/python -m benchmarks.record --corpus $(CORPUS) $(RESULTS)
+	$(MODULE) benchmarks.record --corpus $(CORPUS) $(RESULTS)
 
 # Sizes and speeds of the codecs; python -m benchmarks.NAME --help for the others.
 bench: setup
-	$(BIN)/python -m benchmarks.codec
+	$(MODULE) benchmarks.codec
 
 # Real GRPO runs into a folder, a version for each step: what fits this machine (benchmarks/corpus/train.py). Finished runs are
 # skipped. Fewer: make corpus TRAIN='--learning-rate 3e-6 --master fp32'
@@ -331,7 +333,7 @@ rivals: .venv-rivals/.ready
 
 # The tables of README and docs/, out of docs/results/*.json. A new result: python -m benchmarks.NAME --json > docs/results/NAME.json
 results-tables: setup
-	$(BIN)/python -m benchmarks.results
+	$(MODULE) benchmarks.results
 
 clean:
 	rm -rf $(VENV) .venv-* demo-out demo-engines-out demo-hosts-out gpu-kit site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -27,7 +27,7 @@ from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 START_S = 300.0
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 def save(model: Any, directory: Path, **config: Any) -> Path:

@@ -167,9 +167,8 @@ class TestWatch:
         told.watch.close()
 
     def test_closing_ends_the_thread_and_the_calls(self, store: HubStore, told: Told, hub: HubServer) -> None:
-        running, started = set(threading.enumerate()), time.perf_counter()
+        running = set(threading.enumerate())
         told.watch.close()
-        assert time.perf_counter() - started < 0.5
         assert not told.watch.live
         ended = running.difference(threading.enumerate())
         assert "deltasync-watch" in {thread.name for thread in ended}  # that of another test may run on

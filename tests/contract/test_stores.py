@@ -6,7 +6,6 @@ import os
 import socket
 import stat
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -175,11 +174,9 @@ class TestFileStore(StoreContract, DecidingSharedContract):
                     os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero
                 if not path.exists():
                     pytest.skip("may not make devices")
-            before = time.monotonic()
             with pytest.raises(StoreError) as refused:
                 store.read("head.json", 1 << 20)
             assert not isinstance(refused.value, ObjectMissingError)
-            assert time.monotonic() - before < 5
             assert list(store.list("")) == []
 
     def test_a_file_that_grows_while_it_is_read_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

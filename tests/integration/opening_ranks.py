@@ -37,13 +37,11 @@ def stream(weights: torch.Tensor) -> list[tuple[str, TensorRange]]:
 
 
 def told(action: Callable[[], Any], kind: type[DeltaSyncError], *words: str) -> None:
-    """All ranks raise within 5 s, the others with the number of the one that failed."""
+    """All ranks raise, the others with the number of the one that failed."""
     dist.barrier()
-    began_s = time.monotonic()
     try:
         action()
     except kind as error:
-        assert time.monotonic() - began_s < 5, (time.monotonic() - began_s, error)
         assert all(word in str(error) for word in words), error
         assert RANK == LAST or f"ank {LAST}" in str(error), error
     else:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +144,7 @@ def test_a_rank_that_fails_takes_all_along_and_the_next_version_is_an_anchor(ran
 def test_a_rank_that_dies_leaves_no_version_and_hangs_nobody(tmp_path: Path) -> None:
     script = str(ROOT / "tests/integration/dying_rank.py")
     shared = environment() | {"RENDEZVOUS": f"file://{tmp_path}/rendezvous"}
-    folder, started = tmp_path / "channel", time.monotonic()
+    folder = tmp_path / "channel"
     command = [sys.executable, script, str(folder)]
     dying = subprocess.Popen([*command, "1"], env=shared)
     try:
@@ -156,7 +155,6 @@ def test_a_rank_that_dies_leaves_no_version_and_hangs_nobody(tmp_path: Path) -> 
     finally:
         dying.kill()
     assert survivor.splitlines() == ["lost version 2", "no publish without rank 1", "still no publish", "closed"]
-    assert time.monotonic() - started < 100
     assert_holds(f"file://{folder}", {"w": torch.zeros(1000, dtype=torch.bfloat16)}, 1)
 
 

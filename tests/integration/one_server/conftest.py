@@ -9,7 +9,7 @@ import pytest
 
 from deltasync import Publisher
 from deltasync.channel import heartbeat, signing
-from tests.integration.vllm_server import Server, save_model, serving
+from tests.integration.vllm_server import NO_COMPACTIONS, Server, save_model, serving
 
 
 @pytest.fixture(scope="package")
@@ -27,7 +27,7 @@ def started(folder: Path) -> Iterator[Server]:
     environ = {"DELTASYNC_HTTP_TOKEN": "token-of-this-test", "DELTASYNC_TRUSTED_KEYS": str(folder / "key.pub")}
     with (
         serving(folder / "model", "--enable-scale-out", token=environ["DELTASYNC_HTTP_TOKEN"], **environ) as server,
-        Publisher(server.channel, signing_key=folder / "key") as server.publisher,
+        Publisher(server.channel, signing_key=folder / "key", retention=NO_COMPACTIONS) as server.publisher,
     ):
         yield server
     assert server.publisher is not None and server.publisher.run_id is not None
