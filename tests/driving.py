@@ -238,6 +238,7 @@ def serving(
     args: Namespace = PLAIN,
     **environ: str,
 ) -> Iterator[TestClient]:
+    pytest.importorskip("vllm")
     registry = CollectorRegistry()
     monkeypatch.setattr("vllm_plugin.endpoints.Metrics", lambda: Metrics(registry))
     monkeypatch.setattr("vllm_plugin.compat.changed", lambda _: None)  # of the real vLLM in tests/integration

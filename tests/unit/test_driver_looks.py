@@ -221,16 +221,16 @@ def test_a_store_that_hangs_from_the_beginning_is_seen_in_the_metrics(
         store.hold_at("read")
         store.hold_at("list")
         async with driving.following(engine, memory_url, registry) as driver:
-            driver._good_s -= 1e6
+            driver._good_s -= 100
             driver._observer.followed(driver)  # as the server does each second
-            assert 1e6 < driving.value(registry, "deltasync_seconds_since_followed") < 2e6
+            assert driving.value(registry, "deltasync_seconds_since_followed") > 100
             assert (driver.status(0).followed_s_ago, driver.version) == (None, None)
             assert "serves no version" in (driver.not_ready or "")
             store.heal()
             assert await driver.reach(1) == 1
             while (ago_s := driver.status(0).followed_s_ago) is None:  # the step that reached it still reports
                 await asyncio.sleep(0.01)
-            assert ago_s < 1e5
+            assert ago_s < 100
 
     trainer.publish()
     asyncio.run(asyncio.wait_for(body(), PATIENCE_S))
