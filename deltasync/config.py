@@ -13,7 +13,7 @@ import re
 import socket
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict
 
@@ -43,6 +43,11 @@ def pin_text(pin: Pin) -> str:
     return "newest" if pin is None else str(pin)
 
 
+def environment() -> Mapping[str, str]:
+    """Return this process's variables."""
+    return os.environ
+
+
 def simd() -> str:
     """Return the widest instructions that `kernels.native` may use (`DELTASYNC_SIMD`): tests compare them.
 
@@ -52,6 +57,18 @@ def simd() -> str:
     if found not in ("none", "plain", "avx2", "avx512"):
         raise ConfigError(f"DELTASYNC_SIMD is {found!r:.40}, not none, plain, avx2 or avx512.")
     return found
+
+
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError if settings are given that are not known; it names the nearest ones."""
+    names, sentences = sorted(known), []
+    for name in sorted({*given} - {*names}):
+        near = difflib.get_close_matches(name.lower(), names, n=1) or [each for each in names if name in each]
+        sentences.append(
+            f"Unknown setting: {name}. " + (f"Did you mean {near[0]}?" if near else f"Known: {', '.join(names)}.")
+        )
+    if sentences:
+        raise ConfigError(" ".join(sentences))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +107,11 @@ _KINDS: dict[type, tuple[type, str]] = {
 class _Settings:
     """Base class. A field `x` without an argument is read from `DELTASYNC_X`. Types and rules are checked on creation."""
 
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Refuse other names than those of the fields."""
+        check_names(given, [field.name for field in dataclasses.fields(cls)])
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self), include_extras=True)
         for field in dataclasses.fields(self):
@@ -105,13 +127,13 @@ class _Settings:
         env = os.environ if environ is None else environ
         _check_variables(env)
         hints, rules = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
-        unknown = explicit.keys() - hints.keys()
-        if unknown:
-            raise ConfigError(f"Unknown setting: {', '.join(sorted(unknown))}.")
+        check_names(explicit, hints)
         values = {}
         for field in dataclasses.fields(cls):
             value = explicit.get(field.name)
             variable = f"DELTASYNC_{field.name.upper()}"
+            if value is None and field.name in _NOT_EMPTY and env.get(variable) == "":
+                raise ConfigError(f"{variable} is empty, as where a secret is missing: set it, or unset it to go without.")
             if value is None and env.get(variable):
                 value = _parse(variable, env[variable], hints[field.name])
                 _check(variable, value, rules[field.name], shown=field.repr)
@@ -120,6 +142,7 @@ class _Settings:
         return cls(**values)
 
 
+_NOT_EMPTY = {"http_token", "trusted_keys", "signing_key"}  # an empty variable would turn a protection off unseen
 _OTHER_VARIABLES = {"DELTASYNC_ENVIRONMENT_TOKEN", "DELTASYNC_SIMD"}  # of the Wordle example, and see `simd`
 _OF_KUBERNETES = re.compile(
     r"DELTASYNC_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -134,10 +157,13 @@ def _check_variables(environ: Mapping[str, str]) -> None:
         kinds += kind.__subclasses__()
         known |= {f"DELTASYNC_{field.name.upper()}" for field in dataclasses.fields(kind)}
     for name, value in environ.items():
-        is_ours = name.upper().startswith("DELTASYNC_") and value != ""
-        if is_ours and name not in known and not _OF_KUBERNETES.fullmatch(name):
-            (nearest,) = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.0)
-            raise ConfigError(f"{name} is not a setting of deltasync; the nearest is {nearest}. Rename or unset it.")
+        if value == "" or name in known or _OF_KUBERNETES.fullmatch(name) or not re.search("DELTA|SYN", name.upper()):
+            continue
+        is_ours = name.upper().startswith("DELTASYNC_")
+        # Without the prefix only what is off by a letter or a dash is taken for one of ours.
+        found = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.0 if is_ours else 0.93)
+        if found:
+            raise ConfigError(f"{name} is not a setting of deltasync; the nearest is {found[0]}. Rename or unset it.")
 
 
 def _parse(variable: str, text: str, hint: Any) -> Any:

@@ -22,6 +22,7 @@ from transformers.cli.serving import model_manager, server
 
 import deltasync
 from deltasync.config import ReplicaSettings
+from deltasync.errors import DeltaSyncError
 from deltasync.following import replies
 from deltasync.following.wanted import App, Message, Receive, Send, Wanted, demanded, demanding, reply_error
 from deltasync.tensors.bits import bits_of
@@ -108,7 +109,10 @@ _build_server = server.build_server
 
 def main() -> None:
     """Serve."""
-    model, Manager.settings, others = replies.server_settings("python examples/serve_transformers.py")
+    try:
+        model, Manager.settings, others = replies.server_settings("python examples/serve_transformers.py")
+    except DeltaSyncError as error:
+        sys.exit(f"deltasync: {error}")
     model_manager.ModelManager, server.build_server = Manager, build_server  # type: ignore[misc]
     sys.argv[1:] = ["serve", model, *others]
     cli.app()

@@ -9,11 +9,10 @@ DELTASYNC_CHANNEL nothing in SGLang is changed.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
-from deltasync.errors import get_logger
+from deltasync.errors import ConfigError, get_logger
 
 __all__ = ["register"]
 
@@ -24,9 +23,17 @@ SOCKET = "SGLANG_DELTASYNC_SOCKET"
 
 
 def register() -> None:
-    """Prepare this process for following, before anything is configured. Options that are refused end the start later."""
-    if not os.environ.get("DELTASYNC_CHANNEL"):
-        return
+    """Prepare this process for following, before anything is configured. Options that are refused end the start later.
+
+    A variable that is misspelt or cannot be used ends the process at once: SGLang goes on after any other exception.
+    """
+    from deltasync.following import startup
+
+    try:
+        if not startup.is_to_follow():
+            return
+    except ConfigError as error:
+        startup.leave(error)
     if "sglang.srt.managers.scheduler" in sys.modules:  # where there may be a scheduler
         from sglang_plugin import hooks
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from deltasync.config import TrainerSettings
+from deltasync.config import TrainerSettings, check_names
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.following.wanted import VERSION_HEADER
 from deltasync.threads import finish_at_exit
@@ -81,9 +81,7 @@ class DeltaSyncCallback(TrainerCallback):
     """
 
     def __init__(self, channel: str | DeltaSyncConfig, **settings: Any) -> None:
-        known = {field.name for field in dataclasses.fields(DeltaSyncConfig)} - {"channel"}
-        if unknown := settings.keys() - known:
-            raise ConfigError(f"Unknown setting: {', '.join(sorted(unknown))}. Known ones: {', '.join(sorted(known))}.")
+        check_names(settings, {field.name for field in dataclasses.fields(DeltaSyncConfig)} - {"channel"})
         config = channel if isinstance(channel, DeltaSyncConfig) else DeltaSyncConfig(channel)
         self.config = dataclasses.replace(config, **settings)
         self._transfer = DeltaWeightTransfer(self.config)

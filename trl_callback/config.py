@@ -6,9 +6,9 @@ import inspect
 import re
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, Self
 
-from deltasync.config import CODECS, PublisherSettings, TrainerSettings
+from deltasync.config import CODECS, PublisherSettings, TrainerSettings, check_names
 from deltasync.errors import ConfigError
 from deltasync.publish.owner import check_resume, owner_of
 from deltasync.stores import open_store
@@ -89,6 +89,11 @@ class DeltaSyncConfig:
             over HTTP, with `DELTASYNC_HTTP_TOKEN` if it is set. If `None`, replicas are known from their heartbeats in the
             channel.
     """  # noqa: D406, D407 - the section of TRL's configs
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Refuse other names than those of the fields."""
+        check_names(given, [each.name for each in fields(cls)])
+        return super().__new__(cls)
 
     channel: str
     codec: str | None = field(default=None, metadata={"choices": [*CODECS]})

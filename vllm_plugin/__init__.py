@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ __all__ = ["DeltaSyncWorkerExtension", "follow", "register"]
 logger = get_logger("vllm.vllm_plugin")
 """The plugin's only logger. It is below vLLM's own, whose handlers and level it shares."""
 
+EXTENSION = "vllm_plugin.DeltaSyncWorkerExtension"
+
 _LOADED_BY_DEFAULT = ("general", "io_processor", "platform", "stat_logger")
 """Kinds of plugins that vLLM loads unless VLLM_PLUGINS is set and does not name them."""
 
@@ -36,16 +39,33 @@ _LOADED_BY_DEFAULT = ("general", "io_processor", "platform", "stat_logger")
 def register() -> None:
     """Prepare this process for following. vLLM's general-plugin hook: called in every process before the model is loaded.
 
-    May be called more than once, and never raises: a server that cannot be prepared starts without following, and says so.
-    Where deltasync is not configured, it only names the weight-transfer backend to vLLM, which imports it when it is chosen.
+    May be called more than once. A server that cannot be prepared starts without following, and says so. Where deltasync is
+    not configured, it only names the weight-transfer backend to vLLM, which imports it when it is chosen.
+
+    Raises:
+        ConfigError: a variable is misspelt or cannot be used. A command of vLLM's ends with this sentence instead.
     """
+    from deltasync.following import startup
+
     try:
         _register()
+    except ConfigError as error:
+        if startup.is_command("vllm"):
+            startup.leave(error)
+        raise
     except Exception:
         logger.exception("deltasync could not prepare this process; its server will not follow")
 
 
 def _register() -> None:
+    from deltasync.following import startup
+
+    follows = startup.is_to_follow(alone=startup.is_command("vllm"))
+    if not follows and startup.runs_extension(sys.argv, EXTENSION):
+        raise ConfigError(
+            f"{startup.CHANNEL} is not set, but this command names {EXTENSION}: such a server would serve the weights that "
+            "it loads for ever. Set it to the channel's URL, or leave the extension out."
+        )
     import vllm
     from vllm.distributed import weight_transfer
 
@@ -54,7 +74,7 @@ def _register() -> None:
         weight_transfer.WeightTransferTrainerFactory.register_engine(
             "deltasync", "vllm_plugin.trainer_side", "DeltaSyncTrainerEngine"
         )
-    if not os.environ.get("DELTASYNC_CHANNEL"):
+    if not follows:
         return
     opt_in(os.environ)
     from vllm_plugin import compat

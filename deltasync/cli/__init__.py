@@ -5,6 +5,7 @@ Data goes to stdout, messages to stderr.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 
 import click
@@ -43,6 +44,12 @@ class _LazyGroup(ProgramGroup):
         command: click.Command = getattr(importlib.import_module(f"deltasync.cli.{_COMMANDS[cmd_name][0]}"), cmd_name)
         complete_help(command)
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+        if args[0] not in _COMMANDS and near and not args[0].startswith("-"):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

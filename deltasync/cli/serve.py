@@ -98,12 +98,10 @@ def serve(
       DELTASYNC_CHANNEL=URL DELTASYNC_ADAPTER=NAME vllm serve MODEL \\
         --logprobs-mode processed_logprobs --enable-lora --max-loras 4
     """
-    from deltasync.channel.failover import open_failover
+    from deltasync.following import startup
 
-    if open_failover(channel).url.startswith("memory://"):
-        raise ConfigError(
-            "A memory:// channel exists in one process only; vLLM needs one it can reach, such as file:///path."
-        )
+    startup.check_channel(channel, "--channel")
+    startup.is_to_follow({name: value for name, value in os.environ.items() if name != startup.CHANNEL})
     arguments = [*vllm_arguments, "--port", str(port), "--host", host]
     line, variables = vllm_command(model, channel, arguments, adapter, trusted_keys)
     if dry_run:

@@ -40,5 +40,6 @@ __all__ = [
     "routes",
     "shard",
     "shards",
+    "startup",
     "wanted",
 ]

@@ -15,6 +15,7 @@ import numpy as np
 from deltasync.channel.documents import sha256_hex
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
+from deltasync.following import startup
 from deltasync.following.module import ModuleReplica
 from deltasync.following.requests import token_matches
 from deltasync.following.wanted import Held, Wanted, reach
@@ -104,13 +105,15 @@ def server_settings(program: str) -> tuple[str, ReplicaSettings, list[str]]:
         The model, the settings, in which a channel is named, and the other options.
 
     Raises:
-        ConfigError: neither `--channel` nor DELTASYNC_CHANNEL names a channel.
+        ConfigError: neither `--channel` nor DELTASYNC_CHANNEL names a channel that can be followed, or a variable is wrong.
     """
     parser = argparse.ArgumentParser(program, epilog="Other options are those of the server that this wraps.")
     parser.add_argument("model", help="directory or name of the model")
     parser.add_argument("--channel", help="URL of the channel; by default DELTASYNC_CHANNEL")
     args, others = parser.parse_known_args()
     settings = ReplicaSettings.from_env(channel=args.channel)
-    if settings.channel is None:
+    if args.channel is not None:
+        startup.check_channel(args.channel, "--channel")
+    elif not startup.is_to_follow():
         raise ConfigError("Name the channel by --channel or DELTASYNC_CHANNEL.")
     return args.model, settings, others

@@ -77,5 +77,7 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
         from deltasync.stores.object import memory_store
 
         return memory_store(name)
-    path = "" if not url or "://" in url else f" A path in this directory is written {f'./{url}'!r}."
-    raise ConfigError(f"Not a channel URL: {url!r}. Use {_FORMS}.{path}")
+    hint = "" if not url or "://" in url else f" A path in this directory is written {f'./{url}'!r}."
+    if parts.scheme in ("http", "https"):
+        hint = f" A bucket of an S3 server is written s3://bucket/prefix?endpoint={parts.scheme}://host."
+    raise ConfigError(f"Not a channel URL: {url!r}. Use {_FORMS}.{hint}")

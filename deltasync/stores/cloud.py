@@ -55,7 +55,8 @@ class CloudStore(ObstoreStore):
         if "@" in parts.netloc:
             raise ConfigError("A channel URL holds no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]+", parts.netloc):
-            raise ConfigError(f"A bucket is written {parts.scheme}://bucket/prefix, not {parts.scheme}://{parts.netloc}.")
+            short = " A bucket's name has two characters or more." if len(parts.netloc) == 1 else ""
+            raise ConfigError(f"A bucket is written {parts.scheme}://bucket/prefix, not {url!r}.{short}")
         if parts.fragment:
             raise ConfigError(f"A channel URL has no '#': {parts.scheme}://{parts.netloc}{parts.path}#...")
         self._scheme, self._bucket, self._prefix = parts.scheme, parts.netloc, unquote(parts.path).strip("/")

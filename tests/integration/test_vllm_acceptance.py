@@ -89,7 +89,7 @@ def test_the_literal_command_serves_every_version_as_a_fresh_server_does(tmp_pat
     shutil.copytree(checkpoint, exported)
     save_file(last, exported / "model.safetensors", {"format": "pt"})
     fresh = Server(f"http://127.0.0.1:{port}", channel, weights)
-    with serve(exported, tmp_path / "fresh.log", "--port", str(port), DELTASYNC_CHANNEL="") as child:
+    with serve(exported, tmp_path / "fresh.log", "--port", str(port)) as child:
         child.wait_until(lambda: get_json(f"{fresh.url}/v1/models"), 2 * PATIENCE_S, "to start")
         for one, other in zip(answers(fresh), seen[-1], strict=True):
             assert apart(one, other) < CLOSE

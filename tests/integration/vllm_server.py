@@ -104,7 +104,9 @@ main()
 def serve(checkpoint: Path, log: Path, *arguments: str, **environ: str) -> Child:
     """A server by `vllm serve`; without a channel it does not follow."""
     command = [sys.executable, "-c", _VLLM, "serve", str(checkpoint), "--enforce-eager", "--max-model-len", "512"]
-    command += ["--worker-extension-cls", "vllm_plugin.DeltaSyncWorkerExtension", *arguments]
+    if environ.get("DELTASYNC_CHANNEL"):
+        command += ["--worker-extension-cls", "vllm_plugin.DeltaSyncWorkerExtension"]
+    command += arguments
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     return Child("vLLM", command, {**os.environ, **settings, **environ}, log)
 

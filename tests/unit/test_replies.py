@@ -78,9 +78,9 @@ def test_headers_that_clients_would_refuse_are_left_out(monkeypatch: pytest.Monk
 
 
 def test_the_command_line_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["server", "MODEL", "--port", "1", "--channel", "memory://c", "--temp", "0"])
+    monkeypatch.setattr("sys.argv", ["server", "MODEL", "--port", "1", "--channel", "file:///c", "--temp", "0"])
     model, settings, others = server_settings("server")
-    assert (model, settings.channel, others) == ("MODEL", "memory://c", ["--port", "1", "--temp", "0"])
+    assert (model, settings.channel, others) == ("MODEL", "file:///c", ["--port", "1", "--temp", "0"])
     monkeypatch.setattr("sys.argv", ["server", "MODEL"])
     monkeypatch.delenv("DELTASYNC_CHANNEL", raising=False)
     with pytest.raises(ConfigError, match="--channel or DELTASYNC_CHANNEL"):
