@@ -18,7 +18,7 @@ from deltasync.channel.clock import StoreClock
 from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import ConfigError, MissingVersionError
+from deltasync.errors import ConfigError, MissingVersionError, StoreError
 from deltasync.maintenance.scan import Scan, in_parallel, progressed, result_or_error, scan_channel
 from deltasync.stores.base import ObjectInfo, Store
 
@@ -273,7 +273,8 @@ def gc(
     store = reader.store
     reader.channel()
     clock = StoreClock(store, may_write=not dry_run)
-    clock.measure()
+    with contextlib.suppress(StoreError):  # on a full disk nothing can be stored before something was deleted
+        clock.measure()
     if not clock.is_measured:  # a listing that lags, or no right to write: it is not earlier than the newest object says
         clock.note(store.list(""))
     now_s = max(clock.now_s, time.time()) if dry_run else clock.now_s

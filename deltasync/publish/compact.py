@@ -273,7 +273,7 @@ class Compactor:
         self._anchor_every, self._ranks = anchor_every, ranks
         self._log = log
         self._model_files = model_files
-        self._collected = 0
+        self._collected = self._failures = 0  # the version at the last collection; publishes that failed in a row
         self._is_over = False  # whether `look_at_end` has looked
         self._workers = Workers(1, "maintenance")
 
@@ -371,6 +371,7 @@ class Compactor:
 
     def published(self, version: int) -> None:
         """Look after the channel now that a version is visible: collect garbage if that is due."""
+        self._failures = 0
         passed = version >= self._looked + _LOOK_VERSIONS or time.monotonic() - self._looked_s >= _LOOK_S
         if (passed or self._log.doubted) and not self._workers.busy:
             self._looked, self._looked_s, self._log.doubted = version, time.monotonic(), False
@@ -379,8 +380,20 @@ class Compactor:
         due = max(_LEAST_BETWEEN, (keep_last or 0) // 2)
         if keep_last is not None and version >= self._collected + due:
             self._collected = version
-            kept, grace_s = KeepPolicy(last=keep_last), self.retention.grace_s
-            self._workers.submit(self._guarded, lambda: maintenance.gc(self.reader, kept, grace_s=grace_s))
+            self._collect(keep_last)
+
+    def not_published(self) -> None:
+        """Note that a version could not be stored: collect garbage, because the disk may be full.
+
+        That is done at the first failure in a row, and each time that their number has doubled.
+        """
+        self._failures, keep_last = self._failures + 1, self.retention.keep_last
+        if keep_last is not None and not self._failures & (self._failures - 1) and not self._workers.busy:
+            self._collect(keep_last)
+
+    def _collect(self, keep_last: int) -> None:
+        kept, grace_s = KeepPolicy(last=keep_last), self.retention.grace_s
+        self._workers.submit(self._guarded, lambda: maintenance.gc(self.reader, kept, grace_s=grace_s))
 
     @property
     def busy(self) -> bool:

@@ -225,8 +225,11 @@ class UploadQueue:
         except Exception as error:  # noqa: BLE001 - likewise
             if isinstance(problem, PublishPendingError) and self._ranks is None:
                 self._keep(job, problem)
+                self.compactor.not_published()
                 return False
             self._fail(job, error)
+            if not isinstance(error, FencedError):
+                self.compactor.not_published()
         else:
             logger.info(
                 "published version=%d kind=%s digest=%.12s upload_s=%.3f",
