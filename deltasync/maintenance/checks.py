@@ -30,6 +30,7 @@ from deltasync.maintenance.scan import (
     check_listing,
     digests,
     in_parallel,
+    local_store,
     progressed,
     result_or_error,
     scan_channel,
@@ -67,7 +68,7 @@ class Report:
     compactions: int
     data_bytes: int  # size of all records, compactions, parts and anchors
     publishing: int  # number of files that no document names yet, but that their author may still name
-    garbage_objects: int  # files that no document names; `gc` deletes them when they are old
+    garbage_objects: int  # files that no document names, and unfinished ones; `gc` deletes them when they are old
     garbage_bytes: int
     unreachable: list[int]
     orphans: list[str]  # keys of versions that the newest one does not descend from: their publishers had been succeeded
@@ -319,7 +320,9 @@ class Inspection:
         references = References(self.documents(), self._held.shortcuts)
         files = [key for key in self._sizes if key.startswith((keys.PARTS, keys.ANCHORS)) and keys.file_of(key)]
         unnamed = [key for key in files if key not in references]
-        garbage = [key for key in unnamed if not references.in_progress(key)]
+        garbage = [self._sizes[key] for key in unnamed if not references.in_progress(key)]
+        local = local_store(self.reader.store)
+        halves = [] if local is None else [info.bytes for info in local.unfinished()]
         return Report(
             problems=[damage.problem for damage in self.damages.values()],
             newest=None if newest is None else versions[newest].version,
@@ -328,8 +331,8 @@ class Inspection:
             compactions=sum(keys.compaction_of(key) is not None for key in self._held.shortcuts),
             data_bytes=sum(size for key, size in self._sizes.items() if key.startswith(folders)),
             publishing=len(unnamed) - len(garbage),
-            garbage_objects=len(garbage),
-            garbage_bytes=sum(self._sizes[key] for key in garbage),
+            garbage_objects=len(garbage) + len(halves),
+            garbage_bytes=sum(garbage) + sum(halves),
             unreachable=_numbers(versions.keys() - reached - orphans),
             orphans=sorted(slot.key for slot in orphans),
             proven=None if self.proven is None else _numbers(self.proven),

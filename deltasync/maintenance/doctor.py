@@ -9,15 +9,16 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from importlib import metadata
 from typing import Literal
 
 from deltasync.channel import heartbeat, keys
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import CorruptDataError, DeltaSyncError, NotPublishedError, StoreError
-from deltasync.maintenance.scan import exists
+from deltasync.channel.record import StoredRecord
+from deltasync.errors import CorruptDataError, DeltaSyncError, MissingVersionError, NotPublishedError, StoreError
+from deltasync.maintenance.scan import exists, local_store
 from deltasync.stores.base import Store
 from deltasync.stores.retries import decides
 
@@ -27,6 +28,7 @@ BITS_PER_CHANGED = 9.93  # bits per changed element of `packed` at 1 % changed, 
 _BLOB_BYTES = 8 << 20
 _READS = 7
 _LATE_S = 0.3
+_FOLDERS = 16  # of files that are listed one by one
 _CLOCK_S = 5.0
 
 
@@ -67,6 +69,7 @@ def examine(reader: ChannelReader, *, parameters: float) -> Iterator[Finding]:
                 break
             yield finding
     if check != "list":  # the store can be listed
+        yield from _unfinished(reader.store)
         yield from _channel(reader)
     yield from _installed()
     yield _kernels()
@@ -138,6 +141,34 @@ def _clock(stored_s: float, began_s: float, ended_s: float) -> Finding:
     return Finding("clock", "warning", found, "Correct it, or lag will be wrong.")
 
 
+def _unfinished(store: Store) -> Iterator[Finding]:
+    """Look for the temporary files of writers that were killed."""
+    local = local_store(store)
+    try:
+        sizes = [] if local is None else [info.bytes for info in local.unfinished()]
+    except StoreError as error:
+        yield Finding("unfinished", "failure", str(error), _ADVICE["list"])
+        return
+    if sizes:
+        found = f"{len(sizes)} temporary files of {sum(sizes):,} bytes are of writers that were killed, or that write now."
+        yield Finding("unfinished", "warning", found, "`deltasync gc` deletes those that are older than its --grace.")
+
+
+def _check_files(reader: ChannelReader, chain: Sequence[StoredRecord]) -> None:
+    """Check that the files of a chain's records are listed with their sizes. Raises MissingVersionError."""
+    sizes: dict[str, int] = {}
+    files = [
+        file for stored in chain for file in (stored.record.files if stored.use_anchor else stored.record.payload_files)
+    ]
+    folders = {"/".join(file.key.split("/")[:2]) + "/" for file in files}
+    for prefix in sorted(folders if len(folders) <= _FOLDERS else {keys.ANCHORS, keys.PARTS}):
+        sizes |= {info.key: info.bytes for info in reader.store.list(prefix)}
+    lost = [file.key for file in files if sizes.get(file.key) != file.bytes]
+    if lost:
+        count = f"{len(lost)} of {len(files)} files that a late joiner needs are gone, or have another size"
+        raise MissingVersionError(f"{count}, such as {lost[0]}.")
+
+
 _ROOTLESS = f"{keys.CHANNEL} is missing, though something was published here: nobody can join."
 _EXPIRY = (
     "A running publisher puts back what it knows and writes full weights; otherwise restore it from a copy of the channel. "
@@ -166,7 +197,7 @@ def _channel(reader: ChannelReader) -> Iterator[Finding]:
     version = newest.version if newest.record.is_version else newest.base
     try:
         if version is not None:
-            find_chain(reader, None, version)
+            _check_files(reader, find_chain(reader, None, version))
     except DeltaSyncError as error:
         yield Finding("channel", "failure", f"Nobody can join: {error}", _EXPIRY)
         return

@@ -19,7 +19,7 @@ from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError, MissingVersionError, StoreError
-from deltasync.maintenance.scan import Scan, in_parallel, progressed, result_or_error, scan_channel
+from deltasync.maintenance.scan import Scan, in_parallel, local_store, progressed, result_or_error, scan_channel
 from deltasync.stores.base import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Collected:
     """The result of `gc`: what it deleted, or would delete, and what it kept."""
 
     plan: RetentionPlan | None  # the versions; None if no rule was given, so that all stay
-    objects: list[ObjectInfo]  # deleted files, which no document named, or only those of deleted records
+    objects: list[ObjectInfo]  # deleted files that no document named, or only deleted records; unfinished ones last
     heartbeats: list[str]  # keys of deleted heartbeats, which were older than a week, and than the grace period
     waiting: list[ObjectInfo]  # kept files that no document names yet, but that their author may still name
     young: list[ObjectInfo]  # kept files that are newer than the grace period, named or not
@@ -283,6 +283,9 @@ def gc(
     stale_s = now_s - max(grace_s, _STALE_HEARTBEAT_S)
     heartbeats = [info.key for info in store.list(keys.REPLICAS) if 0 < info.modified_s < stale_s]
     old = [info for info in files if was_stored(info.modified_s, since_s)]
+    local = local_store(store)
+    halves = [] if local is None else [*local.unfinished()]
+    dead = [info for info in halves if was_stored(info.modified_s, since_s)]
     held = scan_channel(reader) if old or keep is not None else None
     plan: RetentionPlan | None = None
     if keep is not None and held is not None:
@@ -297,14 +300,17 @@ def gc(
         for done, key in enumerate(records, start=1):  # one by one, because a store deletes a batch in any order
             store.delete(key)
             progressed("records deleted", done, len(records))
+        for info in dead:
+            assert local is not None
+            local.delete_unfinished(info)
         doomed = [*(info.key for info in found), *heartbeats]
         for start in range(0, len(doomed), _BATCH):
             store.delete(*doomed[start : start + _BATCH])
             progressed("files deleted", min(start + _BATCH, len(doomed)), len(doomed))
-        freed_bytes = sum(info.bytes for info in found)
-        logger.info("collected garbage records=%d objects=%d bytes=%d", len(records), len(found), freed_bytes)
-    young = sorted(set(files).difference(old), key=lambda info: info.key)
-    return Collected(plan=plan, objects=found, heartbeats=heartbeats, waiting=waiting, young=young)
+        freed_bytes = sum(info.bytes for info in [*found, *dead])
+        logger.info("collected garbage records=%d objects=%d bytes=%d", len(records), len(found) + len(dead), freed_bytes)
+    young = sorted({*files, *halves}.difference(old, dead), key=lambda info: info.key)
+    return Collected(plan=plan, objects=[*found, *dead], heartbeats=heartbeats, waiting=waiting, young=young)
 
 
 def _served(reader: ChannelReader, held: Scan, clock: StoreClock, within_s: float) -> set[Slot]:

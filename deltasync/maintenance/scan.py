@@ -6,18 +6,22 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import DeltaSyncError, FormatError, MissingVersionError, ObjectMissingError, TransientStoreError
-from deltasync.stores.base import ObjectInfo, Store
+from deltasync.stores.base import ObjectInfo, Store, WrappedStore
 from deltasync.stores.retries import retried
 from deltasync.threads import ahead
+
+if TYPE_CHECKING:
+    from deltasync.stores.local import LocalStore
 
 THREADS, WHOLE = 8, 4  # concurrent reads of documents, and of whole objects
 
@@ -148,6 +152,17 @@ def _listed(reader: ChannelReader) -> dict[Slot, ObjectInfo]:
 
 def _after(slot: Slot) -> Slot:
     return Slot(slot.version + 1, slot.epoch)
+
+
+def local_store(store: Store) -> LocalStore | None:
+    """Return the directory behind a store; None if it is no directory, or on Windows."""
+    while isinstance(store, WrappedStore):
+        store = store.inner
+    if os.open not in os.supports_dir_fd:
+        return None
+    from deltasync.stores.local import LocalStore
+
+    return store if isinstance(store, LocalStore) else None
 
 
 def exists(store: Store, key: str) -> bool:

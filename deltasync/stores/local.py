@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,15 @@ _LASTING = (
     *_UNSUPPORTED,
 )
 """Errors that no retry cures. A full disk is not among them."""
+_IN_USE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.ETXTBSY)
+_NO_RENAME = (
+    "this file system cannot rename files. Use a directory on another one; for a bucket that is mounted here, its own URL, "
+    "such as s3://"
+)
+_OPEN = "the file is protected, or a reader has it open and this file system, such as SMB, does not allow it then"
 _NO_LINKS = "this file system has no hard links"
+_LOST_AND_FOUND = "lost+found"  # in the root of a file system; only root may read it
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -62,7 +71,16 @@ class LocalStore:
             if guard is not None:
                 guard()
             with self._writing(key):
-                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                try:
+                    os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                except OSError as error:
+                    if error.errno in _UNSUPPORTED:
+                        raise StoreError(f"{self.url}/{key} cannot be replaced: {_NO_RENAME} ({error.strerror}).") from None
+                    if error.errno in _IN_USE:  # this user may write here: the temporary file is there
+                        raise TransientStoreError(
+                            f"{self.url}/{key} cannot be replaced: {_OPEN} ({error.strerror})."
+                        ) from None
+                    raise
                 _sync(folder)
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
@@ -82,19 +100,56 @@ class LocalStore:
         *folders, _ = prefix.split("/")
         try:
             with self._folder(folders) as start:
-                for folder, _, names, at in os.fwalk(".", dir_fd=start):
-                    inside = "/".join([*folders, *folder.split("/")[1:], ""])
-                    for name in names:
-                        key = inside + name
-                        if key.startswith(prefix) and is_key(key):
-                            with contextlib.suppress(FileNotFoundError):
-                                status = os.stat(name, dir_fd=at, follow_symlinks=False)
-                                if stat.S_ISREG(status.st_mode):
-                                    found.append(ObjectInfo(key, status.st_size, status.st_mtime))
+                found = [
+                    info for info in self._walk(start, "".join(f"{part}/" for part in folders), prefix) if is_key(info.key)
+                ]
         except OSError as error:
             if error.errno not in _ABSENT or self._has_link(folders):
                 raise self._failed("/".join(folders), "read", error) from error
         yield from sorted(found, key=lambda info: info.key)
+
+    def _walk(self, folder: int, inside: str, prefix: str) -> Iterator[ObjectInfo]:
+        """Yield the files below a folder whose path starts with `prefix`. What disappears meanwhile is left out.
+
+        Raises:
+            OSError, StoreError: a folder or a file's status cannot be read.
+        """
+        for name in os.listdir(folder):
+            path = inside + name
+            if not path.startswith(prefix) and not prefix.startswith(f"{path}/"):
+                continue
+            try:
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    yield ObjectInfo(path, status.st_size, status.st_mtime)
+                elif stat.S_ISDIR(status.st_mode) and path != _LOST_AND_FOUND and not name.startswith("."):
+                    inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+                    try:
+                        yield from self._walk(inner, f"{path}/", prefix)
+                    finally:
+                        os.close(inner)
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise self._failed(path, "read", error) from error
+
+    def unfinished(self) -> Iterator[ObjectInfo]:
+        """Yield the temporary files, with names that are no keys: of puts under way, and of writers that were killed."""
+        try:
+            with self._folder(()) as start:
+                for info in self._walk(start, "", ""):
+                    *folders, name = info.key.split("/")
+                    if _TEMPORARY.fullmatch(name) and is_key("/".join([*folders, "name"])):
+                        yield info
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise self._failed("", "read", error) from error
+
+    def delete_unfinished(self, info: ObjectInfo) -> None:
+        """Delete a temporary file. If its writer lives, its put fails with a transient error."""
+        *folders, name = info.key.split("/")
+        assert _TEMPORARY.fullmatch(name)
+        with contextlib.suppress(OSError), self._folder(folders) as folder:
+            os.unlink(name, dir_fd=folder)
 
     def delete(self, *keys: str) -> None:
         for key in keys:
@@ -105,6 +160,8 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
+                if error.errno in _IN_USE and self._is_writable(folders):
+                    raise TransientStoreError(f"{self.url}/{key} cannot be deleted: {_OPEN} ({error.strerror}).") from error
                 raise self._failed(key, "deleted", error) from error
             if folders:
                 with contextlib.suppress(OSError), self._folder(folders[:-1]) as above:
@@ -168,6 +225,10 @@ class LocalStore:
             return StoreError(f"{self.url}/{key} is behind a symbolic link, which is not followed.")
         kind = StoreError if error.errno in _LASTING else TransientStoreError
         return kind(f"{self.url}/{key} cannot be {verb}: {error.strerror}.")
+
+    def _is_writable(self, parts: Sequence[str]) -> bool:
+        """Whether this user may delete files of a folder."""
+        return os.access(self._root.joinpath(*parts), os.W_OK | os.X_OK)
 
     def _has_link(self, parts: Sequence[str]) -> bool:
         """Whether a part of this path below the root is a symbolic link."""

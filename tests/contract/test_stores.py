@@ -5,13 +5,18 @@ import errno
 import os
 import socket
 import stat
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
-from deltasync import open_store
+from deltasync import Publisher, Replica, maintenance, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import (
     ConfigError,
@@ -24,8 +29,9 @@ from deltasync.errors import (
 from deltasync.maintenance.doctor import examine
 from deltasync.stores import Store
 from deltasync.stores.base import check_key
+from deltasync.stores.local import LocalStore
 from deltasync.stores.object import PortableStore
-from deltasync.stores.retries import decides
+from deltasync.stores.retries import RetryStore, decides
 from tests.contract.store_contract import BAD_KEYS, DecidingContract, DecidingSharedContract, StoreContract
 
 
@@ -115,6 +121,124 @@ class TestFileStore(StoreContract, DecidingSharedContract):
             with pytest.raises(TransientStoreError, match="No space left"):
                 store.create("folder/a", b"1")
         assert [path.name for path in (tmp_path / "folder").iterdir()] == ["before"]
+
+    @pytest.mark.parametrize(
+        ("code", "kind", "words"),
+        [
+            (errno.ENOSYS, StoreError, "cannot rename files. Use a directory on another one"),
+            (errno.EOPNOTSUPP, StoreError, "cannot rename files"),
+            (errno.EACCES, TransientStoreError, "a reader has it open"),
+            (errno.EBUSY, TransientStoreError, "a reader has it open"),
+        ],
+    )
+    def test_a_put_that_cannot_rename_says_why(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[StoreError], words: str
+    ) -> None:
+        store = open_store(f"file://{tmp_path}")
+        store.put("folder/a", b"1")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", Mock(side_effect=OSError(code, os.strerror(code))))
+            with pytest.raises(StoreError, match=words) as caught:
+                store.put("folder/a", b"2")
+        assert type(caught.value) is kind
+        assert store.read("folder/a", 9) == b"1" and [path.name for path in (tmp_path / "folder").iterdir()] == ["a"]
+
+    def test_a_put_waits_for_a_reader_that_has_the_file_open(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        replace, refusals = os.replace, [PermissionError(errno.EACCES, "Permission denied")] * 2
+
+        def refuse(*arguments: Any, **options: Any) -> None:
+            if refusals:
+                raise refusals.pop()
+            replace(*arguments, **options)
+
+        monkeypatch.setattr(os, "replace", refuse)
+        RetryStore(open_store(f"file://{tmp_path}"), 2, 0.001).put("a", b"1")
+        assert (tmp_path / "a").read_bytes() == b"1"
+
+    def test_a_file_that_is_open_elsewhere_is_deleted_later(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = open_store(f"file://{tmp_path}")
+        store.put("folder/a", b"1")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+            with pytest.raises(TransientStoreError, match="a reader has it open"):
+                store.delete("folder/a")
+        store.delete("folder/a")
+        assert [*store.list("")] == []
+
+    @pytest.fixture
+    def readable(self) -> Iterator[Path]:
+        """A folder that a user without rights can reach, and such a user for the time of the test."""
+        if os.geteuid():
+            with tempfile.TemporaryDirectory() as folder:
+                yield Path(folder)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o777)
+            os.seteuid(65534)
+            try:
+                yield Path(folder)
+            finally:
+                os.seteuid(0)
+
+    def test_a_folder_that_cannot_be_read_is_an_error_and_not_empty(self, readable: Path) -> None:
+        store = open_store(f"file://{readable}/run")
+        for key in ("anchors/a/1", "anchors/b/1", "versions/0/1"):
+            store.put(key, b"1")
+        closed = readable / "run" / "anchors" / "a"
+        closed.chmod(0)
+        for prefix in ("", "anchors/", "anchors/a", "anchors/a/"):
+            with pytest.raises(StoreError, match="anchors/a cannot be read: Permission denied"):
+                list(store.list(prefix))
+        assert [info.key for info in store.list("versions/")] == ["versions/0/1"]
+        assert [info.key for info in store.list("anchors/b")] == ["anchors/b/1"]
+        closed.chmod(0o755)
+        assert [info.key for info in store.list("anchors/")] == ["anchors/a/1", "anchors/b/1"]
+
+    @pytest.mark.parametrize("folder", ["versions", "versions/0000000", "anchors", "epochs"])
+    def test_a_folder_that_cannot_be_read_starts_no_run_anew(self, readable: Path, folder: str) -> None:
+        url, weights = f"file://{readable}/run", {"weight": torch.arange(8).bfloat16()}
+        for resume in (False, True):
+            with Publisher(url, resume=resume) as publisher:
+                publisher.publish(weights.items()).wait(60)
+        (readable / "run" / folder).chmod(0)
+        with pytest.raises(StoreError, match="Permission denied"), Publisher(url, resume=True) as publisher:
+            publisher.publish({"weight": weights["weight"] + 1}.items()).wait(60)
+        if folder != "epochs":
+            with pytest.raises(StoreError, match="Permission denied"):
+                Replica(url).sync()
+        (readable / "run" / folder).chmod(0o755)
+        replica = Replica(url)
+        assert replica.sync() == 2 and torch.equal(replica.state_dict()["weight"], weights["weight"])
+
+    @pytest.mark.parametrize("grace_s", [0.0, 3600.0])
+    def test_gc_deletes_the_files_of_a_dead_writer_and_tools_see_them(self, tmp_path: Path, grace_s: float) -> None:
+        url = f"file://{tmp_path}/run"
+        with Publisher(url) as publisher:
+            publisher.publish({"weight": torch.ones(8)}.items()).wait(60)
+        names = [f"anchors/.model.safetensors.{uuid.uuid4().hex}.tmp", f".head.json.{uuid.uuid4().hex}.tmp"]
+        for name, age_s in zip(names, (7200, 0), strict=True):
+            path = tmp_path / "run" / name
+            path.write_bytes(b"half")
+            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age_s))
+        reader = ChannelReader(open_store(url))
+        assert maintenance.check(reader).garbage_objects == 2
+        unfinished = [finding for finding in examine(reader, parameters=1e9) if finding.check == "unfinished"]
+        assert [(finding.state, finding.found[:17]) for finding in unfinished] == [("warning", "2 temporary files")]
+        found = maintenance.gc(reader, grace_s=grace_s)
+        assert [info.key for info in found.objects] == (names[:1] if grace_s else sorted(names, reverse=True))
+        assert [path.name for path in (tmp_path / "run").rglob("*.tmp")] == (names[1:] if grace_s else [])
+        assert maintenance.check(reader).garbage_objects == (1 if grace_s else 0)
+
+    def test_the_files_of_a_dead_writer_are_found_and_deleted(self, tmp_path: Path) -> None:
+        store = LocalStore(str(tmp_path))
+        store.put("folder/a", b"1")
+        name = f".b.{uuid.uuid4().hex}.tmp"
+        (tmp_path / "folder" / name).write_bytes(b"half")
+        (tmp_path / "folder" / ".of another.tmp").write_bytes(b"kept")
+        found = [*store.unfinished()]
+        assert [(info.key, info.bytes) for info in found] == [(f"folder/{name}", 4)]
+        store.delete_unfinished(found[0])
+        assert {path.name for path in (tmp_path / "folder").iterdir()} == {"a", ".of another.tmp"}
 
     def test_a_refused_create_leaves_no_temporary_file(self, tmp_path: Path) -> None:
         store = open_store(f"file://{tmp_path}")
