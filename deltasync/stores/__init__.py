@@ -11,7 +11,7 @@ from deltasync.errors import ConfigError
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.environment import check_hub
 
-__all__ = ["ObjectInfo", "Store", "base", "cache", "hub", "object", "open_store", "retries"]
+__all__ = ["ObjectInfo", "Store", "base", "cache", "hub", "local", "object", "open_store", "retries"]
 
 _FORMS = "a path, file:///path, s3://bucket/prefix, hf://buckets/namespace/name/prefix, gs://, az:// or memory://name"
 _PATHS = ("/", "./", "../", "~")
