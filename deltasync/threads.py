@@ -8,16 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import signal
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from types import FrameType
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from deltasync import limits
 from deltasync.errors import ConfigError
@@ -257,41 +255,3 @@ def watched(after_s: float, report: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-class Finishing(Protocol):
-    """Work in threads that has to end before the process does."""
-
-    def finish(self) -> None:
-        """End the work; called while the process ends."""
-
-
-_finishing: weakref.WeakSet[Finishing] = weakref.WeakSet()
-_exiting = os.getpid()
-
-
-def finish_at_exit(work: Finishing) -> None:
-    """Call its `finish` before the process ends: at the end of the script, after an exception, or on SIGTERM."""
-    global _exiting
-    _exiting = os.getpid()
-    _finishing.add(work)
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _exit)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    """Exit as after an exception; a forked child ends at once, as it would without us."""
-    if os.getpid() != _exiting:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    sys.exit(128 + number)
-
-
-def _finish() -> None:
-    for work in [] if os.getpid() != _exiting else [*_finishing]:
-        work.finish()
-
-
-# Before the threads of `concurrent.futures`, which stores may use, are ended: what is registered last runs first.
-threading._register_atexit(_finish)  # type: ignore[attr-defined]

@@ -12,9 +12,9 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from deltasync.config import TrainerSettings, check_names
+from deltasync.ending import finish_at_exit
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.following.wanted import VERSION_HEADER
-from deltasync.threads import finish_at_exit
 from trl_callback import adapter, compat, gather, ranks, server
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.record import VersionRecord
@@ -237,6 +237,7 @@ class DeltaSyncCallback(TrainerCallback):
                 "computed with, and not the average of %s.",
                 *(self._transfer.published_step, self._averaging),
             )
+            self._averaging = None
 
     def _check_merged(self) -> None:
         if self.config.adapter_only:

@@ -24,6 +24,7 @@ from deltasync.channel.documents import TokenLag
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
 from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
+from deltasync.ending import uninterrupted
 from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.compact import Compactor
 from deltasync.publish.detect import Difference
@@ -221,6 +222,7 @@ class Publisher:
         finally:
             self._calls.end()
 
+    @uninterrupted
     def _published(self, named_tensors: Stream, step: int | None, token_lag: TokenLag | None, if_changed: bool) -> Receipt:
         if self._closed:
             raise ConfigError("This publisher is closed.")

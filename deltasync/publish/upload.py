@@ -15,6 +15,7 @@ from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Delta, File
 from deltasync.channel.record import StoredRecord
 from deltasync.config import PublisherSettings
+from deltasync.ending import finish_at_exit
 from deltasync.errors import (
     ChainError,
     DeltaSyncError,
@@ -32,7 +33,7 @@ from deltasync.publish.pending import Pending
 from deltasync.publish.shadow import Weights
 from deltasync.ranks.ranks import Ranks, attempt
 from deltasync.stores import Store
-from deltasync.threads import Workers, daemon, finish_at_exit, let_go
+from deltasync.threads import Workers, daemon, let_go
 
 logger = get_logger(__name__)
 
@@ -42,6 +43,7 @@ PUTS = 4
 EXIT_S = 30.0
 """The process ends before everything is stored if the store has taken nothing for so long."""
 
+_LOOK_S = 1.0  # from one look at the first rank to the next, while a process ends
 _ENDING_S = 2.0  # how long threads may take to end once they were told to
 _IDLE_S = 5.0  # after which a connection is opened again before it is needed
 
@@ -72,9 +74,10 @@ class UploadQueue:
         self._cause = ""  # why the last version of a sharded trainer was lost, after which there was no delta
         self._refusal: PublishLostError | None = None  # what the next publish raises
         self._used_s = time.monotonic()
-        self._is_paused = False
+        self._paused: threading.Thread | None = None  # who publishes
         self._puts = Workers(PUTS, "upload")
         self._worker = Workers(1, "upload")
+        ranks.moved_s = self._moved_s
         finish_at_exit(self)
 
     @property
@@ -86,12 +89,12 @@ class UploadQueue:
     def pause(self) -> None:
         """Begin no job until `submit` or `unpause`, so that another publish can join the one that waits."""
         with self._lock:
-            self._is_paused = True
+            self._paused = threading.current_thread()
 
     def unpause(self) -> None:
         """Let the waiting job go on as it is."""
         with self._lock:
-            self._is_paused, self.joined = False, None
+            self._paused = self.joined = None
         self._worker.submit(self._run)
 
     def base(self, *, joins: bool = True) -> tuple[int, bool]:
@@ -136,7 +139,7 @@ class UploadQueue:
         """Upload jobs after the others, in the place of the joined one."""
         with self._lock:
             self._waiting = [*(job for job in self._waiting if job is not self.joined), *jobs]
-            self._is_paused, self.joined = False, None
+            self._paused = self.joined = None
         self._worker.submit(self._run)
 
     def warm_up(self) -> None:
@@ -160,34 +163,50 @@ class UploadQueue:
             self._log.stop.set()
             raise
 
-    def finish(self) -> None:
-        """Finish what was submitted as long as the store takes something; the process ends.
+    def leave(self) -> None:
+        """Tell the other ranks that this one publishes no more."""
+        if self._ranks is not None:
+            self._ranks.leave()
 
-        Only waits for the store count: on a busy machine a version may take longer to encode.
-        """
+    def finish(self) -> None:
+        """Finish what was submitted as long as the store takes something; the process ends."""
+        if self._log.stop.is_set():
+            return
         self.let_go()
+        began_s, here = time.monotonic(), threading.current_thread()
+        while self._paused not in (None, here) and time.monotonic() - began_s < _ENDING_S:
+            time.sleep(0.01)  # another thread is about to submit a version
         self.unpause()
         parts = (self._worker, self._puts, self.compactor, self._log)
-        waits_since_s = time.monotonic()
-        while any(part.busy for part in parts):
-            running = self._running
-            if running is not None and not running.released.is_set():
-                waits_since_s = time.monotonic()
-            if time.monotonic() - max(waits_since_s, self._log.stored_s) >= EXIT_S:
-                break
+        moved_s = time.monotonic()
+        while any(part.busy for part in parts) and time.monotonic() - moved_s < EXIT_S:
+            moved_s = max(moved_s, self._moved_s())
             time.sleep(0.01)
         with self._lock:
             lost = self._running or (self._waiting[0] if self._waiting else None)
         self.compactor.look_at_end()
-        self._log.stop.set()
-        ended_s = time.monotonic()
-        while any(part.busy for part in parts) and time.monotonic() - ended_s < _ENDING_S:
-            time.sleep(0.01)  # a thread that runs on while the interpreter ends may abort the process
+        if any(part.busy for part in parts):
+            self._log.stop.set()
+            if self._ranks is not None:
+                self._ranks.stop()
+            ended_s = time.monotonic()
+            while any(part.busy for part in parts) and time.monotonic() - ended_s < _ENDING_S:
+                time.sleep(0.01)  # a thread that runs on while the interpreter ends may abort the process
+        elif self._ranks is not None:
+            self._ranks.wait_until_seen()
         if lost is not None:
             logger.error(
                 "The process ends, and version %d is not in %s, which has taken nothing for %g s.",
                 *(lost.version, self._log.store.url, EXIT_S),
             )
+
+    def _moved_s(self) -> float:
+        """When the upload last advanced, by `time.monotonic`.
+
+        Only waits for the store count: on a busy machine a version may take longer to encode.
+        """
+        running = self._running
+        return time.monotonic() if running is not None and not running.released.is_set() else self._log.stored_s
 
     def _run(self) -> None:
         try:
@@ -210,7 +229,7 @@ class UploadQueue:
         except Exception as error:  # noqa: BLE001 - whatever ends the upload must reach the receipt
             problem = error
         with self._lock:
-            if self._is_paused or not self._waiting:
+            if self._paused is not None or not self._waiting:
                 return False
             if problem is not None and not waited:
                 return True  # the job came meanwhile, perhaps with what was missing: ask again
@@ -373,9 +392,11 @@ class PartQueue:
         self._steps: Steps | None = None
         self._compaction: tuple[int, str] | None = None  # of the running job: base and folder
         self._compactions = Workers(1, "maintenance")
+        self._moved_s = time.monotonic()
         # A daemon, since nothing would end it if the first rank died.
         self._thread = daemon("upload", self._run)
         self._thread.start()
+        finish_at_exit(self)
 
     is_first = False
 
@@ -424,6 +445,32 @@ class PartQueue:
         self._puts.close()
         self._compactions.close()
 
+    def leave(self) -> None:
+        """As `UploadQueue.leave`."""
+        self._ranks.leave()
+
+    def finish(self) -> None:
+        """Store this rank's parts of what was submitted, as long as this rank or the first one advances."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        moved_s, looked_s, seen = time.monotonic(), 0.0, b""
+        while self._is_busy and time.monotonic() - max(moved_s, self._moved_s) < EXIT_S:
+            if time.monotonic() - looked_s > _LOOK_S:
+                looked_s, before, seen = time.monotonic(), seen, self._ranks.state(0)
+                moved_s = looked_s if seen != before else moved_s
+            time.sleep(0.01)
+        if self._is_busy:
+            logger.error("The process ends before the first rank has said what became of its last versions.")
+            self._ranks.stop()
+            ended_s = time.monotonic()
+            while self._is_busy and time.monotonic() - ended_s < _ENDING_S:
+                time.sleep(0.01)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._thread.is_alive() or self._puts.busy or self._compactions.busy
+
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -432,6 +479,7 @@ class PartQueue:
                     return
             try:
                 line = self._ranks.next_line()
+                self._moved_s = time.monotonic()
                 if "error" in line:
                     self._end(**line)
                 else:
@@ -446,7 +494,7 @@ class PartQueue:
 
         def store(number: int, data: bytes) -> Future[File]:
             key = f"{folder}/{keys.part(self._ranks.rank, number)}"
-            return self._puts.submit(put_file, self._store, key, data)
+            return self._puts.submit(self._put, key, data)
 
         try:
             job = self._submitted(serial)
@@ -490,7 +538,7 @@ class PartQueue:
 
     def _compact(self, job: Pending, base: int, folder: str, steps: Steps, frozen: Steps) -> None:
         def put(name: str, data: bytes) -> File:
-            return put_file(self._store, f"{folder}/{name}", data)
+            return self._put(f"{folder}/{name}", data)
 
         def store() -> tuple[list[File], int]:
             assert job.fingerprints is not None
@@ -501,6 +549,11 @@ class PartQueue:
         parts, problem = attempt(store)
         steps.thaw()
         self._ranks.answer("compaction", job.serial, parts, problem)
+
+    def _put(self, key: str, data: bytes | memoryview) -> File:
+        file = put_file(self._store, key, data)
+        self._moved_s = time.monotonic()
+        return file
 
     def _submitted(self, serial: int) -> Pending | None:
         """Wait for a job, which the first rank may have submitted earlier than this one; None if this one gave it up."""

@@ -47,6 +47,8 @@ SAID_AFTER_S = 10.0
 
 _LOOK_S = 0.2  # from one look for signs of life to the next
 
+ENDED = "has ended its process"
+
 WAY_ON = "This publisher can publish no more: end all ranks, start them again, and open the channel with resume=True."
 
 
@@ -64,6 +66,7 @@ class Ranks:
     Attributes:
         rank: This process's rank. Rank 0, the first, writes records.
         others: All ranks but the first.
+        moved_s: Tells the other ranks when the uploads of this one last advanced.
 
     Raises:
         ConfigError: this process is not in the group.
@@ -79,7 +82,9 @@ class Ranks:
         self._ended: int | None = None  # the newest version that ended
         self._spent: list[str] = []  # keys that all have read once they answer
         self._hosts: dict[int, str] = {}
-        self._ending, self._lock, self._is_inside = threading.Event(), threading.Lock(), True
+        self._ending, self._lock = threading.Event(), threading.Lock()
+        self._is_inside, self._is_leaving, self._is_stopped = True, False, False
+        self.moved_s: Callable[[], float] = float
         if group is None:
             return
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
@@ -118,6 +123,25 @@ class Ranks:
         with self._lock, contextlib.suppress(RuntimeError):
             self._store.set(f"alive/{self.rank}", f"end:{how}")
         self._thread.join()
+
+    def stop(self) -> None:
+        """End all waits for other ranks, and tell these that the process ends."""
+        self._is_stopped = True
+        self.end(ENDED)
+
+    def leave(self) -> None:
+        """Tell the others that this rank calls no more method; its uploads go on."""
+        self._is_leaving = True
+        if self._store is not None:
+            self._beat()
+
+    def state(self, rank: int) -> bytes:
+        """Return what a rank says of itself: the place of its main thread, and `moved_s`; nothing if that is not known."""
+        store = self._store
+        with contextlib.suppress(RuntimeError):
+            if store is not None and _has(store, f"alive/{rank}"):
+                return bytes(store.get(f"alive/{rank}")).partition(b" ")[2]
+        return b""
 
     # Called by all ranks together.
 
@@ -269,7 +293,7 @@ class Ranks:
 
     def wait_until_seen(self) -> None:
         """First rank: wait until the others have read the log, because the store may end with this process."""
-        if self._ended is not None:
+        if self._ended is not None and self._store is not None:
             keys = {rank: f"seen/{self._ended}/{rank}" for rank in self.others}
             try:
                 self._wait(keys, "read what became of the last version", bounded=False)
@@ -385,11 +409,13 @@ class Ranks:
         store, seen = self._store, dict[int, tuple[bytes, float]]()
         try:
             for missing, waited_s in _missing(store, keys, what):
-                ended = {rank: how for rank in missing if (how := self._end_of(rank, seen))}
+                if self._is_stopped:
+                    raise PublishError("This process ends.")
+                ended = {rank: how for rank in missing if (how := self._end_of(rank, seen, bounded))}
                 if ended and not any(_has(store, missing[rank]) for rank in ended):  # its last words may have been this
                     rank, how = next(iter(ended.items()))
                     raise PublishError(f"Rank {rank} {how}. {WAY_ON}")
-                outside = [rank for rank in missing if rank in seen and not seen[rank][0].endswith(b"in")]
+                outside = [rank for rank in missing if rank in seen and b" in " not in seen[rank][0]]
                 if bounded and outside and waited_s > self._timeout_s:
                     raise PublishError(
                         f"{ranks_of(outside)} lives, but did not {what} within {self._timeout_s:g} s. All ranks call the "
@@ -399,12 +425,17 @@ class Ranks:
         except RuntimeError as error:  # of torch's store
             raise PublishError(_gone(error)) from error
 
-    def _end_of(self, rank: int, seen: dict[int, tuple[bytes, float]]) -> str:
-        """How a rank was lost, empty if it lives; `seen` is what it said last, and when."""
+    def _end_of(self, rank: int, seen: dict[int, tuple[bytes, float]], by_method: bool) -> str:
+        """How a rank was lost, empty if it lives; `seen` is what it said last, and when.
+
+        With `by_method` it has to call one, which a rank does not that has come to the end of its script.
+        """
         store = self._store
         value = store.get(f"alive/{rank}") if _has(store, f"alive/{rank}") else b""
         if value.startswith(b"end:"):
             return str(value[4:].decode())
+        if by_method and b" leaving " in value:
+            return ENDED
         if value:
             if rank not in self._hosts:
                 self._hosts[rank] = store.get(f"host/{rank}").decode()
@@ -425,7 +456,8 @@ class Ranks:
         with self._lock, contextlib.suppress(RuntimeError):  # the store is gone; who waits for it finds out
             if not self._ending.is_set():
                 self._beats += 1
-                self._store.set(f"alive/{self.rank}", f"{self._beats} {'in' if self._is_inside else 'out'}")
+                where = "leaving" if self._is_leaving else "in" if self._is_inside else "out"
+                self._store.set(f"alive/{self.rank}", f"{self._beats} {where} {self.moved_s():.3f}")
 
 
 _open: weakref.WeakSet[Ranks] = weakref.WeakSet()
@@ -437,7 +469,7 @@ _LEFT = "deltasync/left"
 def _leave_all() -> None:
     """Tell the others that this process ends, after its uploads were finished; also those who wait for it to open."""
     for ranks in [*_open]:
-        ranks.end("has ended its process")
+        ranks.end(ENDED)
     if dist.is_available() and dist.is_initialized():
         with contextlib.suppress(Exception):  # the process that held the store may have ended before
             PrefixStore(_LEFT, _world_store()).set(str(dist.get_rank()), "")

@@ -118,6 +118,130 @@ def test_a_script_that_closes_nothing_ends_with_every_version_visible(end: str, 
     assert torch.equal(replica.state_dict()["t0"], torch.full((64, 64), 3.0, dtype=torch.bfloat16)), done.stderr
 
 
+SIGNALLED = """
+import ctypes, gc, os, signal, sys, threading, time, weakref, torch
+from deltasync import Publisher
+publisher = Publisher(sys.argv[1])
+weights = {f"t{number}": torch.full((64, 64), 1.0) for number in range(100)}
+publisher.publish(weights)
+def get_signal():
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):
+        pass
+class Node:
+    def __del__(self):
+        get_signal()
+class Key:
+    def __del__(self):
+        try:
+            get_signal()
+        finally:
+            raise ValueError  # in whose place Python drops it
+class Quiet:
+    pass
+def reading():
+    for name, tensor in weights.items():
+        tensor += 1
+        if name == "t50":
+            get_signal()
+        yield name, tensor
+MOMENT
+try:
+    time.sleep(60)
+finally:
+    print("left", flush=True)
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "value"),
+    [
+        ("node = Node(); del node", 1.0),
+        ("key = Key(); del key", 1.0),
+        ("quiet = Quiet(); called = weakref.ref(quiet, lambda _: get_signal()); del quiet", 1.0),
+        ("gc.callbacks.append(lambda *_: (gc.callbacks.clear(), get_signal())); gc.collect()", 1.0),
+        ("ctypes.CFUNCTYPE(None)(get_signal)()", 1.0),
+        ("publisher.publish(reading())", 2.0),
+        ("threading.Timer(0.5, get_signal).start()", 1.0),
+    ],
+    ids=["destructor", "other-error", "weakref", "collector", "callback", "publish", "wait"],
+)
+def test_sigterm_ends_a_process_wherever_it_comes(moment: str, value: float, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    words = [sys.executable, "-c", SIGNALLED.replace("MOMENT", moment), url]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "goes on" not in done.stdout and "Terminated" not in done.stderr
+    replica = Replica(url)
+    replica.sync()
+    assert torch.equal(replica.state_dict()["t0"], torch.full((64, 64), value, dtype=torch.bfloat16)), done.stderr
+
+
+def test_what_a_thread_publishes_after_the_script_has_ended_is_stored(tmp_path: Path) -> None:
+    script = """
+import sys, threading, torch
+from deltasync import Publisher
+def train():
+    publisher = Publisher(sys.argv[1])
+    publisher.publish({"w": torch.zeros(9)})
+    main.join()
+    for value in range(1, 5):
+        publisher.publish({"w": torch.full((9,), float(value))})
+main = threading.main_thread()
+threading.Thread(target=train).start()
+"""
+    url = f"file://{tmp_path}/channel"
+    done = subprocess.run([sys.executable, "-c", script, url], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    replica = Replica(url)
+    replica.sync()
+    assert torch.equal(replica.state_dict()["w"], torch.full((9,), 4.0, dtype=torch.bfloat16)), done.stderr
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("how", "codes"),
+    [
+        ("pass", {0}),
+        ("raise RuntimeError", {1}),
+        ("if rank == size - 1: raise RuntimeError\ndist.barrier()", {1}),
+        ("if rank == 0: sys.exit(7)\ndist.destroy_process_group()", {0, 7}),
+        ("signalled", {128 + signal.SIGTERM}),
+    ],
+    ids=["end", "error", "error-of-one", "exit-of-the-first", "sigterm"],
+)
+def test_ranks_that_close_nothing_end_with_the_last_version_visible(
+    how: str, codes: set[int], size: int, tmp_path: Path
+) -> None:
+    folder, script = tmp_path / "channel", str(ROOT / "tests/integration/ending_ranks.py")
+    environ = os.environ | {"RENDEZVOUS": f"file://{tmp_path}/rendezvous", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    lasts = [Path(f"{folder}.{rank}") for rank in range(size)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(folder), how, str(rank), str(size)], env=environ, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(size)
+    ]
+    try:
+        if how == "signalled":
+            while not lasts[0].exists() or int(lasts[0].read_text()) < 3:
+                assert all(rank.poll() is None for rank in ranks)
+                time.sleep(0.01)
+            for rank in ranks:
+                rank.send_signal(signal.SIGTERM)
+        said = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert {rank.returncode for rank in ranks} == codes, said
+    replica = Replica(f"file://{folder}")
+    replica.sync()
+    last, found = max(int(path.read_text()) for path in lasts), replica.state_dict()["w"]
+    # A publish that SIGTERM comes into ends with its version, which no file names.
+    assert found.min() == found.max() and int(found.max()) in ((last, last + 1) if how == "signalled" else (last,)), said
+
+
 def test_a_script_waits_for_a_store_that_is_away_for_a_while_and_for_slow_encoding_until_its_end(tmp_path: Path) -> None:
     script = """
 import sys, time

@@ -34,7 +34,7 @@ ROOMS = (
     "dashboard",
     "cli",
 )
-FOR_ALL = ("errors", "config", "limits", "threads")
+FOR_ALL = ("errors", "config", "limits", "threads", "ending")
 PROGRAMS = ("dashboard", "cli")
 HEAVY = ("vllm", "sglang", "trl", "transformers", "obstore", "matplotlib", "cryptography")
 
