@@ -352,7 +352,7 @@ class ReplicaSettings(ReaderSettings):
         poll_interval_s: Longest wait between two requests for the next version; the wait backs off up to this.
         ready_behind: Number of versions that a ready server may be behind the newest.
         ready_in_outage: Whether a server that serves a proven version stays ready while the store cannot be reached. All
-            replicas share it: if they left together, nobody would answer. What it serves may then be old.
+            replicas share it: if they left together, nobody would answer. They may then serve old weights.
         wait_ready: Whether requests wait until the server was ready once. Otherwise the initially loaded weights answer.
         kv_cache: `keep` the keys and values of running requests across a commit, or `recompute` them with the new weights.
         cache_dir: Absolute path of the directory in which the processes of a machine share downloads; None for a directory

@@ -455,6 +455,8 @@ def _describe(heartbeat: Heartbeat) -> str:
     error = "" if heartbeat.error is None else f", error: {heartbeat.error}"
     works = heartbeat.state in ("staging", "committing") and heartbeat.state_s is not None
     state = f"{heartbeat.state} for {heartbeat.state_s:.0f} s" if works else heartbeat.state
+    if (heartbeat.followed_s_ago or 0.0) > _COARSE_S and not works:
+        state += f", could last follow {heartbeat.followed_s_ago:.0f} s before"
     return f"{heartbeat.replica_id} (serves {serves}, {state}, {_age_s(heartbeat):.0f} s ago{error})"
 
 

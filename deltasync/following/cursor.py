@@ -468,7 +468,8 @@ class Cursor:
             self.newest, self._record = version, None
         if read is not None and self.newest == version:
             self._record = read
-        if self.next_epoch is not None and self.newest is not None and self.newest.epoch >= self.next_epoch:
+        begun = 0 if self.newest is None else keys.epoch_number(self.newest.epoch)
+        if self.next_epoch is not None and begun >= keys.epoch_number(self.next_epoch):
             self.next_epoch = None
 
     def _refresh(self, lists: bool, due_s: float) -> None:
@@ -502,7 +503,8 @@ class Cursor:
         """
         named, newest = None if head is None else head.newest, self.newest
         if named is None or not self._is_later(named.slot):
-            return named is not None and named == newest, newest is None
+            goes_back = named is not None and newest is not None and named.epoch != newest.epoch
+            return named is not None and named == newest, newest is None or goes_back
         is_new, self._unproven = named != self._unproven, named
         if self._why_skipped(named.key) is not None:
             return False, newest is None
@@ -570,7 +572,9 @@ class Cursor:
             return False
         if self._lacking is None or self._lacking[0] != newest:
             self._lacking = newest, time.monotonic()
-        if time.monotonic() - self._lacking[1] < _LOST_S:
+        # Of two epochs of one number each was opened where the other was not: the store went back in between.
+        is_proven = found.epoch != newest.epoch and keys.epoch_number(found.epoch) == keys.epoch_number(newest.epoch)
+        if not is_proven and time.monotonic() - self._lacking[1] < _LOST_S:
             return False
         sentence = f"Version {newest} is not in the store any more, which holds {found} as the newest."
         if self.reader.trusted is not None:  # otherwise whoever can restore signed records could take a replica back

@@ -363,6 +363,19 @@ class Log:
             )
         return began_s
 
+    def _is_after(self, epoch: str) -> bool:
+        """Whether an epoch that head names was opened after this one.
+
+        Two epochs have one number where the store was restored from a backup: the one whose opening is there came later.
+        Where claims decide, the greater name does.
+        """
+        number, own = keys.epoch_number(epoch), keys.epoch_number(self.epoch)
+        if number != own or epoch == self.epoch or (self.channel is not None and self.channel.epoch == self.epoch):
+            return number > own
+        if self._lease is not None and epoch > self.epoch:
+            return True
+        return keys.epoch_document(self.epoch) not in [info.key for info in self.store.list(keys.epoch_document(self.epoch))]
+
     def _is_there(self, version: VersionId) -> bool:
         """Whether a version that head names exists: a damaged byte of head must stop nobody."""
         try:
@@ -434,7 +447,7 @@ class Log:
                 self.doubted |= before is None and self._had_head
             except NotPublishedError:  # channel.json is gone
                 self.doubted = True
-            if before is not None and before.epoch > self.epoch and self._is_there(before.newest):
+            if before is not None and self._is_after(before.epoch) and self._is_there(before.newest):
                 raise self._fence(
                     f"head names epoch {before.epoch}, after {self.epoch}: another publisher opened the channel"
                 )

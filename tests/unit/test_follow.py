@@ -235,6 +235,33 @@ def test_a_version_that_a_restored_store_does_not_know(
     _holds(replica, channel)
 
 
+@pytest.mark.parametrize("digits", ["44444444", "66666666"])
+@pytest.mark.parametrize("takes", ["version", "seal"])
+def test_no_epoch_is_newer_by_its_random_digits(memory_url: str, digits: str, takes: str) -> None:
+    """A store went back to a backup; another writer opened it, with the number that the lost epoch had."""
+    store = FaultyStore(open_store(memory_url))
+    channel = made(store, 2)
+    known, first, model = channel.tip, channel.epoch, channel.bits[channel.tip.sha256]
+    sealed = channel.seal("000002-55555555")
+    replica = Replica(store)
+    lost = [sealed.key]
+    if takes == "version":
+        lost.append(channel.delta(trained(model, 40)).key)
+    assert replica.sync() == (3 if takes == "version" else 2)
+    store.delete(*lost)
+    channel.tip, channel.epoch = known, first
+    channel.seal(f"000002-{digits}")
+    for seed in range(2):
+        channel.delta(trained(channel.bits[channel.tip.sha256], seed))
+    channel.head()
+    assert replica.sync() == 4  # at the first refresh, not after a while
+    _holds(replica, channel)
+    have = channel.delta(trained(model, 9))
+    store.calls.clear()
+    assert replica.poll() == 5  # and it polls that epoch
+    assert store.calls == [("read", have.key)]
+
+
 def test_a_version_in_whose_place_a_restored_store_has_a_seal(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cursor, "_LOST_S", 0.0)
     channel = made(store, 2)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from deltasync import codec, maintenance, tensors
+from deltasync import Publisher, codec, maintenance, open_store, tensors
 from deltasync.channel import documents, keys, payloads
 from deltasync.channel.documents import Anchor, Delta, EpochDocument, File, Record
 from deltasync.channel.reading import ChannelReader
@@ -18,6 +21,7 @@ from deltasync.channel.signing import Signer, new_key
 from deltasync.errors import (
     ConfigError,
     CorruptDataError,
+    DeltaSyncError,
     FencedError,
     ObjectMissingError,
     PublishPendingError,
@@ -26,6 +30,7 @@ from deltasync.errors import (
 )
 from deltasync.publish import log as log_module
 from tests.faults import flipped
+from tests.waiting import wait_until
 from tests.writers import TENSORS, Place, Script, head, history
 
 
@@ -345,3 +350,42 @@ def test_closing_brings_head_up_to_date_and_leaves_no_thread_and_no_probe(quick:
     assert head is not None
     assert head.newest == a.log.tip
     assert not list(quick.store.list("probe/"))
+
+
+@pytest.mark.parametrize("digits", ["4", "6"])
+def test_a_writer_of_a_lost_epoch_stops_whatever_digits_the_other_drew(
+    tmp_path: Path, digits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store went back to a backup while a publisher ran, and another one opened it with the same number."""
+    weights = {"w": torch.zeros(9)}
+
+    def opened(digit: str, resume: bool) -> Publisher:
+        with monkeypatch.context() as patch:
+            patch.setattr("secrets.token_hex", lambda size=32: digit * 2 * size)
+            return Publisher(f"file://{tmp_path}/run", resume=resume)
+
+    def publish(publisher: Publisher) -> None:
+        weights["w"] += 1
+        publisher.publish(weights.items()).wait(60)
+        log = publisher._log
+        assert log is not None
+        wait_until(lambda: not log.busy)  # head follows
+
+    with opened("1", False) as first:
+        publish(first)
+    shutil.copytree(tmp_path / "run", tmp_path / "backup")
+    old = opened("5", True)
+    publish(old)
+    shutil.rmtree(tmp_path / "run")
+    shutil.copytree(tmp_path / "backup", tmp_path / "run")
+    with opened(digits, True) as new:
+        for _ in range(2):
+            publish(new)
+        with pytest.raises(FencedError, match="head names epoch 000002-"):
+            for _ in range(2):  # the first one finds the other in head, which it moves behind its version
+                publish(old)
+        publish(new)
+        assert new.version == 4
+    with contextlib.suppress(DeltaSyncError):
+        old.close()
+    assert ChannelReader(open_store(f"file://{tmp_path}/run")).head().version == 4  # type: ignore[union-attr]
