@@ -120,7 +120,8 @@ class DeltaWeightTransfer:
             ChannelInUseError: the channel holds a run that is neither in `run_ids` nor the owner's, and `resume` is not set.
             StoreError: the store cannot be reached.
         """
-        if self.publisher is not None:
+        if self.publisher is not None:  # of an earlier training of this trainer
+            self.publisher.expect_resumed(self._is_compared and self.config.resume != OVERWRITE)
             return
         self._together, self.published_step = together, None
         config = self.config
@@ -159,9 +160,7 @@ class DeltaWeightTransfer:
             files = gather.checkpoint_files(self._model, self._processing_class, dtype)
         owner = self._owner()
         resume = config.resume or self._holds_our_run(owner)
-        # A trainer at step 0 has loaded no checkpoint. One that holds the average has other weights than those that
-        # gradients are computed with, which the channel has.
-        if resume and (self.step == 0 or compat.holds_average(self._optimizer)):
+        if resume and not self._is_compared:
             resume = OVERWRITE
         return {
             "dtype": dtype,
@@ -172,6 +171,15 @@ class DeltaWeightTransfer:
             # The other processes wait for the main process, which waits for the fleet.
             "peer_timeout_s": max(settings.peer_timeout_s, config.ack_timeout_s + _MARGIN_S),
         }
+
+    @property
+    def _is_compared(self) -> bool:
+        """Whether the first weights have to be those that the channel has of their step.
+
+        A trainer at step 0 has loaded no checkpoint. One that holds the average has other weights than those that gradients
+        are computed with, which the channel has.
+        """
+        return self.step > 0 and not compat.holds_average(self._optimizer)
 
     def _owner(self) -> str | None:
         """Return the id by which a job that starts again knows its run. Only the main process needs it."""

@@ -141,9 +141,8 @@ class Publisher:
         self._is_new = False  # whether the shadow has the bits of a first stream, and no version has them yet
         self._serial, self._closed = 0, False
         self._start = Start(self._ranks, reader, state, initial)
-        self._check_resumed: StepCheck | None = None
-        if state.number and resume != OVERWRITE:
-            self._check_resumed = StepCheck(self._ranks, reader, None if self._log is None else self._log.tip)
+        self._check_step = StepCheck(self._ranks, reader, self._log)
+        self._resumes = bool(state.number) and resume != OVERWRITE  # whether the next publish is the first of a resumed run
         self._uploader: UploadQueue | PartQueue
         if self._log is not None:
             compactor = Compactor(
@@ -261,9 +260,9 @@ class Publisher:
             elif problem is None:
                 uploader.warm_up()
                 found, problem = attempt(lambda: self._start.source.compare(shadow, named_tensors))
-        if self._check_resumed is not None:
-            self._check_resumed(step, self._shadow, found, problem)
-            self._check_resumed = None
+        if self._resumes:
+            self._check_step(step, self._shadow, found, problem)
+            self._resumes = False
         # The first rank decides: it knows what became of the versions before.
         version, full, collects, joins = ranks.first(
             self._decide, tuple[int, bool, bool, bool], problem=problem, same=f"step {step}"
@@ -287,6 +286,13 @@ class Publisher:
         self._starts_over = self._is_torn = self._is_new = False
         self._shadow.warn_of_nan(self._version)
         return receipt
+
+    def expect_resumed(self, compares: bool = True) -> None:
+        """Compare the next publish with the channel as the first one of a resumed run: the trainer has loaded a checkpoint.
+
+        Versions that are not stored yet are not compared. With False the next one is any publish. All ranks call this.
+        """
+        self._resumes = compares and self._version > 0
 
     def first(self, action: Callable[[], _Value]) -> _Value:
         """Run an action on the first rank of a sharded trainer and return its result at all ranks.

@@ -5,7 +5,9 @@ A trainer may load less than its checkpoint holds, and nobody but the publisher 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,31 +18,33 @@ from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ChainError, FormatError, ResumeMismatchError, StoreError
 from deltasync.publish.detect import Difference
+from deltasync.publish.log import Log
 from deltasync.publish.pending import host_delta
 from deltasync.publish.shadow import Shadow
 from deltasync.publish.start import replayed
 from deltasync.ranks.ranks import Ranks, attempt
 from deltasync.stores.base import ObjectInfo
 from deltasync.tensors import fingerprint
-from deltasync.threads import ahead
 
-_READS = 16  # documents that are read at the same time
+_WITHOUT_STEP = 16  # versions in a row without a step, or of one step, that are looked at
 _NAMED = 5  # tensors that a message names
+
+_LEAST = -(1 << 63)
 
 _UNREADABLE = (FormatError, ChainError, StoreError)
 
 
 class StepCheck:
-    """Checks the first publish of a resumed run, once. All ranks make one and call it.
+    """Checks the first publish of a resumed run. All ranks make one and call it.
 
     Args:
         ranks: The ranks.
         reader: Reads the channel.
-        tip: The newest version; needed at the first rank only.
+        log: Knows the newest version; at the first rank only.
     """
 
-    def __init__(self, ranks: Ranks, reader: ChannelReader, tip: VersionId | None) -> None:
-        self._ranks, self._reader, self._tip = ranks, reader, tip
+    def __init__(self, ranks: Ranks, reader: ChannelReader, log: Log | None) -> None:
+        self._ranks, self._reader, self._log = ranks, reader, log
 
     def __call__(
         self, step: int | None, shadow: Shadow | None, found: Difference | None, problem: BaseException | None
@@ -66,10 +70,14 @@ class StepCheck:
         (total,) = ranks.agree(None, shadow.fingerprints.with_gains(found.gains).total)
         if fingerprint.to_hex(total) in {known for _, known in versions}:
             return
-        version, tip = versions[0][0], self._tip
-        is_tip = ranks.first(lambda: version == tip, bool)
+        version = versions[0][0]
+        is_tip = ranks.first(lambda: version == self._tip, bool)
         counts = self._differing(version, shadow, found, is_shadow=is_tip)
         raise _mismatch(self._reader.store.url, step, version, counts, shadow)
+
+    @property
+    def _tip(self) -> VersionId | None:
+        return None if self._log is None else self._log.tip
 
     def _differing(self, version: VersionId, shadow: Shadow, found: Difference, *, is_shadow: bool) -> dict[str, int] | None:
         """Return how many elements of each tensor differ from a version, over all ranks; None if that cannot be read."""
@@ -103,28 +111,41 @@ def _given(counts: dict[str, int] | None, problem: BaseException | None) -> dict
 def versions_at(reader: ChannelReader, tip: VersionId | None, step: int) -> list[tuple[VersionId, str]]:
     """Return the run's versions of a trainer's step with their fingerprints, newest first.
 
-    Goes back from the newest version until one of an earlier step, or one that cannot be read.
+    Within an epoch steps ascend, and it is searched by halves; a trainer that goes back to a checkpoint begins an epoch.
     """
+    listed, found = dict[str, list[tuple[Slot, ObjectInfo]]](), list[tuple[VersionId, str]]()
+    for slot, info in reader.slots():
+        listed.setdefault(slot.epoch, []).append((slot, info))
 
-    def document(listed: tuple[Slot, ObjectInfo]) -> Record | None:
+    @functools.cache
+    def document(info: ObjectInfo) -> Record | None:
         with contextlib.suppress(*_UNREADABLE):
-            return reader.document(listed[1])
+            return reader.document(info)
         return None
 
-    found = list[tuple[VersionId, str]]()  # each is read as a whole: a document alone is read without its digest
-    slots = sorted(reader.slots(), key=lambda pair: pair[0].newness, reverse=True)
-    with contextlib.closing(ahead(document, slots, _READS)) as records:
-        for (slot, _), record in zip(slots, records, strict=True):
-            if tip is None or (record is None and slot == tip.slot):
+    while tip is not None:
+        number = tip.version
+        slots = [pair for pair in listed.get(tip.epoch, ()) if pair[0].version <= number]
+
+        def step_at(at: int) -> int:
+            """The step of a version, or of the one before it if it has none."""
+            for _, info in slots[max(0, at - _WITHOUT_STEP) : at + 1][::-1]:  # noqa: B023 - used before the next epoch
+                record = document(info)
+                if record is not None and record.step is not None:
+                    return record.step
+            return _LEAST
+
+        end = bisect.bisect_right(range(len(slots)), step, key=step_at)
+        for slot, info in slots[max(0, end - _WITHOUT_STEP) : end][::-1]:
+            record = document(info)
+            if record is not None and record.step is not None and record.step < step:
                 break
-            if slot != tip.slot or record is None:
-                continue
-            if record.step == step:
-                with contextlib.suppress(*_UNREADABLE):
-                    found.append((tip, str(reader.record(tip).record.fingerprint)))
-            elif record.step is not None and record.step < step:
-                break
-            tip = record.base
+            if record is not None and record.step == step:
+                with contextlib.suppress(*_UNREADABLE):  # a document alone is read without its digest
+                    stored = reader.stored(slot.key)
+                    found.append((stored.version, str(stored.record.fingerprint)))
+        first = document(slots[0][1]) if slots else None
+        tip = None if first is None else first.base
     return found
 
 

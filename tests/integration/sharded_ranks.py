@@ -30,6 +30,7 @@ from deltasync.errors import (
     PublishError,
     PublishLostError,
     PublishPendingError,
+    ResumeMismatchError,
     StoreError,
 )
 from deltasync.publish import encode
@@ -179,6 +180,33 @@ def resume_from(folder: Path) -> None:
     with scenario.publisher(resume=True, anchor_every=3) as publisher:
         scenario.publish(publisher, weights_of(model), step=10)
         scenario.publish(publisher, step(), step=11)
+    scenario.end()
+
+
+def resumed_step() -> None:
+    """The first weights of a resumed run are those of their step, an older one and the newest, or no rank publishes."""
+    scenario = Scenario("resumed-step")
+    model, step = trainer(world())
+    states: list[Weights] = []
+    with scenario.publisher() as publisher:
+        for number in range(3):
+            states.append(
+                {name: value.detach().clone() for name, value in (step() if number else weights_of(model)).items()}
+            )
+            scenario.publish(publisher, states[-1], step=number)
+    for number in (1, 2):
+        with scenario.publisher(resume=True) as publisher:
+            try:
+                publisher.publish(step().items(), step=number)
+            except ResumeMismatchError as error:
+                scenario.told.append(
+                    {"tensors": dict(error.tensors), "fraction": error.changed_fraction, "said": str(error)}
+                )
+            else:
+                raise AssertionError("published")
+            scenario.publish(publisher, states[number], step=number)
+    with scenario.publisher(resume="overwrite") as publisher:
+        scenario.publish(publisher, step(), step=2)
     scenario.end()
 
 
@@ -408,6 +436,7 @@ if __name__ == "__main__":
     encode.INLINE_BYTES = 0  # so that the first rank has parts too
     dist.init_process_group("gloo")
     train()
+    resumed_step()
     failures()
     other_shards()
     free_start()

@@ -133,6 +133,19 @@ def test_shards_give_the_bits_that_an_unsharded_publish_gives(ranks: tuple[int, 
     assert all(0 < row["moved_bytes"] < 2_000 for row in rows[1:4])
 
 
+def test_ranks_that_resume_with_other_weights_of_a_step_publish_nothing(ranks: tuple[int, Path]) -> None:
+    size, folder = ranks[0], ranks[1] / "resumed-step"
+    rows, states = told(folder, size), expected(folder)
+    assert [row["version"] for row in rows if "version" in row] == [1, 2, 3, 4, 5, 6]
+    for row, version in zip([row for row in rows if "said" in row], (2, 4), strict=True):
+        assert f"step {version // 2} as version {version if version == 2 else 3}" in row["said"]
+        assert row["tensors"] and row["tensors"].keys() <= states[1].keys()
+        elements = sum(tensor.numel() for tensor in states[1].values())
+        assert row["fraction"] == sum(row["tensors"].values()) / elements
+    for version, state in states.items():
+        assert_holds(f"file://{folder}/channel", state, version)
+
+
 def test_a_rank_that_fails_takes_all_along_and_the_next_version_is_an_anchor(ranks: tuple[int, Path]) -> None:
     size, folder = ranks[0], ranks[1] / "failures"
     rows = prove(folder, size)

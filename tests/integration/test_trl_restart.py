@@ -131,6 +131,19 @@ def test_a_checkpoint_whose_experts_are_not_loaded_is_told(tmp_path: Path) -> No
     assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
 
 
+def test_a_trainer_that_trains_once_more_in_one_process_is_compared_too(tmp_path: Path) -> None:
+    url, out = f"file://{tmp_path}/channel", tmp_path / "out"
+    trainer = make_trainer(tiny_moe(), out, DeltaSyncCallback(url), max_steps=2, learning_rate=1e-2, **SAVING)
+    trainer.train()
+    checkpoint = out / "checkpoint-2"
+    trainer.args.max_steps = 3
+    trainer.callback_handler.callbacks.insert(1, LoseExperts())
+    with pytest.raises(ResumeMismatchError, match="step 2 as version"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    trainer.train()  # anew, from step 0
+    assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
+
+
 @pytest.mark.parametrize("kind", ["modules_to_save", "tied"])
 def test_adapters_and_tied_heads_resume_with_their_bits(tmp_path: Path, kind: str) -> None:
     peft = pytest.importorskip("peft")

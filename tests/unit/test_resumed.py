@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from deltasync import Publisher, Replica, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError, ResumeMismatchError
 from deltasync.publish.resumed import versions_at
+from deltasync.stores.base import WrappedStore
 from tests import builders
 from tests.builders import Weights
 from tests.conftest import assert_same_bits
@@ -84,6 +86,36 @@ def test_a_step_may_have_several_versions(channel_url: str) -> None:
             builders.publish(publisher, weights, step=2)
     with Publisher(channel_url, resume=True) as publisher, pytest.raises(ResumeMismatchError):
         builders.publish(publisher, found[0], step=2)
+
+
+class Counted(WrappedStore):
+    """Counts the requests."""
+
+    asked = 0
+
+    def ask(self, verb: str, key: str, action: Callable[[], Any]) -> Any:
+        self.asked += 1
+        return super().ask(verb, key, action)
+
+
+def test_a_step_of_before_an_earlier_resume_is_found_by_a_few_requests(memory_url: str) -> None:
+    found = states(4)
+    store = Counted(open_store(memory_url))
+    for first in (0, 30, 10):
+        with Publisher(store, resume="overwrite") if first else Publisher(store) as publisher:
+            for step in range(first, first + 40):
+                weights = found[step % 3] if first < 30 else found[3]
+                publisher.publish(weights, step=None if step % 7 == 3 else step).wait(60)
+    reader = ChannelReader(store)
+    tip = reader.newest_version()
+    store.asked = 0
+    assert [version.version for version, _ in versions_at(reader, tip, 35)] == [106, 46, 36]
+    assert [version.version for version, _ in versions_at(reader, tip, 5)] == [6]
+    assert [version.version for version, _ in versions_at(reader, tip, 60)] == [71]
+    assert versions_at(reader, tip, 10) == []  # it has none
+    assert store.asked < 120
+    with Publisher(store, resume=True) as publisher, pytest.raises(ResumeMismatchError, match="step 60 as version 71"):
+        publisher.publish(found[0], step=60)
 
 
 def test_a_step_that_the_channel_has_not_is_not_compared(channel_url: str) -> None:
