@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from deltasync import Replica
-from deltasync.errors import AckTimeoutError, ChannelInUseError, ConfigError
+from deltasync.errors import ChannelInUseError, ConfigError
 from demo import task
 from tests.conftest import assert_same_bits
 from tests.integration import vllm_server
@@ -201,12 +201,12 @@ def test_examples(server: Server, tmp_path: Path, example: str, processes: int) 
     assert server.wait(lambda status: status["version"] == status["newest_version"])["version"] > before
 
 
-def test_a_replica_that_does_not_serve_the_version_ends_the_training(server: Server, tmp_path: Path) -> None:
+def test_a_server_that_follows_another_run_is_refused_before_anything_is_published(server: Server, tmp_path: Path) -> None:
     elsewhere = f"file://{tmp_path}/elsewhere"
     sync = DeltaSyncCallback(elsewhere, replicas=[server.url], ack_timeout_s=1.0)
-    trainer = make_trainer("GRPO", server, tmp_path / "out", sync)
-    with pytest.raises(AckTimeoutError, match=f"it follows run .* of {server.channel}"):
-        trainer.train()
+    with pytest.raises(ConfigError, match=f"follows run .* of {server.channel}, and {elsewhere}, .* Nothing was published"):
+        make_trainer("GRPO", server, tmp_path / "out", sync)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_used_channel_is_refused(server: Server, tmp_path: Path) -> None:
