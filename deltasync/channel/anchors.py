@@ -118,7 +118,7 @@ def taken_files(
 
 
 def _memory(name: str, size: int) -> np.ndarray:
-    return torch.empty(size, dtype=torch.uint8).numpy()
+    return torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
 
 
 def _plain(specs: Sequence[TensorSpec], take: Take, file_name: str, room: Room) -> memoryview:

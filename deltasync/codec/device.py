@@ -166,7 +166,7 @@ class DeviceCodec:
         room = self._rooms.get(what)
         if room is None or room.numel() < found.nbytes:
             self._rooms.pop(what, None)
-            room = torch.empty(1 << (found.nbytes - 1).bit_length(), dtype=torch.uint8, pin_memory=True)
+            room = torch.empty(1 << (found.nbytes - 1).bit_length(), dtype=torch.uint8, pin_memory=True, device="cpu")
             self._rooms[what] = room
         to = room[: found.nbytes].view(found.dtype).view(found.shape)
         to.copy_(found, non_blocking=True)
@@ -300,7 +300,7 @@ class DeviceCodec:
             by_class = self._read_tiles(of, held, is_tiled_T, places, undone)
             found = by_class if found is None else self._merged(found, by_class, all_T, is_tiled_T)
         elif found is None:
-            found = (torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=UNSIGNED[width]))
+            found = (torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=UNSIGNED[width], device="cpu"))
         digest_T = np.concatenate([reader.digest_T for reader in readers])
         return Decoded(*found, all_T, number_T, digest_T)
 

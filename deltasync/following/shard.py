@@ -183,7 +183,7 @@ class Shard:
         self._weights: LiveWeights | None = None
         self._staged: StagedVersion | None = None
         self._committed: StagedVersion | None = None
-        self._coming = torch.empty(0)  # a tensor that is handed over whole
+        self._coming = torch.empty(0, device="cpu")  # a tensor that is handed over whole
         self._is_stale = False  # whether `Engine.refresh` has failed
         self._is_known = True  # whether the weights are as they were loaded, before `audit`
         self._thread = Workers(1, "follow")
@@ -402,7 +402,7 @@ class Shard:
             return
         if not at:
             spec = self.reader.specs[name]
-            self._coming = torch.empty(spec.element_count, dtype=getattr(torch, spec.dtype))
+            self._coming = torch.empty(spec.element_count, dtype=getattr(torch, spec.dtype), device="cpu")
         bytes_B = bits_of(self._coming).view(np.uint8)
         bytes_B[at : at + len(data)] = np.frombuffer(data, np.uint8)
         if at + len(data) == bytes_B.size:

@@ -615,7 +615,7 @@ class _Launched:
         def new(count: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(count, dtype=dtype, device=device)
 
-        host = torch.empty(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        host = torch.empty(2, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
         bound_B = new(blocks + 1, torch.int64)
         bound_B[:1] = 0
         return cls(

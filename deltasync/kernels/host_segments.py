@@ -14,7 +14,7 @@ def prepare(of: Writes) -> None:
         torch_ops.prepare(of)
         return
     of.sum_3S.zero_()
-    low_K, of.low_K = of.low_K, torch.empty(of.value_V.numel(), dtype=torch.int32)
+    low_K, of.low_K = of.low_K, torch.empty(of.value_V.numel(), dtype=torch.int32, device="cpu")
     if not extension.stage(*_given(of), low_K.numpy(), of.step_K.numpy()):
         raise ValueError("a position is outside of its segment")
 

@@ -128,7 +128,7 @@ class Device:
         PyTorch's pinned memory would be rounded up to a power of two, and kept for ever.
         """
         if not self._is_cuda:
-            return torch.empty(size_bytes, dtype=torch.uint8)
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         # Private, because shared memory gets no huge pages; but not in forks, where writing would move this process's pages.
         mapped = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):

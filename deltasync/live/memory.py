@@ -100,7 +100,9 @@ class LiveMemory:
         if hasattr(os, "sysconf") and model_bytes > (held := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
             raise StageError(f"The channel's tensors have {model_bytes:,} bytes, this machine {held:,} bytes of memory.")
         try:
-            tensors = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
+            tensors = {
+                name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu") for name, spec in specs.items()
+            }
         except RuntimeError:  # of torch's allocator, where the system promises no more than it has
             raise StageError(f"The channel's tensors have {model_bytes:,} bytes, more than this machine has left.") from None
         segments = {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in tensors.items()}

@@ -386,7 +386,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype:
         return True
     start = min(first, other_first)
-    taken = torch.zeros(max(end, other_end) - start, dtype=torch.bool)
+    taken = torch.zeros(max(end, other_end) - start, dtype=torch.bool, device="cpu")
     taken.as_strided(one.shape, one.stride(), first - start).fill_(True)
     return bool(taken.as_strided(other.shape, other.stride(), other_first - start).any())
 

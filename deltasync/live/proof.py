@@ -46,7 +46,7 @@ def check_coverage(
 
 
 def _coverage(spec: TensorSpec, regions: Collection[Region]) -> str | None:
-    count_N = torch.zeros(spec.element_count, dtype=torch.uint8)
+    count_N = torch.zeros(spec.element_count, dtype=torch.uint8, device="cpu")
     for offset, dims in regions:
         count_N.as_strided([size for size, _ in dims], [stride for _, stride in dims], offset).add_(1)
     if bool((count_N == 1).all()):
@@ -156,7 +156,7 @@ def misfits(specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.
 
 def kept(specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[Segment]]:
     """Return segments of host memory for tensors that the engine does not load; zeros where the checkpoint lacks them."""
-    found = {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
+    found = {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu") for name, spec in specs.items()}
     for name, tensor in tensors:
         if name in found and tensor.shape == found[name].shape:
             found[name].copy_(cast(tensor, specs[name].dtype))

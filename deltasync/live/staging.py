@@ -230,7 +230,7 @@ class Staging:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._chunks: list[Chunk] = []
-        self._left_B = torch.empty(0, dtype=torch.uint8)  # of the last chunk
+        self._left_B = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the last chunk
         self._pieces: list[_Pinned] = []
         self._job: list[tuple[np.ndarray, np.ndarray]] = []
         self._job_bytes = self._compared = 0
@@ -371,7 +371,9 @@ class Staging:
             return
         pieces = [piece for *_, held in self._copied for piece in held]
         if self._device.is_host:  # a room for any piece, where elements of any width begin
-            self._room = torch.empty((1, -(-max(live.nbytes for live, *_ in pieces) // 8) * 8), dtype=torch.uint8)
+            self._room = torch.empty(
+                (1, -(-max(live.nbytes for live, *_ in pieces) // 8) * 8), dtype=torch.uint8, device="cpu"
+            )
         staged.copies.append(Copy(pieces, self._room[0], self._chunks))
         parts: dict[int, tuple[Places, set[int]]] = {}
         for places, line, _ in self._copied:

@@ -71,7 +71,7 @@ def on_host(held: torch.Tensor, dtype: str) -> Iterator[tuple[int, torch.Tensor]
     flat, is_cuda, itemsize = held.detach().reshape(-1), held.is_cuda, served_dtype(held, dtype).itemsize
     size = PIECE_BYTES // itemsize
     room_bytes = min(PIECE_BYTES, flat.numel() * itemsize)
-    rooms = [torch.empty(room_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+    rooms = [torch.empty(room_bytes, dtype=torch.uint8, pin_memory=is_cuda, device="cpu") for _ in range(2)]
 
     def send(start: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         piece = cast(flat[start : start + size], dtype)
@@ -91,7 +91,7 @@ def on_host(held: torch.Tensor, dtype: str) -> Iterator[tuple[int, torch.Tensor]
 
 def copied(held: torch.Tensor, dtype: str) -> torch.Tensor:
     """Return a copy of a tensor on the host, contiguous, in the served dtype."""
-    copy = torch.empty(held.shape, dtype=getattr(torch, dtype))
+    copy = torch.empty(held.shape, dtype=getattr(torch, dtype), device="cpu")
     if held.is_cpu:
         copy.copy_(held.detach())  # casts in all threads
     else:

@@ -230,6 +230,11 @@ class Publisher:
             return None if step is None else whole_number("step", step), None if token_lag is None else token_ages(token_lag)
 
         checked, problem = attempt(numbers)
+        if step is None and self._ranks.others and not (self._serial or self._ranks.rank):
+            logger.warning(
+                "The ranks publish without step=, so a rank that leaves a call out is not noticed, and versions then mix "
+                "the weights of two steps. Give each publish the trainer's step."
+            )
         if self._is_interrupted:
             self._recover()
         try:

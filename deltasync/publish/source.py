@@ -129,7 +129,7 @@ class Source:
         self._table, mine = tables[self._ranks.rank], self.held[self._ranks.rank]
         for name, spec in self.specs.items():
             if name not in parts:  # only other ranks hold it
-                parts[name] = TensorRange(torch.empty(0, dtype=getattr(torch, spec.dtype)), 0, spec.shape)
+                parts[name] = TensorRange(torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu"), 0, spec.shape)
             elif (parts[name].start, parts[name].stop) != mine[name]:
                 parts[name] = _nothing(parts[name])
         return {name: parts[name] for name in self.specs}
@@ -233,7 +233,7 @@ class Source:
         for name, spec in self.specs.items() if len(self._table) < len(self.specs) else ():
             if name not in self._table:  # only other ranks hold it
                 seen[name] = spec
-                yield name, torch.empty(0, dtype=getattr(torch, spec.dtype))
+                yield name, torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu")
 
     def _again(self, pairs: Any) -> list[torch.Tensor] | None:
         """Return the tensors of a stream if they differ from the known ones in their addresses and bits alone."""
@@ -335,7 +335,7 @@ def _warn_of_rounding(given: Mapping[str, torch.dtype], table: _Table, rule: str
         name = rounded[0]
         logger.warning(
             "%d tensors are wider than the model's %s, and published in %s: %s. A server with their dtype will differ. "
-            'To publish them as they are: dtype="%s,*%s=keep".',
+            'To publish them as they are: dtype="%s,*%s=keep" (served_dtype= of DeltaSyncCallback).',
             *(len(rounded), str(main).removeprefix("torch."), table[name].dtype, ", ".join(rounded[:5])),
             *(rule, ".".join(name.split(".")[-2:])),
         )

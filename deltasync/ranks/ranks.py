@@ -511,7 +511,8 @@ def _encoded(value: object) -> bytes:
 
 
 def _described(error: BaseException) -> tuple[str, str]:
-    return type(error).__name__, str(error).encode(errors="replace").decode()
+    text = str(error) if isinstance(error, Exception) else f"it was ended by {type(error).__name__}"
+    return type(error).__name__, (text or type(error).__name__).encode(errors="replace").decode()
 
 
 def _gone(error: RuntimeError) -> str:

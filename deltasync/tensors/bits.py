@@ -48,8 +48,8 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return where a tensor's elements begin in memory, 0 if they are nowhere: of none, on meta, freed, in a wrapper."""
-    if is_wrapper(tensor) or is_lazy(tensor) or tensor.is_meta or not tensor.numel():
+    """Return where a tensor's elements begin in memory, 0 if they are nowhere: of none, on meta, freed, sparse, wrapped."""
+    if is_wrapper(tensor) or is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return 0
     return tensor.data_ptr()
 

@@ -4,7 +4,9 @@ import inspect
 import re
 
 from deltasync import errors
+from deltasync.ending import Terminated
 from deltasync.errors import DeltaSyncError
+from deltasync.ranks import ranks
 
 _LINE = re.compile(r"^(?P<lead>[ │├└─]*)(?P<name>[A-Z]\w+)(?: \((?P<also>\w+)\))? +(?P<code>\d+) ")
 
@@ -50,3 +52,10 @@ def test_every_error_says_what_it_means() -> None:
 
 def test_no_exit_code_is_a_shells() -> None:
     assert all(code == 1 or 3 <= code < 64 for _, _, code in _defined().values())
+
+
+def test_other_ranks_learn_what_ended_one() -> None:
+    assert ranks._described(KeyboardInterrupt()) == ("KeyboardInterrupt", "it was ended by KeyboardInterrupt")
+    assert ranks._described(Terminated(143)) == ("Terminated", "it was ended by Terminated")
+    assert ranks._described(ValueError()) == ("ValueError", "ValueError")
+    assert ranks._described(ValueError("no")) == ("ValueError", "no")

@@ -152,6 +152,16 @@ def test_a_sparse_tensor_is_refused_by_name(memory_url: str) -> None:
         publisher.publish({"w": torch.eye(3).to_sparse()})
 
 
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_module_with_a_tensor_of_another_layout_is_refused_by_its_name(memory_url: str, kind: str) -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("mask", getattr(torch.eye(4), kind)())
+    for stream in (model, model.state_dict()):
+        with Publisher(memory_url) as publisher, pytest.raises(ModelMismatchError, match=r"^mask is sparse"):
+            publisher.publish(stream)
+
+
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_parameter_without_a_shape_is_refused_by_name(memory_url: str, stream: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))

@@ -154,7 +154,7 @@ class Mirror:
         not found, and that alone change nothing.
         """
         found: set[int] = set()
-        codes = {(layer, name): torch.zeros(0) for layer, held in before.items() for name in held}
+        codes = {(layer, name): torch.zeros(0, device="cpu") for layer, held in before.items() for name in held}
         for bit in range(len(names).bit_length()):
             with self._changed([name for number, name in enumerate(names, 1) if number >> bit & 1]):
                 self.reload(names)
@@ -180,7 +180,7 @@ class Mirror:
         try:
             for name, tensor in before.items():
                 wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
-                one = torch.ones((), dtype=wide.dtype)
+                one = torch.ones((), dtype=wide.dtype, device=wide.device)
                 other = ~wide if wide.dtype == torch.bool else torch.where(wide == 0, one, -wide)
                 self._tensors[name].copy_(other)
             yield
