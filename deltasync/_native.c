@@ -193,7 +193,7 @@ typedef struct {
     u64 *gain_R;
 } Scan;
 typedef struct {
-    int w, wide;
+    int w, wide, is_done;  // whether memory has taken the steps, so that it is only read
     const i64 *row;  // tensor, first change, behind the last, address of position 0, first position, behind the last
     const u64 *key, *bound;
     const void *at;
@@ -519,12 +519,12 @@ ENTRY(scan, "nrrrwwww")  // threads, rows, keys, bounds, positions, steps, gains
     return finish(&call, PyLong_FromLongLong(total));
 }
 
-ENTRY(add, "nrrrrrww")  // threads, rows, keys, bounds, positions, steps, gains, above
-    i64 rows = call.size[1] / 6, tensors = call.size[2], changes = call.size[5];
-    Add of = {.w = call.item[5], .wide = call.item[4] == 8, .row = call.p[1], .key = call.p[2], .bound = call.p[3],
-              .at = call.p[4], .step = call.p[5]};
-    if (!IS(1, 6 * rows, 8) || !IS(2, tensors, 8) || !IS(3, 2 * tensors, 8) || !WIDTH(5) || !INDEX(4) ||
-        call.size[4] != changes || !IS(6, tensors, 8) || !IS(7, tensors, 8)) WRONG;
+ENTRY(add, "nnrrrrrww")  // threads, whether memory has taken the steps, rows, keys, bounds, positions, steps, gains, above
+    i64 rows = call.size[2] / 6, tensors = call.size[3], changes = call.size[6];
+    Add of = {.w = call.item[6], .wide = call.item[5] == 8, .is_done = call.n[1] != 0, .row = call.p[2], .key = call.p[3],
+              .bound = call.p[4], .at = call.p[5], .step = call.p[6]};
+    if (!IS(2, 6 * rows, 8) || !IS(3, tensors, 8) || !IS(4, 2 * tensors, 8) || !WIDTH(6) || !INDEX(5) ||
+        call.size[5] != changes || !IS(7, tensors, 8) || !IS(8, tensors, 8)) WRONG;
     for (i64 r = 0; r < rows; r++) {
         const i64 *row = of.row + 6 * r;
         if (row[0] < 0 || row[0] >= tensors || row[1] < 0 || row[2] < row[1] || row[2] > changes || row[2] - row[1] > CHUNK) WRONG;
@@ -535,8 +535,8 @@ ENTRY(add, "nrrrrrww")  // threads, rows, keys, bounds, positions, steps, gains,
     RUN(check, &of, rows, call.n[0], failed);
     if (!failed) RUN(add, &of, rows, call.n[0], failed);
     for (i64 r = 0; !failed && r < rows; r++) {
-        ((u64 *)call.p[6])[of.row[6 * r]] += of.gain_R[r];
-        ((i64 *)call.p[7])[of.row[6 * r]] += of.above_R[r];
+        ((u64 *)call.p[7])[of.row[6 * r]] += of.gain_R[r];
+        ((i64 *)call.p[8])[of.row[6 * r]] += of.above_R[r];
     }
     free(numbers);
     return report(&call, failed);
@@ -1164,9 +1164,9 @@ INLINE void ISA(add_body)(Job *job, Add *of, int w) {
         for (i64 k = 0; k < count; k++) {
             if (k + AHEAD < count) __builtin_prefetch(bits + at_of(of->at, low + k + AHEAD, of->wide) * w, 1);
             i64 at = at_of(of->at, low + k, of->wide);
-            u64 before = get(bits, at, w);
-            put(old, k, before, w);
-            put(bits, at, before + get(of->step, low + k, w), w);
+            u64 before = get(bits, at, w), step = get(of->step, low + k, w);
+            put(old, k, of->is_done ? before - step : before, w);
+            if (!of->is_done) put(bits, at, before + step, w);
             index[k] = (u64)(at - row[4]);
         }
         u64 key = of->key[row[0]], mask = of->bound[2 * row[0]], largest = of->bound[2 * row[0] + 1], gain = 0;

@@ -71,7 +71,7 @@ def check(reader: ChannelReader, read_data: bool, against: str | None, version: 
         garbage = f"{count(report.garbage_objects, 'file')}, {report.garbage_bytes:,} bytes"
         field("garbage", f"{garbage} that no record names; `deltasync gc` deletes them")
     if report.proven is None:
-        field("proven", "nothing: parts and anchors were listed, not read (--read-data)")
+        field("proven", "nothing: files were listed, and no version's bits compared with its fingerprints (--read-data)")
     else:
         field("proven", f"the bits of {count(len(report.proven), 'version')}")
     if report.unproven:

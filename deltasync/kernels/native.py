@@ -220,7 +220,7 @@ def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def add(
-    vector: Vector, zero_T: np.ndarray, steps: Sparse, bound_T2: np.ndarray | None = None
+    vector: Vector, zero_T: np.ndarray, steps: Sparse, bound_T2: np.ndarray | None = None, *, is_done: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Add steps to the memory of a vector's tensors, modulo 2**width. If this raises, memory is as it was.
 
@@ -230,6 +230,7 @@ def add(
             Only those of changed tensors count.
         steps: The steps; ascending.
         bound_T2: As in `compare`.
+        is_done: Whether memory has taken the steps; it is only read then.
 
     Returns:
         As `compare`, without the steps.
@@ -243,7 +244,7 @@ def add(
     row_RF, done_C = _cut(row_RF, row_RF[:, 2] - row_RF[:, 1], _CHUNK)
     row_RF[:, 1] += done_C
     row_RF[:, 2] = np.minimum(row_RF[:, 2], row_RF[:, 1] + _CHUNK)
-    _checked("add", 8 * steps.at_K.size, row_RF, vector.key_T, bound_T2, *steps, gain_T, above_T)
+    _checked("add", 8 * steps.at_K.size, int(is_done), row_RF, vector.key_T, bound_T2, *steps, gain_T, above_T)
     return gain_T, above_T
 
 

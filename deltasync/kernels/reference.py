@@ -90,6 +90,7 @@ def compare(row_RF: np.ndarray, vector: Vector, bound_T2: np.ndarray, gain_T: np
 
 
 def add(
+    is_done: int,
     row_RF: np.ndarray,
     key_T: np.ndarray,
     bound_T2: np.ndarray,
@@ -105,7 +106,10 @@ def add(
     for t, low, high, zero, first, last in row_RF.tolist():
         bits_N, index_C = memory(zero + first * step_K.itemsize, last - first, step_K.itemsize), at_K[low:high] - first
         old_C = bits_N[index_C]
-        bits_N[index_C] += step_K[low:high]
+        if is_done:
+            old_C -= step_K[low:high]
+        else:
+            bits_N[index_C] += step_K[low:high]
         mask, largest = bound_T2[t]
         with np.errstate(over="ignore"):
             gain_T[t] += np.uint64(_gained(int(key_T[t]), index_C, old_C, bits_N[index_C]))

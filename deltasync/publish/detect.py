@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from deltasync.errors import CorruptDataError
 from deltasync.kernels import native
 from deltasync.publish.stream import pieces
-from deltasync.tensors import Delta, Fingerprints, Layout, fingerprint
+from deltasync.tensors import Delta, Fingerprints, Layout, bounds, fingerprint
 from deltasync.tensors.bits import cast, has_nan, nan_bounds, served_dtype
 from deltasync.tensors.device import DeviceDelta
 
@@ -114,9 +115,11 @@ class HostShadow:
         self.bits = dict(bits)
         self._layout, self._ranges = layout, ranges
         vectors = layout.vectors
-        # By width, of each tensor: the first held element, its address, and the bounds of `native.compare`.
+        # By width, of each tensor: the first held element, how many there are, its address, and bounds of `native.compare`.
         self._start_T = {w: np.array([ranges[name][0] for name in of.names], np.int64) for w, of in vectors.items()}
-        self._address_T = {w: np.array([bits[name].ctypes.data for name in of.names], np.int64) for w, of in vectors.items()}
+        held = {width: [bits[name] for name in of.names] for width, of in vectors.items()}
+        self._count_T = {width: np.array([each.size for each in of], np.int64) for width, of in held.items()}
+        self._address_T = {width: np.array([each.ctypes.data for each in of], np.int64) for width, of in held.items()}
         self._bound_T2 = {w: np.array([nan_bounds(spec) for spec in of.specs], np.uint64) for w, of in vectors.items()}
         # Of the planned tensors: by width the places of those that are compared as they are, with their rows, which lack the
         # address of new bits; and the places and names of the others.
@@ -128,11 +131,13 @@ class HostShadow:
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
         """Return the share of each range in the fingerprint of its tensor, and the tensors with a NaN."""
         with_nan = [name for name, held in self.bits.items() if has_nan(held, self._layout.specs[name])]
-        found = {
-            name: native.fingerprint(fingerprint.tensor_key(name), held, self._ranges[name][0])
-            for name, held in self.bits.items()
-        }
+        found = dict(zip(self.bits, self.digests([*self.bits]), strict=True))
         return Fingerprints.by_name(self._layout, found), with_nan
+
+    def digests(self, names: Sequence[str]) -> list[int]:
+        """Return the share of these ranges in the fingerprints of their tensors, computed from the bits."""
+        keys = map(fingerprint.tensor_key, names)
+        return [native.fingerprint(key, self.bits[n], self._ranges[n][0]) for key, n in zip(keys, names, strict=True)]
 
     def plan(self, names: Sequence[str], held: Sequence[torch.Tensor]) -> None:
         """Make the table for `compare`. Only addresses and bits of the tensors may change from here on."""
@@ -170,9 +175,31 @@ class HostShadow:
     def add(self, delta: Delta) -> None:
         """Add steps to the bits."""
         for width, steps in delta.steps.items():
+            native.add(self._layout.vectors[width], self._zero_T(width), steps)
+
+    def gains(self, delta: Delta) -> dict[int, np.ndarray]:
+        """Return what steps that the bits have taken have added to the fingerprints, by width; uint64[T] each.
+
+        Raises:
+            CorruptDataError: they are of elements that are not held.
+        """
+        found = {}
+        for width, steps in delta.steps.items():
             vector = self._layout.vectors[width]
-            zero_T = self._address_T[width] - (vector.first_T[:-1] + self._start_T[width]) * width
-            native.add(vector, zero_T, steps)
+            low_T = vector.first_T[:-1] + self._start_T[width]
+            bound_T = bounds(vector.count(steps.at_K))
+            changed_T = np.flatnonzero(np.diff(bound_T))
+            first, last = steps.at_K[bound_T[changed_T]], steps.at_K[bound_T[changed_T + 1] - 1]
+            if ((first < low_T[changed_T]) | (last >= (low_T + self._count_T[width])[changed_T])).any():
+                raise CorruptDataError("Steps lead outside of what this rank holds.")
+            found[width], _ = native.add(vector, self._zero_T(width), steps, is_done=True)
+        return found
+
+    def _zero_T(self, width: int) -> np.ndarray:
+        """Return the address that position 0 would have, for each tensor."""
+        vector = self._layout.vectors[width]
+        zero_T: np.ndarray = self._address_T[width] - (vector.first_T[:-1] + self._start_T[width]) * width
+        return zero_T
 
     def _is_served(self, name: str, held: torch.Tensor) -> bool:
         """Whether a tensor is compared as it is: on the host, in order, in the served dtype."""

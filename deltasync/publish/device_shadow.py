@@ -112,6 +112,18 @@ class DeviceShadow:
                 with_nan += [vector.names[t] for t in np.flatnonzero(above_T).tolist()]
         return Fingerprints(self._layout, found), with_nan
 
+    def digests(self, names: Sequence[str]) -> list[int]:
+        """Return the share of these ranges in the fingerprints of their tensors, computed from the bits."""
+        self.wait()
+        found: dict[str, int] = {}
+        for width in self._layout.vectors:
+            of_width = sorted((number, n) for n in names for w, number in [self._layout.places[n]] if w == width)
+            held = [name for _, name in of_width]
+            comparison = self._comparison(width, held, None)[0] if held else None
+            sum_T = np.zeros(len(held), np.uint64) if comparison is None else comparison.sums()[0]
+            found |= dict(zip(held, sum_T.tolist(), strict=True))
+        return [found[name] for name in names]
+
     def plan(self, names: Sequence[str], held: Sequence[torch.Tensor]) -> None:
         """Make the tables for `compare`. Only addresses and bits of the tensors may change from here on."""
         self._comparisons = {}

@@ -18,6 +18,7 @@ from deltasync.errors import CorruptDataError, get_logger
 from deltasync.live import accelerator
 from deltasync.publish.pending import Pending
 from deltasync.tensors import Delta as Changes
+from deltasync.tensors import Layout
 from deltasync.tensors.delta import Piece
 from deltasync.tensors.device import DeviceDelta
 
@@ -47,7 +48,7 @@ class GroupEncoder:
         last group may go into the record.
 
         Raises:
-            CorruptDataError: a payload does not decode to what was encoded.
+            CorruptDataError: a payload does not decode to what was encoded, or the shadow has been damaged.
         """
         if (delta := job.on_device) is not None and self.codec_name != "raw":
             try:
@@ -60,18 +61,21 @@ class GroupEncoder:
     def _on_host(self, job: Pending) -> Iterator[tuple[Encoded, bytes]]:
         shadow = job.shadow
         assert job.fingerprints is not None
+        shadow.audit()
 
         def new(name: str) -> tuple[np.ndarray, int]:
             return shadow.bits[name], shadow.ranges[name][0]
 
         for group in job.delta.split(GROUP_CHANGED):
-            yield encode(self.codec_name, group, new, job.fingerprints, job.version, job.version - 1)
+            yield encode(self.codec_name, group, new, job.fingerprints, job.version, job.version - 1, job)
 
     def _on_device(self, job: Pending, delta: DeviceDelta) -> Iterator[tuple[Encoded, bytes]]:
         from deltasync.codec.device import split
 
         if self._device is None or self._device.layout is not delta.layout:
             self._device = DeviceCoder(delta)
+        with self._device.after(delta):
+            job.shadow.audit()
         assert job.fingerprints is not None
         digests, stored = job.fingerprints.of, list[tuple[str, bytes]]()
         pieces = list(split(delta, GROUP_CHANGED))
@@ -98,12 +102,19 @@ def _stored(
 
 
 def encode(
-    codec_name: str, delta: Changes, new: NewBits, fingerprints: Mapping[str, int], version: int, base: int
+    codec_name: str,
+    delta: Changes,
+    new: NewBits,
+    fingerprints: Mapping[str, int],
+    version: int,
+    base: int,
+    job: Pending | None = None,
 ) -> tuple[Encoded, bytes]:
     """Return the payload of steps from version `base` on, and its bytes, which were decoded as a reader does.
 
     `new` returns the range of a tensor that is held, with the bits of the version, and its first flat index; `fingerprints`
-    are those of the whole tensors at the version.
+    are those of the whole tensors at the version. With the `job` that the version is of, the decoded steps must lead from
+    the old bits to bits of these fingerprints; otherwise they must be those that were encoded.
 
     Raises:
         CorruptDataError: the payload decodes to something else.
@@ -116,14 +127,34 @@ def encode(
         return RangeBits(new_N, start, layout.specs[name].element_count, delta.of(name))
 
     found, digests = payloads.decode(record_of(codec_name, version, base, delta.changed), [(what, data)], layout, old)
-    are_same = found.steps.keys() == delta.steps.keys() and all(
-        np.array_equal(one, other)
-        for width, steps in delta.steps.items()
-        for one, other in zip(found.steps[width], steps, strict=True)
-    )
+    gains = None if job is None else job.shadow.gains(found)
+    if job is None or gains is None:
+        are_same = found.steps.keys() == delta.steps.keys() and all(
+            np.array_equal(one, other)
+            for width, steps in delta.steps.items()
+            for one, other in zip(found.steps[width], steps, strict=True)
+        )
+    else:
+        are_same = not differing_gains(layout, delta, gains, job.gains)
     if not are_same or digests != {tensor: fingerprints[tensor] for tensor in delta.counts()}:
         raise CorruptDataError(f"{what} decodes to other bits than were encoded; no record names it.")
     return encoded, data
+
+
+def differing_gains(
+    layout: Layout, delta: Changes, found: Mapping[int, np.ndarray], wanted: Mapping[int, np.ndarray]
+) -> list[str]:
+    """Return the tensors whose fingerprints gain something else by a part of a version than by all of it.
+
+    A tensor that the part changes, it changes as the version does; others gain nothing.
+    """
+    wrong: list[str] = []
+    for width, vector in layout.vectors.items():
+        none_T = np.zeros(len(vector.specs), np.uint64)
+        changed_T = vector.count(delta.steps[width].at_K) > 0 if width in delta.steps else none_T > 0
+        wanted_T = np.where(changed_T, wanted.get(width, none_T), none_T)
+        wrong += [vector.names[t] for t in np.flatnonzero(found.get(width, none_T) != wanted_T).tolist()]
+    return wrong
 
 
 def record_of(codec_name: str, version: int, base: int, changed: int) -> Record:
@@ -165,7 +196,7 @@ class DeviceCoder:
         """Yield the payloads that lead to a version from the one before; see `DeviceCodec.encode`."""
         found = self._codec.encode(codec_name, delta, digests, version, version - 1, pieces)
         while True:
-            with self._after(delta):
+            with self.after(delta):
                 encoded = next(found, None)
             if encoded is None:
                 return
@@ -181,7 +212,7 @@ class DeviceCoder:
         """
         from deltasync.codec.device import Places
 
-        with self._after(delta):
+        with self.after(delta):
             places = {width: Places.of(self.layout.vectors[width], bits) for width, bits in delta.bits.items()}
             found = payloads.decode_there(record, stored, self._codec, places, delta)
             right = found.keys() == delta.steps.keys()
@@ -200,7 +231,7 @@ class DeviceCoder:
             )
 
     @contextlib.contextmanager
-    def _after(self, delta: DeviceDelta) -> Iterator[None]:
+    def after(self, delta: DeviceDelta) -> Iterator[None]:
         """Work on the stream, behind what has written the delta."""
         if self._stream is None:
             yield

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 
 from deltasync.channel import documents
 from deltasync.channel.documents import Anchor, Channel, Record, Reference, TokenLag
@@ -43,6 +44,7 @@ class Pending:
         changed: Elements that differ from the version before, over all ranks.
         pieces: Steps from the version before, in pieces of different elements. Later ones are merged into them while the
             job waits.
+        gains: What the steps of this rank have added to the fingerprints, by width; uint64[T] each.
         fingerprints: Those of the whole tensors at this version; None if the uploader has to compute them.
         reference: The checkpoint that it refers to instead of holding weights.
         weights: Full weights, for the version's record or for an anchor beside it; at the first rank only.
@@ -63,6 +65,7 @@ class Pending:
     coalesced: int = 1
     changed: int = 0
     pieces: Sequence[Delta | DeviceDelta] = ()
+    gains: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     fingerprints: Fingerprints | None = None
     reference: Reference | None = None
     weights: Weights | None = None

@@ -410,11 +410,18 @@ class Publisher:
         shadow, waiting, channel = self._shadow, self._uploader.joined, self._start.channel
         reference, self._start.reference = self._start.reference, None
         assert shadow is not None and channel is not None
+        if full and reference is None:  # by then they may be wrong, which is why the weights follow in full
+            shadow.forget_fingerprints()
+            self._agreed = None
         pieces = found.pieces
         if waiting is not None and not full and waiting.pieces and pieces:
             pieces = [merge([waiting.delta, host_delta(shadow.layout, pieces)])]
         elif waiting is not None and not full:
             pieces = [*waiting.pieces, *pieces]
+        gains = found.gains
+        if waiting is not None and not full:
+            gains = {width: gain_T + waiting.gains.get(width, np.zeros_like(gain_T)) for width, gain_T in gains.items()}
+            gains = {**waiting.gains, **gains}
         fingerprints: Fingerprints | None = None
         changed = sum(delta.changed for delta in pieces)
         if self._ranks.size > 1:
@@ -443,7 +450,7 @@ class Publisher:
             weights = collect_weights(self._ranks, shadow, channel.specs, self._start.source.held, fingerprints)
         made = job(full=full, weights=weights, collected=collects, fingerprints=fingerprints)
         if not full:
-            made.changed, made.pieces = changed, pieces
+            made.changed, made.pieces, made.gains = changed, pieces, gains
         if waiting is not None:  # the new job answers its receipts too
             waiting.drop_weights()
             made.encoded, made.uploaded, made.coalesced = waiting.encoded, waiting.uploaded, waiting.coalesced + 1

@@ -34,6 +34,9 @@ from deltasync.tensors.device import DeviceDelta
 
 logger = get_logger(__name__)
 
+AUDITED_IN = 128
+"""Versions in which all bits are compared with their fingerprints once."""
+
 _MOST_LATER = 8
 """Deltas that a snapshot keeps one by one; more are merged."""
 
@@ -69,6 +72,7 @@ class Shadow:
         self._place, self._is_settled = place, self._memory.device is not None
         self._snapshots: list[Snapshot] = []
         self._planned: tuple[list[str], Looks] | None = None
+        self._next, self._due = 0, 0.0  # of the audit: number of the next tensor, and elements that are due
 
     @property
     def bits(self) -> Mapping[str, np.ndarray]:
@@ -85,6 +89,33 @@ class Shadow:
         """The share of each range in the fingerprint of its tensor; computed when it is first asked for."""
         found, self.with_nan = self._memory.fingerprints()
         return found
+
+    def forget_fingerprints(self) -> None:
+        """Let the fingerprints be computed from the bits when they are asked for again."""
+        with self.lock:
+            vars(self).pop("fingerprints", None)
+
+    def audit(self) -> None:
+        """Compare the next bits with their fingerprints: a share of all, so that a pass takes `AUDITED_IN` calls.
+
+        A tensor is compared whole, once the shares of the calls before have added up to its size.
+
+        Raises:
+            CorruptDataError: memory has damaged bits, or fingerprints are of others.
+        """
+        names, sizes = [*self.specs], [stop - start for start, stop in self.ranges.values()]
+        self._due += sum(sizes) / AUDITED_IN
+        due: list[str] = []
+        while len(due) < len(names) and self._due >= sizes[self._next]:
+            due.append(names[self._next])
+            self._due -= sizes[self._next]
+            self._next = (self._next + 1) % len(names)
+        wrong = [n for n, digest in zip(due, self._memory.digests(due), strict=True) if digest != self.fingerprints[n]]
+        if wrong:
+            raise CorruptDataError(
+                f"The last published bits of {', '.join(wrong[:5])}, which the trainer keeps in memory, do not have their "
+                "fingerprints: memory has failed. Versions since may be unreadable; the next one has full weights."
+            )
 
     def warn_of_nan(self, version: int) -> None:
         """Warn of NaN in what was taken last, once."""
@@ -159,14 +190,14 @@ class Shadow:
         If this raises, or is interrupted, the bits are not known any more.
         """
         with self.lock:
-            before = self.fingerprints
+            before = vars(self).pop("fingerprints", None)  # not known until the bits are
             if self._snapshots:
                 deltas = [piece.host() if isinstance(piece, DeviceDelta) else piece for piece in difference.pieces]
             else:
                 deltas = []
-            del self.fingerprints  # until they are known again
             difference.apply()
-            self.fingerprints = before.with_gains(difference.gains)
+            if before is not None:
+                self.fingerprints = before.with_gains(difference.gains)
             vectors = self.layout.vectors
             found = (
                 vectors[width].names[t]
@@ -177,6 +208,14 @@ class Shadow:
             for snapshot in self._snapshots:
                 for delta in deltas:
                     snapshot.note(delta)
+
+    def gains(self, delta: Delta) -> Mapping[int, np.ndarray] | None:
+        """Return what steps that the bits have taken add to the fingerprints, as `Difference.gains`; None on a device.
+
+        Raises:
+            CorruptDataError: they are of elements that are not held.
+        """
+        return self._memory.gains(delta) if isinstance(self._memory, HostShadow) else None
 
     def snapshot(self) -> Snapshot:
         """Return the bits of now, while the shadow goes on."""
