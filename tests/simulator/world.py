@@ -16,7 +16,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from deltasync import Publisher, Replica, Retention, threads
+from deltasync import Publisher, Replica, Retention, ending
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
@@ -474,7 +474,7 @@ def _listening(world: World) -> Iterator[None]:
 
 def simulate(seed: int, steps: int = STEPS, keep_trace: bool = False, wanted: Collection[str] = ()) -> Outcome:
     """Run one seed. `wanted` are what its world has: a store, a harm, actors, faults, events; with "only", no others."""
-    finishing = set(threads._finishing)
+    finishing = dict(ending._finishing)
     problem = None
     with tempfile.TemporaryDirectory() as folder:
         world = World(seed, Path(folder), steps, keep_trace, wanted)
@@ -483,8 +483,8 @@ def simulate(seed: int, steps: int = STEPS, keep_trace: bool = False, wanted: Co
                 world.run()
             except (Violation, Stuck) as error:
                 problem = f"{type(error).__name__}: {error}"
-    threads._finishing.clear()
-    threads._finishing.update(finishing)
+    ending._finishing.clear()
+    ending._finishing.update(finishing)
     counts = {
         "store": world.kind.name,
         "harm": world.harm,
