@@ -93,6 +93,8 @@ def _check(shadow: Shadow, found: Difference, old: dict[str, np.ndarray], new: d
         np.testing.assert_array_equal(shadow.bits[name], bits_N)
     fresh, _ = shadow._memory.fingerprints()
     assert dict(shadow.fingerprints) == dict(fresh)
+    some = [*shadow.specs][::-2]
+    assert shadow._memory.digests(some) == [fresh[name] for name in some]
     assert {name for name in old if before[name] != fresh[name]} <= {n for n in old if (new[n] != old[n]).any()}
 
 
