@@ -14,7 +14,7 @@ import numpy as np
 
 from deltasync.channel.documents import sha256_hex
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.following import startup
 from deltasync.following.module import ModuleReplica
 from deltasync.following.requests import token_matches
@@ -93,8 +93,11 @@ def answer(
         if commits.isdecimal():
             status.commits = status.commits[max(0, len(status.commits) - int(commits)) :]
         return 200, msgspec.to_builtins(status)
-    with following.hold() as version:
-        sha256 = {name: sha256_hex(np.ascontiguousarray(bits).data) for name, bits in live().items()}
+    try:
+        with following.hold() as version:
+            sha256 = {name: sha256_hex(np.ascontiguousarray(bits).data) for name, bits in live().items()}
+    except DeltaSyncError as error:
+        return 503, {"error": str(error)}
     return 200, {"version": version, "sha256": sha256}
 
 

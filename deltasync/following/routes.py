@@ -28,7 +28,7 @@ from fastapi.responses import Response
 
 from deltasync import limits
 from deltasync.config import ReplicaSettings, parse_pin, pin_text
-from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError
+from deltasync.errors import ApplyError, ConfigError, DeltaSyncError, MissingVersionError, PinnedError
 from deltasync.following import calls
 from deltasync.following.engine import Failure, parse
 from deltasync.following.loop import Follow
@@ -151,12 +151,17 @@ class Routes:
     async def digest(self) -> Any:
         """Return the version served, and the sha256 of every live tensor, read between two steps of the loop."""
 
+        follow = self.follow()
+
         def read() -> dict[str, Any]:
-            with self.follow().between_steps() as target:
+            with follow.between_steps() as target:
                 number = None if target.version is None else target.version.version
                 return {"version": number, "sha256": target.digest()}  # type: ignore[attr-defined]
 
-        return await _in_thread(read)
+        try:
+            return await _in_thread(read)
+        except ApplyError as error:
+            raise Refused(503, f"{error} {follow.error or ''}".rstrip()) from None
 
     async def sync(self, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
         """Reply once what `Follow.request` takes is served, or with 504 after `timeout_s`."""

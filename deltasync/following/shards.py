@@ -395,8 +395,10 @@ class ShardsTarget:
         """Return the sha256 of every tensor that is computed with, in live memory, put together from all shards.
 
         Raises:
-            ApplyError: two shards hold different copies of the same elements.
+            ApplyError: it is not known what the shards hold, or two hold different copies of the same elements.
         """
+        if not self.is_open:
+            raise ApplyError("The server's weights were not compared with the channel's, so they have no digest.")
         return {name: sha256_hex(self._assembled(name).data) for name in self.reader.specs if name not in self.ignored}
 
     def _assembled(self, name: str) -> np.ndarray:

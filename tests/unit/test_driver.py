@@ -36,6 +36,7 @@ from deltasync.following.requests import token_matches
 from tests import driving
 from tests.driving import PATIENCE_S, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
+from tests.waiting import wait_until
 from vllm_plugin import compat
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 
@@ -408,6 +409,20 @@ def test_with_a_token_only_the_state_and_the_versions_are_open(
         assert short.json() == told and whole.json()["replica_id"]
         seen = heartbeat.heartbeat_of("http://router", short.content, whole.json()["run_id"])
         assert seen.serving == trainer.channel.tip, "a trainer without the token can wait for its version behind a router"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports to look for the cause
+def test_a_server_with_another_model_has_no_digest_and_says_why(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.publish()
+    engine.model.w = torch.nn.Parameter(torch.zeros(40, 31, dtype=torch.bfloat16), requires_grad=False)
+    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
+        wait_until(lambda: client.get("/deltasync/status").json()["state"] == "failed")
+        why = client.get("/deltasync/status").json()["error"]
+        reply = client.get("/deltasync/digest")
+        assert (reply.status_code, reply.json()["error"].endswith(why)) == (503, True), reply.text
+        assert "have no digest. ApplyError: " in reply.json()["error"]
 
 
 def test_a_server_that_follows_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

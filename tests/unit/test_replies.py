@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError
+from deltasync.errors import ApplyError, ConfigError
 from deltasync.following import Commit, Status, replies
 from deltasync.following.replies import answer, server_settings, spans_text, version_headers
 
@@ -85,3 +85,13 @@ def test_the_command_line_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DELTASYNC_CHANNEL", raising=False)
     with pytest.raises(ConfigError, match="--channel or DELTASYNC_CHANNEL"):
         server_settings("server")
+
+
+def test_a_model_that_may_not_be_read_now_has_no_digest_but_a_sentence() -> None:
+    class Refusing(Following):
+        @contextlib.contextmanager
+        def hold(self) -> Iterator[int]:
+            raise ApplyError("The weights are of no known version.")
+            yield 3
+
+    assert ask("/deltasync/digest", following=Refusing()) == (503, {"error": "The weights are of no known version."})
