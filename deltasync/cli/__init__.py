@@ -21,6 +21,7 @@ _COMMANDS = {
     "watch": ("watch", "Watch a channel in the terminal or as a web page."),
     "log": ("log", "List the versions of a channel, or show one."),
     "blame": ("log", "Show which versions changed a tensor most."),
+    "diff": ("log", "Compare the bits of two versions."),
     "bisect": ("log", "Find the first version that fails a check."),
     "doctor": ("maintenance", "Test whether this machine can use a channel."),
     "check": ("maintenance", "Check that a channel is complete."),

@@ -1,4 +1,4 @@
-"""The history of a channel: `deltasync log | bisect | blame`."""
+"""The history of a channel: `deltasync log | diff | bisect | blame`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ _COLUMNS = ("version", "digest", "kind", "step", "time", "changed", "delta", "bi
 _LEFT = ("digest", "kind", "time")
 _SHOWN = 100  # versions in a table
 _BLAMED = 20  # versions in the table of `blame`
+_DIFFERING = 20  # tensors in the table of `diff`
 _SKIP = 125  # as `git bisect run` has it
 
 _field = functools.partial(field, width=16)
@@ -303,3 +304,52 @@ def blame(reader: ChannelReader, tensor: str, last: int, as_json: bool) -> None:
         most = max(change.changed or {"": 0}, key=lambda name: (change.changed or {}).get(name, 0), default="")
         shown.add_row(str(change.version), text_of(change.step), f"{changed:,}", f"{changed / total:.3%}", cell(most))
     Console(width=None if sys.stdout.isatty() else 160).print(shown)
+
+
+@channel_command("one object: both versions, the number of equal tensors, and each tensor that differs")
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@click.option("--last", default=_DIFFERING, type=click.IntRange(min=1), metavar="N", help="Show only N tensors. JSON: all.")
+def diff(reader: ChannelReader, first: str, second: str, last: int, as_json: bool) -> None:
+    """Compare the bits of versions A and B of CHANNEL: which tensors differ, in how many elements.
+
+    A version is a number, or 'latest'. Both are read in full and checked. Needs memory for the weights twice.
+    """
+    from rich.console import Console
+
+    from deltasync import maintenance
+
+    found = with_bars(maintenance.diff, reader, _number(first), _number(second))
+    sizes = {name: spec.element_count for name, spec in reader.specs.items()}
+    counts = {each.tensor: each.count or 0 for each in found.differences}
+    if as_json:
+        ends = {"from": found.first, "to": found.second}
+        named = {key: {"version": each.version, "epoch": each.epoch, "sha256": each.sha256} for key, each in ends.items()}
+        rows = [
+            {"tensor": each.tensor, "changed": each.count, "elements": sizes[each.tensor], "index": each.index}
+            | {"from": each.expected, "to": each.found}
+            for each in found.differences
+        ]
+        echo_json({**named, "equal": found.equal, "differences": rows})
+        return
+    title = f"version {found.first.version} to version {found.second.version}"
+    if not counts:
+        echo(f"{title}: all {count(found.equal, 'tensor')} have equal bits")
+        return
+    changed, total = sum(counts.values()), sum(sizes.values())
+    differ = f"{len(counts)} of {count(len(sizes), 'tensor')} differ, in {changed:,} of {total:,} elements"
+    echo(f"{title}: {differ} ({changed / total:.3%})")
+    columns = [("changed", "right"), ("fraction", "right"), ("tensor", "left")]
+    shown = table(columns, box=None, padding=(0, 1, 0, 0))
+    for name in sorted(counts, key=lambda name: -counts[name])[:last]:
+        shown.add_row(f"{counts[name]:,}", f"{counts[name] / sizes[name]:.3%}", cell(name))
+    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+
+
+def _number(text: str) -> int | None:
+    """Return a version's number, None for the newest. Raises UsageError for anything else."""
+    if text == "latest":
+        return None
+    if not (text.isascii() and text.isdecimal()) or not int(text):
+        raise click.UsageError(f"A version is a number from 1 on, or 'latest', not {text!r}.")
+    return int(text)

@@ -150,7 +150,6 @@ class Routes:
 
     async def digest(self) -> Any:
         """Return the version served, and the sha256 of every live tensor, read between two steps of the loop."""
-
         follow = self.follow()
 
         def read() -> dict[str, Any]:

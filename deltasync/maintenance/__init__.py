@@ -24,7 +24,7 @@ from deltasync.maintenance.scan import (
 
 if TYPE_CHECKING:
     from deltasync.maintenance.compaction import write_compaction
-    from deltasync.maintenance.comparison import Comparison, compare
+    from deltasync.maintenance.comparison import Comparison, Diff, compare, diff
     from deltasync.maintenance.copies import Copied, copy, export, model_files
     from deltasync.maintenance.history import Change, bisect, blame, matching
     from deltasync.maintenance.relay import Relay
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     **dict.fromkeys(("Copied", "copy", "export", "model_files"), "copies"),
-    **dict.fromkeys(("Comparison", "compare"), "comparison"),
+    **dict.fromkeys(("Comparison", "Diff", "compare", "diff"), "comparison"),
     **dict.fromkeys(("Repair", "repair", "source_of"), "repairs"),
     **dict.fromkeys(("Change", "bisect", "blame", "matching"), "history"),
     "Relay": "relay",
@@ -44,6 +44,7 @@ __all__ = [
     "Collected",
     "Comparison",
     "Copied",
+    "Diff",
     "KeepPolicy",
     "Relay",
     "Repair",
@@ -54,6 +55,7 @@ __all__ = [
     "check",
     "compare",
     "copy",
+    "diff",
     "digests",
     "doctor",
     "exists",

@@ -1,4 +1,4 @@
-"""Compare the bits of one version with those of a checkpoint or of a server."""
+"""Compare the bits of one version with those of a checkpoint, of a server (`compare`), or of another version (`diff`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Difference:
     tensor: str
     problem: str  # in one sentence
     index: list[int] | None = None  # position of the first differing element in the tensor
-    expected: str | None = None  # bits of this element in the channel, hexadecimal
+    expected: str | None = None  # bits of this element in the channel, or in the first version, hexadecimal
     found: str | None = None  # bits of this element in the other place
     count: int | None = None  # number of differing elements
 
@@ -88,6 +88,39 @@ def compare(reader: ChannelReader, place: str, version: int | None = None) -> Co
         absent=[name for name in reader.specs if name not in names],
         extra=sorted(names - reader.specs.keys()),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Diff:
+    """The result of `diff`: two versions, the number of tensors with the same bits, and the others in the channel's
+    order.
+    """
+
+    first: VersionId
+    second: VersionId
+    equal: int
+    differences: list[Difference]
+
+
+def diff(reader: ChannelReader, first: int | None, second: int | None) -> Diff:
+    """Compare the bits of two versions of a channel, in any order. None is the newest.
+
+    Both are read as a replica reads them, every bit checked. Needs memory for the weights twice.
+
+    Raises:
+        MissingVersionError: one of them is not in the channel.
+        NotPublishedError: the channel has no version yet.
+    """
+    replica, one = replica_at(reader, first)
+    bits = {name: bits_of(tensor).reshape(-1).copy() for name, tensor in replica.state_dict().items()}
+    replica.sync(second)
+    assert replica.identity is not None
+    found = list[Difference]()
+    for done, (name, tensor) in enumerate(replica.state_dict().items(), start=1):
+        difference = _difference(reader.specs[name], bits[name], bits_of(tensor).reshape(-1))
+        found += [] if difference is None else [difference]
+        progressed("tensors", done, len(bits))
+    return Diff(first=one, second=replica.identity, equal=len(bits) - len(found), differences=found)
 
 
 def _by_digest(replica: Replica, digests: Mapping[str, str]) -> Iterator[Difference | None]:

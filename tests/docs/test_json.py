@@ -36,6 +36,7 @@ CALLS = {
     "doctor": ["CHANNEL"],
     "bisect": ["CHANNEL", "--run", "test $VERSION -lt 2 # {}", "--bad", "3"],
     "blame": ["CHANNEL", "w"],
+    "diff": ["CHANNEL", "1", "3"],
     "follow --once of a server": ["http://server", "--once"],
     "follow --pin of a server": ["http://server", "--pin", "1"],
 }

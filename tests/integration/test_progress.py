@@ -29,6 +29,7 @@ SHOW = {
     "repair": "{channel}",
     "gc": "{channel} --keep-last 2",
     "blame": "{channel} w",
+    "diff": "{channel} 1 latest",
     "export": "{channel} latest {folder}/export",
     "relay": "{channel} file://{folder}/copy --once",
 }

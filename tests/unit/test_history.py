@@ -14,7 +14,7 @@ from deltasync import Publisher
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.errors import ConfigError, MissingVersionError, NotPublishedError
-from deltasync.maintenance import bisect, blame
+from deltasync.maintenance import bisect, blame, diff
 from deltasync.stores import open_store
 
 VERSIONS = 40
@@ -95,6 +95,24 @@ def test_blame_names_what_it_cannot_read_or_find(url: str, tmp_path: Path) -> No
         blame(reader(f"file://{tmp_path}/none"), "*")
 
 
+def test_diff_counts_the_elements_whose_bits_differ(url: str) -> None:
+    found = diff(reader(url), 2, 4)
+    assert (found.first.version, found.second.version, found.equal) == (2, 4, 0)
+    assert [(each.tensor, each.count, each.index) for each in found.differences] == [
+        ("layer.a", 4, [0]),
+        ("layer.b", 5, [0]),
+    ]
+    assert [(each.expected, each.found) for each in found.differences] == [
+        ("0x4000", "0x4080"),  # 2 and 4 in bfloat16
+        ("0x3f800000", "0x40000000"),  # 1 and 2 in float32
+    ]
+    back, same = diff(reader(url), 4, 2), diff(reader(url), VERSIONS, None)
+    assert [each.count for each in back.differences] == [4, 5] and back.differences[0].expected == "0x4080"
+    assert (same.first, same.equal, same.differences) == (same.second, 2, [])
+    with pytest.raises(MissingVersionError):
+        diff(reader(url), 1, VERSIONS + 1)
+
+
 def run(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == code, result.output
@@ -118,3 +136,11 @@ def test_the_commands(url: str, tmp_path: Path) -> None:
         [str(version), str(10 * version), str(version), f"{version / 64:.3%}"] for version in (40, 39, 38)
     ]
     assert len(run("blame", url, "layer.b", "--json").splitlines()) == VERSIONS
+    shown = run("diff", url, "1", "4")
+    assert "6.250% layer.a" in shown and "version 1 to version 4: 2 of 2 tensors differ, in 9 of 74 elements" in shown
+    assert run("diff", url, "40", "latest") == "version 40 to version 40: all 2 tensors have equal bits\n"
+    told = json.loads(run("diff", url, "1", "2", "--json"))
+    assert (told["from"]["version"], told["to"]["version"], told["equal"]) == (1, 2, 1)
+    (row,) = told["differences"]
+    assert row == {"tensor": "layer.a", "changed": 2, "elements": 64, "index": [0], "from": "0x3f80", "to": "0x4000"}
+    assert "a number from 1 on" in run("diff", url, "0", "2", code=2)

@@ -56,6 +56,8 @@ COMMANDS = (
     ["doctor", "CHANNEL", "--json"],
     ["repair", "CHANNEL"],
     ["repair", "CHANNEL", "--no-replay", "--json"],
+    ["diff", "CHANNEL", "1", "latest"],
+    ["diff", "CHANNEL", "1", "latest", "--json"],
     ["blame", "CHANNEL", "*"],
     ["blame", "CHANNEL", "*", "--json"],
     ["gc", "CHANNEL", "--keep-last", "1", "--grace", "0"],
