@@ -139,7 +139,7 @@ class Follow:
     @property
     def state(self) -> str:
         """The state, one of those of `Status.state`."""
-        return self._state if self._stale is None else "stale"
+        return self._state if self._stale is None or self._is_refused else "stale"
 
     @property
     def _state(self) -> str:
@@ -185,11 +185,16 @@ class Follow:
         return None if self.settings.ready_in_outage and self._is_cut_off else self._stale
 
     @property
+    def _is_refused(self) -> bool:
+        """Whether the store answered the last step, and the version that it has was refused."""
+        return self._reported is not None and not isinstance(self._reported, StoreError)
+
+    @property
     def _is_cut_off(self) -> bool:
         """Whether it is the store that keeps the replica from following: it fails, or does not answer."""
         if self._reported is None:
             return self._is_asking or self._state == "staging"
-        return isinstance(self._reported, StoreError)
+        return not self._is_refused
 
     def status(self, commit_count: int = limits.HISTORY) -> Status:
         """Return the status, with the last `commit_count` commits."""
