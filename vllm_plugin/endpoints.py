@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import importlib.resources
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -231,7 +232,7 @@ class DeltaSyncEndpoints(Routes):
             follow.on_step.append(self._closed)
             logger.info(
                 "deltasync follows %s (%s) as %s; versions and replicas: deltasync watch %s",
-                *(follow.reader.store.url, follow.pin, self.settings.replica_id, follow.reader.store.url),
+                *(url := follow.reader.store.url, follow.pin, self.settings.replica_id, shlex.quote(url)),
             )
             follow.start()
         self._ask = None

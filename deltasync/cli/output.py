@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -146,7 +147,7 @@ class ReportedStore(WrappedStore):
     def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
         """Run the call, and report it if it is slow."""
         call = f"{verb} of {key} at {self.url}" if key else f"{verb} of {self.url}"
-        with reported(call, f"Ctrl-C ends it; `deltasync doctor {self.url}` tests the store.", self._is_due):
+        with reported(call, f"Ctrl-C ends it; `deltasync doctor {shlex.quote(self.url)}` tests the store.", self._is_due):
             return action()
 
     def _is_due(self) -> bool:

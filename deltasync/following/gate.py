@@ -108,9 +108,12 @@ def _parts(
         part = part.squeeze(0) if is_stacked else part
         if spec is None or (dtype_name(part.dtype, own), tuple(part.shape)) != (spec.dtype, spec.shape):
             wanted = "nothing" if spec is None else f"{spec.dtype} of shape {list(spec.shape)}"
+            cure = ""
+            if spec is not None and tuple(part.shape) == spec.shape:
+                cure = f" Convert it first, such as by module.to(torch.{spec.dtype}), or publish with dtype='keep'."
             raise ModelMismatchError(
                 f"{own} is {dtype_name(part.dtype)} of shape {list(part.shape)} where {name} should lie, which is {wanted} "
-                "in the channel."
+                f"in the channel.{cure}"
             )
         first += rows
         yield name, part

@@ -140,6 +140,10 @@ class ModuleReplica:
         self._follow.stop()
         self._gated.close()
 
+    def __repr__(self) -> str:
+        follow = self._follow
+        return f"ModuleReplica({follow.reader.store.url!r}, version={follow.version}, state={follow.state!r})"
+
     def __enter__(self) -> Self:
         return self
 

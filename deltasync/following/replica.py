@@ -154,6 +154,9 @@ class Replica:
         self._target = MemoryTarget(channel)
         self._follow = Follow(channel, self._target, ReplicaSettings(max_age_s=settings.max_age_s), heartbeats=False)
 
+    def __repr__(self) -> str:
+        return f"Replica({self._follow.reader.store.url!r}, version={self._follow.version})"
+
     @property
     def identity(self) -> VersionId | None:
         """The version whose bits `state_dict` holds, with its digest; None before the first `sync`."""

@@ -166,7 +166,9 @@ class Receipt:
     """What `publish` did, and how its upload goes on. Counts and bytes are of all ranks together.
 
     Attributes:
-        version: The version that carries these weights. A later publish may join it before its upload begins.
+        version: The version that carries these weights. Publishes that come before the upload of the one before has ended
+            are one version together, with the newest of their weights: four without a wait are two or three versions, and
+            their receipts then name the same one.
         kind: `anchor` if the version's record has full weights, else `delta`.
         step: The trainer's step, as given.
         changed: Elements whose bits differ from the version before; all of them in full weights.

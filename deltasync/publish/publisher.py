@@ -366,6 +366,9 @@ class Publisher:
         finally:
             self._ranks.close()
 
+    def __repr__(self) -> str:
+        return f"Publisher({self.store.url!r}, version={self._version})"
+
     def __enter__(self) -> Self:
         return self
 

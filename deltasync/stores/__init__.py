@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -44,8 +45,8 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
         return url
     if url.startswith("weight_v+"):
         raise ConfigError(
-            f"{url} is a place of version directories, which other programs write. `deltasync relay {url} CHANNEL` makes a "
-            "channel of them, which replicas follow."
+            f"{url} is a place of version directories, which other programs write. "
+            f"`deltasync relay {shlex.quote(url)} CHANNEL` makes a channel of them, which replicas follow."
         )
     parts = urlsplit(url)
     if parts.scheme in ("s3", "gs", "az"):
