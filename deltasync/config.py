@@ -354,6 +354,8 @@ class ReplicaSettings(ReaderSettings):
         ready_in_outage: Whether a server that serves a proven version stays ready while the store cannot be reached. All
             replicas share it: if they left together, nobody would answer. They may then serve old weights.
         wait_ready: Whether requests wait until the server was ready once. Otherwise the initially loaded weights answer.
+        audit_s: Shortest time between two comparisons of all bits of a followed module with its version; 0 compares in each
+            `sync` and before each new version.
         kv_cache: `keep` the keys and values of running requests across a commit, or `recompute` them with the new weights.
         cache_dir: Absolute path of the directory in which the processes of a machine share downloads; None for a directory
             of this user in the system's temporary directory.
@@ -370,6 +372,7 @@ class ReplicaSettings(ReaderSettings):
     ready_behind: _Natural = 8
     ready_in_outage: bool = True
     wait_ready: bool = True
+    audit_s: _Seconds = 0.0
     kv_cache: Annotated[str, _one_of("keep", "recompute")] = "keep"
     cache_dir: _AbsolutePath | None = None
     cache_bytes: _Natural = 4 << 30

@@ -56,13 +56,20 @@ class Home:
         """Whether this is that process, and not a fork of it."""
         return os.getpid() == self._process
 
+    @property
+    def refusal(self) -> str | None:
+        """Why a fork of the object's process cannot use it; None in its own process."""
+        if self.is_here:
+            return None
+        return (
+            f"This {self._what} belongs to process {self._process}, of which this one is a fork. {_CURE} and make another "
+            "one there, or use it in its own process."
+        )
+
     def check(self) -> None:
         """Refuse to compute in a fork of the object's process (ConfigError)."""
-        if not self.is_here:
-            raise ConfigError(
-                f"This {self._what} belongs to process {self._process}, of which this one is a fork. {_CURE} and make "
-                "another one there, or use it in its own process."
-            )
+        if (refusal := self.refusal) is not None:
+            raise ConfigError(refusal)
 
 
 class _Call(NamedTuple):

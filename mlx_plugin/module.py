@@ -91,7 +91,7 @@ class ModuleTarget(GatedTarget):
             self._kept.drop()
         super().open(identify)
 
-    def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion:
+    def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | None:
         """As `Target.stage`. Takes memory for a second copy of the weights, until no graph has the first any more."""
         live = self._opened.memory
         made: dict[int, mx.array] = {}  # arrays that have two names stay one

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +24,17 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings, parse_pin, pin_text
-from deltasync.errors import ConfigError, NotPublishedError
-from deltasync.following.gate import Gate, GatedTarget, Names, Part, plain_name, reclassed
+from deltasync.errors import ConfigError, ModelMismatchError, NotPublishedError
+from deltasync.following.gate import Gate, GatedTarget, Mapped, Names, Part, plain_name, reclassed
+from deltasync.following.kept import Kept
 from deltasync.following.loop import Follow
 from deltasync.following.status import Commit, Status
+from deltasync.following.target import Identify
 from deltasync.following.weights import StagedVersion
 from deltasync.stores import Store
 
@@ -65,6 +69,8 @@ class ModuleReplica:
     @property
     def error(self) -> str | None:
         """The reason why the weights are not newer, in one sentence; None if there is none."""
+        if self._gate.fork is not None:
+            return self._gate.fork
         since_s = self._gate.waits_since_s
         waits_s = 0.0 if since_s is None else time.monotonic() - since_s
         if waits_s > _WAIT_S:
@@ -85,7 +91,7 @@ class ModuleReplica:
     def status(self) -> Status:
         """State, versions and commits, as a server's `GET /deltasync/status`."""
         status, refusal = self._follow.status(), self._gate.refusal
-        if refusal is not None and status.state == "serving":
+        if refusal is not None and (status.state == "serving" or self._gate.fork is not None):
             status.state, status.error = "failed", refusal
         return status
 
@@ -131,7 +137,7 @@ class ModuleReplica:
         Raises:
             ApplyError: it is still not known.
         """
-        with self._gate.inside(wait_s):
+        with self._gate.inside(wait_s, holds=True):
             yield self.version
 
     def close(self) -> None:
@@ -151,12 +157,62 @@ class ModuleReplica:
         self.close()
 
     def _refuse_inside(self) -> None:
-        if self._gate.depth:
+        if self._gate.fork is None and self._gate.depth:
             raise ConfigError("Weights cannot change while this thread holds them, or inside a forward call.")
 
 
 class ModuleTarget(GatedTarget):
     """The memory of a torch module."""
+
+    def __init__(self, module: torch.nn.Module, reader: ChannelReader, names: Names, gate: Gate) -> None:
+        super().__init__(module, reader, names, gate)
+        self._kept = Kept(module, self._is_own)
+        self._mine = [*self._followed().values()]
+        # These frames are not of the model, and not compiled with it.
+        uncompiled: Any = torch.compiler.disable
+        gate.begun, gate.ended = uncompiled(gate.begun), uncompiled(gate.ended)
+
+    def open(self, identify: Identify) -> None:
+        """Find the channel's tensors in the module, and which version they are, if any."""
+        self._kept.check()
+        with self._gate.alone():
+            self._kept.drop()
+        super().open(identify)
+        self._mine = [*self._followed().values()]
+
+    def _is_own(self, name: str) -> bool:
+        """Whether `names`, which may know those of the state_dict alone, gives None, and not because of an adapter."""
+        try:
+            return plain_name(name) is not None and self._names(name) is None
+        except Exception:  # noqa: BLE001 - of the caller's function
+            return False
+
+    def _mapped(self, state: Mapping[str, Any]) -> Mapped:
+        held = [*self._module.parameters(), *self._module.buffers()]
+        own, storages = {*map(id, held)}, {*map(_storage, held)}
+        for name, tensor in state.items():
+            if self._names(name) is None or not isinstance(tensor, torch.Tensor) or not tensor.numel():
+                continue
+            is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+            if is_lazy(tensor) or tensor.is_meta or is_wrapper:
+                continue  # `places` refuses it
+            if id(tensor) not in own and _storage(tensor) not in storages:
+                raise ModelMismatchError(
+                    f"{name} in the module's state_dict is a copy, made by get_extra_state or a hook, of what the module "
+                    "computes with, so it cannot be written: map it to None in `names` if the module keeps its own."
+                )
+            if _is_shared(tensor):
+                raise ModelMismatchError(
+                    f"{name} is in memory that other processes may read, which no gate keeps from them while a version is "
+                    "written: follow with a module of its own memory, such as copy.deepcopy makes, in each process."
+                )
+        for path, module in self._module.named_modules():
+            if getattr(module, _MERGED, None):
+                raise ModelMismatchError(
+                    f"An adapter is merged into the weights of {path}, so they are not the channel's: call "
+                    "unmerge_adapter() on the module."
+                )
+        return super()._mapped(state)
 
     def _state(self) -> Mapping[str, Any]:
         return self._module.state_dict(keep_vars=True)
@@ -175,28 +231,75 @@ class ModuleTarget(GatedTarget):
             found += ((module._modules, name, child, None) for name, child in module._modules.items())
             for held in (module._parameters, module._buffers):
                 found += ((held, name, each, self._place(each)) for name, each in held.items() if id(each) in followed)
+            if (merged := vars(module).get(_MERGED)) is not None:
+                found.append((vars(module), _MERGED, merged, self._place(merged)))
         return found
 
     def _place(self, part: Any) -> object:
         """As `GatedTarget._place`. An address identifies memory only while that is held, as `Segment`s hold it."""
+        if isinstance(part, list):
+            return tuple(part)
         if not isinstance(part, torch.Tensor) or is_lazy(part):
             return None
-        version = 0 if part.is_inference() else part._version  # grows with each write by torch, and not with ours
+        version = 0 if part.is_inference() else part._version  # grows with most writes by others
         return part.data_ptr(), part.device, part.dtype, part.shape, part.stride(), version
 
+    def _writes(self) -> int:
+        return sum(each._version for each in self._mine if not each.is_inference())
+
+    def _call_begun(self) -> int:
+        if not self._first_ended:
+            self._kept.begin()
+        return super()._call_begun()
+
+    def _call_ended(self, begun: int) -> str | None:
+        if not self._first_ended:
+            self._kept.end()
+        return super()._call_ended(begun)
+
     def _exchange(self, staged: StagedVersion) -> Commit:
+        self._kept.drop()
         try:
-            return super()._exchange(staged)
+            commit = super()._exchange(staged)
         finally:
             torch.clear_autocast_cache()  # of the weights in another dtype, which a context of torch.autocast keeps
+        self._kept.remake()
+        written = [each for each in self._followed().values() if not each.is_inference()]
+        torch.autograd.graph.increment_version(written)  # a backward that needs the bits of before raises
+        return commit
 
     def _finish_calls(self) -> None:
         for device in {tensor.device for tensor in self.tensors.values() if tensor.device.type != "cpu"}:
             torch.accelerator.synchronize(device)  # kernels that forward calls have launched
 
 
+_MERGED = "merged_adapters"  # attribute of a layer of PEFT: the adapters that were added to its weight
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # it has no memory of its own
+        return 0
+
+
+def _is_shared(tensor: Any) -> bool:
+    """Whether another process can reach a tensor's memory, by torch's means."""
+    if not tensor.is_cuda:
+        return bool(tensor.is_shared())
+    known = sys.modules.get("torch.multiprocessing.reductions")
+    held = tensor.untyped_storage()._cdata
+    return known is not None and any(getattr(ref, "cdata", None) == held for ref in [*known.shared_cache.values()])
+
+
 _gates: weakref.WeakKeyDictionary[torch.nn.Module, Gate] = weakref.WeakKeyDictionary()  # of followed modules
 _followed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # these, and all modules in them
+
+
+_FULLGRAPH = (
+    "deltasync: the gate of a followed module is not compiled. For fullgraph=True compile what is inside of it: call "
+    "module.compile(fullgraph=True) before deltasync.follow(module)"
+)
 
 
 def _batching(given: Any) -> Any:
@@ -218,7 +321,7 @@ def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """
 
     # The gate is not compiled; the forward call inside it is.
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
+    @torch.compiler.disable(recursive=False, reason=_FULLGRAPH)  # type: ignore[untyped-decorator, no-untyped-call]
     def passed(self: torch.nn.Module, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         gate = _gates.get(self)
         if gate is None:
@@ -266,6 +369,10 @@ def _gating(module: torch.nn.Module, gate: Gate) -> Iterator[None]:
     """Return a context in which a module, and each model in it that has a `generate`, passes a gate."""
     if any(each in _followed for each in module.modules()):
         raise ConfigError("This module, or a part of it, follows a channel already: close() that first.")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(
+            "A scripted or traced module has no Python call that could wait for a version: follow with its source."
+        )
     with contextlib.ExitStack() as stack:
         for each in module.modules():
             # In a wrapped model, the model inside has the `generate` that is called.
@@ -325,7 +432,9 @@ def follow(
         chosen = dataclasses.replace(chosen, replica_id=f"{chosen.replica_id[:80]}-{os.getpid()}")
     gate, gated = Gate(), contextlib.ExitStack()
     reader = ChannelReader(open_failover(channel), chosen.trusted_keys)
-    following = Follow(reader, make(module, reader, named, gate), chosen)
+    target = make(module, reader, named, gate)
+    target.audit_s = chosen.audit_s
+    following = Follow(reader, target, chosen)
     gated.enter_context(gating(module, gate))
     return ModuleReplica(following, gate, gated, background)
 

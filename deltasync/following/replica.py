@@ -85,7 +85,7 @@ class MemoryTarget:
         """Audit the live bits (`Target.settle`)."""
         self._opened.settle()
 
-    def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | Sequence[StoredRecord]:
+    def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | Sequence[StoredRecord] | None:
         """Stage a chain (`Target.stage`). A replica that joins loads the chain at its commit."""
         if self.version is None or self.joining:
             return chain

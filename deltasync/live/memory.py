@@ -178,13 +178,20 @@ class LiveMemory:
 
     def audit(self) -> None:
         """Recompute the fingerprints of all segments from every bit of live memory."""
+        self.parts = self._read_parts()
+        _ = self._union  # made here, because `compare` is called in a commit's pause
+
+    def is_intact(self) -> bool:
+        """Whether the fingerprints of all segments are still `parts`, by every bit of live memory. Changes nothing."""
+        return bool((self._read_parts() == self.known_parts).all())
+
+    def _read_parts(self) -> np.ndarray:
         self._check_places(self._specs)
         part_P = np.zeros(sum(map(len, self._segments.values())), np.uint64)
         for places in itertools.chain(*self._places.values(), *self._tied.values()):
             with places.device.staging():
                 np.add.at(part_P, *places.fingerprints())
-        self.parts = part_P
-        _ = self._union  # made here, because `compare` is called in a commit's pause
+        return part_P
 
     def _check_places(self, names: Mapping[str, object]) -> None:
         if missing := names.keys() - self._segments.keys():

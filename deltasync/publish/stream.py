@@ -119,6 +119,7 @@ def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Raises:
         ConfigError: FSDP1 shards a part of the module.
+        ModelMismatchError: its state_dict has a value that is no tensor, such as packed weights or an extra state.
     """
     for part in module.modules():
         if any(base.__name__ == "FullyShardedDataParallel" for base in type(part).__mro__):
@@ -132,7 +133,13 @@ def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     # Patterns of the names that from_pretrained ties to another one: a list, from transformers 5 on a dict.
     tied = list(getattr(module, "_tied_weights_keys", None) or ())
     params = {plain(name): param for name, param in module.named_parameters(remove_duplicate=False)}
-    state = {plain(name): value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    state = {plain(name): value for name, value in module.state_dict().items() if value is not None}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ModelMismatchError(
+                f"{name} in the module's state_dict is no tensor but a {type(value).__name__}, which no channel carries: "
+                "publish the pairs of name and tensor that replicas need, instead of the module."
+            )
     # A state dict has detached tensors, without what frameworks have noted about parameters.
     state |= {name: param for name, param in params.items() if _is_marked(param) and name in state}
     held = {plain(name): buffer for name, buffer in module.named_buffers(remove_duplicate=False)} | params

@@ -17,6 +17,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from deltasync import Publisher, follow
+from deltasync.errors import ApplyError, ModelMismatchError
 from tests.conftest import assert_same_bits
 from trl_callback import gather
 
@@ -78,6 +80,39 @@ def built(auto: Any, name: str) -> Any:
         return auto.from_config(config).eval()
     except Exception as error:  # noqa: BLE001 - of any model's own checks
         pytest.skip(f"{name} cannot be built by these sizes: {type(error).__name__}")
+
+
+def moved(model: Any, version: int) -> None:
+    """Change every weight and every persistent buffer that is no whole number."""
+    source = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for tensor in {id(each): each for each in model.state_dict(keep_vars=True).values()}.values():
+            if tensor.is_floating_point():
+                tensor.add_(0.02 * torch.randn(tensor.shape, generator=source).to(tensor.dtype))
+
+
+@pytest.mark.parametrize(("auto", "name"), CASES, ids=[f"{name}-{auto.__name__[12:]}" for auto, name in CASES])
+def test_a_followed_one_computes_what_a_fresh_one_does_in_three_versions(auto: Any, name: str, memory_url: str) -> None:
+    trainer, live = built(auto, name).requires_grad_(False), built(auto, name).requires_grad_(False)
+    moved(live, 9)
+    with Publisher(memory_url, dtype="keep", retention=None) as publisher:
+        publisher.publish(trainer).wait()
+        try:
+            with follow(live, memory_url, background=False) as following:
+                for version in (1, 2, 3):
+                    assert following.sync() == version
+                    fresh = built(auto, name)
+                    fresh.load_state_dict(trainer.state_dict())
+                    expected = logits_of(fresh)
+                    if expected is None:
+                        pytest.skip(f"{name} wants more than tokens")
+                    with torch.no_grad():
+                        found = live(input_ids=torch.arange(3, 11)[None], use_cache=False).logits
+                    assert torch.equal(found.nan_to_num(), expected.nan_to_num()), version
+                    moved(trainer, version)
+                    publisher.publish(trainer).wait()
+        except (ModelMismatchError, ApplyError) as error:
+            pytest.skip(f"{name} is refused: {error}")
 
 
 def logits_of(model: Any) -> torch.Tensor | None:

@@ -527,6 +527,10 @@ def _masked(model: Any) -> None:
     prune.l1_unstructured(model.lm_head, "weight", 0.5)
 
 
+def _shared(model: Any) -> None:
+    model.share_memory()
+
+
 def _on_meta(model: Any) -> None:
     model.lm_head.to("meta")
 
@@ -544,6 +548,7 @@ def _on_meta(model: Any) -> None:
         _renamed,
         _normalized,
         _masked,
+        _shared,
         _on_meta,
     ],
     ids=lambda change: change.__name__.strip("_"),
@@ -585,7 +590,7 @@ def _replaced(model: Any) -> None:
     model.lm_head = torch.nn.Linear(32, 64, bias=False, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("change", [_transposed, _written, _assigned, _replaced, torch.nn.Module.share_memory])
+@pytest.mark.parametrize("change", [_transposed, _written, _assigned, _replaced])
 def test_nothing_is_computed_with_weights_that_something_else_wrote_or_moved(
     memory_url: str, change: Callable[[Any], Any]
 ) -> None:

@@ -1,0 +1,358 @@
+"""Values that a torch module keeps beside its weights: a new version must not meet those of an old one.
+
+A module may compute something from its weights at its first call and keep it. If nothing was there when the module began to
+follow, it is dropped, so that the next call makes it again. A value that was there already, in a module that holds weights,
+may come from these, so the module is refused by the value's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, MutableMapping, Set
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from deltasync.errors import ModelMismatchError
+
+_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {"_forward_module", "_orig_mod", "_compiled_call_impl"}
+_NOT_MADE = (torch.int64, torch.bool)  # positions, token numbers and masks, also those of a generation that runs
+_REBUILT = "transformers."  # builds modules without values, so that it makes no non-persistent buffer of weights
+_FLAGS = ("layers_are_rescaled",)  # attributes that are true once a first forward call has changed the weights
+_REMAKES = (WeightNorm, SpectralNorm, prune.BasePruningMethod)  # hooks that set an attribute before each forward call
+_PLAIN = (bool, int, float, str, type(None))
+_NO_OBJECTS = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, functools.partial, dict, list)
+_ABSENT = object()
+
+
+_Key = tuple[int, str]
+
+
+class _Slot(NamedTuple):
+    """A named value of a module, or of an object that a module holds.
+
+    Attributes:
+        held: The mapping that holds it.
+        where: Its name in the followed module.
+        trust: How much is known of the module: see below.
+    """
+
+    held: MutableMapping[str, Any]
+    name: str
+    where: str
+    trust: int
+
+    @property
+    def key(self) -> _Key:
+        """Identifies it while its mapping is held."""
+        return id(self.held), self.name
+
+    @property
+    def value(self) -> Any:
+        """Its value now."""
+        return self.held.get(self.name, _ABSENT)
+
+
+_NONE, _BUILT, _SHAPE, _FULL = range(4)
+"""No value may stay; those may that were there when the module began to follow, because its package makes them without
+weights; those may that have no weight's shape, because the module has no weights; all may."""
+
+
+class _Was(NamedTuple):
+    """The value of a slot when the module began to follow: its tensors, and a copy of a value without any."""
+
+    value: Any
+    tensors: list[torch.Tensor]
+    marks: list[object]
+    plain: Any
+
+
+class Kept:
+    """The values of a module outside of its weights, compared with those of when it began to follow.
+
+    Args:
+        module: The module.
+        is_own: Whether the module's owner says that a value has nothing to do with the channel, by its name.
+    """
+
+    def __init__(self, module: torch.nn.Module, is_own: Callable[[str], bool]) -> None:
+        self._module, self._is_own = module, is_own
+        self._was: dict[_Key, _Was] = {}
+        self._holders: dict[int, Any] = {}  # held, so that they keep their identities
+        self._plain: dict[_Key, Any] = {}  # plain values as the first forward call began
+        self._made: set[_Key] = set()  # plain values that it has changed
+        live = self._live()
+        for slot in self._slots():
+            self._note(slot, live)
+
+    def begin(self) -> None:
+        """Note plain values as the first forward call begins."""
+        self._plain = {slot.key: slot.value for slot in self._slots() if slot.trust < _SHAPE and _is_scalar(slot.value)}
+
+    def end(self) -> None:
+        """Note which plain values it has changed, when it ends."""
+        for slot in self._slots():
+            is_noted = slot.trust < _SHAPE and _is_scalar(slot.value) and id(slot.held) in self._holders
+            if is_noted and not _is_same(slot.value, self._plain.get(slot.key, _ABSENT)):
+                self._made.add(slot.key)
+
+    def check(self) -> None:
+        """Refuse what the module had when it began to follow and what may come from weights.
+
+        Raises:
+            ModelMismatchError: with its name.
+        """
+        if getattr(sys.modules.get("torch._inductor.config"), "freezing", False):
+            raise ModelMismatchError(
+                "torch._inductor.config.freezing makes constants of weights in compiled code, so a new version would leave "
+                "it as it is: turn it off and compile anew."
+            )
+        for path, module in self._module.named_modules():
+            for flag in _FLAGS:
+                if vars(module).get(flag) is True:
+                    raise ModelMismatchError(
+                        f"{path}.{flag}".lstrip(".") + " says that a forward call has changed the module's weights, so "
+                        "they are not those of a checkpoint: load it anew and follow before its first call."
+                    )
+        shapes = self._shapes()
+        for slot in self._slots():
+            was = self._was.get(slot.key)
+            if was is None or slot.value is not was.value or slot.trust in (_BUILT, _FULL):
+                continue
+            if any(_may_be_made(each) for each in was.tensors if slot.trust == _NONE or _shape(each) in shapes):
+                raise ModelMismatchError(_sentence(slot.where, "is no weight of the channel and may be made of weights"))
+
+    def drop(self) -> None:
+        """Drop what calls have made since. Nobody may compute meanwhile. Mutates attributes and buffers of the module.
+
+        Raises:
+            ModelMismatchError: there is something that cannot be dropped; nothing was.
+        """
+        live, shapes = self._live(), self._shapes()
+        dropped: dict[_Key, tuple[_Slot, Any]] = {}
+        slots = [slot for slot in self._slots() if slot.trust < _FULL]
+        for slot in slots:
+            if id(slot.held) not in self._holders:
+                self._note(slot, live)  # of a module that was put in later
+                continue
+            was = self._was.get(slot.key, _Was(_ABSENT, [], [], _ABSENT))
+            if slot.value is was.value and (_is_scalar(was.value) or self._is_holder(was.value)):
+                continue  # what an object holds has slots of its own
+            tensors = _tensors(slot.value, live, self._modules())
+            if slot.trust == _SHAPE:
+                tensors = [each for each in tensors if _shape(each) in shapes]
+            if was.tensors:
+                if slot.trust == _NONE and [*map(_mark, tensors)] != was.marks:
+                    raise ModelMismatchError(_sentence(slot.where, "was changed by a forward call"))
+            elif slot.trust == _SHAPE and tensors:
+                raise ModelMismatchError(_sentence(slot.where, "was made by a forward call and has a weight's shape"))
+            elif tensors or (slot.key in self._made and type(slot.value) is float):
+                dropped[slot.key] = slot, was.plain
+        holders = {id(slot.held) for slot, _ in dropped.values()}
+        for slot in slots:
+            was = self._was.get(slot.key, _Was(_ABSENT, [], [], _ABSENT))
+            if slot.key in dropped:
+                if not _is_plain(was.plain):
+                    raise ModelMismatchError(_sentence(slot.where, "was made by a forward call"))
+            elif id(slot.held) in holders and _is_scalar(slot.value) and not _is_same(slot.value, was.value):
+                # It may say that the dropped value is there.
+                if slot.key not in self._made or not _is_scalar(was.plain):
+                    raise ModelMismatchError(_sentence(slot.where, "was changed beside a value that a forward call made"))
+                dropped[slot.key] = slot, was.plain
+        for slot, plain in dropped.values():
+            _restore(slot, plain)
+        for kind in {kind for module in self._module.modules() for kind in type(module).__mro__}:
+            for value in vars(kind).values():
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
+        cached, modules = parametrize._cache, self._modules()  # of `parametrize.cached()`
+        for key in [key for key in cached if key[0] in modules]:
+            cached.pop(key, None)
+
+    def remake(self) -> None:
+        """Have the hooks of `weight_norm`, `spectral_norm` and pruning set their attributes from the new weights."""
+        with torch.no_grad():
+            for module in self._module.modules():
+                for hook in module._forward_pre_hooks.values():
+                    if isinstance(hook, _REMAKES) and not (isinstance(hook, SpectralNorm) and module.training):
+                        hook(module, None)
+
+    def _is_holder(self, value: Any) -> bool:
+        return _is_object(value) and id(vars(value)) in self._holders
+
+    def _note(self, slot: _Slot, live: Set[int]) -> None:
+        value = slot.value
+        tensors = _tensors(value, live, self._modules())
+        plain = copy.copy(value) if not tensors and isinstance(value, dict | list | set) else value
+        self._was[slot.key] = _Was(value, tensors, [*map(_mark, tensors)], plain)
+
+    def _live(self) -> set[int]:
+        """Return where the weights lie."""
+        return {each.untyped_storage().data_ptr() for each in self._weights().values() if _has_storage(each)}
+
+    def _shapes(self) -> set[tuple[int, ...]]:
+        return {shape for shape in map(_shape, self._weights().values()) if len(shape) > 1}
+
+    def _modules(self) -> set[int]:
+        return {id(module) for module in self._module.modules()}
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Return parameters and persistent buffers, by all their names."""
+        found: dict[str, torch.Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
+        for path, module in self._module.named_modules(remove_duplicate=False):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    found[f"{path}.{name}".lstrip(".")] = buffer
+        return found
+
+    def _slots(self) -> Iterator[_Slot]:
+        """Yield what the module and its parts hold beside weights; notes each new holder once it was passed."""
+        weighted = {""}
+        for name in self._weights():
+            if not self._is_own(name):
+                parts = name.split(".")
+                weighted |= {".".join(parts[:end]) for end in range(1, len(parts))}
+        seen, first = set[int](), not self._was
+        for path, module in self._module.named_modules():
+            remade = {_target(hook) for hook in module._forward_pre_hooks.values() if isinstance(hook, _REMAKES)}
+            is_known = f"{type(module).__module__}.".startswith(_REBUILT)
+            trust = _NONE if path in weighted else _FULL if is_known else _SHAPE
+            held: dict[str, Any] = module._buffers
+            if first:
+                self._holders |= {id(held): held, id(vars(module)): vars(module)}
+            for name in [*module._non_persistent_buffers_set]:
+                where = f"{path}.{name}".lstrip(".")
+                built = _BUILT if trust == _NONE and is_known else trust
+                if name in held:
+                    yield _Slot(held, name, where, _FULL if self._is_own(where) else built)
+            for name, value in [*vars(module).items()]:
+                if name in _INTERNAL:
+                    continue
+                where = f"{path}.{name}".lstrip(".")
+                own = _FULL if name in remade or (not _is_scalar(value) and self._is_own(where)) else trust
+                yield _Slot(vars(module), name, where, own)
+                if _is_object(value) and id(value) not in seen:
+                    seen.add(id(value))
+                    if first:
+                        self._holders[id(vars(value))] = vars(value)
+                    for inner in [*vars(value)]:
+                        yield _Slot(vars(value), inner, f"{where}.{inner}", own)
+
+
+def _sentence(where: str, what: str) -> str:
+    return (
+        f"{where} {what}, so a new version would leave it as it is: this module cannot follow. If it has nothing to do with "
+        f"weights, say so by names={{{where!r}: None}}; if a forward call makes it, follow before the first one."
+    )
+
+
+def _restore(slot: _Slot, plain: Any) -> None:
+    value = slot.value
+    if plain is _ABSENT:
+        del slot.held[slot.name]
+    elif type(value) is type(plain) and isinstance(value, dict | set):
+        value.clear()
+        value.update(plain)
+    elif type(value) is type(plain) and isinstance(value, list):
+        value[:] = plain
+    else:
+        slot.held[slot.name] = plain
+
+
+def _tensors(value: Any, live: Set[int], modules: Set[int]) -> list[torch.Tensor]:
+    """Return the tensors that a value holds and that may be made of weights, without views of the weights themselves."""
+    return [
+        each
+        for each in _within(value, {*modules}, 1)
+        if each.dtype not in _NOT_MADE and _has_storage(each) and each.untyped_storage().data_ptr() not in live
+    ]
+
+
+def _within(value: Any, seen: set[int], objects: int) -> Iterator[torch.Tensor]:
+    if _is_scalar(value) or id(value) in seen:
+        return
+    seen.add(id(value))
+    inner: list[Any] = []
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, np.ndarray):
+        with contextlib.suppress(TypeError):  # of text and objects
+            yield torch.from_numpy(value)
+    elif isinstance(value, torch.nn.Module):  # that is not registered
+        inner = [*value.parameters(), *value.buffers()]
+    elif isinstance(value, dict):
+        inner = [*value.values()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = [*value]
+    elif isinstance(value, functools.partial):
+        inner = [value.func, *value.args, *value.keywords.values()]
+    elif inspect.isfunction(value):
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # of an empty one
+                inner.append(cell.cell_contents)
+    elif objects and _is_object(value):
+        inner, objects = [*vars(value).values()], objects - 1
+    for each in inner:
+        yield from _within(each, seen, objects)
+
+
+def _is_object(value: object) -> bool:
+    """Whether a value may hold tensors in attributes of its own, without being a module."""
+    return hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value has no tensors, so that it can be put back."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return value is _ABSENT or _is_scalar(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, _PLAIN)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other or one != one)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's sizes in the order that all its transposes share."""
+    return tuple(sorted(tensor.shape))
+
+
+def _mark(tensor: torch.Tensor) -> object:
+    """Return what changes when a tensor is replaced, or written by torch."""
+    return tensor.data_ptr(), tensor.shape, 0 if tensor.is_inference() else tensor._version
+
+
+def _may_be_made(tensor: torch.Tensor) -> bool:
+    """Whether values may come from weights: not one or two repeated ones, as defaults and masks are."""
+    if tensor.numel() < 2:
+        return False
+    flat = tensor.detach().dequantize().reshape(-1) if tensor.is_quantized else tensor.detach().reshape(-1)
+    return bool(((flat != flat[0]) & (flat != flat.flip(0)[0]) & (flat == flat)).any())
+
+
+def _has_storage(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return False
+    try:
+        return value.untyped_storage().data_ptr() != 0
+    except (RuntimeError, NotImplementedError):  # sparse tensors, and wrappers without memory of their own
+        return False
+
+
+def _target(hook: Any) -> str:
+    return str(getattr(hook, "_tensor_name", None) or hook.name)
