@@ -112,7 +112,7 @@ class AdapterTarget(MemoryTarget):
         super().settle()
         self.version = self._opened.version
 
-    def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | Sequence[StoredRecord]:
+    def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | Sequence[StoredRecord] | None:
         """As `Target.stage`; refuse an adapter of another base model."""
         tokens_before, begun_s, config = generated_tokens(), time.perf_counter(), self._config
         if chain[0].use_anchor:
