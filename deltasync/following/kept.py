@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, MutableMapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +76,9 @@ class _Was(NamedTuple):
     plain: Any
 
 
+_NOTHING = _Was(_ABSENT, [], [], _ABSENT)
+
+
 class Kept:
     """The values of a module outside of its weights, compared with those of when it began to follow.
 
@@ -88,11 +91,14 @@ class Kept:
         self._module, self._is_own = module, is_own
         self._was: dict[_Key, _Was] = {}
         self._holders: dict[int, Any] = {}  # held, so that they keep their identities
+        self._objects: dict[int, Any] = {}  # those of them that are no modules
+        self._kinds: set[type] = set()
+        self._memos: list[functools._lru_cache_wrapper[Any]] = []  # of methods of these classes
         self._plain: dict[_Key, Any] = {}  # plain values as the first forward call began
         self._made: set[_Key] = set()  # plain values that it has changed
-        live = self._live()
+        known = self._known(self._weights())
         for slot in self._slots():
-            self._note(slot, live)
+            self._note(slot, known)
 
     def begin(self) -> None:
         """Note plain values as the first forward call begins."""
@@ -123,7 +129,7 @@ class Kept:
                         f"{path}.{flag}".lstrip(".") + " says that a forward call has changed the module's weights, so "
                         "they are not those of a checkpoint: load it anew and follow before its first call."
                     )
-        shapes = self._shapes()
+        shapes = _shapes(self._weights())
         for slot in self._slots():
             was = self._was.get(slot.key)
             if was is None or slot.value is not was.value or slot.trust in (_BUILT, _FULL):
@@ -137,17 +143,19 @@ class Kept:
         Raises:
             ModelMismatchError: there is something that cannot be dropped; nothing was.
         """
-        live, shapes = self._live(), self._shapes()
+        weights = self._weights()
+        known, shapes = self._known(weights), _shapes(weights)
         dropped: dict[_Key, tuple[_Slot, Any]] = {}
-        slots = [slot for slot in self._slots() if slot.trust < _FULL]
-        for slot in slots:
-            if id(slot.held) not in self._holders:
-                self._note(slot, live)  # of a module that was put in later
+        for slot in self._slots(weights, with_plain=False):
+            if slot.trust == _FULL:
                 continue
-            was = self._was.get(slot.key, _Was(_ABSENT, [], [], _ABSENT))
-            if slot.value is was.value and (_is_scalar(was.value) or self._is_holder(was.value)):
+            if id(slot.held) not in self._holders:
+                self._note(slot, known)  # of a module that was put in later
+                continue
+            was = self._was.get(slot.key, _NOTHING)
+            if slot.value is was.value and id(was.value) in self._objects:
                 continue  # what an object holds has slots of its own
-            tensors = _tensors(slot.value, live, self._modules())
+            tensors = _tensors(slot.value, known)
             if slot.trust == _SHAPE:
                 tensors = [each for each in tensors if _shape(each) in shapes]
             if was.tensors:
@@ -155,27 +163,33 @@ class Kept:
                     raise ModelMismatchError(_sentence(slot.where, "was changed by a forward call"))
             elif slot.trust == _SHAPE and tensors:
                 raise ModelMismatchError(_sentence(slot.where, "was made by a forward call and has a weight's shape"))
-            elif tensors or (slot.key in self._made and type(slot.value) is float):
-                dropped[slot.key] = slot, was.plain
-        holders = {id(slot.held) for slot, _ in dropped.values()}
-        for slot in slots:
-            was = self._was.get(slot.key, _Was(_ABSENT, [], [], _ABSENT))
-            if slot.key in dropped:
+            elif tensors:
                 if not _is_plain(was.plain):
                     raise ModelMismatchError(_sentence(slot.where, "was made by a forward call"))
-            elif id(slot.held) in holders and _is_scalar(slot.value) and not _is_same(slot.value, was.value):
-                # It may say that the dropped value is there.
-                if slot.key not in self._made or not _is_scalar(was.plain):
-                    raise ModelMismatchError(_sentence(slot.where, "was changed beside a value that a forward call made"))
+                dropped[slot.key] = slot, was.plain
+        for at, name in self._made:
+            slot = _Slot(self._holders[at], name, name, _NONE)
+            if type(slot.value) is float:
+                dropped[slot.key] = slot, self._was.get(slot.key, _NOTHING).plain
+        for held, where in {at: (slot.held, slot.where) for (at, _), (slot, _) in dropped.items()}.values():
+            for name, value in [*held.items()]:
+                slot = _Slot(held, name, name, _NONE)
+                was = self._was.get(slot.key, _NOTHING)
+                if slot.key in dropped or name in _INTERNAL or not _is_scalar(value) or _is_same(value, was.value):
+                    continue
+                if slot.key not in self._made or not _is_plain(was.plain):  # it may say that the dropped value is there
+                    raise ModelMismatchError(_sentence(where, f"was made by a forward call, and {name} changed beside it"))
                 dropped[slot.key] = slot, was.plain
         for slot, plain in dropped.values():
             _restore(slot, plain)
-        for kind in {kind for module in self._module.modules() for kind in type(module).__mro__}:
-            for value in vars(kind).values():
-                if isinstance(value, functools._lru_cache_wrapper):
-                    value.cache_clear()
-        cached, modules = parametrize._cache, self._modules()  # of `parametrize.cached()`
-        for key in [key for key in cached if key[0] in modules]:
+        for kind in {type(module) for module in self._module.modules()} - self._kinds:
+            self._kinds.add(kind)
+            found = (value for each in kind.__mro__ for value in vars(each).values())
+            self._memos += [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
+        for memo in self._memos:
+            memo.cache_clear()
+        cached = parametrize._cache  # of `parametrize.cached()`
+        for key in [key for key in cached if key[0] in known.modules]:
             cached.pop(key, None)
 
     def remake(self) -> None:
@@ -186,24 +200,15 @@ class Kept:
                     if isinstance(hook, _REMAKES) and not (isinstance(hook, SpectralNorm) and module.training):
                         hook(module, None)
 
-    def _is_holder(self, value: Any) -> bool:
-        return _is_object(value) and id(vars(value)) in self._holders
-
-    def _note(self, slot: _Slot, live: Set[int]) -> None:
+    def _note(self, slot: _Slot, known: _Known) -> None:
         value = slot.value
-        tensors = _tensors(value, live, self._modules())
+        tensors = _tensors(value, known)
         plain = copy.copy(value) if not tensors and isinstance(value, dict | list | set) else value
         self._was[slot.key] = _Was(value, tensors, [*map(_mark, tensors)], plain)
 
-    def _live(self) -> set[int]:
-        """Return where the weights lie."""
-        return {each.untyped_storage().data_ptr() for each in self._weights().values() if _has_storage(each)}
-
-    def _shapes(self) -> set[tuple[int, ...]]:
-        return {shape for shape in map(_shape, self._weights().values()) if len(shape) > 1}
-
-    def _modules(self) -> set[int]:
-        return {id(module) for module in self._module.modules()}
+    def _known(self, weights: Mapping[str, torch.Tensor]) -> _Known:
+        storages = {each.untyped_storage().data_ptr() for each in weights.values() if _has_storage(each)}
+        return _Known({id(module) for module in self._module.modules()}, storages)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Return parameters and persistent buffers, by all their names."""
@@ -214,10 +219,13 @@ class Kept:
                     found[f"{path}.{name}".lstrip(".")] = buffer
         return found
 
-    def _slots(self) -> Iterator[_Slot]:
-        """Yield what the module and its parts hold beside weights; notes each new holder once it was passed."""
+    def _slots(self, weights: Iterable[str] | None = None, *, with_plain: bool = True) -> Iterator[_Slot]:
+        """Yield what the module and its parts hold beside weights. The first time, the holders are noted.
+
+        `weights` has the names of `_weights`, if they are known. Numbers, flags and texts are left out on request.
+        """
         weighted = {""}
-        for name in self._weights():
+        for name in self._weights() if weights is None else weights:
             if not self._is_own(name):
                 parts = name.split(".")
                 weighted |= {".".join(parts[:end]) for end in range(1, len(parts))}
@@ -235,17 +243,20 @@ class Kept:
                 if name in held:
                     yield _Slot(held, name, where, _FULL if self._is_own(where) else built)
             for name, value in [*vars(module).items()]:
-                if name in _INTERNAL:
+                if name in _INTERNAL or (_is_scalar(value) and not with_plain):
                     continue
                 where = f"{path}.{name}".lstrip(".")
                 own = _FULL if name in remade or (not _is_scalar(value) and self._is_own(where)) else trust
                 yield _Slot(vars(module), name, where, own)
-                if _is_object(value) and id(value) not in seen:
-                    seen.add(id(value))
-                    if first:
-                        self._holders[id(vars(value))] = vars(value)
-                    for inner in [*vars(value)]:
-                        yield _Slot(vars(value), inner, f"{where}.{inner}", own)
+                if _is_scalar(value) or id(value) in seen or not _is_object(value):
+                    continue
+                seen.add(id(value))
+                if first:
+                    self._holders[id(vars(value))], self._objects[id(value)] = vars(value), value
+                inside = vars(value)
+                for inner in [*inside]:
+                    if with_plain or not _is_scalar(inside.get(inner)):
+                        yield _Slot(inside, inner, f"{where}.{inner}", own)
 
 
 def _sentence(where: str, what: str) -> str:
@@ -268,17 +279,30 @@ def _restore(slot: _Slot, plain: Any) -> None:
         slot.held[slot.name] = plain
 
 
-def _tensors(value: Any, live: Set[int], modules: Set[int]) -> list[torch.Tensor]:
+class _Known(NamedTuple):
+    """The identities of a module and its parts, and where its weights lie."""
+
+    modules: Set[int]
+    storages: Set[int]
+
+
+def _shapes(weights: Mapping[str, torch.Tensor]) -> set[tuple[int, ...]]:
+    return {shape for shape in map(_shape, weights.values()) if len(shape) > 1}
+
+
+def _tensors(value: Any, known: _Known) -> list[torch.Tensor]:
     """Return the tensors that a value holds and that may be made of weights, without views of the weights themselves."""
+    if _is_scalar(value):
+        return []
     return [
         each
-        for each in _within(value, {*modules}, 1)
-        if each.dtype not in _NOT_MADE and _has_storage(each) and each.untyped_storage().data_ptr() not in live
+        for each in _within(value, known.modules, set(), 1)
+        if each.dtype not in _NOT_MADE and _has_storage(each) and each.untyped_storage().data_ptr() not in known.storages
     ]
 
 
-def _within(value: Any, seen: set[int], objects: int) -> Iterator[torch.Tensor]:
-    if _is_scalar(value) or id(value) in seen:
+def _within(value: Any, modules: Set[int], seen: set[int], objects: int) -> Iterator[torch.Tensor]:
+    if _is_scalar(value) or id(value) in seen or id(value) in modules:
         return
     seen.add(id(value))
     inner: list[Any] = []
@@ -302,7 +326,7 @@ def _within(value: Any, seen: set[int], objects: int) -> Iterator[torch.Tensor]:
     elif objects and _is_object(value):
         inner, objects = [*vars(value).values()], objects - 1
     for each in inner:
-        yield from _within(each, seen, objects)
+        yield from _within(each, modules, seen, objects)
 
 
 def _is_object(value: object) -> bool:

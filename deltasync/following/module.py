@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
+import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -258,6 +259,7 @@ class ModuleTarget(GatedTarget):
         return super()._call_ended(begun)
 
     def _exchange(self, staged: StagedVersion) -> Commit:
+        before = time.perf_counter()
         self._kept.drop()
         try:
             commit = super()._exchange(staged)
@@ -266,7 +268,7 @@ class ModuleTarget(GatedTarget):
         self._kept.remake()
         written = [each for each in self._followed().values() if not each.is_inference()]
         torch.autograd.graph.increment_version(written)  # a backward that needs the bits of before raises
-        return commit
+        return msgspec.structs.replace(commit, pause_s=time.perf_counter() - before)
 
     def _finish_calls(self) -> None:
         for device in {tensor.device for tensor in self.tensors.values() if tensor.device.type != "cpu"}:
