@@ -29,7 +29,7 @@ def test_a_ceiling_is_not_left_high() -> None:
         f"{table}.{name} is {found[table].get(name, 0)}, allowed {count}"
         for table, counts in ceilings().items()
         for name, count in counts.items()
-        if count > 1.03 * found[table].get(name, 0) + (30 if table == "lines" else 1)
+        if count > 1.03 * found[table].get(name, 0) + (300 if table == "tokens" else 1)
     ]
     assert not high
 
@@ -50,7 +50,7 @@ def test_a_ceiling_was_raised_only_with_what_left_for_it() -> None:
     now = tomllib.loads(FILE.read_text())
     for shown in before:
         old = tomllib.loads(shown.stdout)
-        reasons = now.get("raised", [])[len(old.get("raised", [])) :]
+        reasons = [reason for reason in now.get("raised", []) if reason not in old.get("raised", [])]
         by = {reason["what"]: reason["by"] for reason in reasons if reason["left"].strip()}
         raised = {
             f"{table}.{name}": count - old[table].get(name, 0)
