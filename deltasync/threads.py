@@ -29,6 +29,12 @@ NAMES: tuple[str, ...] = get_args(Name)
 """Purposes of threads, whose own names begin with `deltasync-`."""
 
 
+NO_THREADS = (
+    "this process can start no more threads. Its container's limit of processes (pids.max) or the user's (ulimit -u) is "
+    "reached: raise it, or end other processes"
+)
+
+
 def daemon(name: Name, run: Callable[[], object]) -> threading.Thread:
     """Return a thread that is not started. It does not keep the process from ending."""
     return threading.Thread(target=run, name=f"deltasync-{name}", daemon=True)

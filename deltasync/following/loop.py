@@ -35,6 +35,7 @@ from deltasync.errors import (
     NotPublishedError,
     PinnedError,
     SleepingError,
+    StageError,
     StoreError,
     TransientStoreError,
     get_logger,
@@ -46,7 +47,7 @@ from deltasync.following.poll import Poll
 from deltasync.following.status import SHOWN, Commit, HeartbeatWriter, Status
 from deltasync.following.target import Observer, Target
 from deltasync.stores.base import ObjectInfo
-from deltasync.threads import Home, daemon
+from deltasync.threads import NO_THREADS, Home, daemon
 
 logger = get_logger(__name__)
 
@@ -324,9 +325,17 @@ class Follow:
     # Steps
 
     def start(self) -> None:
-        """Follow in a daemon thread until `stop`."""
-        self._thread = daemon("follow", self.run)
-        self._thread.start()
+        """Follow in a daemon thread until `stop`.
+
+        Raises:
+            StageError: no thread can be started now; a later call may.
+        """
+        thread = daemon("follow", self.run)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise StageError(f"Nothing is followed: {NO_THREADS} ({error}).") from None
+        self._thread = thread
 
     def end(self) -> None:
         """Have `run` return after the step that is under way."""

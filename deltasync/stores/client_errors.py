@@ -8,6 +8,7 @@ from obstore import exceptions as obstore_errors
 
 from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.replies import Meaning, Operation, error_class, is_panic, meaning
+from deltasync.threads import NO_THREADS
 
 CLIENT_ERRORS = (obstore_errors.BaseError, FileNotFoundError)
 
@@ -53,7 +54,14 @@ def translate(error: BaseException, place: str, operation: Operation, answered: 
             "service account."
         )
     if is_panic(error):
-        return StoreError(f"{place}: the store's client failed ({error}); the server's reply may be malformed.")
+        what = " ".join((str(error).splitlines() or [""])[0].split())[:300]
+        if "PoisonError" in what:
+            return StoreError(f"{place}: the store's client could not start when it was first used. Restart this process.")
+        if re.search(r"WouldBlock|Resource temporarily unavailable|os error 11\b|code: 11\b|spawn", str(error)):
+            return TransientStoreError(f"{place}: {NO_THREADS}.")
+        if re.search(r"Too many open files|os error 2[34]\b|code: 2[34]\b", str(error)):
+            return TransientStoreError(f"{place}: too many files are open: raise the limit (ulimit -n).")
+        return StoreError(f"{place}: the store's client failed ({what}); the server's reply may be malformed.")
     message, _, internals = str(error).partition("\n\nDebug source")
     if isinstance(error, obstore_errors.InvalidPathError):
         odd = re.search(r'Path "([^"]*)"', message)

@@ -24,6 +24,7 @@ from deltasync.stores.base import REQUEST_S, check_key
 from deltasync.stores.environment import aws_profile, check_cloud, check_role, is_endpoint
 from deltasync.stores.object import LARGEST_BYTES, ObstoreStore, mark_process
 from deltasync.stores.replies import is_panic
+from deltasync.stores.retries import PATIENCE_S
 from deltasync.threads import watched
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0  # until a request without an answer is logged
 
 _OPTIONS = ("endpoint", "region", "virtual_hosted", "profile", "anonymous")
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,7 +19,9 @@ from deltasync import limits
 from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, check_key, check_size, is_key
 from deltasync.stores.client_errors import CLIENT_ERRORS, has_expired, has_timed_out, may_be_renewed, translate
+from deltasync.stores.environment import client_threads
 from deltasync.stores.replies import Operation, is_panic
+from deltasync.threads import NO_THREADS, daemon
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -28,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 LARGEST_BYTES = 5 << 30
 """S3's limit for one put. Multipart uploads may be larger, but not every server honours their precondition."""
+
+_SPARE_THREADS = 4
 
 _Result = TypeVar("_Result")
 
@@ -239,10 +244,31 @@ def memory_store(name: str) -> ObstoreStore:
     return _in_memory.setdefault(name, ObstoreStore(f"memory://{name}", MemoryStore()))
 
 
+def _try_threads() -> None:
+    """Start as many threads as the client's runtime does. Where it cannot, it panics, and never works in this process again.
+
+    Raises:
+        TransientStoreError: a limit is reached.
+    """
+    ends, started = threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(client_threads() + _SPARE_THREADS):
+            thread = daemon("fetch", ends.wait)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        raise TransientStoreError(f"The client of object stores cannot start: {NO_THREADS}.") from None
+    finally:
+        ends.set()
+        for thread in started:
+            thread.join()
+
+
 def mark_process(needs_threads: bool = False) -> None:
     """Record that this process uses obstore. Raise StoreError if the client has threads, which a forked process lacks."""
     global _process
     if _process is None:
+        _try_threads()
         _process = os.getpid()
     elif needs_threads and _process != os.getpid():
         raise StoreError(

@@ -24,6 +24,7 @@ from deltasync.stores.base import Store, WrappedStore
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_S = 10.0  # until a request without an answer is logged
 READS = 3
 """How often bytes that look damaged are read: they may be so on the way only."""
 

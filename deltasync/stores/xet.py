@@ -6,21 +6,25 @@ Only the length is checked here. hf_xet once returned a flipped bit without an e
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from deltasync.errors import ConfigError, DeltaSyncError, StoreError
+from deltasync.errors import ConfigError, DeltaSyncError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo
 from deltasync.stores.environment import check_xet_cache, import_quietly
 from deltasync.stores.replies import is_panic
-from deltasync.stores.retries import Pause
-from deltasync.threads import Workers
+from deltasync.stores.retries import PATIENCE_S, Pause
+from deltasync.threads import Workers, watched
+
+logger = logging.getLogger(__name__)
 
 hf_xet = import_quietly("hf_xet")
 
@@ -52,6 +56,7 @@ CONFIG = {
     },
 }
 _TOKEN_MARGIN_S = 60.0
+_WITHIN_S, _SLOWEST_BYTES_S = 60.0, 128 << 10  # time limit of a transfer without bytes, and what each second adds
 
 _Result = TypeVar("_Result")
 
@@ -62,6 +67,10 @@ class Token(msgspec.Struct, rename="camel"):
     cas_url: str
     access_token: str
     exp: int
+
+
+class _SilentError(TransientStoreError):
+    """The storage does not answer."""
 
 
 class Xet:
@@ -97,7 +106,7 @@ class Xet:
                 raise EOFError(f"{info.file_size} of {len(data)} bytes were stored")
             return str(info.hash)
 
-        return self._transferred("write", upload)
+        return self._transferred("write", upload, len(data))
 
     def download(self, info: ObjectInfo, start: int, end: int) -> bytes:
         """Return bytes `start` to `end` (excluded) of the content with the hash `info.content`."""
@@ -119,18 +128,47 @@ class Xet:
                 raise EOFError(f"{size} of {end - start} bytes arrived")
             return b"".join(pieces)
 
-        return self._transferred("read", download)
+        return self._transferred("read", download, end - start)
 
-    def _transferred(self, scope: str, transfer: Callable[[], _Result]) -> _Result:
+    def _awaited(self, scope: str, transfer: Callable[[], _Result], size: int) -> _Result:
+        """Run a transfer of `size` bytes in a thread, and wait for it, for a time. Say it if that takes long.
+
+        The Hub and the storage are different hosts: one may answer while the other hangs, and hf_xet is silent for minutes.
+        It does not check for signals either: from another thread, Ctrl-C ends the wait.
+
+        Raises:
+            TransientStoreError: the storage has not answered in time.
+        """
+
+        def place() -> str:
+            token = self._tokens.get(scope)
+            return f"{self._url}: {'the Hub' if token is None else f'its storage at {urlsplit(token.cas_url).netloc}'}"
+
+        def report() -> None:
+            logger.warning("%s has had no answer for %g s; waiting on.", place(), PATIENCE_S)
+
+        within_s = _WITHIN_S + size / _SLOWEST_BYTES_S
+        with watched(PATIENCE_S, report):
+            try:
+                return Workers(1, "fetch").submit(transfer).result(within_s)
+            except FutureTimeoutError:
+                self._sessions.pop(scope, None)
+                raise _SilentError(
+                    f"{place()} has not finished a transfer ({scope}) of {size:,} bytes in {within_s:.0f} s. Check that "
+                    "this machine reaches that host: a proxy or a firewall may hold its connections."
+                ) from None
+
+    def _transferred(self, scope: str, transfer: Callable[[], _Result], size: int) -> _Result:
         """Run a transfer and return its result. Raises StoreError if an upload is refused, else TransientStoreError."""
         pause = self._pauses[scope]
         pause.check()
         for is_last in (False, True):
             try:
-                # hf_xet does not check for signals: from another thread, Ctrl-C ends the wait for it.
-                is_main = threading.current_thread() is threading.main_thread()
-                result = Workers(1, "fetch").submit(transfer).result() if is_main else transfer()
+                result = self._awaited(scope, transfer, size)
             except BaseException as error:
+                if isinstance(error, _SilentError):
+                    self._downloads = None
+                    raise pause.failed(str(error)) from None
                 if isinstance(error, DeltaSyncError) or not (isinstance(error, _ERRORS) or is_panic(error)):
                     raise
                 reason = one_line(error)
