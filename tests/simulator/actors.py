@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deltasync import Publisher, Replica, follow
 from deltasync.channel import heartbeat, keys
-from deltasync.errors import DeltaSyncError, FencedError, PublishLostError, StoreError
+from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishLostError, StoreError
+from deltasync.kernels import native
 from deltasync.maintenance import gc
 from deltasync.maintenance.checks import check
 from deltasync.maintenance.relay import Relay
@@ -20,7 +23,7 @@ from deltasync.publish.stream import TensorRange
 from tests.simulator.forgeries import forged
 from tests.simulator.group import Group, KeyStore
 from tests.simulator.scheduler import Process, Thread
-from tests.simulator.store import NO_FAULTS, Faults, Line
+from tests.simulator.store import NO_FAULTS, NO_SPACE, Faults, Line
 
 if TYPE_CHECKING:
     from tests.simulator.world import World
@@ -64,14 +67,20 @@ def trainer(world: World, process: Process) -> None:
             continue
         world.counts["opened"] += 1
         publisher: Publisher = opened
-        mine: dict[int, str] = {}
+        mine: dict[int, str | None] = {}
         receipts: list[Any] = []
         interrupted, leaves = False, world.random.choice((0.02, 0.3))
         while world.step():
+            other = another_call(world, process, publisher, mine, receipts)
+            bits: str | None = None
             world.train()
-            bits = world.note()
             try:
-                receipt = world.call("publish", lambda: publisher.publish(world.weights.items()), True)  # noqa: B023
+                if world.writes and world.random.random() < 0.5:
+                    receipt = beside_a_writer(world, publisher)
+                else:
+                    bits = world.note()
+                    stream = nesting(world, publisher)
+                    receipt = world.call("publish", lambda: publisher.publish(stream), True)  # noqa: B023
             except KeyboardInterrupt:
                 interrupted = True
                 continue
@@ -84,8 +93,11 @@ def trainer(world: World, process: Process) -> None:
             if not isinstance(receipt, DeltaSyncError):
                 mine[receipt.version] = bits
                 receipts.append((receipt, bits))
-                if world.random.random() < 0.5 and waited(world, receipt, bits, mine, interrupted):
-                    acknowledged(world, process, publisher, receipt)
+            if other is not None:
+                other.join()
+            is_published = not isinstance(receipt, DeltaSyncError)
+            if is_published and world.random.random() < 0.5 and waited(world, receipt, bits, mine, interrupted):
+                acknowledged(world, process, publisher, receipt)
             world.pause(world.random.choice((0.2, 2.0, 30.0)))
             if world.random.random() < leaves:
                 break
@@ -98,7 +110,81 @@ def trainer(world: World, process: Process) -> None:
                 waited(world, receipt, bits, mine, interrupted)
 
 
-def waited(world: World, receipt: Any, bits: str, mine: dict[int, str], interrupted: bool) -> bool:
+def beside_a_writer(world: World, publisher: Publisher) -> Any:
+    """Publish while somebody changes the weights, a few elements after each look of the product at them."""
+    weights, before = {name: tensor.clone() for name, tensor in world.weights.items()}, world.bits()
+    world.train()
+    after, later = world.bits(), {name: tensor.flatten().tolist() for name, tensor in world.weights.items()}
+
+    def write() -> None:
+        for name, tensor in weights.items():
+            for at in world.random.sample(range(tensor.numel()), 5):
+                tensor.view(-1)[at] = later[name][at]
+
+    world.mix(before, after)
+    with looking(write):
+        return world.call("publish beside a writer", lambda: publisher.publish(weights.items()))
+
+
+@contextlib.contextmanager
+def looking(write: Callable[[], None]) -> Iterator[None]:
+    """Call something after each look of the product at the weights."""
+    compare = native.compare
+
+    def looked(*arguments: Any) -> Any:
+        try:
+            return compare(*arguments)
+        finally:
+            write()
+
+    native.compare = looked
+    try:
+        yield
+    finally:
+        native.compare = compare
+
+
+def another_call(
+    world: World, process: Process, publisher: Publisher, mine: dict[int, str | None], receipts: list[Any]
+) -> Thread | None:
+    """Publish other weights in another thread of the process: it is refused, or comes before or after."""
+    if not world.calls or world.random.random() < 0.5:
+        return None
+    weights = {name: tensor.clone() for name, tensor in world.weights.items()}
+    held, world.weights = world.weights, weights
+    world.train()
+    bits, world.weights = world.note(), held
+
+    def run() -> None:
+        world.scheduler.sleep(world.random.choice((0.0, 0.0, 0.05)))
+        receipt = world.call("publish in another thread", lambda: publisher.publish(weights.items()))
+        world.counts["refused"] += isinstance(receipt, ConfigError)
+        if not isinstance(receipt, DeltaSyncError):
+            mine[receipt.version] = bits
+            receipts.append((receipt, bits))
+
+    thread = Thread(target=run, name="other", process=process)
+    thread.start()
+    return thread
+
+
+def nesting(world: World, publisher: Publisher) -> Iterator[tuple[str, torch.Tensor]] | Any:
+    """Return the weights as a stream, which may publish them by itself: that must be refused."""
+    if not world.calls or world.random.random() < 0.5:
+        return world.weights.items()
+    weights = {name: tensor.clone() for name, tensor in world.weights.items()}
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for at, item in enumerate(weights.items()):
+            found = world.call("publish in a stream", lambda: publisher.publish(weights.items())) if at == 1 else None
+            if at == 1 and not isinstance(found, ConfigError):
+                world.said.append("a publish inside of another one is not refused")
+            yield item
+
+    return stream()
+
+
+def waited(world: World, receipt: Any, bits: str | None, mine: dict[int, str | None], interrupted: bool) -> bool:
     """Wait for the receipt of these bits; what it calls visible has the bits that were published last under its number."""
     found = world.call("wait", lambda: receipt.wait(world.random.choice((1.0, 60.0, 400.0))))
     if isinstance(found, DeltaSyncError):
@@ -106,12 +192,16 @@ def waited(world: World, receipt: Any, bits: str, mine: dict[int, str], interrup
             world.counts["lost"] += 1
             if not isinstance(found.__cause__, StoreError | FencedError) and "builds on" not in str(found):
                 raise Violation(f"a version is lost, and not because of the store: {found}")
-            if not interrupted:
+            if not interrupted and bits is not None:
                 world.lost.add(bits)
         return False
     world.counts["versions"] += 1
     if not interrupted:  # an interrupted publish may have joined the version
-        world.agree(world.visible, (receipt.version, receipt.digest), mine[receipt.version], "published")
+        given = mine[receipt.version]
+        if given is not None:
+            world.agree(world.visible, (receipt.version, receipt.digest), given, "published")
+        if world.writes or world.calls or "receipts" in world.wanted or world.random.random() < 0.1:
+            world.check_receipt(receipt, given)
     return True
 
 
@@ -119,7 +209,8 @@ def acknowledged(world: World, process: Process, publisher: Publisher, receipt: 
     """Wait, now and then, until a replica serves a version: it must be one of ours, and a follower that had it."""
     if world.random.random() > 0.5 and "acks" not in world.wanted:
         return
-    line, timeout_s = Line(world.disk, process), world.random.choice((0.0, 10.0))
+    line, timeout_s, disk = Line(world.disk, process), world.random.choice((0.0, 10.0)), world.disk
+    began_s, stale = world.scheduler.now_s, disk.met["stale"]
     found = world.call(
         "ack",
         lambda: heartbeat.wait_for(line, publisher.run_id, receipt.version, publisher.published, timeout_s),
@@ -133,6 +224,10 @@ def acknowledged(world: World, process: Process, publisher: Publisher, receipt: 
             raise Violation(f"version {receipt.version} is acknowledged by {beat.replica_id} at {served}")
         if publisher.published.get(beat.version) != beat.sha256:
             raise Violation(f"a replica acknowledges {served}, which this publisher has not published")
+    if not (disk.kind.lag_s or disk.met["stale"] > stale or world.harm):
+        problem = disk.lives.overlooked(found, receipt.version, began_s, publisher.run_id)
+        if problem is not None:
+            raise Violation(problem)
 
 
 def job(world: World, process: Process) -> None:
@@ -295,11 +390,16 @@ def follower(world: World, process: Process) -> None:
             continue
         while world.step():
             world.pause(world.random.choice((1.0, 20.0)))
+            if world.is_slow and world.disk.lives.age_s(process) > heartbeat.LIVE_S:
+                raise Violation(f"{process.name} has written no heartbeat for {world.disk.lives.age_s(process):.0f} s")
             with contextlib.suppress(DeltaSyncError), following.hold(1.0) as version:
                 if version is not None and following.digest is not None:
                     world.compare_bits((version, following.digest), dict(model.named_parameters()))
                     world.counts["followed"] += 1
-            if world.random.random() < 0.1:
+            if world.random.random() < 0.2 and following.version is not None:
+                pin = world.random.choice(("newest", f"{following.version}"))
+                world.call("pin", lambda: setattr(following, "pin", pin))  # noqa: B023
+            if world.random.random() < 0.05:
                 break
         world.call("stop", following.close)
 
@@ -326,7 +426,9 @@ def keeper(world: World, process: Process) -> None:
         found = world.call("check", lambda: check(reader, read_data=world.random.random() < 0.3))  # noqa: B023
         world.counts["checked"] += not isinstance(found, DeltaSyncError)
         if world.forgets:
-            world.call("gc", lambda: gc(reader, KeepPolicy(last=3), grace_s=600.0))  # noqa: B023
+            found = world.call("gc", lambda: gc(reader, KeepPolicy(last=3), grace_s=world.retention.grace_s))  # noqa: B023
+            if world.fills and NO_SPACE in str(found):
+                raise Violation(f"gc cannot free a full store: {found}")
         elif world.harm is not None and world.random.random() < 0.3:
             mended(world, process)
 
@@ -358,7 +460,16 @@ def outsider(world: World, process: Process) -> None:
                 attempt.is_challenged = True
 
 
-EVENTS = {"kill": 0.15, "suspend": 0.1, "clock": 0.1, "interrupt": 0.07, "expired": 0.05, "harm": 0.13}
+EVENTS = {
+    "full": 0.05,
+    "copy": 0.05,
+    "kill": 0.15,
+    "suspend": 0.1,
+    "clock": 0.1,
+    "interrupt": 0.07,
+    "expired": 0.05,
+    "harm": 0.13,
+}
 """What fate does in one of its turns, and how often."""
 
 
@@ -385,8 +496,14 @@ def fate(world: World, process: Process) -> None:
             interrupt(world, victim)
         elif event == "expired":
             victim.refused_until_s = now.now_s + random.choice((3.0, 60.0))
+        elif event == "full" and world.fills:
+            world.disk.room_bytes = world.disk.bytes if world.disk.room_bytes == math.inf else math.inf
+            now.say(f"the store has room for {world.disk.room_bytes} bytes")
+        elif event == "copy" and world.copies and victim.name.startswith("follower") and victim.drawn:
+            copy(world, victim)
         elif event == "harm":
             saved = harm(world, saved)
+    world.disk.room_bytes = math.inf
     world.disk.faults = world.copy.faults = NO_FAULTS
     for each in world.live:
         each.resume(now.now_s)
@@ -434,10 +551,13 @@ def weather(world: World) -> None:
     def chance(most: float) -> float:
         return world.random.choice((0.0, 0.0, world.random.uniform(0.0, most)))
 
-    likely = {name: chance(0.2) for name in ("before", "after", "late", "doubled", "stale")}
+    likely = {name: chance(0.2) for name in ("before", "after", "late", "doubled", "stale", "forgotten")}
     rare = {"hung": chance(0.02), "damaged": chance(0.05), "refused": chance(0.02), "stalled": chance(0.01)}
     if world.harm == "swallow":
         rare["swallowed"] = chance(0.1)
+    if world.is_slow:
+        world.disk.faults = world.copy.faults = Faults(slow=0.5)
+        return
     wanted = {name: 0.02 if name == "stalled" else 0.1 for name in (*likely, *rare) if name in world.wanted}
     kind = 1.0 if wanted else world.random.random()
     found = NO_FAULTS if kind < 0.3 else FULL if kind < 0.35 else Faults(**(likely | rare | wanted))
@@ -452,6 +572,13 @@ def kill(world: World, victim: Process) -> None:
     world.live.remove(victim)
     if victim.name in world.actions:
         world.actor(victim.name, world.actions[victim.name])
+
+
+def copy(world: World, original: Process) -> None:
+    """Run another process that was restored from a snapshot of this one, with its name and what it drew by chance."""
+    thread = world.actor(original.name, world.actions[original.name])
+    thread.process.copied.append(original.drawn[-1])
+    world.scheduler.say(f"{original.name} is copied")
 
 
 def interrupt(world: World, victim: Process) -> None:

@@ -17,10 +17,12 @@ from typing import Any
 from deltasync.channel import keys
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import REQUEST_S, ObjectInfo, check_key, check_size
+from tests.simulator.lives import Lives
 from tests.simulator.scheduler import EPOCH_S, Process, Scheduler, Thread
 
 LATE_S = 18.0  # a request that was given up may still have its effect; a guarded one within `REQUEST_S`
 HUNG_S = 60.0
+NO_SPACE = "no space left"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,8 @@ class Faults:
     refused: float = 0.0  # a lasting error, such as a full disk
     swallowed: float = 0.0  # answered as if it were done
     stalled: float = 0.0  # its sender stands still just before it is sent
+    forgotten: float = 0.0  # a deletion that is answered, and not done
+    slow: float = 0.0  # a reply with many bytes that takes a minute
 
 
 NO_FAULTS = Faults()
@@ -90,6 +94,9 @@ class Disk:
         harmed: Keys that somebody else changed, or that time was turned back for.
         requests: How many were made, by verb.
         faults: What requests meet now.
+        ahead_s: Seconds by which its clock is ahead.
+        room_bytes: The most bytes of all objects.
+        lives: Who writes heartbeats, if that is followed.
         problem: What the product did that it must not do.
     """
 
@@ -104,9 +111,23 @@ class Disk:
         self.faults = NO_FAULTS
         self.met: Counter[str] = Counter()
         self.watches: list[_Watch] = []
+        self.ahead_s, self.room_bytes, self.lives = 0.0, math.inf, Lives(self, 0.0)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all objects."""
+        return sum(len(held.data) for held in self.objects.values())
+
+    def still(self) -> Disk:
+        """Return a store that holds the same objects, without faults."""
+        found = Disk(self.scheduler, KINDS[0], f"{self.name}-still")
+        found.objects = dict(self.objects)
+        return found
 
     def put(self, key: str, data: bytes) -> None:
         """What the product stores: no key but the mutable ones gets two contents."""
+        if self.bytes + len(data) - len(self.objects[key].data if key in self.objects else b"") > self.room_bytes:
+            raise StoreError(f"{key}: {NO_SPACE}.")
         self.ours.setdefault(key, set()).add(data)
         if len(self.ours[key]) > 1 and key not in self.harmed and not key.startswith(MUTABLE):
             self.problem = self.problem or f"{key} got two contents"
@@ -137,7 +158,7 @@ class Disk:
     def info(self, key: str) -> ObjectInfo:
         held = self.objects[key]
         content = held.content if self.kind.feeds else None
-        return ObjectInfo(key, len(held.data), EPOCH_S + held.stored_s, content)
+        return ObjectInfo(key, len(held.data), EPOCH_S + held.stored_s + self.ahead_s, content)
 
 
 class Line:
@@ -175,7 +196,13 @@ class Line:
             self._pass("connect", key)
             guard()
             within_s = REQUEST_S
-        self._change("put", key, lambda: self.disk.put(key, held), within_s)
+
+        def effect() -> None:
+            self.disk.put(key, held)
+            if key.startswith(keys.REPLICAS):
+                self.disk.lives.hear(self.process, key, held)
+
+        self._change("put", key, effect, within_s)
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         held = self._read("read", key, known)
@@ -190,18 +217,20 @@ class Line:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         self._pass("list", prefix)
+        if prefix == keys.REPLICAS:
+            self.disk.lives.look(self.process)
         disk, now_s = self.disk, self.disk.scheduler.now_s
-        keys = sorted(key for key in disk.objects if key.startswith(prefix))
+        listed = sorted(key for key in disk.objects if key.startswith(prefix))
         lag_s = disk.kind.lag_s and self._random.uniform(0.0, disk.kind.lag_s)
-        keys = [key for key in keys if disk.objects[key].stored_s <= now_s - lag_s]
-        if self._meets("stale", disk.faults.stale) and keys:
-            cut = self._random.randrange(len(keys))
-            keys = (
-                keys[:cut]
+        listed = [key for key in listed if disk.objects[key].stored_s <= now_s - lag_s]
+        if self._meets("stale", disk.faults.stale) and listed:
+            cut = self._random.randrange(len(listed))
+            listed = (
+                listed[:cut]
                 if self._random.random() < 0.5
-                else [key for key in keys if disk.objects[key].stored_s < now_s - 10]
+                else [key for key in listed if disk.objects[key].stored_s < now_s - 10]
             )
-        return iter([disk.info(key) for key in keys])
+        return iter([disk.info(key) for key in listed])
 
     def delete(self, *keys: str) -> None:
         for key in keys:
@@ -217,6 +246,9 @@ class Line:
         return self.disk.scheduler.random
 
     def _drop(self, key: str) -> None:
+        if self._meets("forgotten", self.disk.faults.forgotten):
+            return
+        self.disk.lives.drop(self.process, key)
         if self.disk.objects.pop(key, None) is not None:
             self.disk.scheduler.say(f"{self.disk.name}: {key} is deleted")
 
@@ -255,7 +287,7 @@ class Line:
         if disk.scheduler.now_s - began_s > within_s:  # its sender was suspended, and the connection is gone
             raise TransientStoreError(f"{verb} {key}: not sent in time.")
         if verb != "delete" and self._meets("refused", faults.refused):
-            raise StoreError(f"{verb} {key}: no space left.")
+            raise StoreError(f"{verb} {key}: {NO_SPACE}.")
         if self._meets("late", faults.late):
             self._later(effect)
             raise TransientStoreError(f"{verb} {key}: no answer yet.")
@@ -296,7 +328,9 @@ class Line:
             self._missing[key] = now_s
             raise ObjectMissingError(f"{key} is not there.")
         self._missing.pop(key, None)
-        return self._arrived(disk.objects[key].data)
+        if self._meets("slow", disk.faults.slow * (len(disk.objects[key].data) > 500)):
+            disk.scheduler.sleep(self._random.uniform(40.0, 100.0))
+        return self._arrived(disk.objects[key].data if key in disk.objects else b"")
 
     def _arrived(self, data: bytes) -> bytes:
         if data and self._meets("damaged", self.disk.faults.damaged):

@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from deltasync import Publisher, Replica, Retention, ending
+from deltasync import Publisher, Replica, Retention, ending, limits
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
@@ -31,10 +32,12 @@ from deltasync.stores.cache import CachedStore
 from deltasync.tensors.bits import bits_of
 from tests.simulator import actors, group
 from tests.simulator.actors import Attempt, Violation
+from tests.simulator.lives import Lives
 from tests.simulator.scheduler import Killed, Process, Scheduler, Stuck, Thread
 from tests.simulator.shown import shown
 from tests.simulator.store import KINDS, Disk, Line
 
+CLOCK_S = 7200.0  # by so much clocks are wrong
 SHAPES = {"w": (24, 20), "b": (130,), "head": (9, 31)}
 STEPS = 60
 CALL_S = 900.0  # no call of the product takes longer without an answer
@@ -77,7 +80,8 @@ class World:
         visible: What a receipt called visible: (version, digest) to bits.
         served: What a replica served.
         lost: Bits of which a receipt said that they are lost.
-        unsure: Bits that were published more than once.
+        unsure: Bits that were published more than once, or perhaps.
+        mixed: Bits before and after a write beside a publish: what is published has one of both at each element.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class World:
         self.copy = Disk(self.scheduler, KINDS[0], "copy")
         self.first_steps = self.steps = steps
         names = "versions lost syncs pins joins kills opened copied checked acks followed jobs repaired harms forged"
-        self.counts = dict.fromkeys(names.split(), 0)
+        self.counts = dict.fromkeys([*names.split(), "mixed", "refused"], 0)
         self.snapshots: dict[str, dict[str, bytes]] = {}
         self.visible: dict[tuple[int, str], str] = {}
         self.served: dict[tuple[int, str], str] = {}
@@ -101,6 +105,7 @@ class World:
         self.attempts: list[Attempt] = []
         self.said: list[str] = []
         self.live: list[Process] = []
+        self.running: list[Thread] = []
         self.actions: dict[str, Callable[[World, Process], None]] = {}
         self.weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
         self.harm = self._chosen(HARMS, HARMS)
@@ -108,12 +113,25 @@ class World:
             self.harm = None
         self.signed = self._has("signed", 0.3) or self.harm == "forged"
         self.forgets = self._has("forgets", 0.4) and self.harm is None
+        self.writes, self.calls, self.copies = (
+            self._has("writer", 0.15),
+            self._has("callers", 0.0),
+            self._has("copies", 0.0),
+        )
+        self.fills = self._has("full", 0.0)
+        self.has_clocks, self.is_slow = self._has("clocks", 0.0), self._has("slow", 0.0)
+        if self.has_clocks:
+            self.disk.ahead_s = random.uniform(-CLOCK_S, CLOCK_S)
+        self.mixed: list[tuple[dict[str, bytes], dict[str, bytes]]] = []
         self.memory_rots = self.is_calm = False
         self.retention = Retention(
             compact_every=self._chosen((0, 2, 4, 8), (None, "compacts", None, None)),
             keep_last=3 if self.forgets and random.random() < 0.5 else 1000,
-            grace_s=600.0,
+            grace_s=self._chosen((120.0, 600.0), ("brief", None)),
         )
+        self.disk.lives = Lives(self.disk, self.retention.grace_s)
+        if self._has("crowd", 0.0) and hasattr(limits, "HEARTBEATS"):
+            limits.HEARTBEATS = 1
         compact._LEAST_BETWEEN, loop.AUDIT_S = 2, 600.0
         self.codec = self._chosen(("packed", "context"), ("packed", "context"))
         self.anchor_every = self._chosen((3, 8, 1 << 30), ("anchors", None, None))
@@ -150,35 +168,43 @@ class World:
 
     def run(self) -> None:
         """Run to the end. Raises Violation."""
-        running = [self.actor("job", actors.job) if self._has("job", 0.25) else self.actor("trainer", actors.trainer)]
-        running += [self.actor(f"replica{n}", actors.replica) for n in range(2)]
+        self.actor(*(("job", actors.job) if self._has("job", 0.25) else ("trainer", actors.trainer)))
+        for n in range(2):
+            self.actor(f"replica{n}", actors.replica)
         for name, action, share in (
             ("rival", actors.trainer, 0.4),
             ("follower0", actors.follower, 0.3),
+            ("follower1", actors.follower, 0.1),
             ("relay", actors.relay, 0.3 if self.harm is None else 0.0),
             ("keeper", actors.keeper, 0.4),
             ("outsider", actors.outsider, 0.2),
         ):
             if self._has(name, share) or (name == "outsider" and self.harm == "forged"):
-                running.append(self.actor(name, action))
-        fate = self.actor("fate", actors.fate)
+                self.actor(name, action)
+        self.actor("fate", actors.fate)
         until_s = self.scheduler.now_s + 40 * 3600.0
-        for actor in running:
+        for actor in self.running:  # and who came in the place of one that was killed
             actor.join(max(1.0, until_s - self.scheduler.now_s))
             if not actor.ended:
                 raise Violation(f"{actor.process.name} does not end")
-        fate.join(48 * 3600.0)
         self.check_failed()
         self.settle()
         self.check_failed()
 
     def actor(self, name: str, action: Callable[[World, Process], None]) -> Thread:
-        """Start a process."""
-        process, self.actions[name] = Process(name), action
+        """Start a process, on a machine with a clock of its own."""
+        process, self.actions[name] = self.machine(Process(name)), action
         self.live.append(process)
         thread = Thread(target=lambda: action(self, process), name="main", process=process)
+        self.running.append(thread)
         thread.start()
         return thread
+
+    def machine(self, process: Process) -> Process:
+        """Let the clock of a process's machine be wrong, where clocks are."""
+        if self.has_clocks:
+            process.ahead_s, process.drift = self.random.uniform(-CLOCK_S, CLOCK_S), self.random.uniform(-1e-3, 1e-3)
+        return process
 
     def step(self) -> bool:
         """Take one of the run's steps; False once they are used up."""
@@ -186,6 +212,7 @@ class World:
         if len(self.scheduler.threads) > MOST_THREADS:
             raise Violation(f"{len(self.scheduler.threads)} threads run")
         self.check_said()
+        self.check_kept()
         return self.steps > 0
 
     def pause(self, most_s: float) -> None:
@@ -250,14 +277,24 @@ class World:
                 if self.random.random() < share:
                     bits_N[at] = (int(bits_N[at]) + self.random.randrange(1, 40)) & 0x7F7F
 
+    def bits(self) -> dict[str, bytes]:
+        """Return the bits of the weights."""
+        return {name: bits_of(tensor).tobytes() for name, tensor in self.weights.items()}
+
     def note(self) -> str:
         """Remember the weights; return their digest."""
-        held = {name: bits_of(tensor).tobytes() for name, tensor in self.weights.items()}
+        held = self.bits()
         digest = _digest(held)
         if digest in self.snapshots:
             self.unsure.add(digest)
         self.snapshots[digest] = held
         return digest
+
+    def mix(self, before: dict[str, bytes], after: dict[str, bytes]) -> None:
+        """Somebody writes while weights are published: each element may be one of two."""
+        self.mixed.append((before, after))
+        self.unsure |= {_digest(before), _digest(after)}
+        self.counts["mixed"] += 1
 
     # --- what must hold ---
 
@@ -301,7 +338,10 @@ class World:
             raise Violation(f"a replica serves {identity}, which no publisher has stored")
 
     def compare_bits(self, version: tuple[int, str], tensors: Mapping[str, torch.Tensor]) -> None:
-        bits = _digest({name: bits_of(tensor.detach()).tobytes() for name, tensor in tensors.items()})
+        held = {name: bits_of(tensor.detach()).tobytes() for name, tensor in tensors.items()}
+        bits = _digest(held)
+        if bits not in self.snapshots and any(_is_mixed(held, *pair) for pair in self.mixed):
+            self.snapshots[bits] = held
         if bits not in self.snapshots:
             raise Violation(f"bits are served as version {version} that nobody published")
         self.agree(self.served, version, bits, "served")
@@ -310,6 +350,34 @@ class World:
         into.setdefault(version, bits)
         if any(of.get(version, bits) != bits for of in (self.visible, self.served)):
             raise Violation(f"version {version[0]} ({version[1][:12]}) is {how} with other bits than before")
+
+    def still(self, version: int) -> Replica | DeltaSyncError:
+        """Return a replica that takes a version from what the store holds now, without faults."""
+        joined = Replica(Line(self.disk.still(), Process("still")), trusted_keys=self.trusted)
+        try:
+            joined.sync(version)
+        except DeltaSyncError as error:
+            return error
+        return joined
+
+    def check_kept(self) -> None:
+        """What a live replica serves by its heartbeat was not deleted."""
+        for beat in self.disk.lives.doubted():
+            if self.harm is None and beat.version is not None:
+                found = self.still(beat.version)
+                if isinstance(found, DeltaSyncError) or found.digest != beat.sha256:
+                    raise Violation(f"{beat.replica_id} serves version {beat.version}, and it is deleted: {found}")
+
+    def check_receipt(self, receipt: Any, bits: str | None) -> None:
+        """A version that a receipt calls visible can be joined, and has the bits that were given."""
+        if self.harm is not None or self.forgets or self.counts["forged"]:
+            return
+        found = self.still(receipt.version)
+        if isinstance(found, DeltaSyncError):
+            raise Violation(f"version {receipt.version} has a receipt, and cannot be joined: {found}")
+        self.compare_bits((receipt.version, receipt.digest), found.state_dict())
+        if found.digest == receipt.digest and bits is not None:
+            self.agree(self.visible, (receipt.version, receipt.digest), bits, "joined")
 
     def settle(self) -> None:
         """Without faults a publisher can publish, everybody reaches its version, and nothing visible is lost."""
@@ -444,6 +512,12 @@ class World:
         problems = [text for text in map(str, report.problems) if not text.startswith(keys.EPOCHS)]  # of who lost a race
         if problems or report.unproven:
             raise Violation(f"the channel is damaged: {problems[:3]}, {report.unproven}")
+
+
+def _is_mixed(held: dict[str, bytes], before: dict[str, bytes], after: dict[str, bytes]) -> bool:
+    """Whether each element is one of two."""
+    views = ([np.frombuffer(each[name], np.uint16) for each in (held, before, after)] for name in held)
+    return all(bool(((held_N == before_N) | (held_N == after_N)).all()) for held_N, before_N, after_N in views)
 
 
 def _digest(held: dict[str, bytes]) -> str:
