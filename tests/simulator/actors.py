@@ -427,7 +427,7 @@ def keeper(world: World, process: Process) -> None:
         world.counts["checked"] += not isinstance(found, DeltaSyncError)
         if world.forgets:
             found = world.call("gc", lambda: gc(reader, KeepPolicy(last=3), grace_s=world.retention.grace_s))  # noqa: B023
-            if world.fills and NO_SPACE in str(found):
+            if NO_SPACE in str(found):
                 raise Violation(f"gc cannot free a full store: {found}")
         elif world.harm is not None and world.random.random() < 0.3:
             mended(world, process)

@@ -26,6 +26,7 @@ class Life:
     Attributes:
         stored_s: When it took the last one.
         named_s: Since when they name one version, whose record was there then; None if it was not.
+        held_s: For how long the process had been suspended when the last one was taken.
     """
 
     key: str
@@ -33,6 +34,7 @@ class Life:
     data: bytes
     stored_s: float
     named_s: float | None
+    held_s: float
 
 
 class Lives:
@@ -56,17 +58,19 @@ class Lives:
         else:
             is_there = beat.serving is not None and beat.serving.slot.key in self._disk.objects
             named_s = self._now_s if is_there else None
-        self._held[process, key] = Life(key, beat, data, self._now_s, named_s)
+        self._held[process, key] = Life(key, beat, data, self._now_s, named_s, process.held_s)
 
     def look(self, process: Process) -> None:
         """Somebody lists the heartbeats."""
         self._looked[process] = self._now_s
 
     def age_s(self, process: Process) -> float:
-        """Seconds since the store took a heartbeat of this process, 0 before the first and after the last one."""
+        """Seconds since the store took a heartbeat of this process, while it ran; 0 before the first and after the last."""
         lives = [life for (owner, _), life in self._held.items() if owner is process]
         newest = max(lives, key=lambda life: life.stored_s, default=None)
-        return 0.0 if newest is None or newest.beat.state == STOPPED else self._now_s - newest.stored_s
+        if newest is None or newest.beat.state == STOPPED or self._now_s < process.refused_until_s + SURE_S:
+            return 0.0
+        return self._now_s - newest.stored_s - (process.held_s - newest.held_s)
 
     def drop(self, process: Process, key: str) -> None:
         """Somebody deletes an object: replicas that it may not have seen yet do not count."""

@@ -85,6 +85,7 @@ class Thread:
         self.number = next(self.scheduler.numbers)
         self.name, self.daemon = name or f"thread-{self.number}", True
         self.ident = self.native_id = None
+        self.real = 0  # the identity of the thread that runs it
         self._target, self._args, self._kwargs = target, args, kwargs or {}
         self.baton = _thread.allocate_lock()
         self.baton.acquire()
@@ -104,6 +105,7 @@ class Thread:
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
+        self.real = _thread.get_ident()
         self.baton.acquire()
         try:
             if not self.process.killed and self._target is not None:

@@ -224,6 +224,12 @@ def shown(scheduler: Scheduler) -> Iterator[tuple[Any, str, Any]]:
             if isinstance(value := getattr(module, name), type):
                 continue  # a class, that libraries derive from
             yield module, name, _guarded(scheduler, f"{module.__name__}.{name}", value)
+    frames = sys._current_frames
+    yield (
+        sys,
+        "_current_frames",
+        lambda: {thread.number: frame for thread in scheduler.threads if (frame := frames().get(thread.real)) is not None},
+    )
     yield os, "getpid", lambda: 4711
     yield socket, "gethostname", lambda: "host"
 

@@ -17,7 +17,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from deltasync import Publisher, Replica, Retention, ending, limits
+from deltasync import Publisher, Replica, Retention, ending
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
@@ -115,11 +115,11 @@ class World:
         self.forgets = self._has("forgets", 0.4) and self.harm is None
         self.writes, self.calls, self.copies = (
             self._has("writer", 0.15),
-            self._has("callers", 0.0),
-            self._has("copies", 0.0),
+            self._has("callers", 0.15),
+            self._has("copies", 0.1),
         )
-        self.fills = self._has("full", 0.0)
-        self.has_clocks, self.is_slow = self._has("clocks", 0.0), self._has("slow", 0.0)
+        self.fills = self._has("full", 0.1)
+        self.has_clocks, self.is_slow = self._has("clocks", 0.3), self._has("slow", 0.0)
         if self.has_clocks:
             self.disk.ahead_s = random.uniform(-CLOCK_S, CLOCK_S)
         self.mixed: list[tuple[dict[str, bytes], dict[str, bytes]]] = []
@@ -130,8 +130,6 @@ class World:
             grace_s=self._chosen((120.0, 600.0), ("brief", None)),
         )
         self.disk.lives = Lives(self.disk, self.retention.grace_s)
-        if self._has("crowd", 0.0) and hasattr(limits, "HEARTBEATS"):
-            limits.HEARTBEATS = 1
         compact._LEAST_BETWEEN, loop.AUDIT_S = 2, 600.0
         self.codec = self._chosen(("packed", "context"), ("packed", "context"))
         self.anchor_every = self._chosen((3, 8, 1 << 30), ("anchors", None, None))
