@@ -266,6 +266,7 @@ MUTANTS = {
         "with contextlib.suppress(StoreError):  # on a full disk",
         "with contextlib.nullcontext():  # on a full disk",
         "full forgets keeper",
+        at_night=True,
     ),
     "seals are forgotten": Mutant(
         "deltasync.maintenance.retention",
