@@ -201,7 +201,10 @@ class _Search:
                         text = f"{key} starts from another version {at.version} than {have}."
                         raise _UnreadableError(text, edge, forks=True)
                     raise _UnreadableError(f"{have} is not on the chain to {target}.")
-        message = f"Version {back[-1].version} builds on version {at and at.version}, whose record is missing or forgotten."
+        assert at is not None
+        message = (
+            f"Version {back[-1].version} builds on version {at.version}, whose record {at.key} is missing or forgotten."
+        )
         raise _UnreadableError(message, back[-1])
 
     def _checked(self, found: StoredRecord, key: str, at: VersionId, is_end: bool) -> StoredRecord | str:

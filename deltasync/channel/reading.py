@@ -78,6 +78,12 @@ class ChannelReader:
         try:
             data = self.store.read(keys.CHANNEL, limits.CHANNEL_BYTES)
         except ObjectMissingError:
+            if self._confirmed:
+                raise NotPublishedError(
+                    f"The channel is gone: {self.store.url} lacks its {keys.CHANNEL}, though run {self.run_id} was read "
+                    "there. A replica goes on with the version that it has. A running publisher puts it back; otherwise "
+                    "restore it from a copy of the channel."
+                ) from None
             with contextlib.suppress(StoreError):
                 self.store.read_range(keys.HEAD, 0, 1)
                 raise NotPublishedError(

@@ -71,16 +71,23 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
 def log(reader: ChannelReader, what: str | None, last: int | None, as_json: bool) -> None:
     """List the versions of CHANNEL, oldest first, each followed by compactions and anchors that produce it.
 
-    Only the records of the listed versions are read. With a version's number, `latest`, or the key of a record, seal or
-    compaction as printed by `log --json`, one record is shown in full: its document, signature, shortcuts and most changed
-    tensors.
+    Read are the records of the listed versions, and those that somebody needs to join: where an object is missing among
+    these, it ends with an error. With a version's number, `latest`, or the key of a record, seal or compaction as printed
+    by `log --json`, one record is shown in full: its document, signature, shortcuts and most changed tensors.
     """
     if what is not None:
         if last is not None:
             raise click.UsageError("--last is for the list of versions.")
         _show(reader, what, as_json)
         return
-    last = _SHOWN if last is None and not as_json else last
+    from deltasync import maintenance
+
+    maintenance.described(reader)
+    _print(reader, _SHOWN if last is None and not as_json else last, as_json)
+    maintenance.check_join(reader)
+
+
+def _print(reader: ChannelReader, last: int | None, as_json: bool) -> None:
     rows, newest, problems = with_bars(_read, reader, last)
     for problem in problems:
         echo(f"deltasync: {problem}", err=True)

@@ -58,9 +58,10 @@ def watch(
 ) -> None:
     """Watch CHANNEL live: its versions, compactions, replicas and size, in the terminal or as a web page.
 
-    If the output is not a terminal, each change is printed as one line. Documents and heartbeats are read, for a page also
-    the headers of deltas. Nothing is written to the channel, but for one small object that tells the store's clock where
-    every replica seems silent. Ends with Ctrl-C, --once or --timeout.
+    If the output is not a terminal, each change is printed as one line. With --once it ends with an error where an object is
+    missing that somebody needs to join. Documents and heartbeats are read, for a page also the headers of deltas. Nothing
+    is written to the channel, but for one small object that tells the store's clock where every replica seems silent. Ends
+    with Ctrl-C, --once or --timeout.
     """
     if page or out is not None:
         if once or as_json or timeout_s is not None:
@@ -70,11 +71,12 @@ def watch(
     from rich.console import Console
     from rich.live import Live
 
+    from deltasync import maintenance
     from deltasync.dashboard import Observer
     from deltasync.errors import DeltaSyncError
 
     if once:
-        reader.channel()  # raises if there is none: the URL is probably wrong
+        maintenance.described(reader)  # raises if there is none: the URL is probably wrong
     observer = Observer(reader.store, last=last or 100, trusted_keys=reader.trusted)
     lines = as_json or not sys.stdout.isatty()
     before: Snapshot | None = None
@@ -96,6 +98,8 @@ def watch(
                 moved_s = time.monotonic()
             before = snapshot
             if once or (timeout_s is not None and time.monotonic() - moved_s > timeout_s):
+                if once:
+                    maintenance.check_join(reader)
                 if snapshot.newest_version is None:
                     reader.channel()
                 return

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from deltasync.maintenance.checks import Report, check
+from deltasync.maintenance.joins import check_join, described
 from deltasync.maintenance.retention import Collected, KeepPolicy, RetentionPlan, gc, lineage
 from deltasync.maintenance.scan import (
     digests,
@@ -53,8 +54,10 @@ __all__ = [
     "bisect",
     "blame",
     "check",
+    "check_join",
     "compare",
     "copy",
+    "described",
     "diff",
     "digests",
     "doctor",

@@ -9,16 +9,15 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from importlib import metadata
 from typing import Literal
 
 from deltasync.channel import heartbeat, keys
-from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import StoredRecord
-from deltasync.errors import CorruptDataError, DeltaSyncError, MissingVersionError, NotPublishedError, StoreError
-from deltasync.maintenance.scan import exists, local_store
+from deltasync.errors import CorruptDataError, DeltaSyncError, NotPublishedError, StoreError
+from deltasync.maintenance.joins import check_join
+from deltasync.maintenance.scan import local_store
 from deltasync.stores.base import Store
 from deltasync.stores.retries import decides
 
@@ -28,7 +27,6 @@ BITS_PER_CHANGED = 9.93  # bits per changed element of `packed` at 1 % changed, 
 _BLOB_BYTES = 8 << 20
 _READS = 7
 _LATE_S = 0.3
-_FOLDERS = 16  # of files that are listed one by one
 _CLOCK_S = 5.0
 
 
@@ -154,52 +152,19 @@ def _unfinished(store: Store) -> Iterator[Finding]:
         yield Finding("unfinished", "warning", found, "`deltasync gc` deletes those that are older than its --grace.")
 
 
-def _check_files(reader: ChannelReader, chain: Sequence[StoredRecord]) -> None:
-    """Check that the files of a chain's records are listed with their sizes. Raises MissingVersionError."""
-    sizes: dict[str, int] = {}
-    files = [
-        file for stored in chain for file in (stored.record.files if stored.use_anchor else stored.record.payload_files)
-    ]
-    folders = {"/".join(file.key.split("/")[:2]) + "/" for file in files}
-    for prefix in sorted(folders if len(folders) <= _FOLDERS else {keys.ANCHORS, keys.PARTS}):
-        sizes |= {info.key: info.bytes for info in reader.store.list(prefix)}
-    lost = [file.key for file in files if sizes.get(file.key) != file.bytes]
-    if lost:
-        count = f"{len(lost)} of {len(files)} files that a late joiner needs are gone, or have another size"
-        raise MissingVersionError(f"{count}, such as {lost[0]}.")
-
-
-_ROOTLESS = f"{keys.CHANNEL} is missing, though something was published here: nobody can join."
-_EXPIRY = (
-    "A running publisher puts back what it knows and writes full weights; otherwise restore it from a copy of the channel. "
-    "Look for a rule of the bucket that deletes old objects."
-)
-
-
 def _channel(reader: ChannelReader) -> Iterator[Finding]:
     try:
-        reader.channel()
+        version = check_join(reader)
         newest = reader.newest()
-        beats = [] if newest is None else heartbeat.read_all(reader.store, newest.record.run_id)
+        beats = heartbeat.read_all(reader.store, reader.channel().run_id)
     except NotPublishedError:
-        remains = next(iter(reader.store.list(keys.VERSIONS)), None) is not None or exists(reader.store, keys.HEAD)
-        if remains:
-            yield Finding("channel", "failure", _ROOTLESS, _EXPIRY)
-        else:
-            yield Finding("channel", "ok", "There is no channel yet.")
+        yield Finding("channel", "ok", "There is no channel yet.")
         return
     except DeltaSyncError as error:
         yield Finding("channel", "failure", str(error), "`deltasync check` shows details.")
         return
     if newest is None:
         yield Finding("channel", "ok", "The channel has no version yet.")
-        return
-    version = newest.version if newest.record.is_version else newest.base
-    try:
-        if version is not None:
-            _check_files(reader, find_chain(reader, None, version))
-    except DeltaSyncError as error:
-        yield Finding("channel", "failure", f"Nobody can join: {error}", _EXPIRY)
         return
     age_s = time.time() - newest.record.created_s
     yield Finding("channel", "ok", f"The newest version is {version}; the last record was written {age_s:,.0f} s ago.")
