@@ -198,7 +198,8 @@ class Publisher:
                 this returns, and may change afterwards. With a `group` also the shards that this rank holds, as `DTensor` or
                 `TensorRange`; of tensors that are whole on all ranks the first rank's are published. On a GPU a mapping or a
                 list is fastest: all its tensors are compared at once, those of a generator one by one.
-            step: The trainer's step, a whole number, stored as metadata.
+            step: The trainer's step, a whole number, stored as metadata. Ranks that publish together must name it: they
+                compare it.
             token_lag: Mean, 95th percentile and maximum age, in versions, of tokens trained since the last call; metadata.
             if_changed: Publish nothing if no bit differs from the last publish.
 
@@ -227,14 +228,14 @@ class Publisher:
             raise ConfigError("This publisher is closed.")
 
         def numbers() -> tuple[int | None, TokenLag | None]:
+            if step is None and self._ranks.others:
+                raise ConfigError(
+                    "Ranks that publish together name the step, publish(..., step=N): one that left a call out would go "
+                    "unnoticed, and a version would mix the weights of two steps. Nothing was published."
+                )
             return None if step is None else whole_number("step", step), None if token_lag is None else token_ages(token_lag)
 
         checked, problem = attempt(numbers)
-        if step is None and self._ranks.others and not (self._serial or self._ranks.rank):
-            logger.warning(
-                "The ranks publish without step=, so a rank that leaves a call out is not noticed, and versions then mix "
-                "the weights of two steps. Give each publish the trainer's step."
-            )
         if self._is_interrupted:
             self._recover()
         try:

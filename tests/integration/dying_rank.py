@@ -24,19 +24,19 @@ if __name__ == "__main__":
     def stream() -> list[tuple[str, TensorRange]]:
         return [("w", TensorRange(weights[500 * rank : 500 * rank + 500], 500 * rank, (1000,)))]
 
-    publisher.publish(stream()).wait(60)
+    publisher.publish(stream(), step=0).wait(60)
     weights += 1
     if rank == 1:
         gate = store.hold_at("put", "parts/")
         threading.Thread(target=lambda: gate.entered.wait(60) and os._exit(9), daemon=True).start()
-    receipt = publisher.publish(stream())
+    receipt = publisher.publish(stream(), step=0)
     try:
         receipt.wait(60)
     except PublishLostError:
         print("lost version", receipt.version)
     for told in ("no publish without rank 1", "still no publish"):
         try:
-            publisher.publish(stream())
+            publisher.publish(stream(), step=0)
         except PublishError:
             print(told)
     try:

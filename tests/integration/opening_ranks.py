@@ -57,13 +57,13 @@ def groups() -> None:
     """One rank is in one more process group than the others."""
     dist.new_group([0])
     with publisher("groups") as opened:
-        opened.publish(stream(torch.zeros(8, 4))).wait(60)
+        opened.publish(stream(torch.zeros(8, 4)), step=0).wait(60)
     # A group of some ranks, which has numbers of its own, in another order.
     some = dist.new_group([0, LAST], use_local_synchronization=False)
     if RANK in (0, LAST):
         with Publisher(f"file://{FOLDER}/some", group=some, peer_timeout_s=60) as opened:
             half = TensorRange(torch.full((16,), float(RANK)), 16 * (RANK == LAST), (8, 4))
-            opened.publish([("w", half)]).wait(60)
+            opened.publish([("w", half)], step=0).wait(60)
     dist.barrier()
     if RANK == 0:
         replica = Replica(f"file://{FOLDER}/some")
@@ -99,6 +99,12 @@ def failures() -> None:
         wrong: Any = "1" if RANK == LAST else 1
         told(lambda: opened.publish(stream(weights), step=wrong), ConfigError, "step must be")
         try:
+            opened.publish(stream(weights))
+        except ConfigError as error:
+            assert "name the step" in str(error)
+        else:
+            raise AssertionError("no step")
+        try:
             opened.publish(stream(weights), step=RANK)
         except PublishError as error:
             assert "publishes step" in str(error)
@@ -111,13 +117,13 @@ def lost_again() -> None:
     """A rank that cannot store its parts any more: the second version that is lost so is raised."""
     store = FaultyStore(open_store(f"file://{FOLDER}/lost"))
     opened, weights, raised = Publisher(store, group=dist.group.WORLD, peer_timeout_s=60, retries=0), torch.zeros(8, 4), 0
-    opened.publish(stream(weights)).wait(60)
+    opened.publish(stream(weights), step=0).wait(60)
     if RANK == LAST:
         store.fail_at("put", keys.PARTS, error=StoreError, times=1000)
     for _ in range(5):
         weights += 1
         try:
-            opened.publish(stream(weights)).wait(60)
+            opened.publish(stream(weights), step=0).wait(60)
         except PublishLostError as error:
             raised += "lost for one cause" in str(error)
         dist.barrier()
@@ -130,13 +136,13 @@ def slow() -> None:
     for late in (0, LAST):
         store = FaultyStore(open_store(f"file://{FOLDER}/slow-{late}"))
         opened, weights = Publisher(store, group=dist.group.WORLD, peer_timeout_s=2), torch.zeros(8, 4)
-        opened.publish(stream(weights)).wait(60)
+        opened.publish(stream(weights), step=0).wait(60)
         if late == RANK:
             gate = store.hold_at("put", keys.VERSIONS if late == 0 else keys.PARTS)
             gate = store.hold_at("create", keys.VERSIONS) if late == 0 else gate
             threading.Timer(5, gate.opened.set).start()
         weights += 1
-        receipt = opened.publish(stream(weights))
+        receipt = opened.publish(stream(weights), step=0)
         opened.close()
         assert receipt.done
         if RANK == 0:
@@ -155,7 +161,7 @@ def late() -> None:
     with publisher("late") as opened:
         if RANK == LAST:
             time.sleep(2)
-        opened.publish(stream(torch.zeros(8, 4))).wait(60)
+        opened.publish(stream(torch.zeros(8, 4)), step=0).wait(60)
     ranks.logger.removeHandler(handler)
     if RANK == 0:
         assert any(f"Waiting for rank {LAST} to publish" in line for line in lines), lines
@@ -166,7 +172,7 @@ def nothing_left() -> None:
     process, counts = psutil.Process(), []
     for number in range(6):
         with publisher("left", resume=number > 0) as opened:
-            opened.publish(stream(torch.zeros(8, 4))).wait(60)
+            opened.publish(stream(torch.zeros(8, 4)), step=0).wait(60)
         dist.barrier()
         counts.append((process.num_threads(), process.num_fds()))
     assert counts[-1] <= counts[1], counts
@@ -204,11 +210,11 @@ def alone() -> None:
 def destroyed() -> None:
     """Process groups may end before the publisher does."""
     opened, weights = publisher("destroyed"), torch.zeros(8, 4)
-    opened.publish(stream(weights)).wait(60)
+    opened.publish(stream(weights), step=0).wait(60)
     dist.barrier()
     dist.destroy_process_group()
     weights += 1
-    assert opened.publish(stream(weights)).wait(60).version == 2
+    assert opened.publish(stream(weights), step=0).wait(60).version == 2
     opened.close()
 
 

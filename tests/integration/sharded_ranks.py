@@ -5,6 +5,7 @@ Every scenario has a channel FOLDER/<scenario> and leaves what it must hold: exp
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -68,6 +69,7 @@ class Scenario:
         self.folder = FOLDER / name
         self.store = FaultyStore(open_store(f"file://{self.folder}/channel"))
         self.told: list[dict[str, Any]] = []
+        self._steps = itertools.count(100)
         if dist.get_rank() == 0:
             (self.folder / "expected").mkdir(parents=True)
         dist.barrier()
@@ -86,9 +88,13 @@ class Scenario:
         if dist.get_rank() == 0:
             torch.save({name: value.clone() for name, value in served.items()}, self.folder / f"expected/{version}.pt")
 
+    def next_step(self) -> int:
+        """Another number each time, the same on all ranks."""
+        return next(self._steps)
+
     def publish(self, publisher: Publisher, weights: Weights, step: int | None = None) -> Receipt:
         before = TRAFFIC.moved_bytes
-        receipt = publisher.publish(weights.items(), step=step).wait(60)
+        receipt = publisher.publish(weights.items(), step=self.next_step() if step is None else step).wait(60)
         self.note(receipt, TRAFFIC.moved_bytes - before)
         self.expect(receipt.version, weights)
         return receipt
@@ -99,7 +105,7 @@ class Scenario:
             key = keys.slot(version, "").removesuffix(".safetensors")
             self.store.fail_at("create", key, after=True)
             self.store.fail_at("read", key)
-        receipt = publisher.publish(weights.items())
+        receipt = publisher.publish(weights.items(), step=self.next_step())
         try:
             receipt.wait(60)
         except PublishPendingError:
@@ -164,7 +170,7 @@ def train() -> None:
             assert publisher.run_id is None
             scenario.publish(publisher, weights_of(model), step=0)
             scenario.publish(publisher, step(), step=1)
-            scenario.publish(publisher, weights_of(model))
+            scenario.publish(publisher, weights_of(model), step=1)
             scenario.publish(publisher, step(), step=2)
         with scenario.publisher(**settings, resume=True) as publisher:
             assert publisher.version == 4
@@ -226,7 +232,7 @@ def failures() -> None:
 
     weights = step()
     try:
-        publisher.publish(broken(weights))
+        publisher.publish(broken(weights), step=scenario.next_step())
     except OverflowError:
         assert dist.get_rank() == last
     except PublishError as error:
@@ -239,7 +245,7 @@ def failures() -> None:
     for failing in (0, last):
         if dist.get_rank() == failing:
             scenario.store.fail_at("put", keys.PARTS, error=StoreError, times=1)
-        lost = publisher.publish(step().items())
+        lost = publisher.publish(step().items(), step=scenario.next_step())
         try:
             lost.wait(60)
         except PublishLostError as error:
@@ -258,7 +264,7 @@ def failures() -> None:
     scenario.publish(other, step())
     for _ in range(2):
         try:
-            stale.publish(step().items()).wait(60)
+            stale.publish(step().items(), step=scenario.next_step()).wait(60)
         except FencedError:
             continue
         raise AssertionError("two publishers")
@@ -287,7 +293,7 @@ def other_shards() -> None:
 
     publisher = scenario.publisher()
     for version in (1, 2):
-        scenario.note(publisher.publish(stream()).wait(60))
+        scenario.note(publisher.publish(stream(), step=scenario.next_step()).wait(60))
         scenario.expect(version, {"flat": flat, "whole": whole, "copies": copies, "ids": torch.arange(5)})
         flat[2] += 1
         whole[1] += 1
@@ -305,10 +311,10 @@ def other_shards() -> None:
     columns = distribute_tensor(torch.randn(8, 8), world(), [Shard(1)])
     url = f"file://{scenario.folder}/none"
     refuses(ConfigError, lambda: Publisher(url).publish([("w", sharded)]))
-    refuses(ConfigError, lambda: Publisher(url, group=dist.group.WORLD).publish([("w", columns)]))
+    refuses(ConfigError, lambda: Publisher(url, group=dist.group.WORLD).publish([("w", columns)], step=0))
     half = TensorRange(torch.zeros(4), 0, (8,))
-    refuses(DeltaSyncError, lambda: Publisher(url, group=dist.group.WORLD).publish([("w", half)]))
-    refuses(DeltaSyncError, lambda: Publisher(url, group=dist.group.WORLD).publish(iter([(f"w{rank}", whole)])))
+    refuses(DeltaSyncError, lambda: Publisher(url, group=dist.group.WORLD).publish([("w", half)], step=0))
+    refuses(DeltaSyncError, lambda: Publisher(url, group=dist.group.WORLD).publish(iter([(f"w{rank}", whole)]), step=0))
     scenario.end()
 
 
@@ -327,7 +333,7 @@ def free_start() -> None:
         step()
         if dist.get_rank() == dist.get_world_size() - 1:
             scenario.store.fail_at("put", keys.PARTS, error=StoreError)
-        lost = publisher.publish(weights_of(model).items())
+        lost = publisher.publish(weights_of(model).items(), step=scenario.next_step())
         try:
             lost.wait(60)
         except PublishLostError:
@@ -426,7 +432,7 @@ def afforded() -> None:
             if number % 10 == 9:
                 scenario.publish(publisher, weights)
             else:
-                publisher.publish(weights.items()).wait(60)
+                publisher.publish(weights.items(), step=scenario.next_step()).wait(60)
     scenario.end()
 
 

@@ -238,7 +238,9 @@ def job(world: World, process: Process) -> None:
         script = []
         for _ in range(world.random.choice((1, 3, 8))):
             world.train()
-            script.append(({name: tensor.clone() for name, tensor in world.weights.items()}, world.note()))
+            script.append(
+                (next(world.trained), {name: tensor.clone() for name, tensor in world.weights.items()}, world.note())
+            )
         owner = Process("rank0")
         store = KeyStore(owner)
         runs = [Rank(world, script, attempt, store, rank, size, owner) for rank in range(size)]
@@ -290,10 +292,10 @@ class Rank:
         if isinstance(publisher, DeltaSyncError):
             return
         world.counts["opened"] += group.rank == 0
-        for weights, bits in self._script:
+        for step, weights, bits in self._script:
             if group.rank == 0:
                 world.step()
-            receipt = world.call("publish", lambda: publisher.publish(_shards(weights, group.rank, group.size)))  # noqa: B023
+            receipt = world.call("publish", lambda: publisher.publish(_shards(weights, group.rank, group.size), step))  # noqa: B023
             if isinstance(receipt, DeltaSyncError):
                 return
             mine[receipt.version] = bits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import logging
 import re
 import tempfile
@@ -96,6 +97,7 @@ class World:
         self.first_steps = self.steps = steps
         names = "versions lost syncs pins joins kills opened copied checked acks followed jobs repaired harms forged"
         self.counts = dict.fromkeys([*names.split(), "mixed", "refused"], 0)
+        self.trained = itertools.count(1)
         self.snapshots: dict[str, dict[str, bytes]] = {}
         self.visible: dict[tuple[int, str], str] = {}
         self.served: dict[tuple[int, str], str] = {}
