@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -505,6 +506,15 @@ class GatedTarget(MemoryTarget):
     def _is_moved(self) -> bool:
         return not self._is_in_place() or self._found() != self._storages
 
+    @property
+    def _is_as_staged(self) -> bool:
+        """Whether the model has the tensors that it had when the version was staged."""
+        return not self._is_moved
+
+    def _note_places(self) -> None:
+        """Note the parts of the model and where its tensors lie, after an exchange."""
+        self._storages, self._parts = self._found(), self._held()
+
     def settle(self) -> None:
         """As `Target.settle`; storages that were replaced are mapped again."""
         before = self.version
@@ -542,13 +552,15 @@ class GatedTarget(MemoryTarget):
         assert isinstance(staged, StagedVersion)
         try:
             with self._gate.alone():
+                before = time.perf_counter()
                 self._finish_calls()
-                if self._is_moved or self._writer is not None:
+                if not self._is_as_staged or self._writer is not None:
                     raise StageError("The model's parameters were replaced or written meanwhile; they are mapped again.")
                 self._served = True
                 commit = self._exchange(staged)
-                self._storages, self._parts, self._refusal = self._found(), self._held(), None
-                return commit
+                self._note_places()
+                self._refusal = None
+                return msgspec.structs.replace(commit, pause_s=time.perf_counter() - before)
         finally:
             self._update_gate()
 

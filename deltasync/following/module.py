@@ -22,13 +22,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
-import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings, parse_pin, pin_text
 from deltasync.errors import ConfigError, ModelMismatchError, NotPublishedError
 from deltasync.following.gate import Gate, GatedTarget, Mapped, Names, Part, plain_name, reclassed
@@ -169,6 +169,7 @@ class ModuleTarget(GatedTarget):
         super().__init__(module, reader, names, gate)
         self._kept = Kept(module, self._is_own)
         self._mine = [*self._followed().values()]
+        self._staged: dict[str, torch.Tensor] | None = None  # those as a version was staged, if they were in place
         # These frames are not of the model, and not compiled with it.
         uncompiled: Any = torch.compiler.disable
         gate.begun, gate.ended = uncompiled(gate.begun), uncompiled(gate.ended)
@@ -176,6 +177,7 @@ class ModuleTarget(GatedTarget):
     def open(self, identify: Identify) -> None:
         """Find the channel's tensors in the module, and which version they are, if any."""
         self._kept.check()
+        self._kept.scan()
         with self._gate.alone():
             self._kept.drop()
         super().open(identify)
@@ -258,17 +260,48 @@ class ModuleTarget(GatedTarget):
             self._kept.end()
         return super()._call_ended(begun)
 
+    def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | None:
+        """Stage a chain (`GatedTarget.stage`). Looks for kept values at the end, so that the commit's pause need not."""
+        staged = super().stage(chain)
+        if staged is not None:
+            self._kept.scan()
+            followed = self._followed()
+            is_in_place = {own: self._place(each) for own, each in followed.items()} == self._storages
+            self._staged = followed if is_in_place else None
+        return staged
+
+    @property
+    def _is_as_staged(self) -> bool:
+        if self._staged is None or not self._kept.is_scanned:
+            self._staged = None
+            return not self._is_moved
+        held = {id(part) for _, _, part, _ in self._parts}
+        others = ((own, each) for own, each in self._staged.items() if id(each) not in held)  # made by hooks of state_dict
+        return self._is_in_place() and all(self._place(each) == self._storages[own] for own, each in others)
+
+    def _note_places(self) -> None:
+        if self._staged is None:
+            super()._note_places()
+            return
+        found = {id(each): self._place(each) for each in self._staged.values()}
+        self._storages = {own: found[id(each)] for own, each in self._staged.items()}
+        self._parts = [
+            (held, name, part, found[id(part)] if id(part) in found else self._place(part))
+            for held, name, part, _ in self._parts
+        ]
+        self._staged = None
+
     def _exchange(self, staged: StagedVersion) -> Commit:
-        before = time.perf_counter()
         self._kept.drop()
         try:
             commit = super()._exchange(staged)
         finally:
             torch.clear_autocast_cache()  # of the weights in another dtype, which a context of torch.autocast keeps
         self._kept.remake()
-        written = [each for each in self._followed().values() if not each.is_inference()]
+        followed = self._followed() if self._staged is None else self._staged
+        written = [each for each in followed.values() if not each.is_inference()]
         torch.autograd.graph.increment_version(written)  # a backward that needs the bits of before raises
-        return msgspec.structs.replace(commit, pause_s=time.perf_counter() - before)
+        return commit
 
     def _finish_calls(self) -> None:
         for device in {tensor.device for tensor in self.tensors.values() if tensor.device.type != "cpu"}:

@@ -22,6 +22,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from deltasync import ModuleReplica, Publisher, follow
 from deltasync.errors import ApplyError, ConfigError, ModelMismatchError
+from deltasync.following import kept
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings(
@@ -231,6 +232,107 @@ def test_what_calls_make_of_weights_is_made_again_with_each_version(memory_url: 
             assert all(torch.equal(each, expected) for each in found)
             assert before is None or not torch.equal(before, expected), "no version changed anything, which proves nothing"
             before = expected
+            move(trainer, version)
+            publisher.publish(trainer).wait(PATIENCE_S)
+
+
+class Late(Base):
+    """Makes a part that keeps something at the first call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "part"):
+            self.part = nn.Module()
+            self.part.register_buffer("kept", self.made, persistent=False)
+        return x @ self.part.kept
+
+
+class Unregistered(Base):
+    """Keeps something in a module that it has in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[Any] = [nn.Module()]
+        self.parts[0].kept = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.parts[0].kept is None:
+            self.parts[0].kept = self.made
+        return x @ self.parts[0].kept
+
+
+def _count_inside(monkeypatch: pytest.MonkeyPatch, replica: ModuleReplica) -> list[object]:
+    """Return a list that gets each value which is looked at, rather than compared, while the gate is closed for a commit."""
+    seen: list[object] = []
+    look = kept._tensors
+
+    def counted(value: Any, *rest: Any) -> Any:
+        if replica._gate._closed:
+            seen.append(value)
+        return look(value, *rest)
+
+    monkeypatch.setattr(kept, "_tensors", counted)
+    return seen
+
+
+@pytest.mark.parametrize("called", [None, 0, 7], ids=["quiet", "first", "middle"])
+def test_the_pause_looks_only_at_what_calls_have_kept_since_the_version_was_staged(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch, called: int | None
+) -> None:
+    kinds = [InDict, InObject, Flagged, Cached, InClosure, AsModule, InBuffer, InArray]
+    make = lambda: nn.Sequential(*(kind() for kind in kinds * 8))  # noqa: E731
+    with following(memory_url, make) as (live, trainer, publisher, replica), torch.no_grad():
+        live(X)
+        move(trainer, 1)
+        publisher.publish(trainer).wait(PATIENCE_S)
+        target = replica._follow.target
+        seen, stage = _count_inside(monkeypatch, replica), target.stage
+
+        def then_called(chain: Any) -> Any:
+            staged = stage(chain)
+            target._kept.drop()  # as before a first call
+            target._kept.scan()
+            if called is not None:
+                live[called](X)
+            return staged
+
+        monkeypatch.setattr(target, "stage", then_called)
+        assert replica.sync() == 2
+        assert len(seen) <= (0 if called is None else 8), "of 64 layers"
+        assert torch.equal(live(X), trainer(X))
+
+
+@pytest.mark.parametrize("make", [Late, Unregistered, Cached, InObject, InClosure])
+def test_what_a_call_keeps_between_staging_and_commit_is_seen(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]
+) -> None:
+    with following(memory_url, make) as (live, trainer, publisher, replica), torch.no_grad():
+        move(trainer, 1)
+        publisher.publish(trainer).wait(PATIENCE_S)
+        target, before = replica._follow.target, []
+        stage = target.stage
+
+        def then_called(chain: Any) -> Any:
+            staged = stage(chain)
+            before.append(live(X))
+            return staged
+
+        monkeypatch.setattr(target, "stage", then_called)
+        if make in (Late, Unregistered):
+            with pytest.raises(ModelMismatchError, match=r"^(part.kept|parts) was made by a forward call"):
+                replica.sync()
+            assert replica.version == 1 and torch.equal(live(X), before[0])
+        else:
+            assert replica.sync() == 2
+            assert torch.equal(live(X), trainer(X))
+
+
+def test_what_a_replaced_layer_keeps_is_made_again(memory_url: str) -> None:
+    make = lambda: nn.Sequential(InDict(), Cached())  # noqa: E731
+    with following(memory_url, make) as (live, trainer, publisher, replica), torch.no_grad():
+        live[1] = seeded(Cached)
+        for version in (1, 2, 3):
+            assert replica.sync() == version
+            assert torch.equal(live(X), X @ trainer[0].made @ trainer[1].made)
             move(trainer, version)
             publisher.publish(trainer).wait(PATIENCE_S)
 
