@@ -1,4 +1,4 @@
-"""What the environment of a server says, checked before its engine loads anything. No request is made."""
+"""The environment of a server, checked before its engine loads anything. No request is made."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
     x-deltasync-version: >=latest    made by no version older than the channel's newest one when the request came
     x-deltasync-timeout: 5           seconds to wait for it, 30 by default
 
-Header, body and repeated headers may name it together if they agree. What is no such value, or stands where no server looks
-(the address, a form, a WebSocket), is refused with 400. A server that cannot serve the version in time replies 409, and
+Header, body and repeated headers may name it together if they agree. Any other value, or one where no server looks (the
+address, a form, a WebSocket), is refused with 400. A server that cannot serve the version in time replies 409, and
 names the version that is live. `read` is the one reader of demands. `demanding` is the middleware that waits; an engine's
 adapter holds the reply to `demanded` until it has ended, and `Held` does so for a followed module.
 """

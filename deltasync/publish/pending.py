@@ -44,7 +44,7 @@ class Pending:
         changed: Elements that differ from the version before, over all ranks.
         pieces: Steps from the version before, in pieces of different elements. Later ones are merged into them while the
             job waits.
-        gains: What the steps of this rank have added to the fingerprints, by width; uint64[T] each.
+        gains: By width, the sums that the steps of this rank add to the fingerprints; uint64[T] each.
         fingerprints: Those of the whole tensors at this version; None if the uploader has to compute them.
         reference: The checkpoint that it refers to instead of holding weights.
         weights: Full weights, for the version's record or for an anchor beside it; at the first rank only.

@@ -109,7 +109,7 @@ class LocalStore:
         yield from sorted(found, key=lambda info: info.key)
 
     def _walk(self, folder: int, inside: str, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the files below a folder whose path starts with `prefix`. What disappears meanwhile is left out.
+        """Yield the files below a folder whose path starts with `prefix`. Those that disappear meanwhile are left out.
 
         Raises:
             OSError, StoreError: a folder or a file's status cannot be read.
