@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
@@ -26,7 +25,7 @@ from deltasync.following.target import Identify
 from deltasync.following.weights import StagedVersion
 from deltasync.live import LiveMemory, Segment
 from deltasync.tensors import TensorSpec
-from deltasync.tensors.bits import dtype_name, int_view
+from deltasync.tensors.bits import dtype_name, has_memory, int_view
 from deltasync.threads import Home
 
 logger = logging.getLogger(__name__)
@@ -161,18 +160,32 @@ def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
         place.fill_(1)
 
 
+def check_memory(own: str, tensor: torch.Tensor) -> None:
+    """Raise ModelMismatchError if the bits of a tensor are not in memory as its sizes, strides and dtype say."""
+    if tensor.is_meta:
+        raise ModelMismatchError(f"{own} is on the meta device: it has no memory to be patched.")
+    is_nested, is_strided = tensor.is_nested, tensor.layout is torch.strided
+    kind = (
+        "nested tensor" if is_nested else "ZeroTensor" if is_strided and tensor._is_zerotensor() else type(tensor).__name__
+    )
+    if is_lazy(tensor) or not is_strided or not has_memory(tensor):
+        layout = "" if is_nested or is_strided else f" of layout {str(tensor.layout).removeprefix('torch.')}"
+        raise ModelMismatchError(
+            f"{own} is a {kind}{layout}, which has no memory of its own to be patched: follow with a module of plain "
+            "tensors."
+        )
+    if tensor.is_neg() or tensor.is_conj():
+        raise ModelMismatchError(
+            f"{own} is a view whose memory has the negated values (torch's negative or conjugate bit): give the module "
+            "resolve_neg() or resolve_conj() of it."
+        )
+
+
 def _parts(
     own: str, tensor: torch.Tensor, named: str | Sequence[str], specs: Mapping[str, TensorSpec]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the channel's tensors that lie in one of the module's, each checked against its spec."""
-    if tensor.is_meta:
-        raise ModelMismatchError(f"{own} is on the meta device: it has no memory to be patched.")
-    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-    if is_wrapper or is_lazy(tensor):
-        raise ModelMismatchError(
-            f"{own} is a {type(tensor).__name__}, which has no memory of its own to be patched: follow with a module of "
-            "plain tensors."
-        )
+    check_memory(own, tensor)
     first = 0
     for name in [named] if isinstance(named, str) else named:
         spec = specs.get(name)

@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from deltasync.errors import ModelMismatchError
+from deltasync.tensors.bits import has_memory
 
 _INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {"_forward_module", "_orig_mod", "_compiled_call_impl"}
 _NOT_MADE = (torch.int64, torch.bool)  # positions, token numbers and masks, also those of a generation that runs
@@ -327,7 +329,7 @@ class Kept:
             self._was[slot.key] = _Was(value, tensors, [*map(_mark, tensors)], plain)
 
     def _known(self, weights: Mapping[str, torch.Tensor]) -> _Known:
-        storages = {each.untyped_storage().data_ptr() for each in weights.values() if _has_storage(each)}
+        storages = {*map(_storage, weights.values())} - {0}
         return _Known({id(module) for module in self._module.modules()}, storages)
 
     def _weights(self) -> dict[str, torch.Tensor]:
@@ -422,7 +424,7 @@ def _tensors(value: Any, known: _Known, watch: Callable[[Collection[Any]], objec
     return [
         each
         for each in _within(value, known.modules, set(), 1, watch)
-        if each.dtype not in _NOT_MADE and _has_storage(each) and each.untyped_storage().data_ptr() not in known.storages
+        if each.dtype not in _NOT_MADE and _has_values(each) and _storage(each) not in known.storages
     ]
 
 
@@ -516,29 +518,32 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return a tensor's sizes in the order that all its transposes share."""
-    return tuple(sorted(tensor.shape))
+    return () if tensor.is_nested else tuple(sorted(tensor.shape))
 
 
 def _mark(tensor: torch.Tensor) -> object:
     """Return what changes when a tensor is replaced, or written by torch."""
-    return tensor.data_ptr(), tensor.shape, 0 if tensor.is_inference() else tensor._version
+    place = tensor.data_ptr() if has_memory(tensor) else id(tensor)
+    return place, () if tensor.is_nested else tensor.shape, 0 if tensor.is_inference() else tensor._version
 
 
 def _may_be_made(tensor: torch.Tensor) -> bool:
     """Whether values may come from weights: not one or two repeated ones, as defaults and masks are."""
+    if not has_memory(tensor):
+        return True
     if tensor.numel() < 2:
         return False
     flat = tensor.detach().dequantize().reshape(-1) if tensor.is_quantized else tensor.detach().reshape(-1)
     return bool(((flat != flat[0]) & (flat != flat.flip(0)[0]) & (flat == flat)).any())
 
 
-def _has_storage(value: object) -> bool:
-    if not isinstance(value, torch.Tensor) or value.is_meta:
-        return False
-    try:
-        return value.untyped_storage().data_ptr() != 0
-    except (RuntimeError, NotImplementedError):  # sparse tensors, and wrappers without memory of their own
-        return False
+def _has_values(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and not is_lazy(tensor) and (not has_memory(tensor) or _storage(tensor) != 0)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return where a tensor's storage is; 0 if it is of no elements, or not a tensor with memory of its own."""
+    return tensor.untyped_storage().data_ptr() if not is_lazy(tensor) and has_memory(tensor) else 0
 
 
 def _target(hook: Any) -> str:

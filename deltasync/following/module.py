@@ -24,14 +24,13 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings, parse_pin, pin_text
 from deltasync.errors import ConfigError, ModelMismatchError, NotPublishedError
-from deltasync.following.gate import Gate, GatedTarget, Mapped, Names, Part, plain_name, reclassed
+from deltasync.following.gate import Gate, GatedTarget, Mapped, Names, Part, check_memory, plain_name, reclassed
 from deltasync.following.kept import Kept
 from deltasync.following.loop import Follow
 from deltasync.following.status import Commit, Status
@@ -194,11 +193,11 @@ class ModuleTarget(GatedTarget):
         held = [*self._module.parameters(), *self._module.buffers()]
         own, storages = {*map(id, held)}, {*map(_storage, held)}
         for name, tensor in state.items():
-            if self._names(name) is None or not isinstance(tensor, torch.Tensor) or not tensor.numel():
+            if self._names(name) is None or not isinstance(tensor, torch.Tensor):
                 continue
-            is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-            if is_lazy(tensor) or tensor.is_meta or is_wrapper:
-                continue  # `places` refuses it
+            check_memory(name, tensor)
+            if not tensor.numel():
+                continue
             if id(tensor) not in own and _storage(tensor) not in storages:
                 raise ModelMismatchError(
                     f"{name} in the module's state_dict is a copy, made by get_extra_state or a hook, of what the module "
@@ -245,7 +244,10 @@ class ModuleTarget(GatedTarget):
         if not isinstance(part, torch.Tensor) or is_lazy(part):
             return None
         version = 0 if part.is_inference() else part._version  # grows with most writes by others
-        return part.data_ptr(), part.device, part.dtype, part.shape, part.stride(), version
+        try:
+            return part.data_ptr(), part.device, part.dtype, part.shape, part.stride(), version
+        except RuntimeError:  # sparse and nested ones
+            return None
 
     def _writes(self) -> int:
         return sum(each._version for each in self._mine if not each.is_inference())

@@ -54,6 +54,12 @@ def address_of(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its elements in memory by its sizes and strides: not on meta, sparse, nested, mkldnn, wrapped."""
+    is_plain = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or is_wrapper(tensor))
+    return is_plain and not tensor._is_zerotensor()
+
+
 def readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose memory has its values: the tensor itself, or of a wrapper subclass a plain copy in its dtype.
 

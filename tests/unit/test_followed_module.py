@@ -147,6 +147,16 @@ class InArray(Base):
         return x @ torch.from_numpy(self.kept)
 
 
+class InSparse(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.made.to_sparse() if self.kept is None else self.kept
+        return x @ self.kept.to_dense()
+
+
 class AsNumber(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -207,6 +217,7 @@ def shared() -> nn.Module:
         InBuffer,
         InClosure,
         InArray,
+        InSparse,
         AsNumber,
         Quantized,
         AsModule,
@@ -621,6 +632,32 @@ def test_memory_that_cannot_be_written_alone_is_refused_by_name(
     with Publisher(memory_url, dtype="keep", retention=None) as publisher:
         publisher.publish(tensors).wait(PATIENCE_S)
         with pytest.raises(ModelMismatchError, match=said):
+            follow(module, memory_url, background=False)
+
+
+PLAIN = torch.arange(64.0).reshape(8, 8)
+UNEVEN = [torch.ones(2, 8), torch.ones(3, 8)]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:Sparse C.. tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (PLAIN.to_sparse, "is a Parameter of layout sparse_coo, which has no memory"),
+        (PLAIN.to_sparse_csr, "is a Parameter of layout sparse_csr, which has no memory"),
+        (PLAIN.to_mkldnn, "is a Parameter of layout _mkldnn, which has no memory"),
+        (lambda: torch.nested.nested_tensor(UNEVEN), "is a nested tensor, which has no memory"),
+        (lambda: torch.nested.nested_tensor(UNEVEN, layout=torch.jagged), "is a nested tensor, which has no memory"),
+        (lambda: torch._efficientzerotensor(8, 8), "is a ZeroTensor, which has no memory"),
+        (lambda: torch.complex(PLAIN, PLAIN).conj().imag, "is a view whose memory has the negated values"),
+    ],
+)
+def test_tensors_of_other_layouts_are_refused_by_name(memory_url: str, make: Callable[[], Any], said: str) -> None:
+    module = seeded(lambda: nn.Linear(8, 8))
+    with Publisher(memory_url, dtype="keep", retention=None) as publisher:
+        publisher.publish(module).wait(PATIENCE_S)
+        module.weight = nn.Parameter(make(), requires_grad=False)
+        with pytest.raises(ModelMismatchError, match=f"^weight {said}"):
             follow(module, memory_url, background=False)
 
 
