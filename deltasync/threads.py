@@ -33,6 +33,7 @@ NO_THREADS = (
     "this process can start no more threads. Its container's limit of processes (pids.max) or the user's (ulimit -u) is "
     "reached: raise it, or end other processes"
 )
+NO_FILES = "this process has too many files open: raise its limit (ulimit -n), or close some"
 
 
 def daemon(name: Name, run: Callable[[], object]) -> threading.Thread:

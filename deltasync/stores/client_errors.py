@@ -8,11 +8,12 @@ from obstore import exceptions as obstore_errors
 
 from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.replies import Meaning, Operation, error_class, is_panic, meaning
-from deltasync.threads import NO_THREADS
+from deltasync.threads import NO_FILES, NO_THREADS
 
 CLIENT_ERRORS = (obstore_errors.BaseError, FileNotFoundError)
 
 RENEWABLE = (401, 403)
+_NO_FILES = re.compile(r"Too many open files|os error 2[34]\b|code: 2[34]\b")
 _RENEW = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId")
 _REGION = "The bucket is in another region: check region= and AWS_REGION."
 _HINTS = {
@@ -59,8 +60,8 @@ def translate(error: BaseException, place: str, operation: Operation, answered: 
             return StoreError(f"{place}: the store's client could not start when it was first used. Restart this process.")
         if re.search(r"WouldBlock|Resource temporarily unavailable|os error 11\b|code: 11\b|spawn", str(error)):
             return TransientStoreError(f"{place}: {NO_THREADS}.")
-        if re.search(r"Too many open files|os error 2[34]\b|code: 2[34]\b", str(error)):
-            return TransientStoreError(f"{place}: too many files are open: raise the limit (ulimit -n).")
+        if _NO_FILES.search(str(error)):
+            return TransientStoreError(f"{place}: {NO_FILES}.")
         return StoreError(f"{place}: the store's client failed ({what}); the server's reply may be malformed.")
     message, _, internals = str(error).partition("\n\nDebug source")
     if isinstance(error, obstore_errors.InvalidPathError):
@@ -70,6 +71,8 @@ def translate(error: BaseException, place: str, operation: Operation, answered: 
             f"{place}: another program's object has the key {key!r}, which cannot be listed: delete or rename it."
         )
     answer, status, code = _answer(message, internals)
+    if not status and not code and _NO_FILES.search(internals):
+        return TransientStoreError(f"{place}: {NO_FILES}.")
     found = meaning(status, code)
     if not status and not code:
         if isinstance(error, obstore_errors.AlreadyExistsError):

@@ -22,7 +22,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from deltasync.errors import ConfigError
 from deltasync.stores.base import REQUEST_S, check_key
 from deltasync.stores.environment import aws_profile, check_cloud, check_role, is_endpoint
-from deltasync.stores.object import LARGEST_BYTES, ObstoreStore, mark_process
+from deltasync.stores.object import LARGEST_BYTES, ObstoreStore, check_files, mark_process
 from deltasync.stores.replies import is_panic
 from deltasync.stores.retries import PATIENCE_S
 from deltasync.threads import watched
@@ -108,6 +108,7 @@ class CloudStore(ObstoreStore):
         except BaseException as error:
             if not isinstance(error, BaseError | ValueError) and not is_panic(error):
                 raise
+            check_files()
             message = str(error).partition("\n\n")[0]
             variables = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE_STORAGE"}[self._scheme]
             raise ConfigError(

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, check_key, is_key, read_file
+from deltasync.threads import NO_FILES
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a FIFO would block
@@ -224,7 +225,8 @@ class LocalStore:
         if error.errno == errno.ELOOP or (error.errno in _ABSENT and self._has_link(key.split("/"))):
             return StoreError(f"{self.url}/{key} is behind a symbolic link, which is not followed.")
         kind = StoreError if error.errno in _LASTING else TransientStoreError
-        return kind(f"{self.url}/{key} cannot be {verb}: {error.strerror}.")
+        why = NO_FILES if error.errno in (errno.EMFILE, errno.ENFILE) else error.strerror
+        return kind(f"{self.url}/{key} cannot be {verb}: {why}.")
 
     def _is_writable(self, parts: Sequence[str]) -> bool:
         """Whether this user may delete files of a folder."""

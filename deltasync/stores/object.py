@@ -21,7 +21,7 @@ from deltasync.stores.base import ObjectInfo, check_key, check_size, is_key
 from deltasync.stores.client_errors import CLIENT_ERRORS, has_expired, has_timed_out, may_be_renewed, translate
 from deltasync.stores.environment import client_threads
 from deltasync.stores.replies import Operation, is_panic
-from deltasync.threads import NO_THREADS, daemon
+from deltasync.threads import NO_FILES, NO_THREADS, daemon
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -33,6 +33,7 @@ LARGEST_BYTES = 5 << 30
 """S3's limit for one put. Multipart uploads may be larger, but not every server honours their precondition."""
 
 _SPARE_THREADS = 4
+_SPARE_FILES = 16  # of the client's runtime, which never works again where it could not start
 
 _Result = TypeVar("_Result")
 
@@ -264,10 +265,25 @@ def _try_threads() -> None:
             thread.join()
 
 
+def check_files(spare: int = 1) -> None:
+    """Open this many files for a moment, because the client says of an error only that it could not be built.
+
+    Raises:
+        TransientStoreError: a limit is reached.
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            for _ in range(spare):
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            raise TransientStoreError(f"The client of object stores cannot start: {NO_FILES}.") from None
+
+
 def mark_process(needs_threads: bool = False) -> None:
     """Record that this process uses obstore. Raise StoreError if the client has threads, which a forked process lacks."""
     global _process
     if _process is None:
+        check_files(_SPARE_FILES)
         _try_threads()
         _process = os.getpid()
     elif needs_threads and _process != os.getpid():
