@@ -16,7 +16,7 @@ from typing import Any
 from deltasync.channel import documents, keys, signing
 from deltasync.channel.documents import Channel, Record, VersionId
 from deltasync.channel.signing import Signer, Trusted
-from deltasync.codec.base import Encoded, body
+from deltasync.codec.base import Encoded
 from deltasync.errors import ConfigError, CorruptDataError
 
 INLINE_BYTES = 4 << 20  # largest payload that is stored inside its record, in bytes
@@ -64,10 +64,9 @@ class StoredRecord:
 
 def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | None) -> StoredRecord:
     """Make the object of a record to be stored at `key`; `body_bytes` and `body_sha256` are filled in here."""
-    arrays, metadata = ({}, {}) if payload is None else (payload.arrays, payload.metadata)
-    size = 0
+    payload, size = payload or Encoded({}, {}), 0
     while True:  # the header names the length of the document, the document that of the header
-        front = body(arrays, metadata, size + _LENGTH.size)
+        front = payload.of_record(size + _LENGTH.size)
         filled = dataclasses.replace(record, body_bytes=sum(map(len, front)), body_sha256=_NO_DIGEST)
         if len(document := _sealed(filled, key, signer)) == size:
             break

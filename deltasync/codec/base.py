@@ -14,6 +14,7 @@ contains a payload keeps its document there (`channel.record`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -97,14 +98,17 @@ class RangeBits:
         if held_P.size:
             bits_P[first - part.start : last - part.start] = held_P
         if self.steps is not None:
-            at_K, step_K = self.steps.between(part.start, part.stop)
-            bits_P[at_K - at_K.dtype.type(part.start)] -= step_K
+            at_K, step_K = self.steps
+            if bits_P.size < self.size:
+                at_K, step_K = self.steps.between(part.start, part.stop)
+                at_K = at_K - at_K.dtype.type(part.start)
+            bits_P[at_K] -= step_K
         return bits_P
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Encoded:
-    """An encoded delta before it is a file: the payload's entries and metadata, from which `body` makes the file."""
+    """An encoded delta: the payload's entries, which do not change any more, and its metadata."""
 
     arrays: dict[str, torch.Tensor]
     metadata: dict[str, str]
@@ -131,8 +135,27 @@ class Encoded:
         return cls(arrays, metadata)
 
     def to_bytes(self) -> bytes:
-        """Return the payload file."""
+        """Return the payload file, which is made once."""
+        return self._file
+
+    def of_record(self, record_bytes: int) -> tuple[bytes, memoryview]:
+        """Return what a record with this payload has before its document: the header, and all entries but `.record`.
+
+        Args:
+            record_bytes: Size of the last entry `.record`. A larger size never makes the header shorter.
+        """
+        file = memoryview(self._file)
+        return layout(self._specs, self.metadata, record_bytes)[0], file[sum(struct.unpack_from("<Q", file), 8) :]
+
+    @functools.cached_property
+    def _file(self) -> bytes:
         return b"".join(body(self.arrays, self.metadata))
+
+    @functools.cached_property
+    def _specs(self) -> list[TensorSpec]:
+        from deltasync.tensors.bits import spec_of
+
+        return [spec_of(name, array) for name, array in self.arrays.items()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,10 +174,8 @@ class Payload:
     metadata: Mapping[str, str]
 
 
-def body(
-    arrays: Mapping[str, torch.Tensor], metadata: Mapping[str, str], record_bytes: int | None = None
-) -> list[memoryview]:
-    """Serialize a safetensors file, or the part of a record before its document.
+def body(arrays: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
+    """Serialize a safetensors file.
 
     The safetensors library may put `.record` before other entries, and metadata into any order. Here entries of large items
     come first, so that all are aligned, and the same input gives the same bytes.
@@ -162,8 +183,6 @@ def body(
     Args:
         arrays: The entries, on the host.
         metadata: The `__metadata__`.
-        record_bytes: Size of a last entry `.record`, whose bytes are not included; None for no such entry. A larger size
-            never makes the body shorter.
 
     Returns:
         Buffers to concatenate. They share memory with contiguous `arrays`.
@@ -171,16 +190,21 @@ def body(
     Raises:
         ModelMismatchError: an entry has a reserved name, or a dtype that is not supported.
     """
-    from deltasync.tensors.bits import bits_of, spec_of
+    import torch
 
-    head, order = layout([spec_of(name, array) for name, array in arrays.items()], metadata, record_bytes)
-    return [memoryview(head), *(bits_of(arrays[spec.name]).view(np.uint8).data for spec in order)]
+    from deltasync.tensors.bits import spec_of
+
+    head, order = layout([spec_of(name, array) for name, array in arrays.items()], metadata)
+    return [memoryview(head), *(arrays[spec.name].reshape(-1).view(torch.uint8).numpy().data for spec in order)]
 
 
 def layout(
     specs: Iterable[TensorSpec], metadata: Mapping[str, str], record_bytes: int | None = None
 ) -> tuple[bytes, list[TensorSpec]]:
-    """Return the header of a safetensors file, its length included, and the order of the tensors behind it; see `body`."""
+    """Return the header of a safetensors file, its length included, and the order of the tensors behind it; see `body`.
+
+    `record_bytes` is the size of a last entry `.record`; None for no such entry.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     order = sorted(specs, key=lambda spec: -spec.item_bytes)
     end = 0

@@ -14,7 +14,7 @@ import numpy as np
 from deltasync.codec import classes, tables, tiles
 from deltasync.codec.base import OldBits, Payload, Wanted, old_bits, take
 from deltasync.codec.parts import GAPS, TILES, Part, flags
-from deltasync.codec.tiles import Cut, Tiling
+from deltasync.codec.tiles import Cut
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import native
 from deltasync.kernels.rans import Blocks, Classes
@@ -202,8 +202,7 @@ class Reader:
         lines, freq_TS = classes.read(part.tables, len(part.groups))
         groups = Classes.of(lines)
         vector, table_G, found = self.vector, (2 * groups.bound_G).tolist(), list[Sparse]()
-        for batch in self._batches(old):
-            at_B, row_BF, band_GF = (np.concatenate(each) for each in list(zip(*batch, strict=True))[:3])
+        for at_B, row_BF, band_GF, _ in self._batches(old):
             row_B2, group_B, word_B2 = part.row_B2[at_B], part.group_B[at_B], part.words_of(at_B)
             if (row_B2[:, 0] > row_BF[:, 1] * row_BF[:, 3]).any():
                 raise CorruptDataError("Payload has a block with more changes than elements.")
@@ -226,43 +225,45 @@ class Reader:
             found.append(Sparse(*native.regroup(bound_G, band_GF, False, at_K, step_K, 0)[:2]))
         return found
 
-    def _batches(self, old: OldBits) -> Iterator[list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]]:
+    def _batches(self, old: OldBits) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]]:
         """Yield the blocks by class to decode in batches of about `_BATCH_BYTES` of old bits.
 
-        A batch is pieces of tensors: the numbers of their blocks, their tables of blocks and of bands, which count blocks in
+        A batch is pieces of tensors: the numbers of their blocks, the tables of blocks and of bands, which count blocks in
         the batch, and the bits. An array is taken as a whole. Other old bits are made for about `_PART_BYTES` for each
         thread at a time.
         """
-        vector, width, tiling = self.vector, self.vector.width, Tiling.of(self.vector, self.cuts)
+        vector, width, tiling = self.vector, self.vector.width, tiles.tiling_of(self.vector, self.cuts)
         row_BF, band_GF = tiling.chosen(tiling.count_T > 0, np.zeros_like(tiling.count_T))
-        keep_B = np.ones(len(row_BF), np.bool_) if self._keep_B is None else self._keep_B
-        edge_G, band_T = np.append(band_GF[:, 5], len(row_BF)), bounds(tiling.band_T[self.tiled_T]).tolist()
-        batch, count, filled = list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]](), 0, 0.0
+        at_B = np.arange(len(row_BF)) if self._keep_B is None else np.flatnonzero(self._keep_B)
+        row_BF, edge_G = row_BF[at_B], np.searchsorted(at_B, np.append(band_GF[:, 5], len(row_BF))).tolist()
+        start_B = row_BF[:, 4] - np.repeat(vector.first_T[self.tiled_T], np.diff(np.searchsorted(at_B, self._block_T)))
+        stop_B = start_B + (row_BF[:, 3] - 1) * row_BF[:, 2] + row_BF[:, 1]
+        part_bytes, byte_G = (
+            _PART_BYTES * native.threads(vector.element_count),
+            np.cumsum(band_GF[:, 2:5].prod(axis=1)) * width,
+        )
+        band_T, made, filled, begin = bounds(tiling.band_T[self.tiled_T]).tolist(), list[np.ndarray](), 0.0, 0
         for t, (first, last) in zip(self.tiled_T.tolist(), itertools.pairwise(band_T), strict=True):
-            if not keep_B[edge_G[first] : edge_G[last]].any():
+            if edge_G[first] == edge_G[last]:
                 continue
             bits, most, edges = old_bits(old, vector.specs[t]), _BATCH_BYTES, [first, last]
             if not isinstance(bits, np.ndarray):
-                most = _PART_BYTES * native.threads(vector.element_count)
-                byte_G = np.cumsum(band_GF[first:last, 2:5].prod(axis=1)) * width
-                edges[1:1] = (np.flatnonzero(np.diff((byte_G - byte_G[0]) // most)) + 1 + first).tolist()
+                most, before_G = part_bytes, byte_G[first:last]
+                if before_G[-1] - before_G[0] >= most:
+                    edges[1:1] = (np.flatnonzero(np.diff((before_G - before_G[0]) // most)) + 1 + first).tolist()
             for low, high in itertools.pairwise(edges):
-                at_B = np.flatnonzero(keep_B[edge_G[low] : edge_G[high]]) + edge_G[low]
-                if not at_B.size:
+                held = slice(edge_G[low], edge_G[high])
+                if held.start == held.stop:
                     continue
-                part_BF, part_GF = row_BF[at_B], band_GF[low:high].copy()
-                start_B = part_BF[:, 4] - vector.first_T[t]
-                start, stop = int(start_B[0]), int((start_B + (part_BF[:, 3] - 1) * part_BF[:, 2] + part_BF[:, 1]).max())
-                bits_P = np.ascontiguousarray(bits[start:stop])
-                part_BF[:, 0] += bits_P.ctypes.data - start * width
-                part_GF[:, 5] = np.searchsorted(at_B, edge_G[low:high]) + count
-                batch.append((at_B, part_BF, part_GF, bits_P))
-                count, filled = count + at_B.size, filled + (stop - start) * width / most
-                if filled >= 1:
-                    yield batch
-                    batch, count, filled = [], 0, 0.0
-        if batch:
-            yield batch
+                start, stop = int(start_B[held.start]), int(stop_B[held].max())
+                made.append(np.ascontiguousarray(bits[start:stop]))
+                row_BF[held, 0] += made[-1].ctypes.data - start * width
+                filled += (stop - start) * width / most
+                if filled >= 1 or held.stop == at_B.size:
+                    here = slice(edge_G[begin], held.stop)
+                    band_GF[begin:high, 5] = np.subtract(edge_G[begin:high], here.start)
+                    yield at_B[here], row_BF[here], band_GF[begin:high], made
+                    made, filled, begin = [], 0.0, high
 
 
 def readers_of(payload: Payload, layout: Layout) -> dict[int, Reader]:

@@ -172,6 +172,17 @@ def whole(vector: Vector) -> np.ndarray:
     return np.stack((np.zeros_like(size_T), size_T), axis=1)
 
 
+def tiling_of(vector: Vector, cuts: Mapping[int, Cut]) -> Tiling:
+    """As `Tiling.of`; tables of few blocks are kept, since the next version of a small model needs them again."""
+    is_small = sum(cut.count for cut in cuts.values()) <= _MOST_KEPT
+    return _tiling_of(vector, tuple(cuts.items())) if is_small else Tiling.of(vector, cuts)
+
+
+@functools.lru_cache(maxsize=8)
+def _tiling_of(vector: Vector, cuts: tuple[tuple[int, Cut], ...]) -> Tiling:
+    return Tiling.of(vector, dict(cuts))
+
+
 def tiling(vector: Vector, range_T2: np.ndarray) -> Tiling:
     """Return the blocks of these ranges of a vector's tensors that an encoder makes if enough changes. They are kept."""
     return _tiling(vector, range_T2.tobytes(), TILE, BLOCK)

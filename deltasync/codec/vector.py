@@ -72,7 +72,7 @@ class VectorCodec:
             changed_T = np.flatnonzero(count_T)
             digest_T = np.array([fingerprints[vector.names[t]] for t in changed_T.tolist()], np.uint64)
             by_class, by_gap = _split(vector, steps, list(held))
-            tiling = Tiling.of(vector, {t: cut for t, (cut, _) in held.items()})
+            tiling = tiles.tiling_of(vector, {t: cut for t, (cut, _) in held.items()})
             parts = _by_gap(vector, by_gap), _by_class(vector, tiling, held, by_class) if held else None
             found, vectors[str(width)] = entries(vector, count_T, changed_T, digest_T, *parts, tiling.range_T2)
             arrays |= found
@@ -240,11 +240,12 @@ def runs(bound_B: np.ndarray, least: int = 0) -> np.ndarray:
 def _held(vector: Vector, count_T: np.ndarray, new: NewBits) -> dict[int, tuple[Cut, np.ndarray]]:
     """Return the blocks and the new bits of each tensor that is coded by classes."""
     found = {}
-    for t in np.flatnonzero(count_T >= max(tiles.FEW, 1)).tolist():
+    is_large_T = np.diff(vector.first_T) >= min(tiles.LEAST, tiles.SMALL)
+    for t in np.flatnonzero((count_T >= max(tiles.FEW, 1)) & is_large_T).tolist():
         spec = vector.specs[t]
         bits_N, start = new(spec.name)
         cut = tiles.cut(spec.shape, start, start + bits_N.size, tiles.TILE, tiles.BLOCK)
-        if cut.is_large(spec.element_count) and count_T[t] >= tiles.FEW * cut.count:
+        if count_T[t] >= tiles.FEW * cut.count and cut.is_large(spec.element_count):
             found[t] = cut, bits_N
     return found
 

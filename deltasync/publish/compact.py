@@ -37,7 +37,7 @@ from deltasync.publish.pending import Pending
 from deltasync.publish.shadow import Weights, held_bytes
 from deltasync.ranks.ranks import Range, Ranks
 from deltasync.stores.retries import retried
-from deltasync.tensors import Delta, Layout
+from deltasync.tensors import Delta, Layout, count_below
 from deltasync.tensors.delta import joined, of_tensor
 from deltasync.threads import Workers
 
@@ -210,7 +210,7 @@ class Steps:
         """
         held_count = sum(stop - start for start, stop in self._ranges.values())
         length, every = (-(-count // _WINDOWS) for count in (min(SAMPLED, held_count), held_count))
-        steps, before = list[np.ndarray](), 0
+        windows, before = dict[int, list[tuple[str, int, int]]](), 0
         for name, (start, stop) in self._ranges.items():
             size = stop - start
             for window in range(before // every if every else 0, _WINDOWS):
@@ -218,13 +218,31 @@ class Steps:
                 if first >= size:
                     break
                 if first < last:
-                    steps.append(self.between(name, start + first, start + last).astype(np.int64))
+                    windows.setdefault(self._layout.places[name][0], []).append((name, start + first, start + last))
             before += size
-        if not steps:
+        if not windows:
             return math.inf if self._layout.element_count else 0.0
-        _, count = np.unique(np.concatenate(steps), return_counts=True)
-        share = count / count.sum()
+        found = [self._at(width, held) for width, held in windows.items()]
+        _, count = np.unique(np.concatenate([step_N[step_N != 0].astype(np.int64) for step_N in found]), return_counts=True)
+        count = np.append(count, sum(map(np.size, found)) - count.sum())  # the zeros, which need no sorting
+        share = count[count > 0] / count.sum()
         return float(-(share * np.log2(share)).sum()) * self._layout.element_count / 8
+
+    def _at(self, width: int, windows: Sequence[tuple[str, int, int]]) -> np.ndarray:
+        """Return the steps of elements of one width, as `between` does for each of the windows, one after the other."""
+        first_W, last_W = np.array([[self._layout.span(name)[1] + edge for edge in at] for name, *at in windows]).T
+        found_N = np.zeros((last_W - first_W).sum(), f"u{width}")
+        end_W = np.cumsum(last_W - first_W)
+        if self._sum is not None:
+            bits, ranges = self._sum.bits, self._ranges
+            held = [bits[name][first - ranges[name][0] : last - ranges[name][0]] for name, first, last in windows]
+            np.concatenate(held, out=found_N)
+        for at_K, step_K in (delta.steps[width] for delta in self._deltas if width in delta.steps):
+            low_W, high_W = (count_below(at_K, edge_W) for edge_W in (first_W, last_W))
+            count_W = high_W - low_W
+            index_K = np.arange(count_W.sum()) + np.repeat(high_W - np.cumsum(count_W), count_W)
+            found_N[at_K[index_K] + np.repeat(end_W - last_W, count_W)] += step_K[index_K]
+        return found_N
 
 
 class Compactor:

@@ -6,6 +6,7 @@ Deltas are merged exactly, without the weights: steps add up, and what cancels o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -63,16 +64,23 @@ class Delta:
         """Return how many elements of each changed tensor it changes, in the order of the layout."""
         return self.layout.named(self._count_T())
 
+    @functools.cached_property
+    def _bound_T(self) -> dict[int, np.ndarray]:
+        """By width, how many of its elements lie before each tensor, and how many there are; int64[T + 1]."""
+        return {w: count_below(at_K, self.layout.vectors[w].first_T) for w, (at_K, _) in self.steps.items()}
+
     def _count_T(self) -> dict[int, np.ndarray]:
-        return {width: self.layout.vectors[width].count(at_K) for width, (at_K, _) in self.steps.items()}
+        return {width: np.diff(bound_T) for width, bound_T in self._bound_T.items()}
 
     def of(self, name: str) -> Sparse:
         """Return the steps of a tensor, by flat indices."""
-        width, first, last = self.layout.span(name)
+        width, number = self.layout.places[name]
+        vector = self.layout.vectors[width]
         if width not in self.steps:
-            return Sparse.of(self.layout.vectors[width])
-        at_K, step_K = self.steps[width].between(first, last)
-        return Sparse(at_K - at_K.dtype.type(first), step_K)
+            return Sparse.of(vector)
+        low, high = self._bound_T[width][number : number + 2]
+        at_K, step_K = self.steps[width]
+        return Sparse(at_K[low:high] - vector.first_T[number].astype(at_K.dtype), step_K[low:high])
 
     def apply(self, name: str, bits_N: np.ndarray) -> None:
         """Apply its changes to a whole tensor's unsigned bit patterns, in place."""

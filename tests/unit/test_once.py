@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel import record
-from deltasync.codec import base
+from deltasync.codec import base, tiles
 
 _SMALL = 8 << 10
 """Bytes of documents, headers and heads, which may be hashed or parsed again."""
@@ -79,3 +80,33 @@ def test_bytes_are_handled_once_on_each_side(memory_url: str, counted: Counter[s
             assert replica.sync() == version
             for what in ("hashed", "parsed"):
                 assert receipt.payload_bytes <= counted[what] < receipt.payload_bytes + _SMALL, what
+
+
+def test_a_small_model_is_not_paid_for_tensor_by_tensor(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries become a file once, tables are kept, and positions are not searched once more for each tensor."""
+    calls, found = Counter[str](), dict[int, Counter[str]]()
+
+    def counting(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any, **named: Any) -> Any:
+            calls[what] += 1
+            return function(*arguments, **named)
+
+        return count
+
+    monkeypatch.setattr(base, "body", counting("files", base.body))
+    monkeypatch.setattr(np, "searchsorted", counting("searches", np.searchsorted))
+    for tensors in (4, 40):
+        weights = {f"w{n}": torch.zeros(64, 64, dtype=torch.bfloat16) for n in range(tensors)}
+        with Publisher(f"{memory_url}/{tensors}") as publisher:
+            for step in range(4):
+                for tensor in weights.values():
+                    tensor.view(torch.int16)[step::4] += 1
+                publisher.flush()
+                calls.clear()
+                made = tiles._tiling_of.cache_info().misses
+                publisher.publish(weights).wait(60)
+        assert tiles._tiling_of.cache_info().misses == made
+        found[tensors] = Counter(calls)
+    assert found[4]["files"] == 1
+    assert found[4]["searches"] > 0
+    assert found[40] == found[4]
