@@ -190,12 +190,10 @@ def body(arrays: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> lis
     Raises:
         ModelMismatchError: an entry has a reserved name, or a dtype that is not supported.
     """
-    import torch
-
-    from deltasync.tensors.bits import spec_of
+    from deltasync.tensors.bits import bits_of, spec_of
 
     head, order = layout([spec_of(name, array) for name, array in arrays.items()], metadata)
-    return [memoryview(head), *(arrays[spec.name].reshape(-1).view(torch.uint8).numpy().data for spec in order)]
+    return [memoryview(head), *(bits_of(arrays[spec.name]).view(np.uint8).data for spec in order)]
 
 
 def layout(
