@@ -25,7 +25,7 @@ if __name__ == "__main__":
         weights += 1
         held = weights[10 * rank : 10 * rank + 10]
         publisher.publish([("w", TensorRange(held, 80 * rank, (10 * size, 8)))], step=step)
-        partly = last.with_suffix(".partly")
+        partly = Path(f"{last}.partly")
         partly.write_text(str(step))
         partly.replace(last)
     exec(how)
