@@ -119,6 +119,7 @@ class DeltaSyncCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Refuse a model that cannot be published, and replace TRL's transfer of weights to a vLLM server."""
+        compat.check_colocated(args)
         if compat.generates_on_server(args):
             self._check_merged()
             # An evaluation may generate before training.

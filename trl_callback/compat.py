@@ -24,6 +24,25 @@ def generates_on_server(args: Any) -> bool:
     return bool(getattr(args, "use_vllm", False)) and getattr(args, "vllm_mode", None) == "server"
 
 
+def check_colocated(args: Any) -> None:
+    """Refuse vLLM in the trainer's own process where there is no GPU, before TRL starts it.
+
+    Raises:
+        ConfigError: vLLM's own error would only name an attribute that its workers for CPUs lack.
+    """
+    if not getattr(args, "use_vllm", False) or getattr(args, "vllm_mode", None) != "colocate":
+        return
+    if args.device.type != "cpu" or torch.cuda.is_available():
+        return
+    from trl.generation import vllm_generation
+
+    if getattr(vllm_generation, "LLM", object).__module__.startswith("vllm."):
+        raise ConfigError(
+            'vllm_mode="colocate" needs a GPU: vLLM on CPUs does not run in the trainer\'s process. Use vllm_mode="server", '
+            "with a server that follows the channel."
+        )
+
+
 def streams_weights(args: Any) -> bool:
     """Whether the running trainer syncs its weights with a `weight_transfer`, in any process.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,11 +131,14 @@ def test_full_weights_that_cannot_be_read_get_new_ones_in_their_place(memory_url
     assert_holds(store, weights, 61)
 
 
-def test_a_publisher_that_keeps_everything_says_so(memory_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    Publisher(memory_url).close()
+def test_a_publisher_that_keeps_everything_says_so(
+    tmp_path: Path, memory_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Publisher(f"file://{tmp_path}/run").close()
     assert "Nothing is ever deleted" in caplog.text
     caplog.clear()
+    Publisher(memory_url).close()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DELTASYNC_KEEP_LAST", "100")
-        Publisher(f"{memory_url}2").close()
+        Publisher(f"file://{tmp_path}/run2").close()
     assert "deleted" not in caplog.text

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
+from deltasync.errors import ConfigError
 from tests.conftest import assert_same_bits
 from tests.integration import trainers
 from tests.integration.async_trainers import SHARED, make_async_trainer
@@ -130,3 +131,12 @@ def test_an_engine_in_the_trainers_process_stays_trls_and_each_step_is_published
     assert engine.syncs == 3  # once for each batch: by TRL alone, with the weights that the last batch was made of
     expected = recorder.bits[2]
     assert_same_bits({name: engine.loaded[name] for name in expected}, expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs beside the trainer there")
+def test_vllm_in_the_trainers_process_needs_a_gpu(checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    sync, recorder = DeltaSyncCallback(f"file://{tmp_path}/channel"), Recorder(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        make_grpo(checkpoint, sync, recorder, max_steps=1, use_vllm=True, vllm_mode="colocate")
+    assert not (tmp_path / "channel").exists()
