@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -144,18 +145,14 @@ class Encoded:
         Args:
             record_bytes: Size of the last entry `.record`. A larger size never makes the header shorter.
         """
-        file = memoryview(self._file)
-        return layout(self._specs, self.metadata, record_bytes)[0], file[sum(struct.unpack_from("<Q", file), 8) :]
+        from deltasync.tensors.bits import spec_of
+
+        file, specs = memoryview(self._file), itertools.starmap(spec_of, self.arrays.items())
+        return layout(specs, self.metadata, record_bytes)[0], file[8 + struct.unpack_from("<Q", file)[0] :]
 
     @functools.cached_property
     def _file(self) -> bytes:
         return b"".join(body(self.arrays, self.metadata))
-
-    @functools.cached_property
-    def _specs(self) -> list[TensorSpec]:
-        from deltasync.tensors.bits import spec_of
-
-        return [spec_of(name, array) for name, array in self.arrays.items()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +189,7 @@ def body(arrays: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> lis
     """
     from deltasync.tensors.bits import bits_of, spec_of
 
-    head, order = layout([spec_of(name, array) for name, array in arrays.items()], metadata)
+    head, order = layout(itertools.starmap(spec_of, arrays.items()), metadata)
     return [memoryview(head), *(bits_of(arrays[spec.name]).view(np.uint8).data for spec in order)]
 
 
