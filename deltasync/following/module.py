@@ -349,39 +349,46 @@ def _batching(given: Any) -> Any:
     return dataclasses.replace(given, allow_block_sharing=False, use_cuda_graph=False)
 
 
+# The gate is not compiled; the forward call inside it is.
+@torch.compiler.disable(recursive=False, reason=_FULLGRAPH)  # type: ignore[untyped-decorator, no-untyped-call]
+def _passed(module: torch.nn.Module, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return what a call of a module gives inside of its gate, if it follows."""
+    gate = _gates.get(module)
+    if gate is None:
+        return call(*arguments, **options)
+    if getattr(options.get("cache"), "allow_block_sharing", False):  # of transformers' continuous batching
+        raise ConfigError(
+            "Continuous batching shares the blocks of equal prefixes, also of an older version's: make its manager by "
+            "model.init_continuous_batching() after follow(), or with allow_block_sharing=False."
+        )
+    if torch.is_grad_enabled() and not gate.depth and any(each.requires_grad for each in module.parameters()):
+        raise ConfigError(
+            "A forward call with gradients needs the same weights until its backward: put both into `hold()`, or the "
+            "call into torch.no_grad()."
+        )
+    with gate.inside():
+        return call(*arguments, **options)
+
+
 @functools.cache
 def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return a class like `kind` whose calls pass the gate of a followed module.
 
-    The module's class is what tells: copies and pickles of it are of `kind`, and compute with their own weights. Hooks would
-    not do, because an interrupt skips them; nor would an attribute `forward`, which copies take along.
+    The module's class is what tells: deep copies and pickles of it are of `kind`, and compute with their own weights. Hooks
+    would not do, because an interrupt skips them; nor would an attribute `forward`, which copies take along.
     """
 
-    # The gate is not compiled; the forward call inside it is.
-    @torch.compiler.disable(recursive=False, reason=_FULLGRAPH)  # type: ignore[untyped-decorator, no-untyped-call]
-    def passed(self: torch.nn.Module, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        gate = _gates.get(self)
-        if gate is None:
-            return call(*arguments, **options)
-        if getattr(options.get("cache"), "allow_block_sharing", False):  # of transformers' continuous batching
-            raise ConfigError(
-                "Continuous batching shares the blocks of equal prefixes, also of an older version's: make its manager by "
-                "model.init_continuous_batching() after follow(), or with allow_block_sharing=False."
-            )
-        if torch.is_grad_enabled() and not gate.depth and any(each.requires_grad for each in self.parameters()):
-            raise ConfigError(
-                "A forward call with gradients needs the same weights until its backward: put both into `hold()`, or the "
-                "call into torch.no_grad()."
-            )
-        with gate.inside():
-            return call(*arguments, **options)
-
     class Gated(kind):  # type: ignore[misc, valid-type]
+        deltasync_kind = kind
+
         def __call__(self, *arguments: Any, **options: Any) -> Any:
-            return passed(self, super().__call__, *arguments, **options)
+            return _passed(self, super().__call__, *arguments, **options)
+
+        def _call_impl(self, *arguments: Any, **options: Any) -> Any:  # what a bound `__call__` of before leads to
+            return _passed(self, super()._call_impl, *arguments, **options)
 
         def forward(self, *arguments: Any, **options: Any) -> Any:
-            return passed(self, super().forward, *arguments, **options)
+            return _passed(self, super().forward, *arguments, **options)
 
         if hasattr(kind, "init_continuous_batching"):
 
@@ -394,11 +401,62 @@ def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
                 return super().init_continuous_batching(generation_config, given, *arguments, **options)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return copyreg._reconstructor, (kind, object, None), *super().__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]
+            _, _, state, *more = super().__reduce_ex__(protocol)
+            own = getattr(vars(self).get("forward"), _OWN, None)
+            if own is not None and isinstance(state, dict):
+                state = state | {"forward": own}
+            return copyreg._reconstructor, (kind, object, None), state, *more  # type: ignore[attr-defined]
+
+        def __copy__(self) -> Any:
+            """Return a shallow copy, which has the same weights and so passes the same gate."""
+            if hasattr(kind, "__copy__"):
+                made = super().__copy__()
+            else:
+                make, given, state, *_ = self.__reduce_ex__(4)
+                made = make(*given)
+                made.__setstate__(state)
+            gate = _gates.get(self)
+            if gate is not None and made not in _gates:
+                _gates[made] = gate
+                known: Any = type(made)
+                object.__setattr__(made, "__class__", _gated(getattr(known, "deltasync_kind", known)))
+            return made
 
     Gated.__name__, Gated.__qualname__, Gated.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     functools.update_wrapper(Gated.forward, kind.forward)
     return Gated
+
+
+_OWN = "deltasync_own"  # attribute of a function that stands for a module's attribute `forward`: that one
+
+
+@contextlib.contextmanager
+def _passing(module: torch.nn.Module) -> Iterator[None]:
+    """Return a context in which an attribute `forward` of a module, as accelerate sets one, passes its gate."""
+    own = vars(module).get("forward")
+    if own is None:
+        yield
+        return
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        return _passed(module, own, *arguments, **options)
+
+    functools.update_wrapper(forward, own)
+    setattr(forward, _OWN, own)
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        if vars(module).get("forward") is forward:
+            vars(module)["forward"] = own
+
+
+def _release(gate: Gate) -> None:
+    """Let nothing pass a gate any more: the modules that do, and shallow copies of them."""
+    for each in [each for each, passed in _gates.items() if passed is gate]:
+        del _gates[each]
+        if (kind := getattr(type(each), "deltasync_kind", None)) is not None:
+            object.__setattr__(each, "__class__", kind)
 
 
 @contextlib.contextmanager
@@ -411,12 +469,13 @@ def _gating(module: torch.nn.Module, gate: Gate) -> Iterator[None]:
             "A scripted or traced module has no Python call that could wait for a version: follow with its source."
         )
     with contextlib.ExitStack() as stack:
+        stack.callback(_release, gate)
         for each in module.modules():
             # In a wrapped model, the model inside has the `generate` that is called.
             if each is module or callable(getattr(type(each), "generate", None)):
                 _gates[each] = gate
-                stack.callback(_gates.pop, each)
                 stack.enter_context(reclassed(each, _gated(type(each))))  # type: ignore[arg-type]
+                stack.enter_context(_passing(each))
         _followed.update(module.modules())
         stack.callback(_followed.difference_update, [*module.modules()])
         yield

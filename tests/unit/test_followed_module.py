@@ -11,7 +11,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -724,6 +724,48 @@ def _in_thread(action: Callable[[], Any]) -> None:
     thread = threading.Thread(target=action)
     thread.start()
     thread.join()
+
+
+class Net(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x)
+
+
+def with_attribute() -> nn.Module:
+    module = seeded(Net)
+    own = module.forward
+    module.forward = lambda x: own(x) + 1  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize(
+    "how", ["call", "forward", "attribute", "bound", "call_impl", "shallow", "shallow forward", "shallow attribute"]
+)
+def test_each_way_to_call_waits_for_a_commit(memory_url: str, how: str) -> None:
+    live = with_attribute() if "attribute" in how else seeded(Net)
+    bound, before = live.__call__, vars(live).get("forward")
+    with Publisher(memory_url, dtype="keep", retention=None) as publisher:
+        publisher.publish(live).wait(PATIENCE_S)
+        with follow(live, memory_url, background=False) as replica, torch.no_grad():
+            other = copy.copy(live)
+            calls: dict[str, Any] = {"call": live, "forward": live.forward, "attribute": live.forward, "bound": bound}
+            calls |= {"call_impl": live._call_impl, "shallow": other, "shallow forward": other.forward}
+            calls |= {"shallow attribute": other}
+            expected = live(X)
+            with ThreadPoolExecutor(1) as pool:
+                with replica._gate.alone():
+                    answer = pool.submit(calls[how], X)
+                    assert not wait([answer], 0.2).done, "it would compute while weights change"
+                assert torch.equal(answer.result(PATIENCE_S), expected)
+            deep = copy.deepcopy(live)
+            assert type(deep) is Net
+            with replica._gate.alone():
+                assert torch.equal(deep(X), expected)
+    for each in (live, other):
+        assert type(each) is Net and torch.equal(each(X), expected)
+    assert vars(live).get("forward") is before
+    with follow(other, memory_url, background=False) as replica:
+        assert replica.version == 1
 
 
 def test_a_hold_may_end_in_another_thread(memory_url: str) -> None:
