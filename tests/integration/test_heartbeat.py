@@ -380,9 +380,9 @@ def test_a_server_with_another_version_of_the_same_number_lags(store: Store, ser
 
 def test_a_server_with_a_token_wants_it_or_none(store: Store, server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.token = "secret"
-    for token in ("", "secret"):
-        monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", token)
-        assert wait(store, 2, urls=[server.url]) == [server.url]
+    assert wait(store, 2, urls=[server.url]) == [server.url]
+    monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", "secret")
+    assert wait(store, 2, urls=[server.url]) == [server.url]
     monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", "other")
     with pytest.raises(AckTimeoutError, match="answered 401: set DELTASYNC_HTTP_TOKEN to the server's"):
         wait(store, 2, urls=[server.url])

@@ -267,7 +267,7 @@ def test_a_store_that_cannot_be_reached_at_the_start_ends_training(tmp_path: Pat
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
     sync = DeltaSyncCallback("s3://bucket/run?endpoint=http://127.0.0.1:9&region=us-east-1", ack_timeout_s=0.1)
-    with pytest.raises(StoreError, match=r"cannot be reached: .* See: deltasync doctor s3://bucket/run"):
+    with pytest.raises(StoreError, match=r"cannot be reached: .* See: deltasync doctor 's3://bucket/run"):
         make_trainer(tiny_model(), tmp_path / "out", sync).train()
 
 
