@@ -30,11 +30,11 @@ def main() -> None:
     parser.add_argument("--mutant", help="plant a fault first (tests.simulator.mutants)")
     given = parser.parse_args()
     with_fixed_hashes("tests.simulator")
+    prepare()
     if given.mutant:
         from tests.simulator.mutants import plant
 
         plant(given.mutant)
-    prepare()
     worlds = [[word for word in world.split(",") if word] for world in given.world.split(";")]
     began_s, failed = time.monotonic(), 0
     for seed in range(given.seed, given.seed + given.seeds):

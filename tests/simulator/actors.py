@@ -69,6 +69,7 @@ def trainer(world: World, process: Process) -> None:
         publisher: Publisher = opened
         mine: dict[int, str | None] = {}
         receipts: list[Any] = []
+        beats = heartbeat.Heartbeats(Line(world.disk, process), publisher.run_id, decides=True)
         interrupted, leaves = False, world.random.choice((0.02, 0.3))
         while world.step():
             other = another_call(world, process, publisher, mine, receipts)
@@ -97,7 +98,7 @@ def trainer(world: World, process: Process) -> None:
                 other.join()
             is_published = not isinstance(receipt, DeltaSyncError)
             if is_published and world.random.random() < 0.5 and waited(world, receipt, bits, mine, interrupted):
-                acknowledged(world, process, publisher, receipt)
+                acknowledged(world, beats, publisher, receipt)
             world.pause(world.random.choice((0.2, 2.0, 30.0)))
             if world.random.random() < leaves:
                 break
@@ -205,15 +206,15 @@ def waited(world: World, receipt: Any, bits: str | None, mine: dict[int, str | N
     return True
 
 
-def acknowledged(world: World, process: Process, publisher: Publisher, receipt: Any) -> None:
+def acknowledged(world: World, beats: heartbeat.Heartbeats, publisher: Publisher, receipt: Any) -> None:
     """Wait, now and then, until a replica serves a version: it must be one of ours, and a follower that had it."""
     if world.random.random() > 0.5 and "acks" not in world.wanted:
         return
-    line, timeout_s, disk = Line(world.disk, process), world.random.choice((0.0, 10.0)), world.disk
-    began_s, stale = world.scheduler.now_s, disk.met["stale"]
+    line: Any = beats._store
+    timeout_s, disk, began_s = world.random.choice((0.0, 10.0, 60.0)), world.disk, world.scheduler.now_s
     found = world.call(
         "ack",
-        lambda: heartbeat.wait_for(line, publisher.run_id, receipt.version, publisher.published, timeout_s),
+        lambda: heartbeat.wait_for(line, publisher.run_id, receipt.version, publisher.published, timeout_s, known=beats),
     )
     if isinstance(found, DeltaSyncError):
         return
@@ -224,8 +225,9 @@ def acknowledged(world: World, process: Process, publisher: Publisher, receipt: 
             raise Violation(f"version {receipt.version} is acknowledged by {beat.replica_id} at {served}")
         if publisher.published.get(beat.version) != beat.sha256:
             raise Violation(f"a replica acknowledges {served}, which this publisher has not published")
-    if not (disk.kind.lag_s or disk.met["stale"] > stale or world.harm):
-        problem = disk.lives.overlooked(found, receipt.version, began_s, publisher.run_id)
+    if not (disk.kind.lag_s or world.harm):
+        listed_s = min(began_s, line.listed_s)
+        problem = disk.lives.overlooked(found, receipt.version, listed_s, publisher.run_id)
         if problem is not None:
             raise Violation(problem)
 
@@ -390,6 +392,7 @@ def follower(world: World, process: Process) -> None:
         if isinstance(following, DeltaSyncError):
             world.step()
             continue
+        world.disk.lives.begin(process)
         while world.step():
             world.pause(world.random.choice((1.0, 20.0)))
             if world.is_slow and world.disk.lives.age_s(process) > heartbeat.LIVE_S:
@@ -399,9 +402,9 @@ def follower(world: World, process: Process) -> None:
                     world.compare_bits((version, following.digest), dict(model.named_parameters()))
                     world.counts["followed"] += 1
             if world.random.random() < 0.2 and following.version is not None:
-                pin = world.random.choice(("newest", f"{following.version}"))
+                pin = world.random.choice((f"{following.version}" if world.pins else "newest", f"{following.version}"))
                 world.call("pin", lambda: setattr(following, "pin", pin))  # noqa: B023
-            if world.random.random() < 0.05:
+            if world.random.random() < 0.05 and not world.pins:
                 break
         world.call("stop", following.close)
 
@@ -479,7 +482,10 @@ def fate(world: World, process: Process) -> None:
     """Change the weather; suspend, kill and interrupt processes; move clocks; let objects rot."""
     saved, random, now = None, world.random, world.scheduler
     chances = [
-        0.5 if name in world.wanted or (name == "harm" and world.harm in world.wanted) else EVENTS[name] for name in EVENTS
+        0.5
+        if name in world.wanted or (name == "harm" and world.harm in world.wanted)
+        else (0.0 if world.is_mild else EVENTS[name])
+        for name in EVENTS
     ]
     while world.steps > 0:
         world.pause(12.0)
@@ -561,6 +567,9 @@ def weather(world: World) -> None:
         world.disk.faults = world.copy.faults = Faults(slow=0.5)
         return
     wanted = {name: 0.02 if name == "stalled" else 0.1 for name in (*likely, *rare) if name in world.wanted}
+    if world.is_mild:
+        world.disk.faults = world.copy.faults = Faults(**wanted)
+        return
     kind = 1.0 if wanted else world.random.random()
     found = NO_FAULTS if kind < 0.3 else FULL if kind < 0.35 else Faults(**(likely | rare | wanted))
     world.disk.faults = world.copy.faults = found

@@ -38,13 +38,19 @@ class Life:
 
 
 class Lives:
-    """The lives of all processes with heartbeats in a store."""
+    """The lives of all processes with heartbeats in a store.
+
+    Attributes:
+        early: A version that was deleted though somebody without heartbeats may serve it; None if there was none.
+    """
 
     def __init__(self, disk: Disk, grace_s: float) -> None:
         self._disk, self._grace_s = disk, grace_s
         self._held: dict[tuple[Process, str], Life] = {}
         self._looked: dict[Process, float] = {}
+        self._began: dict[Process, tuple[float, float]] = {}
         self._doubted: list[Life] = []
+        self.early: str | None = None
 
     @property
     def _now_s(self) -> float:
@@ -64,18 +70,28 @@ class Lives:
         """Somebody lists the heartbeats."""
         self._looked[process] = self._now_s
 
+    def begin(self, process: Process) -> None:
+        """A process follows from now on. The last heartbeat of what it followed before may not have been taken."""
+        self._began[process] = self._now_s, process.held_s
+
     def age_s(self, process: Process) -> float:
-        """Seconds since the store took a heartbeat of this process, while it ran; 0 before the first and after the last."""
-        lives = [life for (owner, _), life in self._held.items() if owner is process]
-        newest = max(lives, key=lambda life: life.stored_s, default=None)
-        if newest is None or newest.beat.state == STOPPED or self._now_s < process.refused_until_s + SURE_S:
+        """Seconds since a process followed, or the store took a heartbeat of it, while it ran; 0 while it is refused."""
+        lives = [(life.stored_s, life.held_s) for (owner, _), life in self._held.items() if owner is process]
+        stored_s, held_s = max([self._began[process], *lives])
+        if self._now_s < process.refused_until_s + SURE_S:
             return 0.0
-        return self._now_s - newest.stored_s - (process.held_s - newest.held_s)
+        return self._now_s - stored_s - (process.held_s - held_s)
 
     def drop(self, process: Process, key: str) -> None:
-        """Somebody deletes an object: replicas that it may not have seen yet do not count."""
+        """Somebody deletes an object: replicas that it may not have seen yet do not count, and newest versions stay."""
         if not key.startswith((keys.VERSIONS, keys.PARTS, keys.ANCHORS, keys.COMPACTIONS, keys.ANNOUNCEMENTS)):
             return
+        slot, sure_s = keys.slot_of(key), self._now_s - self._grace_s + SURE_S
+        if slot is not None and process.name != "end":  # which waits for no grace
+            stored = ((keys.slot_of(other), held.stored_s) for other, held in self._disk.objects.items())
+            newness = [other.newness for other, stored_s in stored if other is not None and stored_s < sure_s]
+            if slot.newness >= max(newness, default=slot.newness):
+                self.early = self.early or f"{key} is deleted, and was the newest within the grace"
         looked_s = self._looked.get(process, -LOOK_S)
         looked_s = looked_s if self._now_s - looked_s < LOOK_S else self._now_s
         for life in self._recent(max(self._grace_s, LIVE_S) - SURE_S):
@@ -88,11 +104,11 @@ class Lives:
         held = [life for life in self._held.values() if any(life.beat.serving == each.beat.serving for each in found)]
         return [life.beat for life in held if life.beat.serving is not None]
 
-    def overlooked(self, found: Sequence[Heartbeat], version: int, began_s: float, run_id: str) -> str | None:
-        """Return whom an acknowledgement that was waited for since `began_s` leaves out, or takes for another; or None."""
+    def overlooked(self, found: Sequence[Heartbeat], version: int, listed_s: float, run_id: str) -> str | None:
+        """Return whom an acknowledgement leaves out, of those in a listing of `listed_s`, or takes for another; or None."""
         due: dict[str, list[Life]] = {}
         for life in self._recent(LIVE_S - SURE_S):
-            if life.stored_s < began_s and life.beat.run_id == run_id and life.beat.pin is None and self._is_there(life):
+            if life.stored_s < listed_s and life.beat.run_id == run_id and life.beat.pin is None and self._is_there(life):
                 due.setdefault(life.beat.replica_id, []).append(life)
         for name, lives in due.items():
             for life in lives:

@@ -166,6 +166,7 @@ class Line:
 
     Attributes:
         requests: How many it made, by verb.
+        listed_s: When it last listed the heartbeats, and all of them.
     """
 
     is_scarce = False
@@ -176,6 +177,7 @@ class Line:
         self.can_create = disk.kind.creates if claims is None else claims
         self.requests: Counter[str] = Counter()
         self._missing: dict[str, float] = {}
+        self.listed_s = -math.inf
 
     # --- what the product calls ---
 
@@ -210,7 +212,7 @@ class Line:
         return held
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
-        data = self._read("read_range", key, None)[start:end]
+        data = self._read("read_range", key, None, end - start)[start:end]
         if len(data) < end - start:
             raise StoreError(f"{key} ends before byte {end}.")
         return data
@@ -230,6 +232,8 @@ class Line:
                 if self._random.random() < 0.5
                 else [key for key in listed if disk.objects[key].stored_s < now_s - 10]
             )
+        elif prefix == keys.REPLICAS:
+            self.listed_s = now_s
         return iter([disk.info(key) for key in listed])
 
     def delete(self, *keys: str) -> None:
@@ -314,7 +318,7 @@ class Line:
 
         Thread(target=arrive, name="late", process=NETWORK).start()
 
-    def _read(self, verb: str, key: str, known: ObjectInfo | None) -> bytes:
+    def _read(self, verb: str, key: str, known: ObjectInfo | None, most_bytes: float = math.inf) -> bytes:
         disk = self.disk
         self._pass(verb, check_key(key))
         now_s = disk.scheduler.now_s
@@ -328,7 +332,7 @@ class Line:
             self._missing[key] = now_s
             raise ObjectMissingError(f"{key} is not there.")
         self._missing.pop(key, None)
-        if self._meets("slow", disk.faults.slow * (len(disk.objects[key].data) > 500)):
+        if self._meets("slow", disk.faults.slow * (min(len(disk.objects[key].data), most_bytes) > 500)):
             disk.scheduler.sleep(self._random.uniform(40.0, 100.0))
         return self._arrived(disk.objects[key].data if key in disk.objects else b"")
 

@@ -22,7 +22,7 @@ from deltasync import Publisher, Replica, Retention, ending
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
-from deltasync.errors import DeltaSyncError, UnsupportedFormatError
+from deltasync.errors import DeltaSyncError, FencedError, UnsupportedFormatError
 from deltasync.following import loop
 from deltasync.maintenance import gc
 from deltasync.maintenance.checks import check
@@ -43,6 +43,7 @@ SHAPES = {"w": (24, 20), "b": (130,), "head": (9, 31)}
 STEPS = 60
 CALL_S = 900.0  # no call of the product takes longer without an answer
 POLLS_S = 150.0  # a replica that only polls is there so long after the last fault
+BACK_S = 18.0  # a replica goes with a store that was turned back so long after the next version
 CALM_S = 600.0  # all are at the newest version so long after the last fault
 MOST_THREADS = 90
 MOST_LEFT = 24  # threads, of the pools of living replicas
@@ -122,6 +123,7 @@ class World:
         )
         self.fills = self._has("full", 0.1)
         self.has_clocks, self.is_slow = self._has("clocks", 0.3), self._has("slow", 0.0)
+        self.is_mild, self.pins = "mild" in wanted, "pinned" in wanted
         if self.has_clocks:
             self.disk.ahead_s = random.uniform(-CLOCK_S, CLOCK_S)
         self.mixed: list[tuple[dict[str, bytes], dict[str, bytes]]] = []
@@ -216,7 +218,7 @@ class World:
         return self.steps > 0
 
     def pause(self, most_s: float) -> None:
-        self.scheduler.sleep(self.random.uniform(0.0, most_s))
+        self.scheduler.sleep(self.random.uniform(0.0, most_s * (5.0 if "long" in self.wanted else 1.0)))
 
     def call(self, what: str, action: Callable[[], Any], interruptible: bool = False) -> Any:
         """Call the product: its own errors are returned, any other is a violation, as is a call that does not end."""
@@ -361,7 +363,9 @@ class World:
         return joined
 
     def check_kept(self) -> None:
-        """What a live replica serves by its heartbeat was not deleted."""
+        """What a live replica serves by its heartbeat was not deleted, nor what another one may serve."""
+        if self.harm is None and self.disk.lives.early is not None:
+            raise Violation(self.disk.lives.early)
         for beat in self.disk.lives.doubted():
             if self.harm is None and beat.version is not None:
                 found = self.still(beat.version)
@@ -398,7 +402,7 @@ class World:
             raise Violation(f"without faults: {type(thread.error).__name__}: {thread.error}") from thread.error
 
     def _finish(self, process: Process) -> None:
-        before_s = self.scheduler.now_s
+        before_s, saved = self.scheduler.now_s, dict(self.disk.objects)
         if self.harm is not None and self.random.random() < 0.5:
             actors.mended(self, process)
         publisher = self.publisher(process)
@@ -420,7 +424,10 @@ class World:
             self.is_calm = (
                 number > 0 and self.harm is None and not (self.counts["forged"] or self.forgets or self.kind.edge_s)
             )
-        publisher.close()
+        if self.harm == "restore" and not self.signed and keys.CHANNEL in saved:
+            self._go_back(saved, publisher, replicas)
+        else:
+            publisher.close()
         is_proven = self.signed or self.harm != "rot"  # otherwise the copy has whatever record could be read
         if is_proven and self.copy.objects.get(keys.HEAD) is not None:
             copied = Replica(Line(self.copy, process), trusted_keys=self.trusted)
@@ -436,6 +443,27 @@ class World:
             raise Violation(f"{len(ours)} threads are left: {ours}")
         self.check_visible(process)
 
+    def _go_back(self, saved: dict[str, Any], earlier: Publisher, replicas: Sequence[Replica]) -> None:
+        """The store is turned back to before a publisher opened the channel, and another one opens it: all go with that."""
+        self.disk.restore(saved)
+        publisher = self.publisher(Process("later"))
+        for _ in range(2):
+            self.train()
+            self.note()
+            receipt = publisher.publish(self.weights.items()).wait(CALM_S)
+            for replica in replicas:
+                self.reach(replica, receipt, REACHES, BACK_S)
+                self.compare(replica)
+        publisher.close()
+        for _ in range(4):
+            self.train()
+            self.note()
+            if isinstance(self.call("publish after a restore", lambda: earlier.publish(self.weights.items())), FencedError):
+                self.call("close after a restore", earlier.close)
+                return
+            self.scheduler.sleep(10.0)
+        raise Violation("a publisher goes on beside the one that opened the channel after a restore")
+
     def poll(self, replica: Replica, receipt: Any) -> None:
         """Poll until the replica is at a version: what it avoids for a while it tries again by itself."""
         until_s, found = self.scheduler.now_s + POLLS_S, None
@@ -447,9 +475,9 @@ class World:
             found = self.call("poll", replica.poll)
             self.pause(4.0)
 
-    def reach(self, replica: Replica, receipt: Any, requests: int) -> None:
+    def reach(self, replica: Replica, receipt: Any, requests: int, within_s: float = 60.0) -> None:
         """Sync until the replica is at a version; a listing may lag."""
-        version, until_s, refused = receipt.version, self.scheduler.now_s + 60.0, 0
+        version, until_s, refused = receipt.version, self.scheduler.now_s + within_s, 0
         line: Any = replica._follow.reader.store
         asked = line.inner.requests if isinstance(line, CachedStore) else line.requests
         before, is_prompt = asked.copy(), not self.kind.lag_s and not self.kind.edge_s
