@@ -304,7 +304,7 @@ MUTANTS = {
         "deltasync.channel.heartbeat",
         "return max(now_s - known.since_s, min(age_s, now_s - known.until_s))",
         "return time.time() - modified_s",
-        "mild acks follower0 follower1 clocks",
+        "mild long acks follower0 clocks forgets",
         at_night=True,
     ),
     "a replica that a listing leaves out is forgotten": Mutant(
