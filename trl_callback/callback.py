@@ -137,7 +137,7 @@ class DeltaSyncCallback(TrainerCallback):
         together = gather.is_sharded(model)
 
         def begin() -> None:
-            self._transfer.open(together=together)
+            self._transfer.begin(together=together)
             if self._publishes:
                 self._publish(model)
 

@@ -121,8 +121,7 @@ class DeltaWeightTransfer:
             ChannelInUseError: the channel holds a run that is neither in `run_ids` nor the owner's, and `resume` is not set.
             StoreError: the store cannot be reached.
         """
-        if self.publisher is not None:  # of an earlier training of this trainer
-            self.publisher.expect_resumed(self._is_compared and self.config.resume != OVERWRITE)
+        if self.publisher is not None:
             return
         self._together, self.published_step = together, None
         config = self.config
@@ -148,6 +147,13 @@ class DeltaWeightTransfer:
                 f"deltasync: publishing to {url}, which {begins}, with codec {self.publisher.settings.codec}. "
                 f"To see versions and replicas: deltasync watch {shlex.quote(url)}\n"
             )
+
+    def begin(self, *, together: bool) -> None:
+        """Open the channel for a training, as `open`. After an earlier one of this trainer the next publish is compared."""
+        publisher = self.publisher
+        self.open(together=together)
+        if publisher is not None:
+            publisher.expect_resumed(self._is_compared and self.config.resume != OVERWRITE)
 
     def _arguments(self) -> dict[str, Any]:
         """Return the publisher's arguments that come from the model, the environment and the store."""

@@ -122,7 +122,7 @@ class _Scan:
     """What `Kept` has found while calls ran, and what tells whether they have changed it since.
 
     Attributes:
-        dropped: What is to be dropped, by the position of its unit.
+        dropped: Kept values to drop, by the position of their unit.
         hooks: Those that set an attribute before each forward call, with their modules.
         structure: Modules, parameters and hooks.
         values: All containers that may hold kept values.

@@ -582,6 +582,25 @@ def test_a_transfer_without_a_model_says_what_is_missing(memory_url: str) -> Non
         DeltaWeightTransfer(DeltaSyncConfig(memory_url)).init_weight_transfer()
 
 
+def test_only_the_first_sync_of_a_training_is_compared_with_the_channel(memory_url: str) -> None:
+    """TRL's client opens the transfer before each sync. A training from step 0 makes steps that the channel has anew."""
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = tiny_model()
+        transfer = DeltaWeightTransfer(DeltaSyncConfig(memory_url, resume=seed > 0))
+        transfer.bind(model)
+        transfer.begin(together=False)
+        for transfer.step in range(3):
+            transfer.init_weight_transfer()
+            transfer.send_weights(iter(model.named_parameters()))
+            assert transfer.publisher is not None
+            transfer.publisher.flush()
+            with torch.no_grad():
+                model.lm_head.weight += 0.5
+        transfer.destroy()
+    assert Replica(memory_url).sync() == 6
+
+
 def test_an_upload_that_hangs_is_not_waited_for_longer_than_asked(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = threading.Event()
     store = type(open_store(memory_url))
