@@ -149,13 +149,13 @@ def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
     """As `_check_overlaps`, of tensors that lie between each other's elements, as columns of one matrix do."""
     first = min(tensor.data_ptr() for tensor in tensors.values())
     width = min(tensor.element_size() for tensor in tensors.values())
-    taken = torch.zeros(0, dtype=torch.uint8)
+    taken = torch.zeros(0, dtype=torch.uint8, device="cpu")
     for name, tensor in tensors.items():
         offset, rest = divmod(tensor.data_ptr() - first, width)
         span = offset + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         taken = torch.nn.functional.pad(taken, (0, max(0, span - len(taken))))
         place = taken.as_strided(tensor.shape, tensor.stride(), offset)
-        if rest or tensor.element_size() != width or bool(place.any()):
+        if rest or tensor.element_size() != width or place.any():
             raise ModelMismatchError(_OVERLAP.format(min(tensors), name if name != min(tensors) else max(tensors)))
         place.fill_(1)
 

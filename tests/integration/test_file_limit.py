@@ -37,7 +37,7 @@ for number, call in enumerate(calls):
     except errors.TransientStoreError as error:
         assert "ulimit -n" in str(error), error
     else:
-        raise AssertionError(number)
+        assert is_used and not url.startswith("file"), number  # a connection that was open already needs no file
 for file in held:
     os.close(file)
 store.put("b", b"1")

@@ -156,7 +156,7 @@ def test_arrays_of_wrong_sizes_are_refused() -> None:
     for name, arguments in {
         "fingerprint": (1, 0, one, np.zeros(3, np.uint16), np.zeros(2, np.uint16)),
         "scan": (1, np.array([[5, 0, 1, 0, 0, 0]]), one, np.zeros((1, 2), np.uint64), one, one, one, one),
-        "add": (1, np.array([[0, 0, 2, 0, 0, 1]]), one, np.zeros((1, 2), np.uint64), one, one, one, one),
+        "add": (1, 0, np.array([[0, 0, 2, 0, 0, 1]]), one, np.zeros((1, 2), np.uint64), one, one, one, one),
         "decode": (
             1,
             np.zeros(1, np.uint32),

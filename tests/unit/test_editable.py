@@ -35,6 +35,9 @@ def test_scripts_beside_the_checkout_find_the_package(tmp_path: Path) -> None:
         site.mkdir()
         opened.extractall(site)
     script = tmp_path / "script.py"
-    script.write_text(f"import site; site.addsitedir({str(site)!r}); {_SCRIPT}")
+    others = (
+        f"import sys; sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]"  # this environment's own install
+    )
+    script.write_text(f"{others}; import site; site.addsitedir({str(site)!r}); {_SCRIPT}")
     done = subprocess.run([sys.executable, "-W", "ignore", str(script)], env=environ, capture_output=True, text=True)
     assert done.stdout.strip() == str(checkout / "deltasync" / "__init__.py"), done.stderr

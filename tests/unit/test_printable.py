@@ -31,7 +31,7 @@ from deltasync.channel.documents import sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
-from deltasync.codec.base import RECORD, body, read_metadata
+from deltasync.codec.base import RECORD, Encoded, read_metadata
 from deltasync.errors import CorruptDataError, DeltaSyncError, get_logger, printable, printable_in, redacted
 from deltasync.stores import Store
 from tests.channels import EPOCH, RUN, filled
@@ -177,7 +177,7 @@ def _with(data: bytes, document: Any, path: tuple[Any, ...]) -> bytes:
         metadata = {}
     text = b""
     while True:
-        front = b"".join(body(arrays, metadata, len(text) + 8))
+        front = b"".join(Encoded(arrays, metadata).of_record(len(text) + 8))
         if path[-1] != "body_sha256":
             document |= {"body_bytes": len(front), "body_sha256": sha256_hex(front)}
         before, text = text, json.dumps(document).encode()
